@@ -1,0 +1,166 @@
+"""What lies ahead of a request on each engine, and whether the prefill side may be asked at all.
+
+Loads are reserved when a plan is made, not when the work starts, so the next plan sees them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Literal
+
+from headrace.router.cost import StepTimeModel
+
+
+class EngineLoad:
+    """One engine's outstanding prefills (in order of arrival) and its running decodes."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, int] = OrderedDict()
+        self._running: set[str] = set()
+        self._tokens = 0
+        self._head_since_s = 0.0
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def waiting_requests(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def reserve(self, request_id: str, tokens: int, now_s: float) -> None:
+        """Book ``tokens`` prompt tokens of computation; replaces an earlier booking."""
+        self.release(request_id, now_s)
+        if not self._waiting:
+            self._head_since_s = now_s
+        self._waiting[request_id] = tokens
+        self._tokens += tokens
+
+    def release(self, request_id: str, now_s: float) -> None:
+        """The computation is done, failed or not wanted any more. Unknown ids are fine."""
+        if request_id not in self._waiting:
+            return
+        was_head = next(iter(self._waiting)) == request_id
+        self._tokens -= self._waiting.pop(request_id)
+        if was_head:
+            self._head_since_s = now_s
+
+    def start(self, request_id: str) -> None:
+        """The request decodes from now on."""
+        self._running.add(request_id)
+
+    def stop(self, request_id: str) -> None:
+        self._running.discard(request_id)
+
+    def queue_s(self, model: StepTimeModel, max_step_tokens: int, now_s: float) -> float:
+        """Seconds until the prefills ahead are done: the step model over their tokens.
+
+        What the first of them has already had is taken off, at most its own whole share: an
+        overdue prefill is expected to end now, and those behind it still cost in full.
+        """
+        if not self._waiting:
+            return 0.0
+        running = len(self._running)
+        head = next(iter(self._waiting.values()))
+        everything = model.prefill_s(self._tokens, running, max_step_tokens)
+        behind = model.prefill_s(self._tokens - head, running, max_step_tokens)
+        elapsed = max(0.0, now_s - self._head_since_s)
+        return max(behind, everything - elapsed)
+
+    def to_dict(self) -> dict[str, int]:
+        return {
+            "waiting_tokens": self._tokens,
+            "waiting_requests": len(self._waiting),
+            "running": len(self._running),
+        }
+
+
+class Breaker:
+    """Whether remote prefill may be planned.
+
+    - closed: yes.
+    - open: no. After a failed request it turns half-open when the wait is over; after ``down()``
+      (the caller knows that nobody is there) it stays open until ``up()``.
+    - half-open: one trial request may go; its success closes, its failure opens with twice the
+      wait, its end without either allows another trial.
+
+    The caller probes the prefill side and calls ``up()``, which closes at once; half-open is the
+    way back for a side that answers probes but failed a request, or that nobody probes.
+    """
+
+    def __init__(self, retry_s: float, retry_max_s: float) -> None:
+        self._retry_s = retry_s
+        self._retry_max_s = retry_max_s
+        self._wait_s = retry_s
+        self._open = False
+        self._down = False
+        self._trial: str | None = None
+        self.reason = ""
+        self.since_s = 0.0
+        self.failures = 0
+
+    def state(self, now_s: float) -> Literal["closed", "open", "half-open"]:
+        if not self._open:
+            return "closed"
+        if not self._down and now_s - self.since_s >= self._wait_s:
+            return "half-open"
+        return "open"
+
+    def refusal(self, now_s: float) -> str | None:
+        """Why a request may not go remote now, or None if it may."""
+        state = self.state(now_s)
+        if state == "closed":
+            return None
+        if state == "half-open":
+            if self._trial is None:
+                return None
+            return f"a trial request is under way after: {self.reason}"
+        return f"prefill is unavailable for {now_s - self.since_s:.1f} s: {self.reason}"
+
+    def sent(self, request_id: str, now_s: float) -> bool:
+        """A request goes remote; True if it is the half-open trial."""
+        if self.state(now_s) == "half-open" and self._trial is None:
+            self._trial = request_id
+            return True
+        return False
+
+    def succeeded(self, request_id: str) -> None:
+        """A remote request got its KV; only a trial's success says anything about now."""
+        if self._trial == request_id:
+            self.up()
+
+    def ended(self, request_id: str) -> None:
+        """A request is gone without a verdict."""
+        if self._trial == request_id:
+            self._trial = None
+
+    def failed(self, request_id: str, why: str, now_s: float) -> None:
+        self.failures += 1
+        if self._trial == request_id:
+            self._wait_s = min(2 * self._wait_s, self._retry_max_s)
+        self.ended(request_id)
+        if not self._open:
+            self._wait_s = self._retry_s
+        if not self._down:
+            self._open, self.reason, self.since_s = True, why, now_s
+
+    def down(self, why: str, now_s: float) -> None:
+        if not self._down:
+            self.since_s = now_s
+        self._open, self._down, self._trial, self.reason = True, True, None, why
+
+    def up(self) -> None:
+        self._open, self._down, self._trial, self.reason = False, False, None, ""
+        self._wait_s = self._retry_s
+
+    def to_dict(self, now_s: float) -> dict[str, Any]:
+        return {
+            "state": self.state(now_s),
+            "reason": self.reason,
+            "open_s": now_s - self.since_s if self._open else 0.0,
+            "failures": self.failures,
+        }

@@ -1,0 +1,150 @@
+"""The words of routing: what is asked, what is answered, what is reported back.
+
+Plain frozen dataclasses and no behaviour beyond validation, so that the router, the servers that
+carry plans out, the simulator and the tests share one vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["local", "remote"]
+Role = Literal["prefill", "decode"]
+Policy = Literal["cost", "local", "remote"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """One prompt that wants its KV made."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    #: Seeds the block hashes, so that tenants with different salts never share a block.
+    salt: str = ""
+    #: Why this request must stay on the decode engine (e.g. prompt logprobs), or None.
+    local_only: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a prompt's KV is made, at what predicted price, and why."""
+
+    request_id: str
+    #: Name of the prefill deployment; None prefills on the decode engine itself.
+    prefill: str | None
+    prompt_tokens: int
+    cached_decode_tokens: int
+    cached_prefill_tokens: int
+    #: Seconds by part for both options: "local.queue", ..., "remote.total".
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    #: How long to wait for the remote prefill and its KV before going local; 0 when local.
+    timeout_s: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        return "local" if self.prefill is None else "remote"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form: the answer of ``GET /headrace/v1/plans/{request_id}``."""
+        return {
+            "request_id": self.request_id,
+            "kind": self.kind,
+            "prefill": self.prefill,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_decode_tokens": self.cached_decode_tokens,
+            "cached_prefill_tokens": self.cached_prefill_tokens,
+            "predicted": dict(self.predicted),
+            "timeout_s": self.timeout_s,
+            "reasons": list(self.reasons),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """What a remote prefill cost, as the caller and the prefill engine measured it."""
+
+    #: Whole call as the decode side saw it.
+    call_s: float
+    #: Part of it that the request waited in the prefill engine before its first step.
+    queue_s: float
+    #: Part of it from the first step to the finished KV.
+    compute_s: float
+    #: Prompt tokens that the prefill engine found in its prefix cache, and those it computed.
+    cached_tokens: int
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One engine step: prompt tokens computed, requests that decoded one token, duration."""
+
+    ctx_tokens: int
+    gen_requests: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The KV cache as the engines report it; both engines share block and token sizes."""
+
+    block_tokens: int
+    kv_bytes_per_token: int
+    #: Capacity of each engine's KV cache, in blocks.
+    decode_blocks: int
+    prefill_blocks: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "kv_bytes_per_token", "decode_blocks", "prefill_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"geometry.{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """How the router weighs; none of these is a length at which prompts go remote."""
+
+    #: "cost" compares predicted seconds; "local" and "remote" force one side.
+    policy: Policy = "cost"
+    #: Longest engine step that running streams should see; None sets no target.
+    itl_target_s: float | None = None
+    #: Worth of one second lost by a running stream, in seconds of this request's TTFT.
+    stall_weight: float = 1.0
+    #: Age at which a side's measurements are stale enough to pay twice the better side's time.
+    remeasure_s: float = 60.0
+    #: The engines' ``max_num_batched_tokens``: longer prompts take several steps.
+    max_step_tokens: int = 2048
+    #: A remote prefill may take ``max(floor, factor * predicted, predicted + errors * rms)``.
+    timeout_floor_s: float = 1.0
+    timeout_factor: float = 4.0
+    timeout_errors: float = 6.0
+    #: The floor while no remote prefill has come back yet (first call, handshake, warm-up).
+    timeout_cold_s: float = 15.0
+    #: After a failed remote prefill: first wait before a trial request may go; doubles each time.
+    retry_s: float = 5.0
+    retry_max_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("cost", "local", "remote"):
+            raise ValueError(f"router.policy must be cost, local or remote, not {self.policy!r}")
+        if self.itl_target_s is not None and not self.itl_target_s > 0:
+            raise ValueError(f"router.itl_target_s must be above 0, not {self.itl_target_s}")
+        if not self.stall_weight >= 0:
+            raise ValueError(f"router.stall_weight must be 0 or more, not {self.stall_weight}")
+        for name in ("remeasure_s", "timeout_floor_s", "timeout_cold_s", "retry_s", "retry_max_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"router.{name} must be above 0, not {getattr(self, name)}")
+        if not self.timeout_factor >= 1:
+            raise ValueError(f"router.timeout_factor must be 1 or more, not {self.timeout_factor}")
+        if not self.timeout_errors >= 0:
+            raise ValueError(f"router.timeout_errors must be 0 or more, not {self.timeout_errors}")
+        if self.max_step_tokens < 1:
+            raise ValueError(
+                f"router.max_step_tokens must be at least 1, not {self.max_step_tokens}"
+            )

@@ -1,0 +1,185 @@
+"""What making a prompt's KV costs here and there, and which of the two it shall be.
+
+Both options are priced in seconds added to everybody: this request's time to its first token plus
+what the streams that run on the decode engine lose meanwhile::
+
+    local  = queue_d + T_d(u_d, r) + w * r * (T_d(u_d, r) - T_d(0, r))
+    remote = call + queue_p + T_p(u_p, 0) + transfer(bytes) + handoff + queue_d'
+             + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r))
+
+``u`` are the prompt tokens that the engine must compute (at least one), ``r`` the running decodes,
+``w`` the stall weight, ``T`` the step models (prompts above ``max_step_tokens`` take several
+steps), ``queue_d'`` what is left of the decode queue once the KV is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from headrace.router.cost import CallModel, StepTimeModel, TransferModel
+from headrace.router.plan import Kind, RouterSettings
+
+
+@dataclass(slots=True)
+class Costs:
+    """The fitted models."""
+
+    decode_step: StepTimeModel = field(default_factory=StepTimeModel)
+    prefill_step: StepTimeModel = field(default_factory=StepTimeModel)
+    transfer: TransferModel = field(default_factory=TransferModel)
+    #: The remote call beside the prefill engine's queue and compute.
+    call: CallModel = field(default_factory=lambda: CallModel(0.020, 0.050))
+    #: From the call's return to the first token, beside transfer and the decode step.
+    handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
+    #: Wait at the prefill engine beyond what this router put there (other decode replicas).
+    others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the price of one prompt depends on."""
+
+    uncached_decode_tokens: int
+    uncached_prefill_tokens: int
+    transfer_bytes: int
+    running: int
+    decode_queue_s: float
+    prefill_queue_s: float
+
+
+def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, float]:
+    """Seconds by part for both options; ``X.total`` is the sum of the other ``X.*``."""
+    step, limit, r = costs.decode_step, settings.max_step_tokens, s.running
+    stalled = settings.stall_weight * r
+    idle_step = step.seconds(0, r)
+
+    local_compute = step.prefill_s(s.uncached_decode_tokens, r, limit)
+    steps = math.ceil(s.uncached_decode_tokens / limit)
+    local_stall = stalled * max(0.0, local_compute - steps * idle_step)
+
+    call, transfer = costs.call.seconds(), costs.transfer.seconds(s.transfer_bytes)
+    remote_compute = costs.prefill_step.prefill_s(s.uncached_prefill_tokens, 0, limit)
+    handoff = costs.handoff.seconds()
+    arrival = call + s.prefill_queue_s + remote_compute + transfer + handoff
+    decode_queue = max(0.0, s.decode_queue_s - arrival)
+    last_step = step.seconds(1, r)
+    remote_stall = stalled * max(0.0, last_step - idle_step)
+    return {
+        "local.queue": s.decode_queue_s,
+        "local.compute": local_compute,
+        "local.stall": local_stall,
+        "local.total": s.decode_queue_s + local_compute + local_stall,
+        "remote.call": call,
+        "remote.queue": s.prefill_queue_s,
+        "remote.compute": remote_compute,
+        "remote.transfer": transfer,
+        "remote.handoff": handoff,
+        "remote.decode_queue": decode_queue,
+        "remote.decode": last_step,
+        "remote.stall": remote_stall,
+        "remote.total": arrival + decode_queue + last_step + remote_stall,
+    }
+
+
+def formula(p: Mapping[str, float]) -> str:
+    """The whole comparison with its numbers, for one log line."""
+    return (
+        f"local {p['local.total']:.3f} s = queue {p['local.queue']:.3f} + compute "
+        f"{p['local.compute']:.3f} + stall {p['local.stall']:.3f}; remote {p['remote.total']:.3f} s"
+        f" = call {p['remote.call']:.3f} + queue {p['remote.queue']:.3f} + compute "
+        f"{p['remote.compute']:.3f} + transfer {p['remote.transfer']:.3f} + handoff "
+        f"{p['remote.handoff']:.3f} + decode queue {p['remote.decode_queue']:.3f} + decode "
+        f"{p['remote.decode']:.3f} + stall {p['remote.stall']:.3f}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The longest engine step that running streams would see under each option."""
+
+    local_s: float
+    remote_s: float
+    running: int
+
+
+def longest_steps(s: Situation, costs: Costs, settings: RouterSettings) -> Steps:
+    tokens = min(s.uncached_decode_tokens, settings.max_step_tokens)
+    step = costs.decode_step.seconds
+    return Steps(step(tokens, s.running), step(1, s.running), s.running)
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """Seconds since each side was last measured, or sent a request in order to measure it.
+
+    None while a re-measurement makes no sense (nothing would be learned).
+    """
+
+    local_s: float | None
+    remote_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    kind: Kind
+    why: str
+    explores: bool = False
+
+
+def choose(p: Mapping[str, float], steps: Steps, ages: Ages, settings: RouterSettings) -> Choice:
+    """The option with the least total; ties go local.
+
+    Above the price stands the ITL target: if streams are running and only the local step would
+    break it, the request goes remote.
+
+    Below it stands curiosity: a model that is not fed goes stale, and a side that looks dear is
+    never chosen, so never measured. The dearer side is taken once if its age allows its price:
+    ``dear < cheap * (1 + age / remeasure_s)`` with ``age >= remeasure_s``, that is, below twice
+    the price at first, and the longer it waits the more it may cost, so no error lasts for ever.
+    """
+    local, remote = p["local.total"], p["remote.total"]
+    target = settings.itl_target_s
+    if target is not None and steps.running and steps.local_s > target >= steps.remote_s:
+        return Choice(
+            "remote",
+            f"a local step of {steps.local_s:.3f} s would break the ITL target of {target:.3f} s "
+            f"for {steps.running} running streams, a remote prefill would not "
+            f"({steps.remote_s:.3f} s)",
+        )
+    cheap: Kind = "remote" if remote < local else "local"
+    dear: Kind = "local" if cheap == "remote" else "remote"
+    age = ages.local_s if dear == "local" else ages.remote_s
+    if age is not None and age >= settings.remeasure_s:
+        ratio = 1.0 + age / settings.remeasure_s
+        if p[f"{dear}.total"] < ratio * p[f"{cheap}.total"]:
+            return Choice(
+                dear,
+                f"measuring {dear} prefill again after {age:.0f} s: predicted "
+                f"{p[f'{dear}.total']:.3f} s, below {ratio:.1f} times {cheap}'s "
+                f"{p[f'{cheap}.total']:.3f} s",
+                explores=True,
+            )
+    if cheap == "remote":
+        return Choice("remote", f"remote saves {local - remote:.3f} s")
+    return Choice("local", f"local saves {remote - local:.3f} s")
+
+
+def remote_timeout_s(p: Mapping[str, float], costs: Costs, settings: RouterSettings) -> float:
+    """How long a remote prefill and its KV may take before decode stops waiting.
+
+    ``max(floor, factor * t, t + errors * rms)`` with ``t`` the predicted seconds until the KV is
+    there and ``rms`` the models' own errors, added as independent ones (root of the sum of
+    squares; step and transfer errors are relative). The floor is higher until the first remote
+    prefill has come back, which includes the engines' handshake.
+    """
+    t = sum(p[f"remote.{k}"] for k in ("call", "queue", "compute", "transfer", "handoff"))
+    rms = math.hypot(
+        costs.call.rms_error,
+        costs.handoff.rms_error,
+        costs.prefill_step.rms_error * (p["remote.queue"] + p["remote.compute"]),
+        costs.transfer.rms_error * p["remote.transfer"],
+    )
+    floor = settings.timeout_floor_s if costs.handoff.samples else settings.timeout_cold_s
+    return max(floor, settings.timeout_factor * t, t + settings.timeout_errors * rms)
