@@ -1,0 +1,40 @@
+"""The one YAML file that describes a Headrace deployment: what it may say and what that means.
+
+`schema` names the fields, `checks` refuses combinations that cannot work, `load` turns files,
+presets and `--set` overrides into a checked `HeadraceConfig`, `appargs` turns that into the
+arguments of `headrace.app:build_app`, and `docs` writes docs/configuration.md from the schema.
+Nothing here imports Ray or vLLM, so that a bad value is reported in well under a second.
+"""
+
+from headrace.config.appargs import to_app_args
+from headrace.config.checks import check, warnings
+from headrace.config.load import ConfigError, load_config, preset_names
+from headrace.config.schema import (
+    AppSection,
+    GatewaySettings,
+    HeadraceConfig,
+    ModelSettings,
+    ObservabilitySettings,
+    RaySettings,
+    RoleSettings,
+    RouterSettings,
+    TokenPath,
+)
+
+__all__ = [
+    "AppSection",
+    "ConfigError",
+    "GatewaySettings",
+    "HeadraceConfig",
+    "ModelSettings",
+    "ObservabilitySettings",
+    "RaySettings",
+    "RoleSettings",
+    "RouterSettings",
+    "TokenPath",
+    "check",
+    "load_config",
+    "preset_names",
+    "to_app_args",
+    "warnings",
+]

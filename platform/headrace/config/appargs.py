@@ -1,0 +1,89 @@
+"""From the configuration to the arguments of `headrace.app:build_app`.
+
+That builder takes what `ray.serve.llm:build_pd_openai_app` takes, two `LLMConfig`s, and a
+`headrace` section beside them. Two settings are made here and not left to vLLM: KV that does not
+arrive is recomputed (its default fails the request), and the KV cache's size is passed in bytes
+(`VLLM_CPU_KVCACHE_SPACE` takes whole GiB only).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config.load import merge
+from headrace.config.schema import AppSection, HeadraceConfig, RoleSettings
+
+
+def to_app_args(config: HeadraceConfig) -> dict[str, Any]:
+    """Plain, JSON-able arguments for `build_app`.
+
+    The keys of `gateway.api_keys_file` are read here, as other nodes may not hold the file.
+
+    Raises:
+        OSError, ValueError: `gateway.api_keys_file` cannot be read or used.
+    """
+    gateway = config.gateway.model_dump()
+    gateway |= {"api_keys": config.gateway.keys(), "api_keys_file": None}
+    return {
+        "prefill_config": llm_config(config, config.prefill),
+        "decode_config": llm_config(config, config.decode),
+        "headrace": config.model_dump(include=set(AppSection.model_fields)) | {"gateway": gateway},
+    }
+
+
+def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
+    """One role's `LLMConfig` as plain data."""
+    args: dict[str, Any] = {
+        "model_loading_config": {
+            "model_id": config.model.id,
+            "model_source": config.model.source or config.model.id,
+        },
+        "accelerator_config": {"kind": "gpu" if role.gpus else "cpu"},
+        "placement_group_config": {"bundles": _bundles(role)},
+        # The replica actor lives in the first bundle; by itself it books nothing more.
+        "deployment_config": {"num_replicas": role.replicas, "ray_actor_options": {"num_cpus": 0}},
+        "runtime_env": {"env_vars": _environment(role)},
+        "engine_kwargs": _engine(config, role),
+    }
+    if role.accelerator_type is not None:
+        args["accelerator_type"] = role.accelerator_type
+    return args
+
+
+def _bundles(role: RoleSettings) -> list[dict[str, float]]:
+    if role.gpus == 0:
+        return [{"CPU": role.cpus}]
+    bundle: dict[str, float] = {"GPU": 1}
+    if role.cpus:
+        bundle = {"CPU": role.cpus, "GPU": 1}
+    return [dict(bundle) for _ in range(role.gpus)]
+
+
+def _environment(role: RoleSettings) -> dict[str, str]:
+    # Block hashes must be the same in all processes.
+    env = {"PYTHONHASHSEED": "0"}
+    if role.gpus == 0:
+        env |= {
+            "OMP_NUM_THREADS": str(role.threads),
+            # Binding threads to cores needs the machine for itself.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return env | role.env
+
+
+def _engine(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
+    engine: dict[str, Any] = {
+        "kv_transfer_config": {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cuda" if role.gpus else "cpu",
+            "kv_load_failure_policy": "recompute",
+        }
+    }
+    if role.gpus == 0:
+        engine["enforce_eager"] = True  # compiling for the CPU takes minutes and gains little
+    if config.model.max_model_len is not None:
+        engine["max_model_len"] = config.model.max_model_len
+    if role.kv_cache_bytes is not None:
+        engine["kv_cache_memory_bytes"] = role.kv_cache_bytes
+    return merge(engine, role.engine)

@@ -1,0 +1,236 @@
+"""Which combinations of valid values cannot work, and what would.
+
+Each problem is (path to the field, what is wrong and what would be right). All of this runs before
+anything is started or fetched; whether ports are free is asked by `headrace up`, since that changes
+from one second to the next.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from headrace.config.schema import GIB, HeadraceConfig, RoleSettings
+
+Problem = tuple[str, str]
+
+# Engine arguments that something else in the file decides, and what.
+OWNED_ENGINE_ARGS = {
+    "model": "model.source",
+    "served_model_name": "model.id",
+    "kv_cache_memory_bytes": "kv_cache_gb",
+}
+OWNED_ENV = {"VLLM_CPU_KVCACHE_SPACE": "kv_cache_gb", "OMP_NUM_THREADS": "threads"}
+
+# What both roles' engines must agree on, or one cannot read the other's KV.
+SHARED_ENGINE_ARGS = (
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+    "block_size",
+    "quantization",
+    "revision",
+    "tokenizer",
+    "hf_overrides",
+    "attention_backend",
+    "trust_remote_code",
+)
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """`; did you mean "gateway"?` for a near miss, else the empty string."""
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.6)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+@lru_cache(maxsize=1)
+def vllm_engine_args() -> frozenset[str]:
+    """Names of vLLM's engine arguments, read from its source: importing it takes many seconds.
+
+    Empty when vLLM is not installed here or has moved them; then no name is refused.
+    """
+    try:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or not spec.submodule_search_locations:
+            return frozenset()
+        source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+        tree = ast.parse(source.read_text("utf-8"))
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(
+        field.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+def check(config: HeadraceConfig) -> list[Problem]:
+    """All problems of a configuration whose single values are valid; empty if it can be started."""
+    problems = list(_gateway(config))
+    for name, role in config.roles().items():
+        problems += _role(name, role, config)
+    problems += _roles_agree(config)
+    problems += _cpus(config)
+    problems += _kv_holds_one_request(config)
+    return problems
+
+
+def warnings(config: HeadraceConfig) -> list[str]:
+    """What works but is probably not meant, one line each."""
+    lines = []
+    open_to_all = not config.gateway.loopback or config.token_path == "direct"
+    if open_to_all and not (config.gateway.api_keys or config.gateway.api_keys_file):
+        where = config.gateway.host if not config.gateway.loopback else "all interfaces"
+        why = "HAProxy ignores gateway.host and " if config.gateway.loopback else ""
+        lines.append(
+            f"gateway.host: {why}listens on {where} without API keys: anyone who can reach this "
+            "machine can use the model; set gateway.api_keys_file, or host: 127.0.0.1 with "
+            "token_path: relay"
+        )
+    if config.ray.address is not None and config.ray.temp_dir is not None:
+        lines.append("ray.temp_dir: has no effect on a cluster that runs already (ray.address)")
+    return lines
+
+
+def _gateway(config: HeadraceConfig) -> Iterator[Problem]:
+    gateway = config.gateway
+    if gateway.api_keys_file is not None:
+        try:
+            if not gateway.keys():
+                yield "gateway.api_keys_file", f'"{gateway.api_keys_file}" holds no key'
+        except OSError as error:
+            reason = error.strerror or str(error)
+            yield "gateway.api_keys_file", f'cannot read "{gateway.api_keys_file}": {reason}'
+        except ValueError as error:
+            yield "gateway.api_keys_file", f'"{gateway.api_keys_file}": {error}'
+
+
+def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:
+    known = vllm_engine_args()
+    for arg, value in role.engine.items():
+        path = f"{name}.engine.{arg}"
+        if arg in OWNED_ENGINE_ARGS:
+            owner = OWNED_ENGINE_ARGS[arg]
+            owner = owner if "." in owner else f"{name}.{owner}"
+            yield path, f"set {owner} instead"
+        elif known and arg not in known:
+            yield path, f"vLLM has no such engine argument{did_you_mean(arg, sorted(known))}"
+        elif arg in ("tensor_parallel_size", "pipeline_parallel_size") and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            yield path, f"must be a whole number >= 1, got {value!r}"
+    for variable, owner in OWNED_ENV.items():
+        if variable in role.env:
+            yield f"{name}.env.{variable}", f"set {name}.{owner} instead"
+    yield from _gpus(name, role)
+    own_len = role.engine.get("max_model_len")
+    shared_len = config.model.max_model_len
+    if own_len is not None and shared_len is not None and own_len != shared_len:
+        yield (
+            f"{name}.engine.max_model_len",
+            f"is {own_len}, but model.max_model_len is {shared_len}; remove the former",
+        )
+
+
+def _gpus(name: str, role: RoleSettings) -> Iterator[Problem]:
+    tensor = role.engine.get("tensor_parallel_size", 1)
+    pipeline = role.engine.get("pipeline_parallel_size", 1)
+    world = role.world_size
+    if role.gpus == 0:
+        if world > 1:
+            yield (
+                f"{name}.gpus",
+                f"is 0, but engine.tensor_parallel_size {tensor} x engine.pipeline_parallel_size "
+                f"{pipeline} wants {world}; set gpus: {world}, or remove both to run on the CPU",
+            )
+        if role.accelerator_type is not None:
+            yield (
+                f"{name}.accelerator_type",
+                f'is "{role.accelerator_type}", but {name}.gpus is 0; set gpus, or remove it',
+            )
+    elif role.gpus != world:
+        yield (
+            f"{name}.gpus",
+            f"is {role.gpus}, but engine.tensor_parallel_size {tensor} x "
+            f"engine.pipeline_parallel_size {pipeline} wants {world}; set gpus: {world}, or "
+            f"engine.tensor_parallel_size: {role.gpus}",
+        )
+
+
+def _roles_agree(config: HeadraceConfig) -> Iterator[Problem]:
+    prefill, decode = config.prefill, config.decode
+    if (prefill.gpus == 0) != (decode.gpus == 0):
+        yield (
+            "decode.gpus",
+            f"is {decode.gpus}, but prefill.gpus is {prefill.gpus}: KV made on a CPU and on a GPU "
+            "differs in layout, so give both roles GPUs or neither",
+        )
+    for arg in SHARED_ENGINE_ARGS:
+        theirs, ours = prefill.engine.get(arg), decode.engine.get(arg)
+        if theirs != ours:
+            yield (
+                f"decode.engine.{arg}",
+                f"is {_show(ours)}, but prefill.engine.{arg} is {_show(theirs)}; both roles serve "
+                "one model and read one another's KV, so set the same in both",
+            )
+
+
+def _cpus(config: HeadraceConfig) -> Iterator[Problem]:
+    booked, given = config.cpus_booked(), config.ray.num_cpus
+    if config.ray.address is None and given is not None and booked > given:
+        yield (
+            "ray.num_cpus",
+            f"is {given}, but the replicas book {booked:g} (replicas x cpus of both roles); set "
+            "more, or null to fit",
+        )
+
+
+def _kv_holds_one_request(config: HeadraceConfig) -> Iterator[Problem]:
+    shape = _describe(config.model.source)
+    if shape is None:
+        return
+    kv_bytes_per_token, model_max_tokens = shape
+    for name, role in config.roles().items():
+        tokens = role.engine.get("max_model_len") or config.model.max_model_len or model_max_tokens
+        given = role.kv_cache_bytes
+        if given is None or not isinstance(tokens, int):
+            continue
+        # NIXL needs whole blocks, of 128 tokens at most by default; each worker holds its share.
+        needed = (tokens + 127) // 128 * 128 * kv_bytes_per_token // role.world_size
+        if needed > given:
+            fits = given * role.world_size // kv_bytes_per_token // 128 * 128
+            yield (
+                f"{name}.kv_cache_gb",
+                f"{given / GIB:g} GiB cannot hold one request of {tokens} tokens, which takes "
+                f"{needed / GIB:.3g} GiB; set at least {_ceil_gib(needed):g}, or "
+                f"model.max_model_len: {fits}",
+            )
+
+
+def _describe(source: str | None) -> tuple[int, int] | None:
+    """(KV bytes per token, tokens the model was made for) of a local folder, else None."""
+    if source is None or not Path(source).expanduser().is_dir():
+        return None
+    try:
+        from headrace.model import describe
+
+        shape = describe(Path(source).expanduser())
+        return int(shape.kv_bytes_per_token), int(shape.max_model_len)
+    except (ImportError, AttributeError, OSError, ValueError, TypeError, KeyError):
+        return None  # an odd model: vLLM itself will say what it thinks of it
+
+
+def _ceil_gib(size_bytes: int) -> float:
+    """GiB, rounded up to two decimals."""
+    return -(-size_bytes * 100 // GIB) / 100
+
+
+def _show(value: Any) -> str:
+    return "not set" if value is None else repr(value)

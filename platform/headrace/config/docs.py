@@ -1,0 +1,94 @@
+"""docs/configuration.md, written from the schema so that the two cannot differ."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from headrace.config.load import preset_names, preset_text
+from headrace.config.schema import HeadraceConfig
+
+HEADER = """\
+<!-- Written by `headrace config docs`; change the schema in platform/headrace/config/schema.py. -->
+# Configuration
+
+`headrace up` reads one YAML file (`-f config.yaml`), on top of a preset (`--preset NAME`, by
+default `laptop`), and `--set section.field=value` on top of both. A field that is left out keeps
+its default. `headrace config check -f config.yaml` says what is wrong with a file, and `headrace
+config show` what it comes to. An unknown field or an impossible value stops `headrace up` before
+anything starts.
+"""
+
+
+def render() -> str:
+    """The whole page, Markdown."""
+    parts = [HEADER]
+    top = {n: f for n, f in HeadraceConfig.model_fields.items() if not _section(f)}
+    parts.append(_table("Top level", "", top))
+    first = ["model", "prefill", "gateway", "router"]
+    rest = [n for n in HeadraceConfig.model_fields if n not in (*first, *top, "decode")]
+    for name in first + rest:
+        section = _section(HeadraceConfig.model_fields[name])
+        assert section is not None
+        title = "`prefill` and `decode`" if name == "prefill" else f"`{name}`"
+        parts.append(_table(title, section.__doc__ or "", section.model_fields))
+    parts.append("## Presets\n")
+    for preset in ["laptop", *(n for n in preset_names() if n != "laptop")]:
+        parts.append(f"### {preset}\n\n```yaml\n{preset_text(preset).rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
+    lines = [f"## {title}", ""]
+    if about:
+        lines += [about.strip(), ""]
+    lines += ["| Field | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for name, field in fields.items():
+        kind = _type(field.annotation) + _bounds(field)
+        lines.append(f"| `{name}` | {kind} | `{_default(field)}` | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def _type(kind: Any) -> str:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return ", ".join(f"`{a}`" for a in args)
+    if origin in (typing.Union, types.UnionType):
+        names = [_type(a) for a in args if a is not type(None)]
+        return " or ".join(names) + (" or null" if type(None) in args else "")
+    if origin is typing.Annotated:
+        return _type(args[0])
+    if origin is list:
+        return f"list of {_type(args[0])}"
+    if origin is dict:
+        return "mapping"
+    return {int: "whole number", float: "number", str: "text", bool: "true or false"}.get(
+        kind, "value"
+    )
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [
+        f"{sign} {getattr(meta, attribute):g}"
+        for meta in field.metadata
+        for attribute, sign in signs.items()
+        if getattr(meta, attribute, None) is not None
+    ]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "" if value is PydanticUndefined else json.dumps(value)

@@ -1,0 +1,238 @@
+"""From preset, YAML file and `--set` overrides to one checked configuration, or to what is wrong.
+
+Later sources win field by field: the defaults, the preset, the file, then each override in turn.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from headrace.config.checks import check, did_you_mean
+from headrace.config.schema import HeadraceConfig
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. `problems` holds one line for each thing to mend."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+def preset_names() -> list[str]:
+    """The presets that come with Headrace."""
+    folder = files("headrace") / "presets"
+    return sorted(
+        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+    )
+
+
+def preset_text(name: str) -> str:
+    """A preset's YAML. Raises ConfigError if there is none of that name."""
+    names = preset_names()
+    if name not in names:
+        hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+        raise ConfigError([f'preset: there is none called "{name}"{hint}'])
+    return (files("headrace") / "presets" / f"{name}.yaml").read_text("utf-8")
+
+
+def load_config(
+    path: Path | str | None = None,
+    preset: str | None = None,
+    overrides: Iterable[str] = (),
+) -> HeadraceConfig:
+    """The configuration these sources make together, checked.
+
+    Args:
+        path: a YAML file, or None.
+        preset: one of `preset_names()`, or None for the defaults (which are `laptop`).
+        overrides: `a.b=c` strings; the value is read as YAML.
+
+    Raises:
+        ConfigError: something is wrong; it names every problem found, not only the first.
+    """
+    data: dict[str, Any] = {}
+    if preset is not None:
+        data = parse_yaml(preset_text(preset), f"preset {preset}")
+    if path is not None:
+        file = Path(path).expanduser()
+        try:
+            text = file.read_text("utf-8")
+        except OSError as error:
+            raise ConfigError([f"{path}: cannot be read: {error.strerror or error}"]) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start})"]) from None
+        data = merge(data, _relative_to(file.parent, parse_yaml(text, str(path))))
+    for override in overrides:
+        data = apply_override(data, override)
+    return validate(data)
+
+
+def validate(data: Mapping[str, Any]) -> HeadraceConfig:
+    """A configuration from plain data. Raises ConfigError with every problem found."""
+    try:
+        config = HeadraceConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError([explain(e) for e in error.errors(include_url=False)]) from None
+    problems = check(config)
+    if problems:
+        raise ConfigError([f"{where}: {what}" for where, what in problems])
+    return config
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice, which plain YAML lets the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f'"{key}" is given twice', key_node.start_mark
+                )
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, name: str) -> dict[str, Any]:
+    """The mapping a YAML text holds. Raises ConfigError with line and column otherwise."""
+    try:
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise ConfigError([f"{where}: not valid YAML: {error.problem or error.context}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{name}: not valid YAML: {' '.join(str(error).split())}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{name}: not valid YAML: nested too deeply"]) from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError([f"{name}: must hold `field: value` lines, got {_kind(data)}"])
+    return data
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `over` on top; mappings are merged, everything else is replaced."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            out[key] = merge(old, value)
+        else:
+            out[key] = copy.deepcopy(value)
+    return out
+
+
+def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """`data` with `a.b=c` applied. Raises ConfigError if the override is not of that form."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError([f'--set {override}: must be like "gateway.port=8001"'])
+    try:
+        value: Any = yaml.load(text, Loader=_Loader) if text.strip() else ""
+    except yaml.YAMLError:
+        value = text
+    nested: dict[str, Any] = {keys[-1]: value}
+    for key in reversed(keys[:-1]):
+        nested = {key: nested}
+    for depth in range(1, len(keys)):
+        if _holds_a_value(data, keys[:depth]):
+            raise ConfigError([f"{'.'.join(keys[:depth])}: holds a value, so {path} cannot be set"])
+    return merge(data, nested)
+
+
+def _holds_a_value(data: Any, keys: Sequence[str]) -> bool:
+    """Whether something that is neither absent, null nor a mapping lies at `keys`."""
+    for key in keys:
+        if not isinstance(data, Mapping):
+            return True
+        data = data.get(key)
+        if data is None:
+            return False
+    return not isinstance(data, Mapping)
+
+
+def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """File names in a configuration file count from the file's own folder."""
+    gateway = data.get("gateway")
+    if isinstance(gateway, dict) and isinstance(gateway.get("api_keys_file"), str):
+        file = Path(gateway["api_keys_file"]).expanduser()
+        data = merge(data, {"gateway": {"api_keys_file": str(folder.resolve() / file)}})
+    return data
+
+
+def explain(error: ErrorDetails) -> str:
+    """One line for one pydantic error: path, what was wrong, what would be right."""
+    loc = error["loc"]
+    path = ".".join(str(part) for part in loc) or "configuration"
+    got = error.get("input")
+    context: dict[str, Any] = dict(error.get("ctx") or {})
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        return f"{path}: unknown field{did_you_mean(str(loc[-1]), _siblings(loc))}"
+    if kind == "literal_error":
+        expected = str(context.get("expected", "")).replace("'", "")
+        choices = expected.replace(" or ", ", ").split(", ")
+        near = did_you_mean(got, choices) if isinstance(got, str) else ""
+        return f"{path}: must be one of {', '.join(choices)}; got {_quote(got)}{near}"
+    bounds = {"greater_than": (">", "gt"), "greater_than_equal": (">=", "ge")}
+    bounds |= {"less_than": ("<", "lt"), "less_than_equal": ("<=", "le")}
+    if kind in bounds:
+        sign, key = bounds[kind]
+        return f"{path}: must be {sign} {context[key]:g}, got {_quote(got)}"
+    wanted = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "string": "text",
+        "list": "a list",
+        "dict": "a mapping",
+        "model": "a section with fields",
+        "finite": "a finite number",
+    }
+    if kind == "string_too_short":
+        return f"{path}: must not be empty"
+    if kind == "value_error":
+        reason = str(context.get("error", error["msg"]))
+        return f"{path}: {reason}" if loc else reason
+    if kind.split("_")[0] in wanted:
+        return f"{path}: must be {wanted[kind.split('_')[0]]}, got {_quote(got)}"
+    return f"{path}: {error['msg']}, got {_quote(got)}"
+
+
+def _siblings(loc: Sequence[int | str]) -> list[str]:
+    """Names of the fields that could stand where the unknown field `loc` stands."""
+    model: Any = HeadraceConfig
+    for part in loc[:-1]:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        model = field.annotation if field is not None else None
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return []
+    return list(model.model_fields)
+
+
+def _quote(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return _kind(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else _quote(value)
