@@ -1,0 +1,136 @@
+"""The gateway's own documents: health, version, metrics, status, plans, the OpenAPI schema."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+
+from headrace.gateway import errors
+from headrace.gateway.backend import Backend, GatewayOptions
+from headrace.gateway.openapi import openapi_document
+from headrace.gateway.replicas import ReplicaPool
+
+BACKEND_TIMEOUT_S = 10.0
+PLANS = "/headrace/v1/plans/"
+
+_JSON = b"application/json"
+_PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+Answer = tuple[int, bytes, bytes]
+Document = Callable[[ReplicaPool], Awaitable[Answer]]
+
+
+def headrace_version() -> str:
+    """The installed version, or `0+unknown` in a bare source tree."""
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value, enc_hook=str)
+
+
+class Admin:
+    """Makes the documents.
+
+    Args:
+        backend: the cluster.
+        model_id: the model's name.
+        options: the limits that the schema states.
+        keys_on: whether the schema asks for an API key.
+    """
+
+    def __init__(
+        self, backend: Backend, model_id: str, options: GatewayOptions, *, keys_on: bool
+    ) -> None:
+        self._backend = backend
+        self._model_id = model_id
+        self._version = headrace_version()
+        schema = openapi_document(model_id, self._version, options, keys_on=keys_on)
+        self._schema = _json(schema)
+        self._documents: dict[str, Document] = {
+            "/": self._index,
+            "/health": self._health,
+            "/version": self._get_version,
+            "/metrics": self._metrics,
+            "/openapi.json": self._openapi,
+            "/headrace/v1/status": self._status,
+        }
+
+    def find(self, path: str) -> Document | None:
+        """The document at a path, or None."""
+        if path.startswith(PLANS) and len(path) > len(PLANS):
+            request_id = path[len(PLANS) :]
+            return lambda pool: self._plan(request_id)
+        return self._documents.get(path)
+
+    async def answer(self, document: Document, pool: ReplicaPool) -> Answer:
+        """Status, body and content type of a document.
+
+        Raises:
+            ApiError: 504 when the cluster does not tell in time.
+        """
+        try:
+            async with asyncio.timeout(BACKEND_TIMEOUT_S):
+                return await document(pool)
+        except TimeoutError:
+            raise errors.request_timeout(BACKEND_TIMEOUT_S) from None
+
+    def model(self, listing: bytes, model_id: str) -> bytes:
+        """One model of a replica's list of models.
+
+        Raises:
+            ApiError: 404 when it is not there.
+        """
+        try:
+            models = msgspec.json.decode(listing)["data"]
+            found = [model for model in models if model["id"] == model_id]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            found = []
+        if not found:
+            raise errors.model_not_found(model_id)
+        return _json(found[0])
+
+    async def _index(self, pool: ReplicaPool) -> Answer:
+        paths = [*self._documents, PLANS + "{request_id}"]
+        paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
+        index = {
+            "name": "headrace",
+            "version": self._version,
+            "model": self._model_id,
+            "endpoints": sorted(paths),
+        }
+        return 200, _json(index), _JSON
+
+    async def _health(self, pool: ReplicaPool) -> Answer:
+        ready = await pool.ready()
+        health = {
+            "status": "ok" if ready else "unavailable",
+            "model": self._model_id,
+            "replicas_ready": ready,
+        }
+        return (200 if ready else 503), _json(health), _JSON
+
+    async def _get_version(self, pool: ReplicaPool) -> Answer:
+        return 200, _json({"version": self._version}), _JSON
+
+    async def _metrics(self, pool: ReplicaPool) -> Answer:
+        return 200, await self._backend.metrics(), _PROMETHEUS
+
+    async def _openapi(self, pool: ReplicaPool) -> Answer:
+        return 200, self._schema, _JSON
+
+    async def _status(self, pool: ReplicaPool) -> Answer:
+        return 200, _json(await self._backend.status()), _JSON
+
+    async def _plan(self, request_id: str) -> Answer:
+        plan = await self._backend.plan(request_id)
+        if plan is None:
+            raise errors.plan_not_found(request_id)
+        return 200, _json(plan), _JSON

@@ -1,0 +1,83 @@
+"""ASGI's types, whole answers in one call, and a way to interrupt a request from outside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+async def send_answer(
+    send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]
+) -> None:
+    """Send a whole answer; `content-length` is added."""
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Interrupts:
+    """Cancels the task that made it, once, and remembers why.
+
+    One timer and one listener for the client's hanging up serve the whole request, so that the
+    streaming loop itself needs neither a time-out nor a second task to wait for.
+    The task catches `asyncio.CancelledError`, asks `taken()` for the reason and goes on; None
+    means that somebody else cancelled it.
+    """
+
+    CLIENT_GONE = "client gone"
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._reason: str | None = None
+        self._closed = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._listener: asyncio.Task[None] | None = None
+
+    def set_deadline(self, seconds: float, reason: str) -> None:
+        """Interrupt with `reason` in `seconds` from now, instead of at any earlier deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._fire, reason)
+
+    def listen(self, receive: Receive) -> None:
+        """Interrupt with `CLIENT_GONE` when the client hangs up; call it when the body is read."""
+        self._listener = self._loop.create_task(self._wait_for_disconnect(receive))
+
+    def taken(self) -> str | None:
+        """The reason of the interruption, which is thereby handled."""
+        if self._reason is not None:
+            self._task.uncancel()
+        return self._reason
+
+    def close(self) -> None:
+        """Interrupt no more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._listener is not None:
+            self._listener.cancel()
+
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._fire(self.CLIENT_GONE)
+
+    def _fire(self, reason: str) -> None:
+        if not self._closed and self._reason is None:
+            self._reason = reason
+            self._task.cancel()

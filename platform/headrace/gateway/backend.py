@@ -1,0 +1,115 @@
+"""What the gateway needs from the world outside: replicas, metrics, settings.
+
+Three seams, so that the gateway runs the same on Ray, in a test and in a benchmark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """One decode replica that is ready, and its load when it last reported.
+
+    Attributes:
+        replica_id: unique among live replicas; a restarted replica has a new one.
+        url: `http://ip:port` of the replica's own OpenAI server, without a trailing slash.
+        running: requests in its engine's batch.
+        waiting: requests in its engine's queue.
+    """
+
+    replica_id: str
+    url: str
+    running: int = 0
+    waiting: int = 0
+
+
+class Backend(Protocol):
+    """The cluster as the gateway sees it. After an exception the gateway keeps what it had."""
+
+    async def replicas(self) -> list[ReplicaInfo]:
+        """The replicas that are ready now; asked about once a second and after each failure."""
+
+    async def status(self) -> dict[str, Any]:
+        """The JSON document of `GET /headrace/v1/status`."""
+
+    async def plan(self, request_id: str) -> dict[str, Any] | None:
+        """The plan made for a request, or None when it is unknown or forgotten."""
+
+    async def metrics(self) -> bytes:
+        """Prometheus' text format, for `GET /metrics`."""
+
+
+class GatewayMetrics(Protocol):
+    """Where the gateway reports; called once per relayed request, so keep it cheap."""
+
+    def request_done(
+        self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
+    ) -> None:
+        """A relayed request ended.
+
+        Args:
+            path: the route, such as `/v1/chat/completions`.
+            status: the HTTP status; 499 when the client hung up before one was sent.
+            ttft_s: seconds to the first body byte, None when none was sent.
+            seconds: from the request's head to the response's end.
+            streamed: whether the answer was an event stream.
+        """
+
+    def own_seconds(self, seconds: float) -> None:
+        """Seconds of gateway code before the request went to a replica, waits left out."""
+
+
+class NoMetrics:
+    """Counts nothing: the default."""
+
+    def request_done(
+        self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
+    ) -> None:
+        """Ignore it."""
+
+    def own_seconds(self, seconds: float) -> None:
+        """Ignore it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The settings that the gateway reads; `of` takes them from anything with such names.
+
+    Attributes:
+        api_keys: keys that are accepted; with none here and none in the file, all may enter.
+        api_keys_file: a file with one key a line; empty lines and lines with # in front are skipped.
+        max_body_bytes: a longer request body is refused with 413.
+        request_timeout_s: limit for the whole request, body and answer included.
+        connect_timeout_s: limit for connecting to a replica.
+        max_concurrent: relayed requests at once; more are refused with 429.
+        queue_timeout_s: how long a request waits for a replica to be ready before its 503.
+        body_timeout_s: how long a client may take to send its body before its 408.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    api_keys_file: str | None = None
+    max_body_bytes: int = 8_000_000
+    request_timeout_s: float = 600.0
+    connect_timeout_s: float = 5.0
+    max_concurrent: int = 1024
+    queue_timeout_s: float = 120.0
+    body_timeout_s: float = 30.0
+
+    @classmethod
+    def of(cls, settings: object) -> GatewayOptions:
+        """Options from `settings`; a name that it lacks keeps the default here."""
+        if isinstance(settings, cls):
+            return settings
+        given: dict[str, Any] = {}
+        for field in fields(cls):
+            if isinstance(settings, Mapping):
+                if field.name in settings:
+                    given[field.name] = settings[field.name]
+            elif hasattr(settings, field.name):
+                given[field.name] = getattr(settings, field.name)
+        given["api_keys"] = tuple(given.get("api_keys") or ())
+        return cls(**given)

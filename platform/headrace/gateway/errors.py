@@ -1,0 +1,167 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+Each refusal that the gateway itself makes is built here, so that a client's `except` clauses see
+the same statuses and codes as with OpenAI's service. Errors of the replica pass through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ApiError(Exception):
+    """A refusal that is answered to the client.
+
+    Args:
+        status: the HTTP status.
+        message: one sentence for a person.
+        kind: OpenAI's `type`, such as `invalid_request_error`.
+        code: OpenAI's `code`, for programs.
+        param: the field of the request that is wrong, if one is.
+        headers: more response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.headers: Headers = list(headers)
+
+    def body(self) -> bytes:
+        """The JSON document."""
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """The error as one server-sent event, for a stream that has begun."""
+        return b"data: " + self.body() + b"\n\n"
+
+
+def invalid_api_key() -> ApiError:
+    """401: no key, or one that is not ours."""
+    return ApiError(
+        401,
+        "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.",
+        code="invalid_api_key",
+        headers=[(b"www-authenticate", b"Bearer")],
+    )
+
+
+def not_found(path: str) -> ApiError:
+    """404: no such route."""
+    return ApiError(404, f"There is nothing at {path[:200]}.", code="not_found")
+
+
+def model_not_found(model: str) -> ApiError:
+    """404: no such model."""
+    return ApiError(
+        404, f"The model '{model[:200]}' does not exist.", code="model_not_found", param="model"
+    )
+
+
+def plan_not_found(request_id: str) -> ApiError:
+    """404: no plan is remembered under this request id."""
+    return ApiError(
+        404,
+        f"No plan is known for request '{request_id[:128]}': only the last ones are kept.",
+        code="plan_not_found",
+        param="request_id",
+    )
+
+
+def method_not_allowed(method: str, allowed: Sequence[str]) -> ApiError:
+    """405, with the methods that would do."""
+    allow = ", ".join(allowed)
+    return ApiError(
+        405,
+        f"{method[:20]} is not possible here; use {allow}.",
+        code="method_not_allowed",
+        headers=[(b"allow", allow.encode())],
+    )
+
+
+def body_timeout(limit_s: float) -> ApiError:
+    """408: the client did not finish its request."""
+    return ApiError(
+        408,
+        f"The request body did not arrive within {limit_s:g} s.",
+        code="request_timeout",
+        headers=[(b"connection", b"close")],
+    )
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    """413: a body over the limit."""
+    return ApiError(
+        413, f"The request body is larger than {limit_bytes} bytes.", code="request_too_large"
+    )
+
+
+def too_many_requests(limit: int) -> ApiError:
+    """429: all places are taken."""
+    return ApiError(
+        429,
+        f"{limit} requests are in progress, which is the limit. Try again shortly.",
+        kind="rate_limit_error",
+        code="too_many_requests",
+        headers=[(b"retry-after", b"1")],
+    )
+
+
+def internal_error() -> ApiError:
+    """500: a fault of the gateway."""
+    return ApiError(
+        500, "The gateway failed on this request.", kind="server_error", code="internal_error"
+    )
+
+
+def replica_lost(when: str) -> ApiError:
+    """502, or the last event of a stream: the replica that worked on the request died."""
+    return ApiError(
+        502,
+        f"The replica died {when}. Send the request again.",
+        kind="server_error",
+        code="replica_lost",
+    )
+
+
+def no_replica(waited_s: float) -> ApiError:
+    """503: no replica became ready in time."""
+    return ApiError(
+        503,
+        f"No replica was ready within {waited_s:g} s.",
+        kind="server_error",
+        code="no_replica_ready",
+        headers=[(b"retry-after", b"5")],
+    )
+
+
+def request_timeout(limit_s: float) -> ApiError:
+    """504, or the last event of a stream: the whole request took too long."""
+    return ApiError(
+        504,
+        f"The request was not finished within {limit_s:g} s.",
+        kind="server_error",
+        code="request_timeout",
+    )

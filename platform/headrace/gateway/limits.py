@@ -1,0 +1,158 @@
+"""What a client may send: its key, its content type, a body of limited size, a JSON object.
+
+The body is checked, not rewritten: the replica gets the client's own bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.gateway import errors
+from headrace.gateway.asgi import ClientGone, Receive
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+_decode_json = msgspec.json.Decoder().decode
+
+
+class KeyRing:
+    """The accepted API keys, kept as SHA-256 digests and compared in constant time.
+
+    Args:
+        keys: the keys; without any, everyone may enter.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @classmethod
+    def load(cls, keys: Iterable[str], file: str | None) -> KeyRing:
+        """A ring of `keys` and of the file's lines.
+
+        Raises:
+            ValueError: the file cannot be read or holds no key, so that a wrong path never
+                leaves the door open.
+        """
+        ring = [key for key in keys if key]
+        if file is not None:
+            try:
+                lines = Path(file).read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"gateway.api_keys_file: cannot read {file}: {error}") from error
+            found = [line.strip() for line in lines]
+            found = [line for line in found if line and not line.startswith("#")]
+            if not found:
+                raise ValueError(f"gateway.api_keys_file: {file} holds no key")
+            ring += found
+        return cls(ring)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, authorization: bytes | None) -> None:
+        """Refuse a request whose `Authorization` header holds none of the keys.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._digests:
+            return
+        scheme, _, key = (authorization or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        known = False
+        for accepted in self._digests:
+            known |= hmac.compare_digest(digest, accepted)
+        if scheme.lower() != b"bearer" or not known:
+            raise errors.invalid_api_key()
+
+
+def request_id_of(header: bytes | None) -> bytes:
+    """The client's request id when it is a plain one, else a new one."""
+    if header is not None and _REQUEST_ID.fullmatch(header):
+        return header
+    return uuid.uuid4().hex.encode()
+
+
+def check_content_type(header: bytes | None) -> None:
+    """Refuse what is not JSON, with 400 as vLLM's server does.
+
+    Raises:
+        ApiError: 400.
+    """
+    media_type = (header or b"").split(b";", 1)[0].strip().lower()
+    if media_type != b"application/json":
+        raise errors.ApiError(
+            400,
+            "Unsupported media type: only 'application/json' is allowed.",
+            code="unsupported_media_type",
+        )
+
+
+def check_length(header: bytes | None, limit_bytes: int) -> None:
+    """Refuse a body that is announced as too long, before any of it is read.
+
+    Raises:
+        ApiError: 413, or 400 for a length that is no number.
+    """
+    if header is None:
+        return
+    try:
+        length = int(header)
+    except ValueError:
+        raise errors.ApiError(400, "Content-Length is not a number.") from None
+    if length > limit_bytes:
+        raise errors.body_too_large(limit_bytes)
+
+
+async def read_body(receive: Receive, limit_bytes: int) -> bytes:
+    """The whole request body.
+
+    Raises:
+        ApiError: 413 as soon as more than `limit_bytes` have come.
+        ClientGone: the client hung up first.
+    """
+    message = await receive()
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit_bytes:
+            raise errors.body_too_large(limit_bytes)
+        if not message.get("more_body", False):
+            return b"".join([*parts, part]) if parts else bytes(part)
+        parts.append(part)
+        message = await receive()
+
+
+def parse_object(body: bytes) -> Mapping[str, Any]:
+    """The body as a JSON object: valid UTF-8, valid JSON, no NaN, infinity or lone surrogate.
+
+    Raises:
+        ApiError: 400, with the position of the fault where it is known.
+    """
+    try:
+        body.decode()
+        request = _decode_json(body)
+    except UnicodeDecodeError as error:
+        fault = f"byte {error.start} is not valid UTF-8"
+    except (msgspec.DecodeError, ValueError) as error:
+        fault = str(error)
+    except RecursionError:
+        fault = "it is nested too deep"
+    else:
+        if isinstance(request, dict):
+            return request
+        fault = "it is not an object"
+    raise errors.ApiError(
+        400, f"The request body is not a JSON object: {fault}.", code="invalid_json"
+    )

@@ -1,0 +1,198 @@
+"""Serving an ASGI app on a socket of our own, inside an event loop that already runs.
+
+uvicorn does the work. Added here: a clear error for a port that is taken, ports shared between
+processes, no touching of the process's signals, limits for slow and endless request heads (uvicorn
+has none), and faults of HTTP answered in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace.gateway.errors import ApiError
+
+BACKLOG = 2048
+KEEPALIVE_S = 75.0
+HEAD_TIMEOUT_S = 15.0
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class PortTakenError(OSError):
+    """The address is in use, or not ours to use; the message says what to do, in one line."""
+
+
+class Server:
+    """A server that runs as a task of the current loop; made by `serve_gateway`."""
+
+    def __init__(self, server: uvicorn.Server, sock: socket.socket) -> None:
+        self._server = server
+        self.host: str = sock.getsockname()[0]
+        self.port: int = sock.getsockname()[1]
+        self._task = asyncio.get_running_loop().create_task(server.serve(sockets=[sock]))
+
+    async def started(self) -> None:
+        """Wait until connections are accepted.
+
+        Raises:
+            RuntimeError: the app's startup failed.
+        """
+        while not self._server.started:
+            if self._task.done():
+                raise RuntimeError("the HTTP server did not start; the log says why")
+            await asyncio.sleep(0.005)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Accept no more, let requests end for `grace_s` seconds, then cancel them."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await self._task
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its hold on the process's signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """HTTP/1.1 with a time and a size limit for request heads."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _in_head = True
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_has_come()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self._head_has_come()
+                self._refuse(431, f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        if not self._in_head:
+            self._expect_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head_has_come()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._head_has_come()
+        self._refuse(400, msg)
+
+    def _expect_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_has_come(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if not self.transport.is_closing():
+            if self._head_bytes:
+                self._refuse(408, f"The request's head did not arrive within {HEAD_TIMEOUT_S:g} s.")
+            else:
+                self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer outside ASGI, since there is no request, and hang up."""
+        body = ApiError(status, message, code="bad_http").body()
+        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A listening TCP socket.
+
+    Args:
+        port: 0 takes a free one.
+        reuse_port: let other processes that ask for it too listen on the same port; the kernel
+            spreads the connections.
+
+    Raises:
+        PortTakenError: the port is in use or not allowed.
+    """
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+    except socket.gaierror as error:
+        why = f"cannot listen on {host} ({error.strerror}); set gateway.host"
+        raise PortTakenError(why) from error
+    sock = socket.socket(address[0], socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address[4])
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken" if taken else f"cannot be used ({error.strerror})"
+        raise PortTakenError(f"port {port} on {host} {why}; set gateway.port to another") from error
+    sock.setblocking(False)
+    return sock
+
+
+async def serve_gateway(
+    app: Any,
+    host: str,
+    port: int,
+    *,
+    reuse_port: bool = False,
+    keepalive_s: float = KEEPALIVE_S,
+) -> Server:
+    """Serve an ASGI app from the current event loop; returns once it accepts connections.
+
+    Args:
+        app: any ASGI callable.
+        port: 0 takes a free one; the server's `port` tells which.
+        reuse_port: share the port with other processes that do the same.
+        keepalive_s: how long an idle connection is kept.
+
+    Raises:
+        PortTakenError: the port cannot be had.
+        RuntimeError: the app's startup failed.
+    """
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http=_Protocol,
+        ws="none",
+        lifespan="auto",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=max(1, round(keepalive_s)),
+    )
+    server = Server(_Server(config), bind(host, port, reuse_port=reuse_port))
+    await server.started()
+    return server

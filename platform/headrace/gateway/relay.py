@@ -1,0 +1,246 @@
+"""The relay: a client's request to one replica, the answer's bytes back, retried while it is safe.
+
+What is retried, until the request's own time limit:
+- no connection to the replica: nothing was sent, so as often as it takes;
+- the connection broke before a byte of the answer reached the client: nothing was seen, so again,
+  but at most `MAX_DELIVERIES` times in all, because a request that kills its replica must not kill
+  them one after the other;
+- 500, 502 or 503 from a replica whose `/health` then fails: its engine is dying. Counts as the
+  case above. From a healthy replica it is the answer.
+
+To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
+or the last bytes of any other body, are here. A stream is passed on in whole events, so that an
+error event can be put behind them at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from headrace.gateway import errors
+from headrace.gateway.asgi import Send
+from headrace.gateway.backend import GatewayOptions
+from headrace.gateway.errors import Headers
+from headrace.gateway.replicas import Lease, ReplicaPool
+from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+
+MAX_DELIVERIES = 3
+HEALTH_TIMEOUT_S = 2.0
+
+_DYING = frozenset({500, 502, 503})
+_DONE = b"data: [DONE]\n\n"
+# Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
+_NOT_COPIED = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+        b"date",
+        b"server",
+        b"x-request-id",
+    }
+)
+
+
+@dataclass(slots=True)
+class Call:
+    """One client request on its way, and what became of it.
+
+    Attributes:
+        started: `perf_counter` at the request's head.
+        waited_s: seconds spent waiting for the client's body or for a replica.
+        own_s: seconds of gateway code before the replica got the request; None before that.
+        status: sent to the client; 0 before that.
+        ttft_s: seconds from the start to the first body bytes sent.
+    """
+
+    request_id: bytes
+    method: str
+    target: str
+    headers: Headers
+    body: bytes = b""
+    affinity: bytes = b""
+    started: float = field(default_factory=perf_counter)
+    waited_s: float = 0.0
+    own_s: float | None = None
+    replica_id: str = ""
+    status: int = 0
+    ttft_s: float | None = None
+    streamed: bool = False
+    sent_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
+
+    lease: Lease
+    reply: Reply
+    body: bytes
+    streamed: bool
+
+    def close(self) -> None:
+        """End the exchange with the replica; before its end this aborts the request there."""
+        self.reply.close()
+        self.lease.release()
+
+
+class Relay:
+    """Sends calls to replicas.
+
+    Args:
+        pool: the replicas.
+        upstream: the connections to them.
+        options: limits.
+        internal_token: proves to a replica that the request comes from a gateway.
+    """
+
+    def __init__(
+        self, pool: ReplicaPool, upstream: Upstream, options: GatewayOptions, internal_token: str
+    ) -> None:
+        self._pool = pool
+        self._upstream = upstream
+        self._queue_timeout_s = options.queue_timeout_s
+        self._internal: Headers = [(b"x-headrace-internal", internal_token.encode())]
+
+    async def run(self, call: Call, send: Send) -> None:
+        """Get an answer and copy it to the client.
+
+        Raises:
+            ApiError: no answer could be had; nothing was sent.
+        """
+        answer = await self.fetch(call)
+        try:
+            call.status = answer.reply.status
+            call.streamed = answer.streamed
+            call.replica_id = answer.lease.replica.replica_id
+            headers = [head for head in answer.reply.headers if head[0] not in _NOT_COPIED]
+            headers.append((b"x-request-id", call.request_id))
+            headers.append((b"x-headrace-replica", call.replica_id.encode()))
+            start = {"type": "http.response.start", "status": call.status, "headers": headers}
+            if answer.streamed:
+                await send(start)
+                await self._copy_stream(call, answer, send)
+            else:
+                headers.append((b"content-length", b"%d" % len(answer.body)))
+                await send(start)
+                await send({"type": "http.response.body", "body": answer.body})
+                call.ttft_s = perf_counter() - call.started
+                call.sent_bytes = len(answer.body)
+        finally:
+            answer.close()
+
+    async def fetch(self, call: Call) -> Answer:
+        """An answer from some replica; the caller closes it.
+
+        Raises:
+            ApiError: 503 when no replica was ready in time, 502 when it was lost too often.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._queue_timeout_s
+        deliveries = 0
+        while True:
+            lease = self._pool.try_lease(call.affinity)
+            if lease is None:
+                began = perf_counter()
+                try:
+                    lease = await self._pool.lease(call.affinity, until, self._queue_timeout_s)
+                finally:
+                    call.waited_s += perf_counter() - began
+            call.replica_id = lease.replica.replica_id
+            try:
+                return await self._attempt(call, lease)
+            except ReplicaLost as lost:
+                lease.release()
+                self._pool.failed(lease.replica)
+                if lost.sent:
+                    deliveries += 1
+                    if deliveries >= MAX_DELIVERIES:
+                        when = f"while it worked on this request, {deliveries} times in a row"
+                        raise errors.replica_lost(when) from lost
+                    until = loop.time() + self._queue_timeout_s
+            except BaseException:
+                lease.release()
+                raise
+
+    async def _attempt(self, call: Call, lease: Lease) -> Answer:
+        """Ask one replica.
+
+        Raises:
+            ReplicaLost: it gave no answer that could be passed on.
+        """
+        url = lease.replica.url
+        if call.own_s is None:
+            call.own_s = perf_counter() - call.started - call.waited_s
+        headers = call.headers + self._internal
+        reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
+        try:
+            streamed = _is_event_stream(reply.headers)
+            body = await reply.read_some()
+            if not streamed:
+                parts = [body]
+                while parts[-1]:
+                    parts.append(await reply.read_some())
+                body = b"".join(parts)
+            if reply.status in _DYING and not await self._is_healthy(url):
+                raise ReplicaLost(f"status {reply.status} from a dying replica", sent=True)
+        except BaseException:
+            reply.close()
+            raise
+        return Answer(lease, reply, body, streamed)
+
+    async def _copy_stream(self, call: Call, answer: Answer, send: Send) -> None:
+        """Pass on the events of a stream, each as soon as it is whole."""
+        read_some = answer.reply.read_some
+        chunk, tail, last = answer.body, b"", b""
+        try:
+            while chunk:
+                if tail:
+                    chunk = tail + chunk
+                    tail = b""
+                if not chunk.endswith(b"\n\n"):
+                    cut = chunk.rfind(b"\n\n") + 2
+                    if cut == 1:
+                        cut = 0
+                    chunk, tail = chunk[:cut], chunk[cut:]
+                if chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if call.ttft_s is None:
+                        call.ttft_s = perf_counter() - call.started
+                    call.sent_bytes += len(chunk)
+                    last = chunk
+                chunk = await read_some()
+        except ReplicaLost:
+            self._pool.failed(answer.lease.replica)
+            tail = b"" if last.endswith(_DONE) else errors.replica_lost("mid-stream").event()
+        call.sent_bytes += len(tail)
+        await send({"type": "http.response.body", "body": tail})
+
+    async def _is_healthy(self, url: str) -> bool:
+        """Whether the replica's own health check passes."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                reply = await self._upstream.send(url, "GET", "/health", self._internal, b"")
+                try:
+                    while await reply.read_some():
+                        pass
+                finally:
+                    reply.close()
+        except (ReplicaLost, TimeoutError):
+            return False
+        return reply.status == 200
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    for name, value in headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False

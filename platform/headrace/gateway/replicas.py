@@ -1,0 +1,151 @@
+"""The gateway's view of the replicas: who is ready, who just failed, how much is in flight to each.
+
+The list is polled in the background, so that a request never waits for it unless it is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from types import TracebackType
+
+from headrace.gateway import errors
+from headrace.gateway.backend import Backend, ReplicaInfo
+from headrace.gateway.pick import pick
+
+logger = logging.getLogger("headrace.gateway")
+
+POLL_S = 1.0
+# While nobody can answer the list is polled at this pace.
+HURRY_S = 0.1
+# A replica that failed is left alone for this long, then tried again if it is still listed.
+DOWN_S = 1.0
+
+
+class Lease:
+    """A place on a replica: counted as in flight until released."""
+
+    __slots__ = ("_pool", "replica")
+
+    def __init__(self, pool: ReplicaPool, replica: ReplicaInfo) -> None:
+        self._pool: ReplicaPool | None = pool
+        self.replica = replica
+        in_flight = pool.in_flight
+        in_flight[replica.replica_id] = in_flight.get(replica.replica_id, 0) + 1
+
+    def release(self) -> None:
+        """Give the place back; twice does no harm."""
+        if self._pool is None:
+            return
+        in_flight, key = self._pool.in_flight, self.replica.replica_id
+        self._pool = None
+        if in_flight[key] > 1:
+            in_flight[key] -= 1
+        else:
+            del in_flight[key]
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class ReplicaPool:
+    """Replicas by readiness and load.
+
+    Args:
+        backend: where the list comes from.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._replicas: list[ReplicaInfo] = []
+        self._down_until: dict[str, float] = {}
+        self._poller: asyncio.Task[None] | None = None
+        self._polled = False
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self.in_flight: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Begin to poll; call it in the event loop, as often as you like."""
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.get_running_loop().create_task(self._poll())
+
+    async def aclose(self) -> None:
+        """Stop polling."""
+        if self._poller is not None:
+            self._poller.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._poller
+            self._poller = None
+
+    async def ready(self) -> int:
+        """How many replicas can be asked now."""
+        self.start()
+        if not self._polled:
+            await self._changed.wait()
+        down = self._down()
+        return sum(replica.replica_id not in down for replica in self._replicas)
+
+    def try_lease(self, affinity: bytes) -> Lease | None:
+        """A place on the best replica, or None when none is ready."""
+        replica = pick(self._replicas, self.in_flight, self._down(), affinity)
+        return None if replica is None else Lease(self, replica)
+
+    async def lease(self, affinity: bytes, until: float, waited_s: float) -> Lease:
+        """A place on the best replica, as soon as there is one.
+
+        Args:
+            affinity: see `pick.affinity_key`.
+            until: loop time at which to give up.
+            waited_s: the length of the wait, for the message.
+
+        Raises:
+            ApiError: 503 when none was ready in time.
+        """
+        self.start()
+        loop = asyncio.get_running_loop()
+        while True:
+            lease = self.try_lease(affinity)
+            if lease is not None:
+                return lease
+            left_s = until - loop.time()
+            if left_s <= 0:
+                raise errors.no_replica(waited_s)
+            self._wake.set()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left_s, DOWN_S / 4))
+
+    def failed(self, replica: ReplicaInfo) -> None:
+        """Leave a replica alone for a while, and ask at once who is there."""
+        loop = asyncio.get_running_loop()
+        self._down_until[replica.replica_id] = loop.time() + DOWN_S
+        self._wake.set()
+
+    def _down(self) -> dict[str, float]:
+        if self._down_until:
+            now = asyncio.get_running_loop().time()
+            self._down_until = {key: at for key, at in self._down_until.items() if at > now}
+        return self._down_until
+
+    async def _poll(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                self._replicas = list(await self._backend.replicas())
+            except Exception as error:
+                logger.warning("cannot list the replicas, keeping the last list: %r", error)
+            self._polled = True
+            self._changed.set()
+            self._changed = asyncio.Event()
+            await asyncio.sleep(HURRY_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), POLL_S - HURRY_S)

@@ -1,0 +1,196 @@
+"""A fake replica, a fake cluster and a client for the gateway's tests: all real HTTP on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from headrace.gateway import GatewayOptions, ReplicaInfo, Server, build_gateway_app, serve_gateway
+
+TOKEN = "internal-secret"
+MODEL = "smollm2-135m-instruct"
+CHAT = "/v1/chat/completions"
+PROMPT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+EVENTS = [b'data: {"i":0}\n\n', b'data: {"i":1}\n\n', b"data: [DONE]\n\n"]
+
+Handler = Callable[["FakeReplica", web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class FakeReplica:
+    """A server in the place of vLLM's, whose answer is `handler`.
+
+    Attributes:
+        seen: the requests that came, with their bodies under `body`.
+        aborted: handlers that were cancelled because the gateway hung up.
+    """
+
+    handler: Handler
+    replica_id: str = "decode-1"
+    healthy: bool = True
+    waiting: int = 0
+    seen: list[web.Request] = field(default_factory=list)
+    aborted: int = 0
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo(self.replica_id, f"http://127.0.0.1:{self.port}", 0, self.waiting)
+
+    async def start(self, port: int = 0) -> FakeReplica:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        request["body"] = await request.read()
+        self.seen.append(request)
+        try:
+            return await self.handler(self, request)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+
+
+@dataclass
+class FakeCluster:
+    """The backend of the gateway under test."""
+
+    members: list[FakeReplica] = field(default_factory=list)
+    asked: int = 0
+
+    async def replicas(self) -> list[ReplicaInfo]:
+        self.asked += 1
+        return [member.info for member in self.members]
+
+    async def status(self) -> dict[str, Any]:
+        return {"replicas": [member.replica_id for member in self.members]}
+
+    async def plan(self, request_id: str) -> dict[str, Any] | None:
+        return {"request_id": request_id, "kind": "local"} if request_id == "known" else None
+
+    async def metrics(self) -> bytes:
+        return b"# TYPE headrace_requests counter\nheadrace_requests 1\n"
+
+
+@dataclass
+class Bench:
+    """A gateway, its cluster, and a client of it."""
+
+    gateway: Server
+    cluster: FakeCluster
+    client: aiohttp.ClientSession
+    url: str
+
+    @property
+    def replica(self) -> FakeReplica:
+        return self.cluster.members[0]
+
+
+@contextlib.asynccontextmanager
+async def gateway_over(
+    *handlers: Handler, metrics: Any = None, backend: Any = None, **options: Any
+) -> AsyncIterator[Bench]:
+    """A running gateway over one fake replica for each handler."""
+    cluster = FakeCluster()
+    for number, handler in enumerate(handlers, 1):
+        cluster.members.append(await FakeReplica(handler, f"decode-{number}").start())
+    app = build_gateway_app(
+        GatewayOptions(**options), backend or cluster, TOKEN, MODEL, metrics=metrics
+    )
+    gateway = await serve_gateway(app, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{gateway.port}"
+    client = aiohttp.ClientSession(url, auto_decompress=False)
+    try:
+        yield Bench(gateway, cluster, client, url)
+    finally:
+        await client.close()
+        for member in cluster.members:
+            await member.stop()
+        await gateway.stop(grace_s=1)
+
+
+async def answer(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+    """A whole answer that tells who gave it."""
+    return web.json_response({"by": replica.replica_id, "object": "chat.completion"})
+
+
+async def stream(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+    """All of `EVENTS`, each in a write of its own."""
+    response = await begin_stream(request)
+    for event in EVENTS:
+        await response.write(event)
+        await asyncio.sleep(0.01)
+    return response
+
+
+async def begin_stream(request: web.Request) -> web.StreamResponse:
+    """The head of an event stream."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+async def stall(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+    """Never answer."""
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+async def hang_up(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+    """Break the connection off without a word."""
+    cut(request)
+    return web.Response()
+
+
+def cut(request: web.Request) -> None:
+    """Close the connection at once, as a killed process does."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def in_turn(*handlers: Handler) -> Handler:
+    """The first handler for the first request, and so on; the last one for all that follow."""
+    calls = 0
+
+    async def handler(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        chosen = handlers[min(calls, len(handlers) - 1)]
+        calls += 1
+        return await chosen(replica, request)
+
+    return handler
+
+
+async def soon(condition: Callable[[], bool], limit_s: float = 3.0) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
