@@ -1,0 +1,52 @@
+# Everything runs from .venv, which the first target that needs it makes from the lock.
+# `make help` lists the targets.
+
+PYTHON ?= python3
+LOCK   ?= requirements/dev.lock
+ARGS   ?=
+TEST_TIMEOUT_S ?= 600
+BENCH_JSON     ?= build/bench/serving.json
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test bench lint format lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+
+install: $(STAMP)  ## make .venv (LOCK=requirements/gpu.lock on a GPU node)
+
+$(STAMP): $(LOCK) pyproject.toml scripts/install.py
+	@command -v $(PYTHON) >/dev/null 2>&1 || \
+	  { echo "error: '$(PYTHON)' not found: install Python 3.11 or newer, or name one with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/install.py --venv $(VENV) --lock $(LOCK) --stamp $@
+
+serve: install  ## serve SmolLM2-135M-Instruct, or what ARGS="-f config.yaml" says
+	$(BIN)/headrace up $(ARGS)
+
+test: install  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
+	$(BIN)/python -m pytest -p no:cacheprovider -m "not gpu" --timeout=$(TEST_TIMEOUT_S) $(ARGS)
+
+bench: install  ## Headrace beside plain vLLM and Ray's own P/D app, the quick form
+	@mkdir -p $(dir $(BENCH_JSON))
+	$(BIN)/python -m benchmarks.serving --quick --json $(BENCH_JSON) $(ARGS)
+
+lint: install  ## style, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## repair what lint can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: install  ## resolve pyproject.toml anew into requirements/*.lock
+	$(BIN)/python scripts/lock.py
+
+clean:  ## remove .venv, caches and build output
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""Using KV: the decode deployment. Imports `headrace_kvstore` and nothing else of ours."""
+
+__version__ = "0.1.0"
