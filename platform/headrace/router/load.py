@@ -85,11 +85,15 @@ class Breaker:
     - closed: yes.
     - open: no. After a failed request it turns half-open when the wait is over; after ``down()``
       (the caller knows that nobody is there) it stays open until ``up()``.
-    - half-open: one trial request may go; its success closes, its failure opens with twice the
-      wait, its end without either allows another trial.
+    - half-open: one trial request may go. Its success closes, its failure opens again, its end
+      without either allows another trial.
 
-    The caller probes the prefill side and calls ``up()``, which closes at once; half-open is the
-    way back for a side that answers probes but failed a request, or that nobody probes.
+    The caller probes the prefill side and calls ``up()``, which closes after ``down()`` and after
+    one failure. A side that answers probes and yet failed a second time without a success in
+    between has to earn it back: the wait doubles with each failure, and a trial must succeed.
+
+    Requests that went out before the last closing fail late (time-outs); what they met is over,
+    so their failures do not open.
     """
 
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
@@ -99,6 +103,10 @@ class Breaker:
         self._open = False
         self._down = False
         self._trial: str | None = None
+        self._epoch = 0
+        self._sent: dict[str, int] = {}
+        #: Openings since the last success.
+        self._openings = 0
         self.reason = ""
         self.since_s = 0.0
         self.failures = 0
@@ -121,41 +129,56 @@ class Breaker:
             return f"a trial request is under way after: {self.reason}"
         return f"prefill is unavailable for {now_s - self.since_s:.1f} s: {self.reason}"
 
-    def sent(self, request_id: str, now_s: float) -> bool:
-        """A request goes remote; True if it is the half-open trial."""
-        if self.state(now_s) == "half-open" and self._trial is None:
+    def sent(self, request_id: str, now_s: float) -> None:
+        """A request goes remote; in half-open it is the trial."""
+        self._sent[request_id] = self._epoch
+        if self.state(now_s) == "half-open":
             self._trial = request_id
-            return True
-        return False
 
     def succeeded(self, request_id: str) -> None:
-        """A remote request got its KV; only a trial's success says anything about now."""
+        """A remote request got its KV. While open, only a trial's success says something."""
         if self._trial == request_id:
-            self.up()
+            self._close()
+        if self._sent.get(request_id) == self._epoch and not self._open:
+            self._openings = 0
+        self.ended(request_id)
 
     def ended(self, request_id: str) -> None:
-        """A request is gone without a verdict."""
+        """A request is gone, with or without a verdict."""
+        self._sent.pop(request_id, None)
         if self._trial == request_id:
             self._trial = None
 
     def failed(self, request_id: str, why: str, now_s: float) -> None:
+        """A remote request failed or came too late."""
         self.failures += 1
-        if self._trial == request_id:
-            self._wait_s = min(2 * self._wait_s, self._retry_max_s)
+        current = self._sent.get(request_id, self._epoch) == self._epoch
+        was_trial = self._trial == request_id
         self.ended(request_id)
-        if not self._open:
-            self._wait_s = self._retry_s
-        if not self._down:
-            self._open, self.reason, self.since_s = True, why, now_s
+        if self._down or not current:
+            return
+        if was_trial or not self._open:
+            self._wait_s = min(self._retry_s * 2.0**self._openings, self._retry_max_s)
+            self._openings += 1
+        self._open, self.reason, self.since_s = True, why, now_s
 
     def down(self, why: str, now_s: float) -> None:
+        """Nobody is there: open until ``up()``."""
         if not self._down:
             self.since_s = now_s
         self._open, self._down, self._trial, self.reason = True, True, None, why
 
     def up(self) -> None:
+        """A probe was answered. Harmless to repeat."""
+        if self._down:
+            self._openings = 0
+            self._close()
+        elif self._open and self._openings <= 1:
+            self._close()
+
+    def _close(self) -> None:
         self._open, self._down, self._trial, self.reason = False, False, None, ""
-        self._wait_s = self._retry_s
+        self._epoch += 1
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         return {

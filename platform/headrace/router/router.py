@@ -52,6 +52,8 @@ class _Active:
     seed: bytes
     tail: Sequence[int]
     uncached_decode_tokens: int
+    #: Wait at the prefill engine that this router's own requests explain.
+    own_queue_s: float
     #: The prefill call's measured seconds, once it returned.
     call_s: float | None = None
     decoding: bool = False
@@ -108,6 +110,9 @@ class Router:
         if self._prefill is not None:
             held_p = self._held(self.prefill_index, hashes, n)
         cached_d, cached_p = held_d * g.block_tokens, held_p * g.block_tokens
+        own_queue_s = self.prefill_load.queue_s(
+            self.costs.prefill_step, self.settings.max_step_tokens, now
+        )
         s = Situation(
             uncached_decode_tokens=max(1, n - cached_d),
             uncached_prefill_tokens=max(1, n - cached_p),
@@ -116,10 +121,7 @@ class Router:
             decode_queue_s=self.decode_load.queue_s(
                 self.costs.decode_step, self.settings.max_step_tokens, now
             ),
-            prefill_queue_s=self.prefill_load.queue_s(
-                self.costs.prefill_step, self.settings.max_step_tokens, now
-            )
-            + self._others_wait_s(now),
+            prefill_queue_s=own_queue_s + self._others_wait_s(now),
         )
         p = price(s, self.costs, self.settings)
         remote, reasons = self._decide(request, s, p, now)
@@ -135,7 +137,7 @@ class Router:
         )
         tail = request.token_ids[len(hashes) * g.block_tokens :]
         self._active[request.request_id] = _Active(
-            plan, hashes, seed, tail, s.uncached_decode_tokens
+            plan, hashes, seed, tail, s.uncached_decode_tokens, own_queue_s
         )
         self._reserve(plan, s, hashes, now)
         return plan
@@ -199,8 +201,8 @@ class Router:
     def remote_failed(self, request_id: str, why: str) -> Plan:
         """The remote prefill failed or timed out, or its KV did not come: the plan to do instead.
 
-        Opens the breaker. A request that is not active any more gets its local plan too, without
-        a reservation.
+        Opens the breaker, unless it has closed since the request went out. A request that is not
+        active any more gets its local plan too, without a reservation.
 
         Raises:
             KeyError: no such request among the last 1,000.
@@ -245,8 +247,7 @@ class Router:
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
-        expected = active.plan.predicted["remote.queue"] - self._others_wait_s(now)
-        if self.costs.others.observe(report.queue_s - max(0.0, expected)):
+        if self.costs.others.observe(report.queue_s - active.own_queue_s):
             self._others_measured_s = now
         self._correct(
             self.prefill_index, active, report.cached_tokens, active.plan.cached_prefill_tokens

@@ -1,0 +1,220 @@
+"""The router against naive models: its index, its bookkeeping, its fits."""
+
+import math
+import random
+import warnings
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
+from headrace.router.cost import RecursiveLeastSquares, StepTimeModel
+from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
+
+BLOCK = 2
+PROMPTS = st.lists(st.integers(0, 1), max_size=12)
+
+
+class NaiveIndex:
+    """Full prefixes as tuples in a plain dict, oldest first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held: dict[tuple[int, ...], None] = {}
+
+    @staticmethod
+    def prefixes(tokens: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[:n]) for n in range(BLOCK, len(tokens) + 1, BLOCK)]
+
+    def match(self, tokens: list[int]) -> int:
+        n = 0
+        for prefix in self.prefixes(tokens):
+            if prefix not in self.held:
+                break
+            n += 1
+        return n
+
+    def insert(self, tokens: list[int]) -> None:
+        for prefix in reversed(self.prefixes(tokens)):
+            self.held.pop(prefix, None)
+            self.held[prefix] = None
+        for prefix in list(self.held)[: max(0, len(self.held) - self.capacity)]:
+            del self.held[prefix]
+
+    def truncate(self, tokens: list[int], blocks: int) -> None:
+        for prefix in self.prefixes(tokens)[blocks:]:
+            self.held.pop(prefix, None)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index, self.naive = PrefixIndex(9), NaiveIndex(9)
+
+    @staticmethod
+    def keys(tokens: list[int]) -> list[bytes]:
+        return hash_blocks(tokens, BLOCK, chain_seed(""))
+
+    @rule(tokens=PROMPTS)
+    def insert(self, tokens: list[int]) -> None:
+        self.index.insert(self.keys(tokens))
+        self.naive.insert(tokens)
+
+    @rule(tokens=PROMPTS)
+    def match(self, tokens: list[int]) -> None:
+        assert self.index.match(self.keys(tokens)) == self.naive.match(tokens)
+
+    @rule(tokens=PROMPTS, blocks=st.integers(0, 6))
+    def truncate(self, tokens: list[int], blocks: int) -> None:
+        self.index.truncate(self.keys(tokens), blocks)
+        self.naive.truncate(tokens, blocks)
+
+    @invariant()
+    def same_size_within_capacity(self) -> None:
+        assert len(self.index) == len(self.naive.held) <= 9
+
+
+TestIndexIsTheNaiveIndex = IndexMachine.TestCase
+TestIndexIsTheNaiveIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+IDS = st.sampled_from(["a", "b", "c", "d"])
+
+
+class BookkeepingMachine(RuleBasedStateMachine):
+    """Any interleaving of calls, in any order, for known and unknown requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.router = Router(
+            RouterSettings(remeasure_s=1.0, retry_s=1.0),
+            Geometry(BLOCK, 10, decode_blocks=20, prefill_blocks=20),
+            lambda: self.now,
+            random.Random(1),
+        )
+        self.alive: set[str] = set()
+
+    @rule(request_id=IDS, tokens=st.integers(0, 3000), first=st.integers(0, 3))
+    def plan(self, request_id: str, tokens: int, first: int) -> None:
+        plan = self.router.plan(PlanRequest(request_id, range(first, first + tokens)))
+        self.alive.add(request_id)
+        assert all(math.isfinite(v) and v >= 0 for v in plan.predicted.values())
+        assert (plan.timeout_s > 0) == (plan.kind == "remote")
+        assert self.router.explain(request_id) == plan
+
+    @rule(seconds=st.floats(0, 10))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(
+        request_id=IDS,
+        call=st.floats(0, 9),
+        queue=st.floats(0, 9),
+        compute=st.floats(0, 9),
+        cached=st.integers(0, 3000),
+    )
+    def prefill_done(
+        self, request_id: str, call: float, queue: float, compute: float, cached: int
+    ) -> None:
+        self.router.prefill_done(request_id, PrefillReport(call, queue, compute, cached, 100))
+
+    @rule(request_id=IDS, seconds=st.floats(0, 9), cached=st.integers(0, 3000))
+    def first_token(self, request_id: str, seconds: float, cached: int) -> None:
+        self.router.first_token(request_id, seconds, cached)
+
+    @rule(request_id=IDS)
+    def remote_failed(self, request_id: str) -> None:
+        if self.router.explain(request_id) is not None:
+            assert self.router.remote_failed(request_id, "failed").kind == "local"
+
+    @rule(request_id=IDS, output=st.lists(st.integers(0, 9), max_size=5))
+    def finished(self, request_id: str, output: list[int]) -> None:
+        self.router.finished(request_id, output)
+        self.alive.discard(request_id)
+
+    @rule(up=st.booleans())
+    def probe(self, up: bool) -> None:
+        if up:
+            self.router.prefill_up()
+        else:
+            self.router.prefill_down("gone")
+
+    @invariant()
+    def loads_belong_to_living_requests(self) -> None:
+        decode, prefill = self.router.decode_load, self.router.prefill_load
+        assert decode.waiting_requests + decode.running <= len(self.alive)
+        assert prefill.waiting_requests <= len(self.alive)
+        assert decode.waiting_tokens >= 0 <= prefill.waiting_tokens
+
+    def teardown(self) -> None:
+        for request_id in list(self.alive):
+            self.router.finished(request_id)
+        snapshot = self.router.snapshot()
+        empty = {"waiting_tokens": 0, "waiting_requests": 0, "running": 0}
+        assert snapshot["loads"] == {"decode": empty, "prefill": empty}
+        assert snapshot["active"] == 0
+        assert not self.router.breaker._sent
+
+
+TestEverythingReservedIsReleased = BookkeepingMachine.TestCase
+TestEverythingReservedIsReleased.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+
+COEFFICIENT = st.floats(-5, 5)
+
+
+@given(theta=st.tuples(COEFFICIENT, COEFFICIENT), seed=st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_a_noisy_linear_law_is_recovered(theta: tuple[float, float], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fit = RecursiveLeastSquares((0.0, 0.0), (10.0, 10.0), error=1.0)
+    for _ in range(600):
+        x = (1.0, float(rng.uniform(-1, 1)))
+        fit.update(x, theta[0] + theta[1] * x[1] + 0.1 * rng.standard_normal())
+    assert np.allclose(fit.coefficients, theta, atol=0.1)
+
+
+@given(seed=st.integers(0, 2**16), outlier=st.sampled_from([1e3, -1e3, 1e9]))
+@settings(max_examples=30, deadline=None)
+def test_outliers_do_not_carry_the_fit_away(seed: int, outlier: float) -> None:
+    rng = np.random.default_rng(seed)
+    fit = RecursiveLeastSquares((0.0, 0.0), (10.0, 10.0), error=1.0)
+    for i in range(800):
+        x = (1.0, float(rng.uniform(-1, 1)))
+        y = 3.0 + 2.0 * x[1] + 0.1 * rng.standard_normal()
+        fit.update(x, outlier if i % 50 == 49 else y)
+    assert np.allclose(fit.coefficients, (3.0, 2.0), atol=0.4)
+
+
+ANYTHING = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(samples=st.lists(st.tuples(ANYTHING, ANYTHING, ANYTHING), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_no_input_breaks_a_fit(samples: list[tuple[float, float, float]]) -> None:
+    fit = RecursiveLeastSquares((0.0, 0.0), (1.0, 1.0), error=1.0)
+    for x0, x1, y in samples:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fit.update((x0, x1), y)
+        assert all(map(math.isfinite, fit.coefficients))
+        assert all(v >= 0 and math.isfinite(v) for v in fit.nonnegative())
+        assert math.isfinite(fit.rms_error)
+        assert np.linalg.eigvalsh(fit._p).min() > -1e-9
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 500), ANYTHING), max_size=60)
+)
+@settings(max_examples=100, deadline=None)
+def test_more_work_never_takes_less_time(samples: list[tuple[int, int, float]]) -> None:
+    model = StepTimeModel()
+    for tokens, running, seconds in samples:
+        model.observe(tokens, running, seconds)
+    grid = [model.seconds(n, 3) for n in (0, 1, 10, 100, 1000, 10_000)]
+    assert grid == sorted(grid)
+    by_running = [model.seconds(100, r) for r in (0, 1, 10, 100)]
+    assert by_running == sorted(by_running)
