@@ -1,4 +1,4 @@
-"""A fake replica, a fake cluster and a client for the gateway's tests: all real HTTP on loopback."""
+"""A fake replica, a fake cluster and a client for the gateway tests: real HTTP on loopback."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ TOKEN = "internal-secret"
 MODEL = "smollm2-135m-instruct"
 CHAT = "/v1/chat/completions"
 PROMPT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+BODY = web.RequestKey("body", bytes)
 EVENTS = [b'data: {"i":0}\n\n', b'data: {"i":1}\n\n', b"data: [DONE]\n\n"]
 
 Handler = Callable[["FakeReplica", web.Request], Awaitable[web.StreamResponse]]
@@ -28,7 +29,7 @@ class FakeReplica:
     """A server in the place of vLLM's, whose answer is `handler`.
 
     Attributes:
-        seen: the requests that came, with their bodies under `body`.
+        seen: the requests that came, with their bodies under `BODY`.
         aborted: handlers that were cancelled because the gateway hung up.
     """
 
@@ -63,7 +64,7 @@ class FakeReplica:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response(status=200 if self.healthy else 503)
-        request["body"] = await request.read()
+        request[BODY] = await request.read()
         self.seen.append(request)
         try:
             return await self.handler(self, request)

@@ -81,7 +81,7 @@ class GatewayOptions:
 
     Attributes:
         api_keys: keys that are accepted; with none here and none in the file, all may enter.
-        api_keys_file: a file with one key a line; empty lines and lines with # in front are skipped.
+        api_keys_file: a file with one key a line; empty lines and # lines are skipped.
         max_body_bytes: a longer request body is refused with 413.
         request_timeout_s: limit for the whole request, body and answer included.
         connect_timeout_s: limit for connecting to a replica.

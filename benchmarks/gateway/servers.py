@@ -1,0 +1,111 @@
+"""The two server processes of this benchmark: a fake replica, and a gateway before it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing as mp
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import uvloop
+
+from headrace.gateway import (
+    GatewayOptions,
+    ReplicaInfo,
+    Server,
+    build_gateway_app,
+    serve_gateway,
+)
+from headrace.gateway.backend import NoMetrics
+
+TOKEN_GAP_S = 0.02
+EVENT = (
+    b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1750000000'
+    b',"model":"smollm2-135m-instruct","choices":[{"index":0,"delta":{"content":" token"},'
+    b'"logprobs":null,"finish_reason":null}]}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+
+
+async def fake_replica(scope: Any, receive: Any, send: Any) -> None:
+    """An ASGI app: `max_tokens` events, one each `TOKEN_GAP_S`, the first at once."""
+    if scope["type"] != "http":
+        return
+    message = await receive()
+    body = message["body"]
+    while message.get("more_body"):
+        message = await receive()
+        body += message["body"]
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for token in range(json.loads(body)["max_tokens"]):
+        if token:
+            await asyncio.sleep(TOKEN_GAP_S)
+        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+    await send({"type": "http.response.body", "body": DONE})
+
+
+class OneReplica:
+    """A backend with a single replica."""
+
+    def __init__(self, url: str) -> None:
+        self._replica = ReplicaInfo("fake", url)
+
+    async def replicas(self) -> list[ReplicaInfo]:
+        return [self._replica]
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def plan(self, request_id: str) -> dict[str, Any] | None:
+        return None
+
+    async def metrics(self) -> bytes:
+        return json.dumps(OwnTimes.seconds[-2000:]).encode()
+
+
+class OwnTimes(NoMetrics):
+    """Keeps what the gateway reports of itself."""
+
+    seconds: list[float] = []
+
+    def own_seconds(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def serve(kind: str, target: str, pipe: Connection) -> None:
+    """A process: the replica or the gateway. It tells its port and lives until the pipe closes."""
+
+    async def run() -> None:
+        app: Any = fake_replica
+        if kind == "gateway":
+            app = build_gateway_app(
+                GatewayOptions(), OneReplica(target), "token", "model", metrics=OwnTimes()
+            )
+        server: Server = await serve_gateway(app, "127.0.0.1", 0)
+        pipe.send(server.port)
+        with contextlib.suppress(EOFError):
+            await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+        await server.stop(grace_s=1)
+
+    uvloop.run(run())
+
+
+@contextlib.contextmanager
+def process(kind: str, target: str = "") -> Iterator[tuple[str, psutil.Process]]:
+    """A running server process: its URL, and itself for its CPU times."""
+    ours, theirs = mp.Pipe()
+    child = mp.get_context("spawn").Process(target=serve, args=(kind, target, theirs))
+    child.start()
+    theirs.close()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}", psutil.Process(child.pid)
+    finally:
+        with contextlib.suppress(OSError):
+            ours.send(None)
+        child.join(10)
+        child.kill()

@@ -1,0 +1,222 @@
+"""The gateway's own documents, mounting, listening and traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from aiohttp import web
+
+from headrace.gateway import GatewayOptions, PortTakenError, build_gateway_app, serve_gateway
+from headrace.gateway import listen as listening
+from headrace.gateway.openapi import openapi_document
+from tests.unit.gateway_fakes import (
+    CHAT,
+    MODEL,
+    PROMPT,
+    TOKEN,
+    FakeCluster,
+    FakeReplica,
+    answer,
+    gateway_over,
+)
+
+
+async def test_health_is_open_and_tells_whether_a_replica_is_ready() -> None:
+    async with gateway_over(answer, api_keys=("k",)) as bench:
+        async with bench.client.get("/health") as response:
+            assert response.status == 200
+            assert (await response.json())["status"] == "ok"
+    async with gateway_over() as bench, bench.client.get("/health") as response:
+        assert response.status == 503
+
+
+async def test_status_plans_metrics_and_version_come_from_the_backend() -> None:
+    async with gateway_over(answer) as bench:
+        async with bench.client.get("/headrace/v1/status") as response:
+            assert await response.json() == {"replicas": ["decode-1"]}
+        async with bench.client.get("/headrace/v1/plans/known") as response:
+            assert (await response.json())["kind"] == "local"
+        async with bench.client.get("/headrace/v1/plans/other") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "plan_not_found"
+        async with bench.client.get("/metrics") as response:
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert b"headrace_requests 1" in await response.read()
+        async with bench.client.get("/version") as response:
+            assert set(await response.json()) == {"version"}
+        async with bench.client.get("/") as response:
+            assert CHAT in (await response.json())["endpoints"]
+
+
+async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
+    class Broken(FakeCluster):
+        async def status(self) -> dict[str, Any]:
+            raise RuntimeError("broken")
+
+    async with gateway_over(backend=Broken()) as bench:
+        async with bench.client.get("/headrace/v1/status") as response:
+            assert response.status == 500
+            assert (await response.json())["error"]["code"] == "internal_error"
+
+
+async def test_models_are_the_replicas_and_one_can_be_had_by_its_name() -> None:
+    listing = {"object": "list", "data": [{"id": "org/model", "object": "model"}]}
+
+    async def models(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        assert (request.method, request.path) == ("GET", "/v1/models")
+        return web.json_response(listing)
+
+    async with gateway_over(models) as bench:
+        async with bench.client.get("/v1/models") as response:
+            assert await response.json() == listing
+        for path in ("/v1/models/org/model", "/v1/models/org%2Fmodel"):
+            async with bench.client.get(path) as response:
+                assert await response.json() == listing["data"][0]
+        async with bench.client.get("/v1/models/other") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_the_schema_lists_each_route_with_its_errors() -> None:
+    async with gateway_over(answer, api_keys=("k",)) as bench:
+        headers = {"authorization": "Bearer k"}
+        async with bench.client.get("/openapi.json", headers=headers) as response:
+            document = await response.json()
+        async with bench.client.get("/", headers=headers) as response:
+            endpoints = (await response.json())["endpoints"]
+    assert {path.replace("{model}", "x") for path in document["paths"]} >= set(endpoints)
+    statuses = set(document["paths"][CHAT]["post"]["responses"])
+    assert statuses >= {"200", "400", "401", "404", "408", "413", "422", "429", "503", "504"}
+    assert document["security"] and document["paths"]["/health"]["get"]["security"] == []
+
+
+def test_the_schema_takes_good_requests_and_refuses_bad_ones() -> None:
+    document = openapi_document(MODEL, "1", GatewayOptions(), keys_on=False)
+    assert "security" not in document
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    chat = jsonschema.Draft202012Validator(schemas["ChatCompletionRequest"])
+    assert chat.is_valid({**PROMPT, "temperature": 0, "n": 2, "stop": ["x"], "extra": 1})
+    for bad in ({"temperature": 3}, {"top_p": 0}, {"n": 0}, {"messages": []}, {"stream": "yes"}):
+        assert not chat.is_valid({**PROMPT, **bad})
+    completion = jsonschema.Draft202012Validator(schemas["CompletionRequest"])
+    assert completion.is_valid({"model": MODEL, "prompt": [1, 2]})
+    assert not completion.is_valid({"model": MODEL, "prompt": -1})
+
+
+async def test_it_works_below_a_root_path() -> None:
+    async with gateway_over(answer) as bench:
+        app = build_gateway_app(GatewayOptions(), bench.cluster, TOKEN, MODEL)
+        sent: list[Any] = []
+
+        async def mounted(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, "root_path": "/llm"}, receive, send)
+
+        server = await serve_gateway(mounted, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.port}/llm"
+        async with bench.client.post(url + CHAT, json=PROMPT) as response:
+            assert response.status == 200, sent
+        assert bench.replica.seen[-1].path == CHAT
+        async with bench.client.get(url + "/health") as response:
+            assert response.status == 200
+        await server.stop(grace_s=1)
+
+
+async def test_it_starts_without_lifespan_events() -> None:
+    cluster = FakeCluster([await FakeReplica(answer).start()])
+    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(PROMPT).encode()}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    forever = asyncio.Event()
+    first = True
+
+    async def receive_once() -> Any:
+        nonlocal first
+        if first:
+            first = False
+            return await receive()
+        await forever.wait()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers}
+    await app(scope, receive_once, send)
+    assert sent[0]["status"] == 200
+    await app.aclose()
+    await cluster.members[0].stop()
+
+
+async def test_a_taken_port_is_one_clear_line() -> None:
+    async with gateway_over(answer) as bench:
+        with pytest.raises(
+            PortTakenError, match=r"^port \d+ on 127.0.0.1 is taken; set gateway.port"
+        ):
+            await serve_gateway(answer, "127.0.0.1", bench.gateway.port)
+
+
+async def test_gateways_may_share_a_port() -> None:
+    cluster = FakeCluster()
+    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+    first = await serve_gateway(app, "127.0.0.1", 0, reuse_port=True)
+    second = await serve_gateway(app, "127.0.0.1", first.port, reuse_port=True)
+    assert first.port == second.port
+    await first.stop(grace_s=1)
+    await second.stop(grace_s=1)
+
+
+async def test_a_slow_or_endless_request_head_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "HEAD_TIMEOUT_S", 0.2)
+    async with gateway_over(answer) as bench:
+        for begin, status in ((b"", b""), (b"GET / HTTP/1.1\r\nx", b" 408 ")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
+            writer.write(begin)
+            async with asyncio.timeout(2):
+                assert status in await reader.read()
+            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * (listening.MAX_HEAD_BYTES + 9))
+        async with asyncio.timeout(2):
+            assert b" 431 " in await reader.readline()
+        writer.close()
+
+
+async def test_stopping_ends_at_once_when_nothing_runs_and_cuts_off_what_does() -> None:
+    async with gateway_over(answer) as bench:
+        async with asyncio.timeout(3):
+            await bench.gateway.stop(grace_s=1)
+
+
+async def test_with_a_tracer_a_span_wraps_the_request_and_goes_on_to_the_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry import trace
+
+    exporter = memory.InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    async with gateway_over(answer) as bench:
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        headers = {"traceparent": parent}
+        async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+            await response.read()
+        seen = bench.replica.seen[0].headers.getall("traceparent")
+    [span] = exporter.get_finished_spans()
+    assert span.kind == trace.SpanKind.SERVER
+    assert f"{span.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert seen == [f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"]
+    assert span.attributes["http.response.status_code"] == 200

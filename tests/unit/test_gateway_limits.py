@@ -1,0 +1,232 @@
+"""What the gateway refuses by itself, and how: OpenAI's error shape, at once, without a replica."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from headrace.gateway import GatewayOptions
+from headrace.gateway.limits import KeyRing
+from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
+
+JSON = {"content-type": "application/json"}
+
+
+async def refused(
+    bench: Bench, status: int, method: str = "POST", path: str = CHAT, **kw: Any
+) -> dict[str, Any]:
+    """The error of a request that must get `status`, in OpenAI's shape."""
+    async with bench.client.request(method, path, **kw) as response:
+        body = await response.read()
+        assert response.status == status, body
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["x-request-id"]
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return {**error, "headers": response.headers}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"a": tru}',
+        b"[1]",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"temperature": NaN}',
+        b'{"temperature": 1e999}',
+        b'{"a": ' + b"[" * 100_000,
+        b'{"a": 1} trailing',
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_400(body: bytes) -> None:
+    async with gateway_over(answer) as bench:
+        error = await refused(bench, 400, data=body, headers=JSON)
+        assert error["code"] == "invalid_json"
+        assert bench.replica.seen == []
+
+
+async def test_malformed_json_is_told_with_its_position() -> None:
+    async with gateway_over(answer) as bench:
+        error = await refused(bench, 400, data=b'{"a": x}', headers=JSON)
+        assert "byte 6" in error["message"]
+        error = await refused(bench, 400, data=b'{"a": "\xff"}', headers=JSON)
+        assert "byte 7" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_content_type_other_than_json_is_400_as_with_vllm(kind: str) -> None:
+    async with gateway_over(answer) as bench:
+        headers = {"content-type": kind}
+        error = await refused(bench, 400, data=json.dumps(PROMPT), headers=headers)
+        assert error["code"] == "unsupported_media_type"
+
+
+async def test_a_content_type_may_have_a_charset_and_capitals() -> None:
+    async with gateway_over(answer) as bench:
+        headers = {"content-type": "Application/JSON; charset=utf-8"}
+        async with bench.client.post(CHAT, data=json.dumps(PROMPT), headers=headers) as response:
+            assert response.status == 200
+
+
+async def test_a_body_announced_as_too_long_is_413_before_it_is_read() -> None:
+    async with gateway_over(answer, max_body_bytes=1000) as bench:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write((head + "content-length: 1001\r\n\r\n").encode())
+        async with asyncio.timeout(2):
+            assert b" 413 " in await reader.readline()
+        writer.close()
+
+
+async def test_a_body_that_grows_too_long_is_413() -> None:
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 100
+
+    async with gateway_over(answer, max_body_bytes=1000) as bench:
+        error = await refused(bench, 413, data=chunks(), headers=JSON)
+        assert error["code"] == "request_too_large"
+
+
+async def test_a_body_of_just_the_limit_passes() -> None:
+    body = json.dumps(PROMPT).encode()
+    async with gateway_over(answer, max_body_bytes=len(body)) as bench:
+        async with bench.client.post(CHAT, data=body, headers=JSON) as response:
+            assert response.status == 200
+        await refused(bench, 413, data=body + b" ", headers=JSON)
+
+
+async def test_a_client_that_is_slow_with_its_body_gets_408() -> None:
+    async with gateway_over(answer, body_timeout_s=0.2) as bench:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write((head + "content-length: 100\r\n\r\n{").encode())
+        async with asyncio.timeout(2):
+            text = await reader.read()
+        assert b" 408 " in text and b"connection: close" in text.lower()
+        writer.close()
+
+
+async def test_a_client_that_leaves_within_its_body_is_forgotten() -> None:
+    async with gateway_over(answer, max_concurrent=1) as bench:
+        _, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write((head + "content-length: 100\r\n\r\n{").encode())
+        await asyncio.sleep(0.1)
+        await refused(bench, 429, json=PROMPT)
+        writer.close()
+        await asyncio.sleep(0.1)
+        async with bench.client.post(CHAT, json=PROMPT) as response:
+            assert response.status == 200
+
+
+async def test_one_request_too_many_at_once_is_429_with_retry_after() -> None:
+    async with gateway_over(stall, max_concurrent=2) as bench:
+        tasks = [asyncio.create_task(bench.client.post(CHAT, json=PROMPT)) for _ in range(2)]
+        await soon(lambda: len(bench.replica.seen) == 2)
+        error = await refused(bench, 429, json=PROMPT)
+        assert int(error["headers"]["retry-after"]) >= 1
+        assert error["type"] == "rate_limit_error"
+        for task in tasks:
+            task.cancel()
+        await soon(lambda: bench.replica.aborted == 2)
+
+
+async def test_unknown_paths_are_404_and_wrong_methods_405_with_allow() -> None:
+    async with gateway_over(answer) as bench:
+        await refused(bench, 404, "GET", "/v1/nothing")
+        await refused(bench, 404, "POST", "/v1/embeddings", json={})
+        error = await refused(bench, 405, "GET", CHAT)
+        assert error["headers"]["allow"] == "POST"
+        for path in ("/v1/models", "/v1/models/x", "/health", "/metrics"):
+            error = await refused(bench, 405, "DELETE", path)
+            assert "GET" in error["headers"]["allow"]
+
+
+async def test_with_keys_all_but_health_needs_one() -> None:
+    async with gateway_over(answer, api_keys=("right", "also")) as bench:
+        paths = ["/", "/v1/models", "/metrics", "/openapi.json", "/headrace/v1/status", "/nothing"]
+        for path in paths:
+            error = await refused(bench, 401, "GET", path)
+            assert error["code"] == "invalid_api_key"
+            assert error["type"] == "invalid_request_error"
+        async with bench.client.get("/health") as response:
+            assert response.status == 200
+        for value in ("", "Bearer", "Bearer wrong", "Basic right", "right", "Bearer right also"):
+            await refused(bench, 401, json=PROMPT, headers={"authorization": value})
+        for value in ("Bearer right", "bearer also"):
+            headers = {"authorization": value}
+            async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+                assert response.status == 200
+
+
+async def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team a\nsecret-1\n\n  secret-2  \n")
+    async with gateway_over(answer, api_keys_file=str(file)) as bench:
+        await refused(bench, 401, json=PROMPT, headers={"authorization": "Bearer # team a"})
+        headers = {"authorization": "Bearer secret-2"}
+        async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+            assert response.status == 200
+
+
+def test_a_keys_file_that_is_missing_or_empty_never_opens_the_door(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="api_keys_file"):
+        KeyRing.load([], str(tmp_path / "missing"))
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        KeyRing.load([], str(tmp_path / "empty"))
+
+
+def test_options_are_taken_from_objects_and_mappings_with_some_of_the_names() -> None:
+    class Settings:
+        api_keys = ["a"]
+        max_body_bytes = 5
+        port = 8000
+
+    options = GatewayOptions.of(Settings())
+    assert (options.api_keys, options.max_body_bytes) == (("a",), 5)
+    assert options.queue_timeout_s == GatewayOptions().queue_timeout_s
+    assert GatewayOptions.of({"max_concurrent": 3}).max_concurrent == 3
+
+
+async def test_http_that_is_no_http_is_400_in_the_same_shape() -> None:
+    async with gateway_over(answer) as bench:
+        reader, writer = await asyncio.open_connection("127.0.0.1", bench.gateway.port)
+        writer.write(b"NONSENSE\r\n\r\n")
+        async with asyncio.timeout(2):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert b" 400 " in head and json.loads(body)["error"]["code"] == "bad_http"
+        writer.close()
+
+
+async def test_two_hundred_bad_requests_leave_a_working_gateway() -> None:
+    bodies = [b"", b"{", b"\xff\xfe", b"[]", b'{"a":' * 2000, b" " * 20_000, b"null"]
+    async with gateway_over(answer, max_body_bytes=10_000, max_concurrent=8) as bench:
+
+        async def bad(number: int) -> int:
+            body = bodies[number % len(bodies)]
+            async with aiohttp.ClientSession(bench.url) as client:
+                async with client.post(CHAT, data=body, headers=JSON) as response:
+                    await response.read()
+                    return response.status
+
+        gate = asyncio.Semaphore(8)
+
+        async def one(number: int) -> int:
+            async with gate:
+                return await bad(number)
+
+        statuses = await asyncio.gather(*map(one, range(200)))
+        assert set(statuses) <= {400, 413, 429}
+        async with bench.client.post(CHAT, json=PROMPT) as response:
+            assert response.status == 200
