@@ -175,14 +175,14 @@ def test_the_cheaper_side_is_chosen_for_its_price_however_stale() -> None:
     assert (choice.kind, choice.explores) == ("local", False)
 
 
-def test_the_time_out_has_a_higher_floor_until_the_first_prefill_came_back() -> None:
+def test_the_time_out_has_a_higher_floor_while_the_prefill_side_is_cold() -> None:
     costs = Costs()
-    p = price(replace(IDLE, uncached_prefill_tokens=1, transfer_bytes=0), costs, SETTINGS)
-    assert remote_timeout_s(p, costs, SETTINGS) == SETTINGS.timeout_cold_s
     for _ in range(200):
         costs.handoff.observe(0.005)
         costs.call.observe(0.02)
-    assert remote_timeout_s(p, costs, SETTINGS) == SETTINGS.timeout_floor_s
+    p = price(replace(IDLE, uncached_prefill_tokens=1, transfer_bytes=0), costs, SETTINGS)
+    assert remote_timeout_s(p, costs, SETTINGS, cold=True) == SETTINGS.timeout_cold_s
+    assert remote_timeout_s(p, costs, SETTINGS, cold=False) == SETTINGS.timeout_floor_s
 
 
 def test_the_time_out_is_at_least_the_factor_times_the_prediction() -> None:
@@ -190,7 +190,7 @@ def test_the_time_out_is_at_least_the_factor_times_the_prediction() -> None:
     p = price(replace(IDLE, prefill_queue_s=100.0), costs, RouterSettings())
     settings = RouterSettings(timeout_errors=0.0)
     t = sum(p[f"remote.{k}"] for k in ("call", "queue", "compute", "transfer", "handoff"))
-    assert remote_timeout_s(p, costs, settings) == pytest.approx(4 * t)
+    assert remote_timeout_s(p, costs, settings, cold=False) == pytest.approx(4 * t)
 
 
 def test_the_time_out_widens_with_the_models_own_errors() -> None:
@@ -199,7 +199,7 @@ def test_the_time_out_widens_with_the_models_own_errors() -> None:
         costs.handoff.observe(0.005)
         costs.call.observe(0.0 if i % 2 else 2.0)
     p = price(replace(IDLE, uncached_prefill_tokens=1), costs, SETTINGS)
-    assert remote_timeout_s(p, costs, SETTINGS) > 6.0
+    assert remote_timeout_s(p, costs, SETTINGS, cold=False) > 6.0
 
 
 def test_the_formula_names_every_part_with_its_number() -> None:

@@ -92,6 +92,15 @@ def test_every_plan_carries_the_whole_formula(clock: Clock) -> None:
     assert plan(router(clock), "a", prompt(100)).reasons[-1].startswith("local 0.0")
 
 
+def test_the_predicted_ttft_leaves_out_what_others_lose(clock: Clock) -> None:
+    r = router(clock, "local")
+    plan(r, "stream", prompt(10))
+    r.first_token("stream", 0.1, 0)
+    p = plan(r, "a", prompt(500, 900))
+    assert p.predicted["local.stall"] > 0
+    assert p.predicted_ttft_s == pytest.approx(p.predicted["local.compute"])
+
+
 def test_an_empty_prompt_is_priced_as_one_token(clock: Clock) -> None:
     p = plan(router(clock), "a", [])
     assert (p.kind, p.prompt_tokens) == ("local", 0)
@@ -239,6 +248,32 @@ def test_the_handoff_is_what_call_transfer_and_decode_do_not_explain(clock: Cloc
         r.first_token(str(i), 0.5 + known + 0.04, 99)
         r.finished(str(i))
     assert r.costs.handoff.seconds() == pytest.approx(0.04, abs=0.002)
+
+
+def test_a_cold_prefill_side_gets_time_for_its_handshake_and_teaches_no_overhead(
+    clock: Clock,
+) -> None:
+    r = router(clock, "remote")
+    cold = plan(r, "a", prompt(100))
+    assert cold.timeout_s == r.settings.timeout_cold_s
+    r.prefill_done("a", report(call_s=9.0))
+    r.first_token("a", 12.0, 99)
+    assert r.costs.call.samples == r.costs.handoff.samples == 0
+    warm = plan(r, "b", prompt(100, 500))
+    assert warm.timeout_s < cold.timeout_s
+    r.prefill_done("b", report())
+    r.first_token("b", 1.0, 99)
+    assert r.costs.call.samples == r.costs.handoff.samples == 1
+
+
+def test_after_a_failure_the_prefill_side_is_cold_again(clock: Clock) -> None:
+    r = router(clock, "remote")
+    plan(r, "a", prompt(100))
+    r.first_token("a", 1.0, 99)
+    assert plan(r, "b", prompt(100, 500)).timeout_s < r.settings.timeout_cold_s
+    r.remote_failed("b", "connection lost")
+    r.prefill_up()
+    assert plan(r, "c", prompt(100, 900)).timeout_s == r.settings.timeout_cold_s
 
 
 def test_a_queue_that_others_make_is_learned_and_fades_with_age(clock: Clock) -> None:

@@ -47,6 +47,12 @@ class Plan:
     def kind(self) -> Kind:
         return "local" if self.prefill is None else "remote"
 
+    @property
+    def predicted_ttft_s(self) -> float:
+        """What this request itself waits: the total without what others lose by it."""
+        p, kind = self.predicted, self.kind
+        return p.get(f"{kind}.total", 0.0) - p.get(f"{kind}.stall", 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form: the answer of ``GET /headrace/v1/plans/{request_id}``."""
         return {
@@ -124,7 +130,7 @@ class RouterSettings:
     timeout_floor_s: float = 1.0
     timeout_factor: float = 4.0
     timeout_errors: float = 6.0
-    #: The floor while no remote prefill has come back yet (first call, handshake, warm-up).
+    #: The floor for the first remote prefill, and the first after a failure: handshake, warm-up.
     timeout_cold_s: float = 15.0
     #: After a failed remote prefill: first wait before a trial request may go; doubles each time.
     retry_s: float = 5.0

@@ -166,13 +166,15 @@ def choose(p: Mapping[str, float], steps: Steps, ages: Ages, settings: RouterSet
     return Choice("local", f"local saves {remote - local:.3f} s")
 
 
-def remote_timeout_s(p: Mapping[str, float], costs: Costs, settings: RouterSettings) -> float:
+def remote_timeout_s(
+    p: Mapping[str, float], costs: Costs, settings: RouterSettings, *, cold: bool
+) -> float:
     """How long a remote prefill and its KV may take before decode stops waiting.
 
     ``max(floor, factor * t, t + errors * rms)`` with ``t`` the predicted seconds until the KV is
     there and ``rms`` the models' own errors, added as independent ones (root of the sum of
-    squares; step and transfer errors are relative). The floor is higher until the first remote
-    prefill has come back, which includes the engines' handshake.
+    squares; step and transfer errors are relative). The floor is higher while the prefill side is
+    cold, that is, until a first remote prefill has paid the engines' handshake.
     """
     t = sum(p[f"remote.{k}"] for k in ("call", "queue", "compute", "transfer", "handoff"))
     rms = math.hypot(
@@ -181,5 +183,5 @@ def remote_timeout_s(p: Mapping[str, float], costs: Costs, settings: RouterSetti
         costs.prefill_step.rms_error * (p["remote.queue"] + p["remote.compute"]),
         costs.transfer.rms_error * p["remote.transfer"],
     )
-    floor = settings.timeout_floor_s if costs.handoff.samples else settings.timeout_cold_s
+    floor = settings.timeout_cold_s if cold else settings.timeout_floor_s
     return max(floor, settings.timeout_factor * t, t + settings.timeout_errors * rms)

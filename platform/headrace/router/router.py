@@ -54,6 +54,8 @@ class _Active:
     uncached_decode_tokens: int
     #: Wait at the prefill engine that this router's own requests explain.
     own_queue_s: float
+    #: Sent while the prefill side was cold: its overheads hold the handshake, not the rule.
+    cold: bool
     #: The prefill call's measured seconds, once it returned.
     call_s: float | None = None
     decoding: bool = False
@@ -87,6 +89,7 @@ class Router:
         self._counts = {"local": 0, "remote": 0, "explored": 0, "fell_back": 0}
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
         self._prefill_steps_seen = False
+        self._cold = True
         # Never measured counts as just stale: the dearer side is tried below twice the price.
         now = clock()
         self._local_measured_s = self._remote_measured_s = now - settings.remeasure_s
@@ -132,12 +135,12 @@ class Router:
             cached_decode_tokens=cached_d,
             cached_prefill_tokens=cached_p,
             predicted=p,
-            timeout_s=remote_timeout_s(p, self.costs, self.settings) if remote else 0.0,
+            timeout_s=self._timeout_s(p) if remote else 0.0,
             reasons=(*reasons, formula(p)),
         )
         tail = request.token_ids[len(hashes) * g.block_tokens :]
         self._active[request.request_id] = _Active(
-            plan, hashes, seed, tail, s.uncached_decode_tokens, own_queue_s
+            plan, hashes, seed, tail, s.uncached_decode_tokens, own_queue_s, self._cold
         )
         self._reserve(plan, s, hashes, now)
         return plan
@@ -169,6 +172,9 @@ class Router:
             else:
                 self._local_measured_s = at
         return choice.kind == "remote", (choice.why,)
+
+    def _timeout_s(self, p: dict[str, float]) -> float:
+        return remote_timeout_s(p, self.costs, self.settings, cold=self._cold)
 
     def _held(self, index: PrefixIndex, hashes: list[bytes], prompt_tokens: int) -> int:
         """Blocks that spare computation: vLLM always computes at least the last token."""
@@ -211,6 +217,7 @@ class Router:
         active = self._active.get(request_id)
         old = active.plan if active is not None else self._plans[request_id]
         self.breaker.failed(request_id, why, now)
+        self._cold = True
         plan = replace(
             old,
             prefill=None,
@@ -233,17 +240,20 @@ class Router:
     def prefill_done(self, request_id: str, report: PrefillReport) -> None:
         """The prefill call came back; teaches the call's overhead and the queue that others make.
 
+        A request that was sent while the prefill side was cold teaches no overhead: one handshake
+        of seconds would make remote prefill look dear for a long time.
+
         The prefill engine's step model learns from its own steps (``observe_step``); only if it
         never sent one, from the report.
         """
         now = self._clock()
         self.prefill_load.release(request_id, now)
-        overhead = report.call_s - report.queue_s - report.compute_s
-        if self.costs.call.observe(overhead):
-            self._remote_measured_s = max(now, self._remote_measured_s)
+        active = self._active.get(request_id)
+        if active is None or not active.cold:
+            self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
+        self._remote_measured_s = max(now, self._remote_measured_s)
         if not self._prefill_steps_seen:
             self.costs.prefill_step.observe(report.computed_tokens, 0, report.compute_s)
-        active = self._active.get(request_id)
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
@@ -272,7 +282,8 @@ class Router:
         self.decode_index.insert(active.hashes)
         if plan.prefill is not None:
             self.breaker.succeeded(request_id)
-            if active.call_s is not None:
+            self._cold = False
+            if active.call_s is not None and not active.cold:
                 p = plan.predicted
                 known = p["remote.transfer"] + p["remote.decode_queue"] + p["remote.decode"]
                 self.costs.handoff.observe(seconds_from_plan - active.call_s - known)
@@ -344,6 +355,7 @@ class Router:
         """The prefill side is gone, and its cache with it: all goes local until it is up."""
         self.breaker.down(why, self._clock())
         self.prefill_index.clear()
+        self._cold = True
 
     def prefill_up(self) -> None:
         """The prefill side answers: closes the breaker."""
