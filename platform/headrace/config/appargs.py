@@ -8,6 +8,7 @@ arrive is recomputed (its default fails the request), and the KV cache's size is
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from headrace.config.load import merge
@@ -71,6 +72,19 @@ def _environment(role: RoleSettings) -> dict[str, str]:
     return env | role.env
 
 
+def cpu_computes_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether this machine's CPU multiplies bfloat16 itself (AVX-512 BF16, AMX, or Arm's BF16).
+
+    Where it does not, every product is widened in software: SmolLM2 then prefills about 4 times slower
+    than in float32 (`benchmarks/dtype`), so float32 is what such a machine should serve in.
+    """
+    try:
+        flags = Path(cpuinfo).read_text("utf-8", errors="replace").split()
+    except OSError:
+        return True
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
 def _engine(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
     engine: dict[str, Any] = {
         "kv_transfer_config": {
@@ -82,6 +96,8 @@ def _engine(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
     }
     if role.gpus == 0:
         engine["enforce_eager"] = True  # compiling for the CPU takes minutes and gains little
+        if not cpu_computes_bfloat16():
+            engine["dtype"] = "float32"
     if config.model.max_model_len is not None:
         engine["max_model_len"] = config.model.max_model_len
     if role.kv_cache_bytes is not None:

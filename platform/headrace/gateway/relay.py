@@ -24,7 +24,7 @@ from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.errors import Headers
 from headrace.gateway.replicas import Lease, ReplicaPool
-from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace.gateway.upstream import Connection, ReplicaLost, Upstream
 
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
@@ -83,7 +83,7 @@ class Answer:
     """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
 
     lease: Lease
-    reply: Reply
+    reply: Connection
     body: bytes
     streamed: bool
 

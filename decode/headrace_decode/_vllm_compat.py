@@ -1,0 +1,130 @@
+"""The decode engine: an `AsyncLLM` whose `generate` goes through the orchestrator.
+
+This is the one seam below vLLM's OpenAI layer through which every request passes with its prompt as token
+ids, so chat, completions, tools and structured output are planned alike and answered by vLLM itself.
+`tests/unit/test_contracts.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_kvstore._ray_compat import MeteredVLLMEngine
+from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
+from vllm import RequestOutput, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
+
+
+class PlannedLLM(AsyncLLM):
+    """An engine that plans each request before it runs it; plain until `orchestrator` is set."""
+
+    orchestrator: Orchestrator | None = None
+    prefill_call: PrefillCall
+
+    async def generate(  # type: ignore[override]
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `AsyncLLM.generate`. Transfer parameters that a client sends are dropped: they name memory."""
+        sampling_params = without_transfer_params(sampling_params)
+        plain = super().generate
+        if self.orchestrator is None:
+            outputs = plain(prompt, sampling_params, request_id, **kwargs)
+        else:
+            outputs = self.orchestrator.run(
+                self._work(plain, prompt, sampling_params, request_id, kwargs)
+            )
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def _work(
+        self,
+        plain: Callable[..., AsyncGenerator[RequestOutput, None]],
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        kwargs: dict[str, Any],
+    ) -> Work[RequestOutput]:
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+
+        def submit(
+            engine_request_id: str, kv_params: dict[str, Any] | None
+        ) -> AsyncGenerator[RequestOutput, None]:
+            chosen = params if kv_params is None else with_transfer_params(params, kv_params)
+            return plain(prompt, chosen, engine_request_id, **kwargs)
+
+        def prefill() -> Awaitable[PrefillResult]:
+            return self.prefill_call(
+                PrefillRequest(
+                    request_id=request_id,
+                    token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
+                    salt=salt,
+                    priority=kwargs.get("priority", 0),
+                    trace_headers=dict(kwargs["trace_headers"])
+                    if kwargs.get("trace_headers")
+                    else None,
+                )
+            )
+
+        async def release(kv_params: dict[str, Any]) -> None:
+            await self.notify_kv_transfer_request_rejected(f"{request_id}-unused", kv_params)
+
+        return Work(
+            request_id=request_id,
+            token_ids=token_ids or (),
+            salt=salt or "",
+            local_only=why_local(prompt, token_ids, params, kwargs),
+            submit=submit,
+            prefill=prefill,
+            release=release,
+            cached_tokens=lambda output: output.num_cached_tokens or 0,
+            new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
+        )
+
+
+class PlannedVLLMEngine(MeteredVLLMEngine):
+    """Ray's vLLM engine around a `PlannedLLM`."""
+
+    llm_class = PlannedLLM
+    llm: PlannedLLM
+
+
+def why_local(
+    prompt: Any, token_ids: list[int] | None, params: SamplingParams, kwargs: dict[str, Any]
+) -> str | None:
+    """Why a request cannot be prefilled elsewhere, or None if it can."""
+    if not token_ids:
+        return "the prompt is not plain token ids"
+    if prompt.get("type", "token") != "token" or prompt.get("multi_modal_data"):
+        return "the prompt is multimodal"
+    if params.n > 1:
+        return "n > 1: the samples share one prompt in the engine that decodes them"
+    if params.prompt_logprobs is not None:
+        return "prompt log-probabilities come from the engine that prefills"
+    if kwargs.get("lora_request") is not None:
+        return "the request uses a LoRA adapter"
+    return None
+
+
+def without_transfer_params(params: SamplingParams) -> SamplingParams:
+    """Drop transfer parameters that came with the request."""
+    if not (params.extra_args and PARAMS_KEY in params.extra_args):
+        return params
+    cleaned = copy.copy(params)
+    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k != PARAMS_KEY}
+    return cleaned
+
+
+def with_transfer_params(params: SamplingParams, kv_params: dict[str, Any]) -> SamplingParams:
+    """A copy of `params` that makes the engine pull KV."""
+    pulling = copy.copy(params)
+    pulling.extra_args = {**(params.extra_args or {}), PARAMS_KEY: dict(kv_params)}
+    return pulling

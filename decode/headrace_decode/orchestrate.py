@@ -1,0 +1,219 @@
+"""Carries a plan out: remote prefill when the plan says so, and local prefill whenever that fails.
+
+What the client must never see: a prefill replica that is gone, slow or answers nonsense, or KV that does
+not arrive. The rules:
+
+* The remote call and the arrival of its KV together get the plan's time-out. When the call fails or the
+  time runs out, the prompt is prefilled locally.
+* When it is the KV that does not arrive, a second, local, submission races the first; whichever yields a
+  token first is kept and the other aborted. A decode engine that is merely busy serves the older one
+  first, so the race costs nothing then.
+* Only before the first token can anything be repeated; after it the stream is the engine's own.
+* KV that was made for nobody (the client left, the race was lost) is released, not left to its lease.
+
+Pure asyncio: the engine, the prefill call and the planner come in from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from headrace_kvstore.handoff import PrefillResult
+
+logger = logging.getLogger("headrace.decode")
+
+Output = TypeVar("Output")
+
+
+class Plan(Protocol):
+    """What of a plan is carried out here."""
+
+    @property
+    def prefill(self) -> str | None: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
+class Planner(Protocol):
+    """Makes plans and learns from what came of them (`headrace.router.Router`, bound by the app)."""
+
+    def plan(
+        self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
+    ) -> Plan: ...
+    def remote_failed(self, request_id: str, why: str) -> Plan: ...
+    def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None: ...
+    def first_token(
+        self, request_id: str, seconds_from_plan: float, cached_tokens: int
+    ) -> None: ...
+    def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work(Generic[Output]):
+    """One request, as the orchestrator sees it."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    salt: str
+    local_only: str | None
+    """Why the prompt must be prefilled here, if it must."""
+    submit: Callable[[str, dict[str, Any] | None], AsyncGenerator[Output, None]]
+    """Start the request on the own engine, under this id, pulling KV with these parameters."""
+    prefill: Callable[[], Awaitable[PrefillResult]]
+    """Have the prompt prefilled remotely."""
+    release: Callable[[dict[str, Any]], Awaitable[None]]
+    """Tell the prefill engine that nobody will pull this KV."""
+    cached_tokens: Callable[[Output], int]
+    new_tokens: Callable[[Output], Sequence[int]]
+    """The tokens of one output: those that it adds (streams yield deltas)."""
+
+
+class Orchestrator:
+    """Runs requests by the planner's plans."""
+
+    def __init__(self, planner: Planner):
+        self.planner = planner
+        self.own_seconds_total = 0.0
+        """Time spent planning, summed over all requests."""
+        self.requests_total = 0
+        self._active: set[str] = set()
+        self._cleanups: set[asyncio.Task[None]] = set()
+
+    async def run(self, work: Work[Output]) -> AsyncGenerator[Output, None]:
+        """Yield the request's outputs; the first comes from whichever way of prefilling worked."""
+        planner, started = self.planner, time.perf_counter()
+        work = self._with_unique_id(work)
+        plan = planner.plan(work.request_id, work.token_ids, work.salt, work.local_only)
+        self.own_seconds_total += time.perf_counter() - started
+        stream: AsyncGenerator[Output, None] | None = None
+        answered: list[int] = []
+        try:
+            kv_params = None
+            if plan.prefill is not None:
+                kv_params = await self._prefill_remotely(work, plan)
+            if kv_params is None:
+                stream = work.submit(work.request_id, None)
+                first = await anext(stream, None)
+            else:
+                left_s = plan.timeout_s - (time.perf_counter() - started)
+                stream, first = await self._race_kv_arrival(work, kv_params, max(0.0, left_s))
+            if first is None:
+                return
+            planner.first_token(
+                work.request_id, time.perf_counter() - started, work.cached_tokens(first)
+            )
+            answered.extend(work.new_tokens(first))
+            yield first
+            async for output in stream:
+                answered.extend(work.new_tokens(output))
+                yield output
+        finally:
+            planner.finished(work.request_id, answered)
+            self._active.discard(work.request_id)
+            if stream is not None:
+                await stream.aclose()
+
+    def _with_unique_id(self, work: Work[Output]) -> Work[Output]:
+        """Clients may send one request id twice; plans and reservations are kept apart all the same."""
+        self.requests_total += 1
+        if work.request_id in self._active:
+            work = replace(work, request_id=f"{work.request_id}-{self.requests_total}")
+        self._active.add(work.request_id)
+        return work
+
+    async def _prefill_remotely(self, work: Work[Output], plan: Plan) -> dict[str, Any] | None:
+        """Return the parameters to pull the KV with, or None if the prompt must be prefilled here."""
+        called = time.perf_counter()
+        task = asyncio.ensure_future(work.prefill())
+        try:
+            done, _ = await asyncio.wait({task}, timeout=plan.timeout_s)
+        except asyncio.CancelledError:
+            self._release_when_done(work, task)
+            raise
+        if not done:
+            self._release_when_done(work, task)
+            why = f"no answer in {plan.timeout_s:.2f} s"
+        elif (error := task.exception()) is not None:
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        else:
+            result = task.result()
+            self.planner.prefill_done(work.request_id, result, time.perf_counter() - called)
+            return result.kv_params
+        self.planner.remote_failed(work.request_id, why)
+        logger.warning(
+            "remote prefill failed, prefilling locally: %s",
+            why,
+            extra={"request_id": work.request_id},
+        )
+        return None
+
+    async def _race_kv_arrival(
+        self, work: Work[Output], kv_params: dict[str, Any], patience_s: float
+    ) -> tuple[AsyncGenerator[Output, None], Output | None]:
+        """First output of the request that pulls KV, or of a local one if the KV is late."""
+        pulling = work.submit(work.request_id, kv_params)
+        pulled: asyncio.Future[Output | None] = asyncio.ensure_future(_first(pulling))
+        local: AsyncGenerator[Output, None] | None = None
+        computed: asyncio.Future[Output | None] | None = None
+        winner: AsyncGenerator[Output, None] | None = None
+        try:
+            done, _ = await asyncio.wait({pulled}, timeout=patience_s)
+            if done and pulled.exception() is None:
+                winner = pulling
+                return pulling, pulled.result()
+            why = str(pulled.exception()) if done else f"no KV {patience_s:.2f} s after the call"
+            self.planner.remote_failed(work.request_id, why)
+            logger.warning(
+                "prefilling locally as well: %s", why, extra={"request_id": work.request_id}
+            )
+            local = work.submit(f"{work.request_id}-local", None)
+            computed = asyncio.ensure_future(_first(local))
+            racers = {computed} if done else {computed, pulled}
+            while racers:
+                finished, racers = await asyncio.wait(
+                    racers, return_when=asyncio.FIRST_COMPLETED
+                )
+                for racer in finished:
+                    if racer.exception() is None:
+                        winner = local if racer is computed else pulling
+                        return winner, racer.result()
+            return local, computed.result()
+        finally:
+            for racer, stream in ((pulled, pulling), (computed, local)):
+                if stream is not None and stream is not winner:
+                    await _stop(racer, stream)
+
+    def _release_when_done(
+        self, work: Work[Output], task: asyncio.Future[PrefillResult]
+    ) -> None:
+        async def release() -> None:
+            with contextlib.suppress(Exception):
+                result = await task
+                await work.release(result.kv_params)
+
+        cleanup = asyncio.ensure_future(release())
+        self._cleanups.add(cleanup)
+        cleanup.add_done_callback(self._cleanups.discard)
+
+
+async def _first(stream: AsyncIterator[Output]) -> Output | None:
+    return await anext(stream, None)
+
+
+async def _stop(
+    racer: asyncio.Future[Output | None] | None, stream: AsyncGenerator[Output, None]
+) -> None:
+    """Abort a losing submission; closing the engine's generator aborts the engine's request."""
+    if racer is not None and not racer.done():
+        racer.cancel()
+    if racer is not None:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await racer
+    with contextlib.suppress(Exception):
+        await stream.aclose()

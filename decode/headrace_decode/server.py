@@ -1,0 +1,191 @@
+"""The decode replica: answers clients over its own HTTP port, and carries each request's plan out.
+
+It runs vLLM's own OpenAI application around an engine that plans (`_vllm_compat.PlannedLLM`), so an answer
+is vLLM's to the byte. Three ways lead in: the gateway's byte relay to this replica's port, Ray's direct
+streaming (HAProxy to Ray's port of the replica), and Ray's classic actor calls; all meet in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace_decode._vllm_compat import PlannedVLLMEngine
+from headrace_decode.calibrate import calibrate, warm_up
+from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_kvstore.handoff import PrefillRequest, PrefillResult
+from headrace_kvstore.meter import EngineMeter
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
+from ray.util import get_node_ip_address
+
+logger = logging.getLogger("headrace.decode")
+
+INTERNAL_HEADER = b"x-headrace-internal"
+PROBE_INTERVAL_S = 1.0
+"""How often a prefill side that failed is asked whether it works again."""
+
+ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
+
+
+class Listener(Protocol):
+    """A running HTTP server."""
+
+    port: int
+
+    async def stop(self) -> None: ...
+
+
+class PrefillAwarePlanner(Planner, Protocol):
+    """A planner that is also told when the prefill side goes and comes back, and can be looked into."""
+
+    def prefill_up(self) -> None: ...
+    def prefill_down(self, why: str) -> None: ...
+    def prefill_in_doubt(self) -> bool: ...
+    def explain(self, request_id: str) -> dict[str, Any] | None: ...
+    def snapshot(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class DecodeWiring:
+    """What the app binds into a decode replica; every callable is importable by name."""
+
+    make_planner: Callable[[Any, EngineMeter], PrefillAwarePlanner]
+    """(vLLM config of the started engine, its meter) -> planner."""
+    listen: Callable[..., Awaitable[Listener]] | None = None
+    """(asgi app, host, port 0) -> running server; None where nobody relays to the replica's own port."""
+    internal_token: str = ""
+    setup: Callable[[str], None] | None = None
+    calibrate: bool = True
+    """Run a few prompts both ways before serving, so that the first plan rests on measurements."""
+
+
+class DecodeServer(PDDecodeServer):
+    """Ray's decode server with planned prefill, local fallback and an HTTP port of its own."""
+
+    async def __init__(
+        self, llm_config: Any, *, prefill_server: DeploymentHandle, wiring: DecodeWiring
+    ):
+        if wiring.setup is not None:
+            wiring.setup("decode")
+        self._wiring = wiring
+        self._prefills = prefill_server
+        self._listener: Listener | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        await super().__init__(
+            llm_config, prefill_server=prefill_server, engine_cls=PlannedVLLMEngine
+        )
+        self.engine: PlannedVLLMEngine
+        self._planner = wiring.make_planner(self.engine.vllm_config, self.engine.meter)
+        self._orchestrator = Orchestrator(self._planner)
+        self.engine.llm.prefill_call = self._prefill
+        self.engine.llm.orchestrator = self._orchestrator
+        app = await self.__serve_build_asgi_app__()
+        if wiring.calibrate:
+            await calibrate(self.engine.llm, self._planner)
+            await warm_up(app, self._llm_config.model_id)
+        self._tasks.append(asyncio.create_task(self._watch_prefill()))
+        if wiring.listen is not None:
+            guarded = InternalOnly(app, wiring.internal_token)
+            self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
+
+    # Orchestration happens below vLLM's OpenAI layer, so both entrances are the plain server's.
+
+    async def chat(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        return await LLMServer.chat(self, request, raw_request_info)
+
+    async def completions(
+        self, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any, None]:
+        return await LLMServer.completions(self, request, raw_request_info)
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        return await LLMServer.__serve_build_asgi_app__(self)
+
+    async def _prefill(self, request: PrefillRequest) -> PrefillResult:
+        return await self._prefills.prefill.remote(request)
+
+    async def _watch_prefill(self) -> None:
+        """While the prefill side is down, ask it now and then, at nobody's cost, whether it is back."""
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            if not self._planner.prefill_in_doubt():
+                continue
+            probe = self._prefills.alive.remote()
+            try:
+                await asyncio.wait_for(_answer(probe), timeout=2 * PROBE_INTERVAL_S)
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    probe.cancel()
+                self._planner.prefill_down(f"a probe found it gone ({type(error).__name__})")
+                continue
+            self._planner.prefill_up()
+
+    async def headrace_replica(self) -> dict[str, Any]:
+        """Where this replica listens and how busy it is: what the gateway picks by."""
+        meter = self.engine.meter
+        port = self._listener.port if self._listener else None
+        return {
+            "replica_id": serve.get_replica_context().replica_id.unique_id,
+            "url": f"http://{get_node_ip_address()}:{port}" if port else None,
+            "running": meter.running,
+            "waiting": meter.waiting,
+        }
+
+    async def headrace_status(self) -> dict[str, Any]:
+        """JSON-able state of this replica, its router's models included."""
+        orchestrator = self._orchestrator
+        return {
+            "role": "decode",
+            "deployment": serve.get_replica_context().deployment,
+            "model": self._llm_config.model_id,
+            **await self.headrace_replica(),
+            **self.engine.meter.snapshot(),
+            "router": self._planner.snapshot(),
+            "planning": {
+                "requests": orchestrator.requests_total,
+                "seconds": round(orchestrator.own_seconds_total, 6),
+            },
+        }
+
+    async def headrace_plan(self, request_id: str) -> dict[str, Any] | None:
+        """The plan made for a request, or None if this replica does not remember it."""
+        return self._planner.explain(request_id)
+
+
+class DPDecodeServer(DecodeServer, DPServer):
+    """`DecodeServer` whose engine is one rank of a data-parallel group."""
+
+
+class InternalOnly:
+    """ASGI: lets through only requests that carry the app's own token.
+
+    The replica's port is open to the cluster's network; limits and API keys are checked by the gateway,
+    so nobody else may talk to it.
+    """
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            sent = next((v for k, v in scope["headers"] if k == INTERNAL_HEADER), b"")
+            if not hmac.compare_digest(sent, self._token):
+                headers = [(b"content-type", b"application/json")]
+                body = b'{"error":{"message":"This port is for the gateway only.","type":"forbidden","param":null,"code":403}}'  # noqa: E501
+                await send({"type": "http.response.start", "status": 403, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
+                return
+        await self._app(scope, receive, send)
+
+
+async def _answer(response: Any) -> Any:
+    return await response

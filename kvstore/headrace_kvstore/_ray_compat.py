@@ -1,0 +1,52 @@
+"""All that this package takes from Ray beyond its public API; an upgrade breaks this file first.
+
+`VLLMEngine` is Ray's engine class. `LLMServer(engine_cls=...)` is the documented way to give a server
+another one, but the class to extend is private; `tests/unit/test_contracts.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+from headrace_kvstore._vllm_compat import start_engine
+from headrace_kvstore.meter import EngineMeter
+from ray.llm._internal.serve.engines.vllm.vllm_engine import (
+    VLLMEngine,
+    _clear_current_platform_cache,
+)
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class MeteredVLLMEngine(VLLMEngine):
+    """Ray's vLLM engine with its steps and transfers metered, and its `AsyncLLM` class of our choice."""
+
+    llm_class: ClassVar[type[AsyncLLM]] = AsyncLLM
+    llm: AsyncLLM
+    vllm_config: VllmConfig
+
+    def __init__(self, llm_config: Any):
+        super().__init__(llm_config)
+        self.meter = EngineMeter()
+
+    async def start(self) -> None:
+        """Start the engine; a model that lies in a local folder needs no download task per node."""
+        source = self.llm_config.model_loading_config.model_source
+        if isinstance(source, str) and os.path.isdir(source):
+            self.llm_config.get_or_create_callback().ctx.run_init_node = False
+        await super().start()
+
+    def _start_async_llm_engine(
+        self, vllm_engine_args: Any, vllm_engine_config: VllmConfig, placement_group: Any
+    ) -> AsyncLLM:
+        vllm_engine_config.parallel_config.placement_group = placement_group
+        _clear_current_platform_cache()
+        self.vllm_config = vllm_engine_config
+        self.llm = start_engine(
+            self.llm_class,
+            vllm_engine_config,
+            self.meter,
+            log_requests=vllm_engine_args.enable_log_requests,
+        )
+        return self.llm

@@ -1,0 +1,95 @@
+"""All that this package takes from vLLM beyond its documented API; an upgrade breaks this file first.
+
+`SchedulerStats.iteration_details` and `kv_connector_stats` are not stable interfaces (vLLM says so in
+`StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace_kvstore.meter import EngineMeter, Step, Transfer
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+
+class MeterStatLogger(StatLoggerBase):
+    """Feeds an `EngineMeter` from vLLM's per-step statistics.
+
+    The step's time is the engine core's own where it measures it (synchronous scheduling with
+    `enable_logging_iteration_details`); otherwise the time between two steps that both did work.
+    """
+
+    def __init__(self, meter: EngineMeter, vllm_config: VllmConfig, engine_index: int = 0):
+        self.meter = meter
+        self._last_step_at: float | None = None
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        meter, stats = self.meter, scheduler_stats
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        meter.load(stats.num_running_reqs, waiting, stats.kv_cache_usage)
+        details = stats.iteration_details
+        if details is not None:
+            if not details.is_dummy:
+                seconds = details.elapsed_ms / 1e3
+                meter.step(Step(details.num_ctx_tokens, details.num_generation_requests, seconds))
+        elif iteration_stats is not None:
+            self._step_between_records(iteration_stats, idle=not (stats.num_running_reqs + waiting))
+        if stats.kv_connector_stats:
+            meter.transfers(*nixl_transfers(stats.kv_connector_stats))
+
+    def _step_between_records(self, stats: IterationStats, idle: bool) -> None:
+        now = time.monotonic()
+        prompts = stats.prompt_token_stats.computed
+        decoding = max(0, stats.num_generation_tokens - len(stats.time_to_first_tokens_iter))
+        if self._last_step_at is not None and (prompts or decoding):
+            self.meter.step(Step(prompts, decoding, now - self._last_step_at))
+        self._last_step_at = None if idle else now
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
+    """Read finished transfers and the number of failed ones from NixlConnector's statistics."""
+    done = [
+        Transfer(int(size), float(seconds))
+        for size, seconds in zip(
+            stats.get("bytes_transferred", ()), stats.get("transfer_duration", ()), strict=False
+        )
+    ]
+    return done, int(sum(stats.get("num_failed_transfers", ())))
+
+
+def start_engine(
+    llm_class: type[AsyncLLM], vllm_config: VllmConfig, meter: EngineMeter, *, log_requests: bool
+) -> AsyncLLM:
+    """Start an engine whose statistics go to Ray's metrics export and to `meter`.
+
+    vLLM's own periodic log lines stay off: they would print one line a step.
+    """
+    vllm_config.observability_config.enable_logging_iteration_details = True
+    meter_factory: Callable[[VllmConfig, int], StatLoggerBase] = lambda config, index: (  # noqa: E731
+        MeterStatLogger(meter, config, index)
+    )
+    return llm_class(
+        vllm_config=vllm_config,
+        executor_class=Executor.get_class(vllm_config),
+        log_stats=False,
+        log_requests=log_requests,
+        stat_loggers=[RayPrometheusStatLogger, meter_factory],
+    )

@@ -1,0 +1,57 @@
+"""How finished KV passes from a prefill engine to a decode engine: the words both sides exchange.
+
+The protocol is that of vLLM's pull connectors (NixlConnector): the prefill request carries
+`produce_params()`; its answer carries the parameters with which the decode engine then pulls the blocks.
+Pure data; the engines do the moving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PARAMS_KEY = "kv_transfer_params"
+"""Where vLLM's `SamplingParams.extra_args` carries the transfer parameters."""
+
+
+def produce_params() -> dict[str, Any]:
+    """Parameters that make an engine keep a request's KV for another engine to pull."""
+    return {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """A prompt to prefill for another engine."""
+
+    request_id: str
+    token_ids: bytes
+    """int32 little-endian token ids: they cross the process border without a Python list."""
+    salt: str | None = None
+    """The tenant's cache salt: equal tokens under different salts share no block."""
+    priority: int = 0
+    trace_headers: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """Where the KV of a prefilled prompt lies, and what it cost."""
+
+    kv_params: dict[str, Any]
+    """What the decode engine needs to pull the blocks."""
+    queue_s: float
+    compute_s: float
+    cached_tokens: int
+    computed_tokens: int
+    steps: tuple[tuple[int, int, float], ...] = ()
+    """Engine steps since the last answer: (prompt tokens, decoding sequences, seconds)."""
+
+
+class PrefillError(RuntimeError):
+    """The prefill engine answered without KV to pull."""

@@ -1,0 +1,97 @@
+"""What making and moving KV costs on this engine: the measurements behind every price.
+
+An engine reports, at each step, how many prompt tokens it computed, how many sequences it decoded and
+how long that took, and, when NIXL moved KV, how many bytes in how many seconds. `EngineMeter` keeps the
+present load, totals since start and a short backlog of samples for whoever fits models to them. It holds
+no model itself and imports neither Ray nor vLLM; `_vllm_compat` feeds it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+BACKLOG_SAMPLES = 256
+"""Samples kept for a reader that comes later; older ones are dropped, since models forget them anyway."""
+
+
+class Step(NamedTuple):
+    """One engine step."""
+
+    ctx_tokens: int
+    """Prompt tokens computed in the step."""
+    gen_requests: int
+    """Sequences that decoded a token in the step."""
+    seconds: float
+
+
+class Transfer(NamedTuple):
+    """One KV transfer over NIXL, seen from the side that pulled."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass
+class EngineMeter:
+    """Load, totals and recent samples of one engine. Used from one event loop only."""
+
+    on_step: Callable[[Step], None] | None = None
+    on_transfer: Callable[[Transfer], None] | None = None
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use, 0 to 1."""
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    transfers_total: int = 0
+    transfer_bytes_total: int = 0
+    transfer_seconds_total: float = 0.0
+    transfer_failures_total: int = 0
+    _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
+
+    def load(self, running: int, waiting: int, kv_usage: float) -> None:
+        """Take the scheduler's present view: sequences running and waiting, share of KV blocks used."""
+        self.running, self.waiting, self.kv_usage = running, waiting, kv_usage
+
+    def step(self, step: Step) -> None:
+        """Book one engine step."""
+        self.steps_total += 1
+        self.prompt_tokens_total += step.ctx_tokens
+        self._steps.append(step)
+        if self.on_step is not None:
+            self.on_step(step)
+
+    def transfers(self, done: Iterable[Transfer], failed: int) -> None:
+        """Book finished and failed KV transfers."""
+        self.transfer_failures_total += failed
+        for transfer in done:
+            self.transfers_total += 1
+            self.transfer_bytes_total += transfer.bytes
+            self.transfer_seconds_total += transfer.seconds
+            if self.on_transfer is not None:
+                self.on_transfer(transfer)
+
+    def take_steps(self) -> list[Step]:
+        """Return the steps since the last call (at most `BACKLOG_SAMPLES`) and forget them."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-able view for status pages."""
+        return {
+            "running": self.running,
+            "waiting": self.waiting,
+            "kv_usage": round(self.kv_usage, 4),
+            "steps": self.steps_total,
+            "prompt_tokens_computed": self.prompt_tokens_total,
+            "nixl": {
+                "transfers": self.transfers_total,
+                "bytes": self.transfer_bytes_total,
+                "seconds": round(self.transfer_seconds_total, 6),
+                "failures": self.transfer_failures_total,
+            },
+        }

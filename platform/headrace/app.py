@@ -1,0 +1,142 @@
+"""`build_app(args)`: the whole serving graph, in place of `ray.serve.llm:build_pd_openai_app`.
+
+    relay   (default) client -> gateway -> decode replica's own port         the gateway stays in the stream
+    direct            client -> HAProxy -> decode replica (Ray's fast path)  nobody stays in the stream
+    classic           client -> Serve proxy -> ingress -> actor call         Ray's default
+
+and behind each of them decode -> prefill, as planned per request.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from headrace._ray_compat import (
+    PDServingArgs,
+    build_direct_streaming_deployment,
+    build_ingress_request_router,
+    maybe_apply_llm_deployment_config_defaults,
+    to_model_metadata,
+    with_ingress_request_router,
+)
+from headrace.config import AppSection
+from headrace.observability import ProcessSetup
+from headrace.planning import RouterPlanner
+from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
+from headrace_prefill.server import DPPrefillServer, PrefillServer
+from ray import serve
+from ray.serve.deployment import Application
+from ray.serve.llm import build_dp_deployment, build_llm_deployment
+from ray.serve.llm.ingress import make_fastapi_ingress
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """Build the app.
+
+    Args:
+        args: what `build_pd_openai_app` takes (`prefill_config`, `decode_config`, `ingress_cls_config`,
+            `ingress_deployment_config`), and `headrace`, the section `headrace.config.AppSection`.
+
+    Raises:
+        pydantic.ValidationError: a field is unknown or its value impossible.
+        ValueError: the token path needs an environment that the process does not have.
+    """
+    section = AppSection.model_validate(args.get("headrace") or {})
+    pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
+    setup = ProcessSetup(**section.observability.model_dump())
+    prefill = _deployment(
+        pd.prefill_config, "prefill", PrefillServer, DPPrefillServer, {"setup": setup}
+    )
+    token = secrets.token_urlsafe(32)
+    wiring = DecodeWiring(
+        make_planner=RouterPlanner(section.router.to_settings()),
+        listen=_listen if section.token_path == "relay" else None,
+        internal_token=token,
+        setup=setup,
+    )
+    bind = {"prefill_server": prefill, "wiring": wiring}
+    if section.token_path == "direct":
+        return _direct(pd, bind)
+    decode = _deployment(pd.decode_config, "decode", DecodeServer, DPDecodeServer, bind)
+    if section.token_path == "classic":
+        return _classic(pd, decode)
+    return _relay(pd, section, decode, prefill, token, setup)
+
+
+async def _listen(app: Any, host: str, port: int) -> Any:
+    from headrace.gateway.listen import serve_gateway
+
+    return await serve_gateway(app, host, port)
+
+
+def _deployment(
+    config: Any, name: str, plain: type, data_parallel: type, bind_kwargs: dict[str, Any]
+) -> Application:
+    grouped = config.engine_kwargs.get("data_parallel_size", 1) > 1
+    build = build_dp_deployment if grouped else build_llm_deployment
+    return build(
+        config,
+        bind_kwargs=bind_kwargs,
+        override_serve_options={"name": name},
+        deployment_cls=data_parallel if grouped else plain,
+    )
+
+
+def _relay(
+    pd: PDServingArgs,
+    section: AppSection,
+    decode: Application,
+    prefill: Application,
+    token: str,
+    setup: ProcessSetup,
+) -> Application:
+    from headrace.gateway.deployment import GatewayServer
+
+    options = {
+        "name": "gateway",
+        "num_replicas": section.gateway.replicas,
+        "max_ongoing_requests": 10_000,
+        "ray_actor_options": {"num_cpus": 0},
+        **(pd.ingress_deployment_config or {}),
+    }
+    return (
+        serve.deployment(serve.ingress()(GatewayServer))
+        .options(**options)
+        .bind(decode, prefill, section.gateway, token, pd.decode_config.model_id, setup)
+    )
+
+
+def _direct(pd: PDServingArgs, bind: dict[str, Any]) -> Application:
+    if os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING") != "1":
+        raise ValueError(
+            "headrace.token_path: direct needs RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and "
+            "RAY_SERVE_ENABLE_HA_PROXY=1 in the environment of every Ray process"
+        )
+    decode = build_direct_streaming_deployment(
+        pd.decode_config,
+        bind_kwargs=bind,
+        override_serve_options={"name": "decode"},
+        deployment_cls=DecodeServer,
+    )
+    return with_ingress_request_router(
+        decode, build_ingress_request_router(server=decode, llm_config=pd.decode_config)
+    )
+
+
+def _classic(pd: PDServingArgs, decode: Application) -> Application:
+    ingress = pd.ingress_cls_config
+    model_id, lora = pd.decode_config.model_id, pd.decode_config.lora_config
+    options = maybe_apply_llm_deployment_config_defaults(
+        ingress.ingress_cls.get_deployment_options([pd.decode_config]),
+        pd.ingress_deployment_config,
+    )
+    return serve.deployment(
+        make_fastapi_ingress(ingress.ingress_cls), **{"name": "gateway", **options}
+    ).bind(
+        llm_deployments={model_id: decode},
+        model_cards={model_id: to_model_metadata(model_id, pd.decode_config)},
+        lora_paths={model_id: lora.dynamic_lora_loading_path} if lora is not None else {},
+        **ingress.ingress_extra_kwargs,
+    )

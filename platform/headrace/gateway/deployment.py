@@ -1,0 +1,125 @@
+"""The gateway as a Ray Serve deployment, and its view of the cluster.
+
+It is the app's Serve ingress, so Serve's own HTTP port leads to it wherever a proxy runs, and it listens on
+a port of its own as well: that way no Python proxy stands between the client and the relay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from headrace.gateway import ReplicaInfo, build_gateway_app
+from headrace.gateway.listen import serve_gateway
+from headrace.observability.metrics import RayGatewayMetrics, node_metrics
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger("headrace.gateway")
+
+BROADCAST_TIMEOUT_S = 5.0
+
+
+class ServeBackend:
+    """What the gateway asks of the cluster, over Serve's handles (`headrace.gateway.Backend`)."""
+
+    def __init__(self, decode: DeploymentHandle, prefill: DeploymentHandle):
+        self._decode, self._prefill = decode, prefill
+        self._session: aiohttp.ClientSession | None = None
+
+    async def replicas(self) -> list[ReplicaInfo]:
+        """The decode replicas that answer now; one that is dead or hangs is left out."""
+        answers = await _broadcast(self._decode, "headrace_replica")
+        return [ReplicaInfo(**answer) for answer in answers if answer["url"]]
+
+    async def status(self) -> dict[str, Any]:
+        """State of every replica, and the app's totals."""
+        decode, prefill = await asyncio.gather(
+            _broadcast(self._decode, "headrace_status"), _broadcast(self._prefill, "headrace_status")
+        )
+        plans: dict[str, int] = {}
+        for replica in decode:
+            for kind, count in replica["router"].get("plans", {}).items():
+                plans[kind] = plans.get(kind, 0) + count
+        return {
+            "replicas": [*prefill, *decode],
+            "plans": plans,
+            "nixl_bytes": sum(replica["nixl"]["bytes"] for replica in decode),
+        }
+
+    async def plan(self, request_id: str) -> dict[str, Any] | None:
+        """The plan of a request, from whichever replica made it."""
+        for found in await _broadcast(self._decode, "headrace_plan", request_id):
+            if found is not None:
+                return dict(found)
+        return None
+
+    async def metrics(self) -> bytes:
+        """Prometheus text of the whole cluster."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        return await node_metrics(self._session)
+
+
+class GatewayServer:
+    """The ingress deployment.
+
+    Args:
+        decode, prefill: handles of the two deployments behind.
+        settings: the `gateway` section of the configuration.
+        internal_token: what the decode replicas' ports ask for.
+        model_id: the served model's name.
+        setup: prepares the process (logs, traces).
+    """
+
+    async def __init__(
+        self,
+        decode: DeploymentHandle,
+        prefill: DeploymentHandle,
+        settings: Any,
+        internal_token: str,
+        model_id: str,
+        setup: Callable[[str], None],
+    ):
+        setup("gateway")
+        self._app = build_gateway_app(
+            settings,
+            ServeBackend(decode, prefill),
+            internal_token,
+            model_id,
+            metrics=RayGatewayMetrics(),
+        )
+        self._listener = None
+        if settings.port is not None:
+            self._listener = await serve_gateway(self._app, settings.host, settings.port)
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+    async def headrace_gateway(self) -> dict[str, Any]:
+        """Where this gateway listens."""
+        return {
+            "replica_id": serve.get_replica_context().replica_id.unique_id,
+            "port": self._listener.port if self._listener else None,
+        }
+
+    async def __del__(self) -> None:
+        if getattr(self, "_listener", None) is not None:
+            with contextlib.suppress(Exception):
+                await self._listener.stop()
+
+
+async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
+    """Answers of the replicas that gave one in time."""
+    try:
+        answers = await handle.broadcast(method, *args).results_async(
+            timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True
+        )
+    except Exception as error:
+        logger.debug("broadcast %s: %s", method, error)
+        return []
+    return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -1,0 +1,110 @@
+"""Our own metrics, through Ray's export: every name starts with `headrace_` (Ray puts `ray_` before it).
+
+vLLM's engine metrics take the same way under `vllm_`. `node_metrics` collects both from the nodes' own
+export ports, for `GET /metrics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import ray
+from ray.util.metrics import Counter, Gauge, Histogram
+
+TTFT_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 30.0]
+OWN_BUCKETS_S = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05]
+EXPORTED_PREFIXES = ("ray_headrace_", "ray_vllm_", "ray_serve_")
+
+
+class RayGatewayMetrics:
+    """The gateway's metrics (`headrace.gateway`'s `GatewayMetrics`)."""
+
+    def __init__(self) -> None:
+        self._requests = Counter(
+            "headrace_gateway_requests", "Requests answered.", tag_keys=("path", "status")
+        )
+        self._ttft = Histogram(
+            "headrace_gateway_ttft_seconds",
+            "Seconds from a request's arrival to the first byte of its answer.",
+            boundaries=TTFT_BUCKETS_S,
+            tag_keys=("path",),
+        )
+        self._seconds = Histogram(
+            "headrace_gateway_request_seconds",
+            "Seconds from a request's arrival to the last byte of its answer.",
+            boundaries=[*TTFT_BUCKETS_S, 60.0, 120.0, 600.0],
+            tag_keys=("path",),
+        )
+        self._own = Histogram(
+            "headrace_gateway_own_seconds",
+            "Seconds the gateway's own code adds before a request goes to a replica.",
+            boundaries=OWN_BUCKETS_S,
+        )
+
+    def request_done(
+        self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
+    ) -> None:
+        self._requests.inc(tags={"path": path, "status": str(status)})
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s, tags={"path": path})
+        self._seconds.observe(seconds, tags={"path": path})
+
+    def own_seconds(self, seconds: float) -> None:
+        self._own.observe(seconds)
+
+
+class RayPlanMetrics:
+    """What the plans were, what they promised and what came of them."""
+
+    def __init__(self) -> None:
+        self._plans = Counter("headrace_plans", "Plans made.", tag_keys=("kind",))
+        self._failures = Counter("headrace_remote_prefill_failures", "Remote prefills given up.")
+        self._predicted = Histogram(
+            "headrace_plan_ttft_error_ratio",
+            "Measured TTFT over predicted TTFT.",
+            boundaries=[0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0],
+            tag_keys=("kind",),
+        )
+        self._own = Histogram(
+            "headrace_plan_own_seconds", "Seconds to make a plan.", boundaries=OWN_BUCKETS_S
+        )
+        self._bytes = Gauge("headrace_nixl_bytes", "Bytes pulled over NIXL since start.")
+
+    def planned(self, kind: str, seconds: float) -> None:
+        self._plans.inc(tags={"kind": kind})
+        self._own.observe(seconds)
+
+    def failed(self) -> None:
+        self._failures.inc()
+
+    def outcome(self, kind: str, ratio: float) -> None:
+        self._predicted.observe(ratio, tags={"kind": kind})
+
+    def transferred(self, total_bytes: int) -> None:
+        self._bytes.set(total_bytes)
+
+
+async def node_metrics(session: aiohttp.ClientSession) -> bytes:
+    """Prometheus text of all nodes' exported engine, Serve and Headrace metrics."""
+
+    async def one(node: Mapping[str, Any]) -> bytes:
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        try:
+            async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError):
+            return b""
+
+    nodes = await asyncio.to_thread(ray.nodes)
+    pages = await asyncio.gather(*(one(node) for node in nodes if node["Alive"]))
+    wanted = tuple(prefix.encode() for prefix in EXPORTED_PREFIXES)
+    lines: dict[bytes, None] = {}
+    for page in pages:
+        for line in page.splitlines():
+            name = line.split(b" ", 3)[2] if line.startswith(b"# ") else line
+            if name.startswith(wanted):
+                lines[line] = None
+    return b"\n".join(lines) + b"\n"

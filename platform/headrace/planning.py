@@ -1,0 +1,143 @@
+"""Binds the pure `router` to a decode replica: geometry from the engine, samples from its meter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.router import (
+    Geometry,
+    Plan,
+    PlanRequest,
+    PrefillReport,
+    Router,
+    RouterSettings,
+    StepSample,
+)
+
+if TYPE_CHECKING:
+    from headrace_kvstore.handoff import PrefillResult
+    from headrace_kvstore.meter import EngineMeter, Step, Transfer
+
+
+@dataclass(frozen=True)
+class RouterPlanner:
+    """Makes a replica's planner: `make_planner(vllm_config, meter)`."""
+
+    settings: RouterSettings
+
+    def __call__(self, vllm_config: Any, meter: EngineMeter) -> ReplicaPlanner:
+        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        settings = replace(self.settings, max_step_tokens=step_tokens)
+        return ReplicaPlanner(Router(settings, engine_geometry(vllm_config)), meter)
+
+
+class ReplicaPlanner:
+    """A `Router` as a decode replica uses it (`headrace_decode.server.PrefillAwarePlanner`)."""
+
+    def __init__(self, router: Router, meter: EngineMeter):
+        from headrace.observability.metrics import RayPlanMetrics
+
+        self.router = router
+        self.metrics = RayPlanMetrics()
+        self._meter = meter
+        self._plans: dict[str, Plan] = {}
+        meter.on_step = self._on_step
+        meter.on_transfer = self._on_transfer
+
+    @property
+    def policy(self) -> str:
+        """How the router chooses: by cost, or forced to `local` or `remote`."""
+        return self.router.settings.policy
+
+    @policy.setter
+    def policy(self, policy: Literal["cost", "local", "remote"]) -> None:
+        self.router.settings = replace(self.router.settings, policy=policy)
+
+    def plan(
+        self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
+    ) -> Plan:
+        started = time.perf_counter()
+        plan = self.router.plan(PlanRequest(request_id, token_ids, salt, local_only))
+        self._plans[request_id] = plan
+        self.metrics.planned(plan.kind, time.perf_counter() - started)
+        return plan
+
+    def remote_failed(self, request_id: str, why: str) -> Plan:
+        self.metrics.failed()
+        plan = self.router.remote_failed(request_id, why)
+        self._plans[request_id] = plan
+        return plan
+
+    def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
+        for ctx_tokens, gen_requests, seconds in result.steps:
+            self.router.observe_step("prefill", StepSample(ctx_tokens, gen_requests, seconds))
+        self.router.prefill_done(
+            request_id,
+            PrefillReport(
+                call_s=call_s,
+                queue_s=result.queue_s,
+                compute_s=result.compute_s,
+                cached_tokens=result.cached_tokens,
+                computed_tokens=result.computed_tokens,
+            ),
+        )
+
+    def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
+        self.router.first_token(request_id, seconds_from_plan, cached_tokens)
+        plan = self._plans.get(request_id)
+        if plan is not None and plan.predicted_ttft_s > 0:
+            self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
+
+    def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
+        self._plans.pop(request_id, None)
+        self.router.finished(request_id, output_token_ids)
+
+    def prefill_up(self) -> None:
+        self.router.prefill_up()
+
+    def prefill_down(self, why: str) -> None:
+        self.router.prefill_down(why)
+
+    def prefill_in_doubt(self) -> bool:
+        return self.router.breaker.state(time.monotonic()) != "closed"
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        plan = self.router.explain(request_id)
+        return plan.to_dict() if plan is not None else None
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.router.snapshot()
+
+    def _on_step(self, step: Step) -> None:
+        self.router.observe_step("decode", StepSample(*step))
+
+    def _on_transfer(self, transfer: Transfer) -> None:
+        self.router.observe_transfer(transfer.bytes, transfer.seconds)
+        self.metrics.transferred(self._meter.transfer_bytes_total)
+
+
+def engine_geometry(vllm_config: Any) -> Geometry:
+    """Block size, KV bytes per token and block counts, read from a started engine's configuration.
+
+    The prefill engine is taken to hold as many blocks as this one; its answers correct the index.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    dtype_bytes = model.dtype.itemsize if cache.cache_dtype == "auto" else 1
+    per_token = (
+        2
+        * model.get_num_layers(parallel)
+        * model.get_total_num_kv_heads()
+        * model.get_head_size()
+        * dtype_bytes
+    )
+    blocks = cache.num_gpu_blocks or 1
+    return Geometry(
+        block_tokens=cache.block_size,
+        kv_bytes_per_token=per_token,
+        decode_blocks=blocks,
+        prefill_blocks=blocks,
+    )

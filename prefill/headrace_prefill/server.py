@@ -1,0 +1,104 @@
+"""The prefill replica: makes KV for prompts that decode replicas send, as token ids, and holds it for them.
+
+Prompts arrive rendered and tokenised (the decode replica did that once); the answer names where the KV
+lies and what it cost, so that the caller's models learn from every request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from headrace_kvstore._ray_compat import MeteredVLLMEngine
+from headrace_kvstore.handoff import (
+    PARAMS_KEY,
+    PrefillError,
+    PrefillRequest,
+    PrefillResult,
+    produce_params,
+)
+from ray import serve
+from ray.serve.llm.deployment import DPServer, PDPrefillServer
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
+logger = logging.getLogger("headrace.prefill")
+
+
+class PrefillServer(PDPrefillServer):
+    """Ray's prefill server that also takes prompts as token ids.
+
+    Args:
+        llm_config: the prefill `LLMConfig`.
+        setup: called once in the replica before the engine starts (logging, tracing).
+    """
+
+    async def __init__(self, llm_config: Any, *, setup: Callable[[str], None] | None = None):
+        if setup is not None:
+            setup("prefill")
+        await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
+        self.engine: MeteredVLLMEngine
+
+    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+        """Compute a prompt's KV and keep it for the caller's engine to pull.
+
+        Raises:
+            PrefillError: the engine finished without leaving KV to pull.
+        """
+        token_ids = np.frombuffer(request.token_ids, dtype="<i4").tolist()
+        prompt = TokensPrompt(prompt_token_ids=token_ids)
+        if request.salt is not None:
+            prompt["cache_salt"] = request.salt
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={PARAMS_KEY: produce_params()},
+        )
+        output = None
+        async for output in self.engine.llm.generate(
+            prompt,
+            params,
+            request.request_id,
+            priority=request.priority,
+            trace_headers=request.trace_headers,
+        ):
+            pass
+        if output is None or not output.kv_transfer_params:
+            raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
+        times, cached = output.metrics, output.num_cached_tokens or 0
+        logger.debug("prefilled", extra={"request_id": request.request_id})
+        return PrefillResult(
+            kv_params=output.kv_transfer_params,
+            queue_s=max(0.0, times.scheduled_ts - times.queued_ts) if times else 0.0,
+            compute_s=max(0.0, times.first_token_ts - times.scheduled_ts) if times else 0.0,
+            cached_tokens=cached,
+            computed_tokens=len(token_ids) - cached,
+            steps=tuple(self.engine.meter.take_steps()),
+        )
+
+    async def alive(self) -> bool:
+        """Answer a caller that wants to know whether this replica works again.
+
+        Raises:
+            Exception: the engine is dead.
+        """
+        await self.check_health()
+        return True
+
+    async def headrace_status(self) -> dict[str, Any]:
+        """JSON-able state of this replica."""
+        context = serve.get_replica_context()
+        return {
+            "role": "prefill",
+            "replica_id": context.replica_id.unique_id,
+            "deployment": context.deployment,
+            "model": self._llm_config.model_id,
+            **self.engine.meter.snapshot(),
+        }
+
+
+class DPPrefillServer(PrefillServer, DPServer):
+    """`PrefillServer` whose engine is one rank of a data-parallel group."""
