@@ -64,6 +64,7 @@ async def load(url: str, watched: psutil.Process, streams: int, requests: int, t
         for _ in range(requests):
             began = time.perf_counter()
             async with session.post(url + CHAT, data=body, headers=headers) as response:
+                response.raise_for_status()
                 first = True
                 async for chunk in response.content.iter_any():
                     if first:

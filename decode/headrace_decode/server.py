@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +45,8 @@ class Listener(Protocol):
 
 class PrefillAwarePlanner(Planner, Protocol):
     """A planner that is also told when the prefill side goes and comes back, and can be looked into."""
+
+    policy: str
 
     def prefill_up(self) -> None: ...
     def prefill_down(self, why: str) -> None: ...
@@ -147,6 +150,7 @@ class DecodeServer(PDDecodeServer):
             "role": "decode",
             "deployment": serve.get_replica_context().deployment,
             "model": self._llm_config.model_id,
+            "pid": os.getpid(),
             **await self.headrace_replica(),
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),
@@ -155,6 +159,10 @@ class DecodeServer(PDDecodeServer):
                 "seconds": round(orchestrator.own_seconds_total, 6),
             },
         }
+
+    async def headrace_set_policy(self, policy: str) -> None:
+        """Let plans follow the cost (`cost`), or force them `local` or `remote`, until told otherwise."""
+        self._planner.policy = policy
 
     async def headrace_plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan made for a request, or None if this replica does not remember it."""

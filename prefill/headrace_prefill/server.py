@@ -7,6 +7,7 @@ lies and what it cost, so that the caller's models learn from every request.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,7 @@ class PrefillServer(PDPrefillServer):
             "replica_id": context.replica_id.unique_id,
             "deployment": context.deployment,
             "model": self._llm_config.model_id,
+            "pid": os.getpid(),
             **self.engine.meter.snapshot(),
         }
 

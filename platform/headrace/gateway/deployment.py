@@ -58,6 +58,10 @@ class ServeBackend:
                 return dict(found)
         return None
 
+    async def set_policy(self, policy: str) -> int:
+        """Force every decode replica's plans, or set them free; returns how many replicas obeyed."""
+        return len(await _broadcast(self._decode, "headrace_set_policy", policy))
+
     async def metrics(self) -> bytes:
         """Prometheus text of the whole cluster."""
         if self._session is None:
