@@ -132,6 +132,14 @@ class DecodeServer(PDDecodeServer):
                 continue
             self._planner.prefill_up()
 
+    async def __del__(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._listener is not None:
+            with contextlib.suppress(Exception):
+                await self._listener.stop()
+        await super().__del__()
+
     async def headrace_replica(self) -> dict[str, Any]:
         """Where this replica listens and how busy it is: what the gateway picks by."""
         meter = self.engine.meter

@@ -6,6 +6,7 @@ another one, but the class to extend is private; `tests/unit/test_contracts.py` 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any, ClassVar
 
@@ -36,6 +37,12 @@ class MeteredVLLMEngine(VLLMEngine):
         if isinstance(source, str) and os.path.isdir(source):
             self.llm_config.get_or_create_callback().ctx.run_init_node = False
         await super().start()
+
+    async def shutdown(self) -> None:
+        """End the engine's processes, so that they take their shared memory with them."""
+        await super().shutdown()
+        if getattr(self, "llm", None) is not None:
+            await asyncio.to_thread(self.llm.shutdown)
 
     def _start_async_llm_engine(
         self, vllm_engine_args: Any, vllm_engine_config: VllmConfig, placement_group: Any

@@ -26,10 +26,12 @@ from tests.unit.gateway_fakes import (
 
 
 async def test_health_is_open_and_tells_whether_a_replica_is_ready() -> None:
-    async with gateway_over(answer, api_keys=("k",)) as bench:
-        async with bench.client.get("/health") as response:
-            assert response.status == 200
-            assert (await response.json())["status"] == "ok"
+    async with (
+        gateway_over(answer, api_keys=("k",)) as bench,
+        bench.client.get("/health") as response,
+    ):
+        assert response.status == 200
+        assert (await response.json())["status"] == "ok"
     async with gateway_over() as bench, bench.client.get("/health") as response:
         assert response.status == 503
 
@@ -57,10 +59,12 @@ async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
         async def status(self) -> dict[str, Any]:
             raise RuntimeError("broken")
 
-    async with gateway_over(backend=Broken()) as bench:
-        async with bench.client.get("/headrace/v1/status") as response:
-            assert response.status == 500
-            assert (await response.json())["error"]["code"] == "internal_error"
+    async with (
+        gateway_over(backend=Broken()) as bench,
+        bench.client.get("/headrace/v1/status") as response,
+    ):
+        assert response.status == 500
+        assert (await response.json())["error"]["code"] == "internal_error"
 
 
 async def test_models_are_the_replicas_and_one_can_be_had_by_its_name() -> None:

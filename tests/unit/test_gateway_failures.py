@@ -111,15 +111,19 @@ async def test_a_failure_asks_for_the_replicas_at_once() -> None:
 
 
 async def test_a_stream_that_dies_before_its_first_event_is_retried_unseen() -> None:
-    async with gateway_over(in_turn(die_before_first_event, stream)) as bench:
-        async with bench.client.post(CHAT, json=PROMPT) as response:
-            assert await response.read() == b"".join(EVENTS)
+    async with (
+        gateway_over(in_turn(die_before_first_event, stream)) as bench,
+        bench.client.post(CHAT, json=PROMPT) as response,
+    ):
+        assert await response.read() == b"".join(EVENTS)
 
 
 async def test_a_whole_answer_that_breaks_off_is_retried_unseen() -> None:
-    async with gateway_over(in_turn(die_mid_body, answer)) as bench:
-        async with bench.client.post(CHAT, json=PROMPT) as response:
-            assert (await response.json())["by"] == "decode-1"
+    async with (
+        gateway_over(in_turn(die_mid_body, answer)) as bench,
+        bench.client.post(CHAT, json=PROMPT) as response,
+    ):
+        assert (await response.json())["by"] == "decode-1"
 
 
 async def test_a_stream_that_dies_midway_ends_with_an_error_event_and_without_done() -> None:
@@ -180,17 +184,21 @@ async def test_without_a_replica_a_request_waits_for_one() -> None:
 
 
 async def test_without_a_replica_in_time_it_is_503_with_retry_after() -> None:
-    async with gateway_over(queue_timeout_s=0.3) as bench:
-        async with bench.client.post(CHAT, json=PROMPT) as response:
-            assert response.status == 503
-            assert int(response.headers["retry-after"]) >= 1
-            assert (await response.json())["error"]["code"] == "no_replica_ready"
+    async with (
+        gateway_over(queue_timeout_s=0.3) as bench,
+        bench.client.post(CHAT, json=PROMPT) as response,
+    ):
+        assert response.status == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert (await response.json())["error"]["code"] == "no_replica_ready"
 
 
 async def test_the_wait_for_a_replica_ends_with_the_requests_time() -> None:
-    async with gateway_over(request_timeout_s=0.3) as bench:
-        async with bench.client.post(CHAT, json=PROMPT) as response:
-            assert response.status == 504
+    async with (
+        gateway_over(request_timeout_s=0.3) as bench,
+        bench.client.post(CHAT, json=PROMPT) as response,
+    ):
+        assert response.status == 504
 
 
 async def test_a_backend_that_fails_leaves_the_last_known_replicas() -> None:

@@ -215,10 +215,12 @@ async def test_two_hundred_bad_requests_leave_a_working_gateway() -> None:
 
         async def bad(number: int) -> int:
             body = bodies[number % len(bodies)]
-            async with aiohttp.ClientSession(bench.url) as client:
-                async with client.post(CHAT, data=body, headers=JSON) as response:
-                    await response.read()
-                    return response.status
+            async with (
+                aiohttp.ClientSession(bench.url) as client,
+                client.post(CHAT, data=body, headers=JSON) as response,
+            ):
+                await response.read()
+                return response.status
 
         gate = asyncio.Semaphore(8)
 

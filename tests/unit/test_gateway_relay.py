@@ -323,6 +323,9 @@ async def test_a_hang_up_is_counted_as_499() -> None:
 
 
 async def test_a_whole_client_library_works_through_it() -> None:
-    async with gateway_over(stream) as bench, aiohttp.ClientSession() as client:
-        async with client.post(bench.url + CHAT, json=PROMPT, expect100=True) as response:
-            assert await response.read() == b"".join(EVENTS)
+    async with (
+        gateway_over(stream) as bench,
+        aiohttp.ClientSession() as client,
+        client.post(bench.url + CHAT, json=PROMPT, expect100=True) as response,
+    ):
+        assert await response.read() == b"".join(EVENTS)

@@ -1,8 +1,9 @@
 """The connection to a replica's HTTP server: one request out, one byte stream back.
 
 A client of our own on httptools, the parser that uvicorn uses, because the relay needs little of
-HTTP (no redirects, cookies, compression or TLS) and pays for it with each chunk: measured with
-`benchmarks.gateway` it halves the gateway's CPU time per request against aiohttp's client.
+HTTP (no redirects, cookies, compression or TLS). Against aiohttp's client `benchmarks.gateway` showed, on
+two slow cores: 155 instead of 237 us of CPU a request, 16 instead of 23 us a chunk, and half the
+added time to the first token (0.33 instead of 0.69 ms).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Connection(asyncio.Protocol):
                 parts = self._parts
                 chunk = parts[0] if len(parts) == 1 else b"".join(parts)
                 self._parts, self._waiting_bytes = [], 0
-                if self._paused and self._transport is not None:
+                if self._paused and self.lost is None and self._transport is not None:
                     self._paused = False
                     self._transport.resume_reading()
                 return chunk
