@@ -101,6 +101,8 @@ def warnings(config: HeadraceConfig) -> list[str]:
 
 def _gateway(config: HeadraceConfig) -> Iterator[Problem]:
     gateway = config.gateway
+    if gateway.port is None:
+        yield "gateway.port", "is null, but this endpoint needs one; set 0 for any free port"
     if gateway.api_keys_file is not None:
         try:
             if not gateway.keys():
@@ -218,13 +220,13 @@ def _describe(source: str | None) -> tuple[int, int] | None:
     """(KV bytes per token, tokens the model was made for) of a local folder, else None."""
     if source is None or not Path(source).expanduser().is_dir():
         return None
-    try:
-        from headrace.model import describe
+    from headrace.model.facts import describe
 
+    try:
         shape = describe(Path(source).expanduser())
         return int(shape.kv_bytes_per_token), int(shape.max_model_len)
-    except (ImportError, AttributeError, OSError, ValueError, TypeError, KeyError):
-        return None  # an odd model: vLLM itself will say what it thinks of it
+    except RuntimeError:  # ModelError: an odd model; vLLM itself will say what it thinks of it
+        return None
 
 
 def _ceil_gib(size_bytes: int) -> float:

@@ -128,7 +128,11 @@ class GatewaySettings(Section):
     host: str = Field(
         default="127.0.0.1", description="Address to listen on; `0.0.0.0` is everywhere."
     )
-    port: Port = Field(default=8000, description="Port to listen on; 0 takes a free one.")
+    port: Port | None = Field(
+        default=8000,
+        description="Port to listen on; 0 takes a free one. null: no own port, requests come through "
+        "Serve's proxy; only where the app is deployed without `headrace up`.",
+    )
     replicas: int = Field(default=1, ge=1, description="How many gateways run.")
     api_keys: list[str] = Field(
         default_factory=list,

@@ -1,0 +1,82 @@
+"""Which running instance a command means, and HTTP calls to it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import httpx
+
+from headrace.cli import state
+from headrace.cli.console import CliError
+
+
+def running_instance(name: str | None) -> state.Instance:
+    """The instance called `name`, or the only one that runs.
+
+    Raises:
+        CliError: there is none, or several and no name was given.
+    """
+    if name is not None:
+        try:
+            found = state.load(name)
+        except ValueError as error:
+            raise CliError(str(error), 2) from None
+        if found is None or not found.running():
+            raise CliError(
+                f'nothing called "{name}" runs; start it with: headrace up --name {name}'
+            )
+        return found
+    alive = [i for i in state.instances() if i.running()]
+    if not alive:
+        raise CliError("nothing runs; start it with: headrace up")
+    if len(alive) > 1:
+        names = ", ".join(i.name for i in alive)
+        raise CliError(f"several instances run ({names}); say which with --name", 2)
+    return alive[0]
+
+
+def api_key(instance: state.Instance) -> str | None:
+    """`HEADRACE_API_KEY`, else a key of the instance's configuration, else None."""
+    return os.environ.get("HEADRACE_API_KEY") or instance.api_key
+
+
+def headers(instance: state.Instance) -> dict[str, str]:
+    """The Authorization header, if the instance asks for a key."""
+    key = api_key(instance)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def get_json(instance: state.Instance, path: str, timeout_s: float = 15.0) -> Any:
+    """The JSON that the endpoint answers for a path.
+
+    Raises:
+        CliError: it cannot be reached or refuses; with the remedy where there is one.
+    """
+    url = instance.endpoint + path
+    try:
+        # trust_env=False: a proxy from the environment has no business between us and loopback.
+        answer = httpx.get(url, headers=headers(instance), timeout=timeout_s, trust_env=False)
+    except httpx.HTTPError as error:
+        reason = str(error) or type(error).__name__
+        raise CliError(
+            f'"{instance.name}" ({instance.phase}) does not answer at {instance.endpoint}: {reason}'
+        ) from None
+    if answer.status_code == 401:
+        raise CliError("the endpoint asks for an API key; set HEADRACE_API_KEY")
+    if answer.status_code != 200:
+        raise CliError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+    try:
+        return answer.json()
+    except ValueError:
+        raise CliError(f"{url} did not answer JSON") from None
+
+
+def is_healthy(endpoint: str, token_path: str, headers: dict[str, str]) -> bool:
+    """Whether requests would be served now. Ray's own ingresses have no /health; models are asked."""
+    path = "/health" if token_path == "relay" else "/v1/models"
+    try:
+        answer = httpx.get(endpoint + path, headers=headers, timeout=5.0, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == 200

@@ -1,0 +1,285 @@
+"""Start and stop a private Ray node: own ports, own folder, own process session.
+
+Nothing here uses Ray's default ports or folder, so that any number of instances, and other people's
+Ray, share a machine. `start` returns at once with the keeper running; `wait` until Ray answers;
+`stop` leaves no process, no folder and no /dev/shm file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from headrace.cli.keeper import NOTES
+from headrace.cli.reap import TOKEN_VARIABLE, Belongings, ProcessId, end, remove_shm, shm_names
+
+HOST = "127.0.0.1"
+# Ray replaces 127.0.0.1 by the machine's outward address; another loopback address it leaves alone.
+# So a private node cannot be reached from outside, and outlives a change of network.
+NODE_HOST = "127.0.0.2"
+FIRST_PORT, LAST_PORT = 11_000, 30_000
+KEEPER_GRACE_S = 25.0  # it ends Ray (8 s), stragglers (2 s + 10 s) and cleans up
+NOISY_ENVIRONMENT = (
+    "RAY_ADDRESS",  # would send us to somebody's cluster
+    "RAY_TMPDIR",
+    "VLLM_CPU_KVCACHE_SPACE",  # would override kv_cache_gb
+)
+
+
+class NodeError(RuntimeError):
+    """The node did not start. The text says why, and where its log is."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What to start."""
+
+    name: str
+    num_cpus: int
+    object_store_bytes: int
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    dashboard: bool = True
+    dashboard_port: int | None = None  # None: a free one
+    temp_root: str | None = None  # None: the system's
+    environment: Mapping[str, str] = field(default_factory=dict)
+    foreground: bool = True  # the node ends when this process does
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that was started; it may not answer yet."""
+
+    address: str  # host:port of the GCS
+    temp_dir: Path
+    dashboard_url: str | None
+    keeper: ProcessId
+    token: str
+    shm_before: frozenset[str]
+
+    def belongings(self) -> Belongings:
+        """What tells its processes from others."""
+        return Belongings(self.token, self.temp_dir, [self.keeper], self.shm_before)
+
+
+def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
+    """Ports on which nothing listens now, chosen at random.
+
+    They lie below the range from which the kernel deals out ephemeral ports: another process may be
+    dealt one of those in the seconds until it is used.
+
+    Raises:
+        NodeError: there are not that many.
+    """
+    used = {c.laddr.port for c in psutil.net_connections("inet") if c.laddr}
+    step = count if adjacent else 1
+    starts = list(range(FIRST_PORT, LAST_PORT - step, step))
+    secrets.SystemRandom().shuffle(starts)
+    ports: list[int] = []
+    for first in starts:
+        candidates = range(first, first + step)
+        if used.isdisjoint(candidates) and all(port_is_free("0.0.0.0", p) for p in candidates):
+            ports += candidates
+            if len(ports) >= count:
+                return ports
+    raise NodeError(f"{count} free ports between {FIRST_PORT} and {LAST_PORT} were not found")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether `host:port` can be listened on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def make_temp_dir(name: str, root: str | None = None) -> Path:
+    """A new private folder with a short path, as Ray's Unix sockets lie deep in it."""
+    return Path(tempfile.mkdtemp(prefix=f"hr-{name[:12]}-", dir=root or tempfile.gettempdir()))
+
+
+def auth_environment(temp_dir: Path) -> dict[str, str]:
+    """Environment by which Ray asks for, and gives, the node's own token.
+
+    Without it anyone who reaches one of Ray's ports may run code here. The token lies in the node's
+    folder, is made if missing, and must be known to a driver before it imports Ray.
+    """
+    file = temp_dir / "ray-token"
+    if not file.exists():
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+
+
+def direct_environment(temp_dir: Path) -> dict[str, str]:
+    """Environment that switches Ray's direct streaming on, with HAProxy's files and ports our own.
+
+    It must be set in the driver before Ray Serve is imported, and in all of the node's processes.
+    """
+    folder = temp_dir / "haproxy"
+    metrics, stats = free_ports(2)
+    first = free_ports(200, adjacent=True)[0]
+    return {
+        "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first + 100),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first + 199),
+    }
+
+
+def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
+    """Start the node's keeper, which starts Ray. Returns at once; see `wait`."""
+    temp_dir = temp_dir or make_temp_dir(spec.name, spec.temp_root)
+    gcs, dashboard, metrics, client, agent, agent_grpc, env_agent = free_ports(7)
+    dashboard = spec.dashboard_port or dashboard
+    command = [
+        *(
+            sys.executable,
+            "-c",
+            "import sys; from ray.scripts.scripts import main; sys.exit(main())",
+        ),
+        *("start", "--head", "--block", "--disable-usage-stats", "--log-style=record"),
+        *(f"--node-ip-address={NODE_HOST}", f"--port={gcs}", f"--temp-dir={temp_dir / 'r'}"),
+        *(f"--num-cpus={spec.num_cpus}", f"--object-store-memory={spec.object_store_bytes}"),
+        *(f"--include-dashboard={str(spec.dashboard).lower()}", f"--dashboard-host={HOST}"),
+        *(f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"),
+        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+        *(f"--dashboard-agent-grpc-port={agent_grpc}", f"--runtime-env-agent-port={env_agent}"),
+        *("--min-worker-port=0", "--max-worker-port=0"),
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in NOISY_ENVIRONMENT}
+    # `uv run headrace up` would otherwise build a fresh environment for every worker.
+    environment |= {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONHASHSEED": "0"}
+    environment |= auth_environment(temp_dir)
+    environment |= {**spec.environment, TOKEN_VARIABLE: spec.token}
+    before = shm_names()
+    parent = ProcessId.of(psutil.Process()) if spec.foreground else None
+    instructions = {
+        "command": command,
+        "temp_dir": str(temp_dir),
+        "token": spec.token,
+        "shm_before": sorted(before),
+        "parent": {"pid": parent.pid, "created": parent.created} if parent else None,
+    }
+    (temp_dir / "keeper.json").write_text(json.dumps(instructions))
+    with open(temp_dir / "keeper.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.cli.keeper", str(temp_dir / "keeper.json")],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return Node(
+        address=f"{NODE_HOST}:{gcs}",
+        temp_dir=temp_dir,
+        dashboard_url=f"http://{HOST}:{dashboard}" if spec.dashboard else None,
+        keeper=ProcessId.of(psutil.Process(process.pid)),
+        token=spec.token,
+        shm_before=before,
+    )
+
+
+def wait(node: Node, timeout_s: float = 180.0) -> None:
+    """Until Ray says that it runs.
+
+    Raises:
+        NodeError: it ended or did not come up in time; with the last lines of its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if "Ray runtime started" in _log(node):
+            return
+        if node.keeper.process() is None:
+            raise NodeError(f"Ray ended while starting: {_last_words(node)}")
+        time.sleep(0.1)
+    raise NodeError(f"Ray did not start within {timeout_s:g} s: {_last_words(node)}")
+
+
+def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
+    """End all processes, then remove the folder and the /dev/shm files. Idempotent.
+
+    Args:
+        belongings: of the node, or of the instance that its state file describes.
+        keep_logs: a folder to copy Ray's logs to before they go; what was there is replaced.
+    """
+    shm = belongings.shm_files(belongings.processes().values())
+    for keeper in belongings.pids:
+        process = keeper.process()
+        if process is not None:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGTERM)
+            _wait_gone(keeper, KEEPER_GRACE_S)
+    shm |= end(belongings, grace_s=3.0)
+    with contextlib.suppress(OSError, ValueError):
+        shm |= set(json.loads((belongings.temp_dir / NOTES).read_text()))
+    remove_shm(shm, belongings.shm_before)
+    if belongings.temp_dir.name.startswith("hr-"):
+        if keep_logs is not None:
+            save_logs(belongings.temp_dir, keep_logs)
+        shutil.rmtree(belongings.temp_dir, ignore_errors=True)
+
+
+def save_logs(temp_dir: Path, folder: Path) -> None:
+    """Copy the logs of Ray and Serve to `folder`, replacing what it holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for log in temp_dir.glob("*.log"):
+        with contextlib.suppress(OSError):
+            shutil.copy(log, folder / log.name)
+    for logs in temp_dir.glob("r/session_2*/logs"):
+        with contextlib.suppress(OSError, shutil.Error):
+            shutil.copytree(logs, folder, dirs_exist_ok=True, symlinks=True)
+
+
+def _wait_gone(identity: ProcessId, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while identity.process() is not None and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError, OSError):
+            os.waitpid(identity.pid, os.WNOHANG)  # if it is our own child
+        time.sleep(0.05)
+
+
+def _log(node: Node) -> str:
+    with contextlib.suppress(OSError):
+        return (node.temp_dir / "ray.log").read_text("utf-8", errors="replace")
+    return ""
+
+
+def _last_words(node: Node) -> str:
+    text = _log(node)
+    with contextlib.suppress(OSError):
+        text += (node.temp_dir / "keeper.log").read_text("utf-8", errors="replace")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line]
+    return " | ".join(lines[-3:]) or "it logged nothing"

@@ -1,0 +1,44 @@
+"""How the command line speaks: answers on stdout, everything else on stderr, errors in one line."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+class CliError(Exception):
+    """Ends the command with one line on stderr (or a few, each a problem of its own).
+
+    Attributes:
+        exit_code: 1 when something failed, 2 when what was asked for is wrong.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def stdout() -> Console:
+    """For answers; made anew so that tests may redirect the stream."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def stderr() -> Console:
+    """For progress and warnings."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def human_bytes(count: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def human_seconds(seconds: float) -> str:
+    """`3723` -> `1 h 2 min`, `75` -> `1 min 15 s`, `7` -> `7 s`."""
+    whole = int(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

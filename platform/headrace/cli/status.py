@@ -1,0 +1,116 @@
+"""`headrace status`: the endpoint's own account of itself, as tables."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli import client, state
+from headrace.cli.console import human_bytes, human_seconds, stdout
+
+
+def status(name: str | None, *, as_json: bool) -> None:
+    """Print the state of one instance. Raises CliError if none runs or it does not answer."""
+    instance = client.running_instance(name)
+    if instance.token_path != "relay":
+        data = _serve_only(instance)
+    else:
+        data = client.get_json(instance, "/headrace/v1/status")
+    if as_json:
+        print(json.dumps(data, indent=2))
+        return
+    render(instance, data, stdout())
+
+
+def _serve_only(instance: state.Instance) -> dict[str, Any]:
+    """Without our gateway nothing collects the replicas' state; say what can be said."""
+    models = client.get_json(instance, "/v1/models")
+    return {"replicas": [], "plans": {}, "nixl_bytes": None, "models": models.get("data", [])}
+
+
+def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None:
+    """Print a status document."""
+    up_for = human_seconds(max(0.0, time.time() - instance.started_at))
+    out.print(
+        f"{instance.name}: {instance.model} at {instance.endpoint}/v1 "
+        f"({instance.token_path}), up for {up_for}",
+        markup=False,
+    )
+    if instance.dashboard_url:
+        out.print(f"dashboard: {instance.dashboard_url}", markup=False)
+    replicas = data.get("replicas") or []
+    if not replicas:
+        out.print(
+            f'no details: token_path "{instance.token_path}" has no gateway that collects them'
+            if instance.token_path != "relay"
+            else "no replica answered"
+        )
+        return
+    out.print(replica_table(replicas))
+    plans = data.get("plans") or {}
+    moved = data.get("nixl_bytes")
+    words = ", ".join(f"{count} {kind}" for kind, count in plans.items()) or "none yet"
+    out.print(f"plans: {words}", markup=False)
+    if moved is not None:
+        out.print(f"moved over NIXL: {human_bytes(moved)}", markup=False)
+    for replica in replicas:
+        fits = (replica.get("router") or {}).get("fits")
+        if fits:
+            out.print(fit_table(_short(replica), fits))
+            breaker = replica["router"].get("breaker") or {}
+            if breaker.get("state", "closed") != "closed":
+                out.print(f"remote prefill is off: {json.dumps(breaker)}", markup=False)
+
+
+def replica_table(replicas: list[dict[str, Any]]) -> Table:
+    """One row a replica: role, queue, KV use, tokens computed, bytes moved."""
+    table = Table(title="replicas", title_justify="left")
+    for column in ("role", "replica"):
+        table.add_column(column)
+    for column in ("running", "waiting", "KV used", "prompt tokens computed", "steps", "NIXL"):
+        table.add_column(column, justify="right")
+    for replica in replicas:
+        nixl = replica.get("nixl") or {}
+        moved = human_bytes(nixl.get("bytes", 0))
+        if nixl.get("failures"):
+            moved += f", {nixl['failures']} failed"
+        table.add_row(
+            str(replica.get("role", "?")),
+            _short(replica),
+            str(replica.get("running", "?")),
+            str(replica.get("waiting", "?")),
+            f"{replica.get('kv_usage', 0.0):.1%}",
+            f"{replica.get('prompt_tokens_computed', 0):,}",
+            f"{replica.get('steps', 0):,}",
+            moved,
+        )
+    return table
+
+
+def fit_table(replica: str, fits: dict[str, Any]) -> Table:
+    """What a router has learned: each model's terms as it names them."""
+    table = Table(title=f"models fitted by {replica}", title_justify="left")
+    table.add_column("model")
+    table.add_column("terms")
+    for name, terms in fits.items():
+        table.add_row(name, _terms(terms))
+    return table
+
+
+def _terms(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_terms(v)}" for k, v in value.items())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_terms(v) for v in value) + "]"
+    return str(value)
+
+
+def _short(replica: dict[str, Any]) -> str:
+    deployment = str(replica.get("deployment", replica.get("role", "replica")))
+    return f"{deployment}/{str(replica.get('replica_id', '?'))[:8]}"
