@@ -60,7 +60,8 @@ async def load(url: str, watched: psutil.Process, streams: int, requests: int, t
 
     async def worker(session: aiohttp.ClientSession, number: int) -> None:
         nonlocal chunks
-        await asyncio.sleep(TOKEN_GAP_S * number / streams)
+        # Arrivals spread evenly: a burst would measure the queue for this machine's cores.
+        await asyncio.sleep(TOKEN_GAP_S * tokens * number / streams)
         for _ in range(requests):
             began = time.perf_counter()
             async with session.post(url + CHAT, data=body, headers=headers) as response:
