@@ -1,8 +1,8 @@
 """The decode engine: an `AsyncLLM` whose `generate` goes through the orchestrator.
 
-This is the one seam below vLLM's OpenAI layer through which every request passes with its prompt as token
-ids, so chat, completions, tools and structured output are planned alike and answered by vLLM itself.
-`tests/unit/test_contracts.py` pins what is used here.
+This is the one seam below vLLM's OpenAI layer through which every request passes with its prompt
+as token ids, so chat, completions, tools and structured output are planned alike and answered by
+vLLM itself. `tests/unit/test_contracts.py` pins what is used here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from contextlib import aclosing
 from typing import Any
 
 import numpy as np
+from vllm import RequestOutput, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
 from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
-from vllm import RequestOutput, SamplingParams
-from vllm.v1.engine.async_llm import AsyncLLM
+from headrace_kvstore.tracing import span
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
@@ -31,7 +33,7 @@ class PlannedLLM(AsyncLLM):
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`. Transfer parameters that a client sends are dropped: they name memory."""
+        """As `AsyncLLM.generate`; a client's own transfer parameters, which name memory, are dropped."""
         sampling_params = without_transfer_params(sampling_params)
         plain = super().generate
         if self.orchestrator is None:
@@ -61,18 +63,21 @@ class PlannedLLM(AsyncLLM):
             chosen = params if kv_params is None else with_transfer_params(params, kv_params)
             return plain(prompt, chosen, engine_request_id, **kwargs)
 
-        def prefill() -> Awaitable[PrefillResult]:
-            return self.prefill_call(
-                PrefillRequest(
-                    request_id=request_id,
-                    token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
-                    salt=salt,
-                    priority=kwargs.get("priority", 0),
-                    trace_headers=dict(kwargs["trace_headers"])
-                    if kwargs.get("trace_headers")
-                    else None,
+        async def prefill() -> PrefillResult:
+            attributes: dict[str, Any] = {
+                "request_id": request_id,
+                "prompt_tokens": len(token_ids or ()),
+            }
+            with span("remote prefill", kwargs.get("trace_headers"), **attributes) as trace_headers:
+                return await self.prefill_call(
+                    PrefillRequest(
+                        request_id=request_id,
+                        token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
+                        salt=salt,
+                        priority=kwargs.get("priority", 0),
+                        trace_headers=trace_headers,
+                    )
                 )
-            )
 
         async def release(kv_params: dict[str, Any]) -> None:
             await self.notify_kv_transfer_request_rejected(f"{request_id}-unused", kv_params)

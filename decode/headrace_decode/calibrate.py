@@ -1,7 +1,7 @@
-"""First measurements: a few prompts of spread lengths, prefilled here and there, before a replica serves.
+"""First measurements, before a replica serves: a few prompts, prefilled here and there.
 
-Without them the first plans would rest on priors, and the first clients would pay for NIXL's handshake and
-for the serving layer's lazy imports. A few seconds on a laptop.
+Without them the first plans would rest on priors, and the first clients would pay for NIXL's
+handshake and for the serving layer's lazy imports. A few seconds on a laptop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Forcible(Protocol):
 
 
 async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
-    """Run each length once locally and once remotely. A prefill side that fails here is merely unmeasured."""
+    """Run each length locally and remotely; a prefill side that fails stays unmeasured."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -54,7 +54,7 @@ async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
 
 
 async def warm_up(app: Any, model_id: str) -> None:
-    """Answer one streamed chat and one completion, so that no client pays for first-time imports."""
+    """Answer one chat and one completion, so that no client pays for first-time imports."""
     transport = httpx.ASGITransport(app=app)
     common = {"model": model_id, "max_tokens": 2, "stream": True, "cache_salt": "calibrate"}
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:

@@ -1,15 +1,16 @@
 """Carries a plan out: remote prefill when the plan says so, and local prefill whenever that fails.
 
-What the client must never see: a prefill replica that is gone, slow or answers nonsense, or KV that does
-not arrive. The rules:
+What the client must never see: a prefill replica that is gone, slow or answers nonsense, or KV
+that does not arrive. The rules:
 
-* The remote call and the arrival of its KV together get the plan's time-out. When the call fails or the
-  time runs out, the prompt is prefilled locally.
-* When it is the KV that does not arrive, a second, local, submission races the first; whichever yields a
-  token first is kept and the other aborted. A decode engine that is merely busy serves the older one
-  first, so the race costs nothing then.
+* The remote call and the arrival of its KV together get the plan's time-out. When the call fails
+  or the time runs out, the prompt is prefilled locally.
+* When it is the KV that does not arrive, a second, local, submission races the first; whichever
+  yields a token first is kept and the other aborted. A decode engine that is merely busy serves
+  the older one first, so the race costs nothing then.
 * Only before the first token can anything be repeated; after it the stream is the engine's own.
-* KV that was made for nobody (the client left, the race was lost) is released, not left to its lease.
+* KV that was made for nobody (the client left, the race was lost) is released, not left to its
+  lease.
 
 Pure asyncio: the engine, the prefill call and the planner come in from outside.
 """
@@ -41,7 +42,7 @@ class Plan(Protocol):
 
 
 class Planner(Protocol):
-    """Makes plans and learns from what came of them (`headrace.router.Router`, bound by the app)."""
+    """Makes plans and learns from what came of them (`headrace.router`, bound by the app)."""
 
     def plan(
         self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
@@ -120,7 +121,7 @@ class Orchestrator:
                 await stream.aclose()
 
     def _with_unique_id(self, work: Work[Output]) -> Work[Output]:
-        """Clients may send one request id twice; plans and reservations are kept apart all the same."""
+        """Keep requests apart whose clients gave them the same id."""
         self.requests_total += 1
         if work.request_id in self._active:
             work = replace(work, request_id=f"{work.request_id}-{self.requests_total}")
@@ -128,7 +129,7 @@ class Orchestrator:
         return work
 
     async def _prefill_remotely(self, work: Work[Output], plan: Plan) -> dict[str, Any] | None:
-        """Return the parameters to pull the KV with, or None if the prompt must be prefilled here."""
+        """The parameters to pull the KV with, or None if the prompt must be prefilled here."""
         called = time.perf_counter()
         task = asyncio.ensure_future(work.prefill())
         try:
@@ -176,22 +177,18 @@ class Orchestrator:
             computed = asyncio.ensure_future(_first(local))
             racers = {computed} if done else {computed, pulled}
             while racers:
-                finished, racers = await asyncio.wait(
-                    racers, return_when=asyncio.FIRST_COMPLETED
-                )
+                finished, racers = await asyncio.wait(racers, return_when=asyncio.FIRST_COMPLETED)
                 for racer in finished:
                     if racer.exception() is None:
                         winner = local if racer is computed else pulling
                         return winner, racer.result()
             return local, computed.result()
         finally:
-            for racer, stream in ((pulled, pulling), (computed, local)):
+            for future, stream in ((pulled, pulling), (computed, local)):
                 if stream is not None and stream is not winner:
-                    await _stop(racer, stream)
+                    await _stop(future, stream)
 
-    def _release_when_done(
-        self, work: Work[Output], task: asyncio.Future[PrefillResult]
-    ) -> None:
+    def _release_when_done(self, work: Work[Output], task: asyncio.Future[PrefillResult]) -> None:
         async def release() -> None:
             with contextlib.suppress(Exception):
                 result = await task

@@ -1,8 +1,9 @@
 """The decode replica: answers clients over its own HTTP port, and carries each request's plan out.
 
-It runs vLLM's own OpenAI application around an engine that plans (`_vllm_compat.PlannedLLM`), so an answer
-is vLLM's to the byte. Three ways lead in: the gateway's byte relay to this replica's port, Ray's direct
-streaming (HAProxy to Ray's port of the replica), and Ray's classic actor calls; all meet in the engine.
+It runs vLLM's own OpenAI application around an engine that plans (`_vllm_compat.PlannedLLM`), so
+an answer is vLLM's to the byte. Three ways lead in: the gateway's byte relay to this replica's
+port, Ray's direct streaming (HAProxy to Ray's port of the replica), and Ray's classic actor calls;
+all meet in the engine.
 """
 
 from __future__ import annotations
@@ -10,25 +11,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine
-from headrace_decode.calibrate import calibrate, warm_up
-from headrace_decode.orchestrate import Orchestrator, Planner
-from headrace_kvstore.handoff import PrefillRequest, PrefillResult
-from headrace_kvstore.meter import EngineMeter
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
+from headrace_decode._vllm_compat import PlannedVLLMEngine
+from headrace_decode.calibrate import calibrate, warm_up
+from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_kvstore.handoff import PrefillRequest, PrefillResult
+from headrace_kvstore.meter import EngineMeter
+
 logger = logging.getLogger("headrace.decode")
 
 INTERNAL_HEADER = b"x-headrace-internal"
+GATEWAY_ONLY = {
+    "message": "This port is for the gateway only.",
+    "type": "forbidden",
+    "param": None,
+    "code": 403,
+}
 PROBE_INTERVAL_S = 1.0
 """How often a prefill side that failed is asked whether it works again."""
 
@@ -44,7 +53,7 @@ class Listener(Protocol):
 
 
 class PrefillAwarePlanner(Planner, Protocol):
-    """A planner that is also told when the prefill side goes and comes back, and can be looked into."""
+    """A planner that can be looked into, and is told when the prefill side goes and comes."""
 
     policy: str
 
@@ -62,7 +71,7 @@ class DecodeWiring:
     make_planner: Callable[[Any, EngineMeter], PrefillAwarePlanner]
     """(vLLM config of the started engine, its meter) -> planner."""
     listen: Callable[..., Awaitable[Listener]] | None = None
-    """(asgi app, host, port 0) -> running server; None where nobody relays to the replica's own port."""
+    """(asgi app, host, port 0) -> running server; None where nobody relays to that port."""
     internal_token: str = ""
     setup: Callable[[str], None] | None = None
     calibrate: bool = True
@@ -72,7 +81,7 @@ class DecodeWiring:
 class DecodeServer(PDDecodeServer):
     """Ray's decode server with planned prefill, local fallback and an HTTP port of its own."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, llm_config: Any, *, prefill_server: DeploymentHandle, wiring: DecodeWiring
     ):
         if wiring.setup is not None:
@@ -100,9 +109,7 @@ class DecodeServer(PDDecodeServer):
 
     # Orchestration happens below vLLM's OpenAI layer, so both entrances are the plain server's.
 
-    async def chat(
-        self, request: Any, raw_request_info: Any = None
-    ) -> AsyncGenerator[Any, None]:
+    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         return await LLMServer.chat(self, request, raw_request_info)
 
     async def completions(
@@ -117,7 +124,7 @@ class DecodeServer(PDDecodeServer):
         return await self._prefills.prefill.remote(request)
 
     async def _watch_prefill(self) -> None:
-        """While the prefill side is down, ask it now and then, at nobody's cost, whether it is back."""
+        """While the prefill side is in doubt, ask it now and then whether it is back."""
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             if not self._planner.prefill_in_doubt():
@@ -169,7 +176,7 @@ class DecodeServer(PDDecodeServer):
         }
 
     async def headrace_set_policy(self, policy: str) -> None:
-        """Let plans follow the cost (`cost`), or force them `local` or `remote`, until told otherwise."""
+        """Let plans follow the `cost`, or force them `local` or `remote`, until told otherwise."""
         self._planner.policy = policy
 
     async def headrace_plan(self, request_id: str) -> dict[str, Any] | None:
@@ -184,8 +191,8 @@ class DPDecodeServer(DecodeServer, DPServer):
 class InternalOnly:
     """ASGI: lets through only requests that carry the app's own token.
 
-    The replica's port is open to the cluster's network; limits and API keys are checked by the gateway,
-    so nobody else may talk to it.
+    The replica's port is open to the cluster's network; limits and API keys are checked by the
+    gateway, so nobody else may talk to it.
     """
 
     def __init__(self, app: ASGIApp, token: str):
@@ -196,7 +203,7 @@ class InternalOnly:
             sent = next((v for k, v in scope["headers"] if k == INTERNAL_HEADER), b"")
             if not hmac.compare_digest(sent, self._token):
                 headers = [(b"content-type", b"application/json")]
-                body = b'{"error":{"message":"This port is for the gateway only.","type":"forbidden","param":null,"code":403}}'  # noqa: E501
+                body = json.dumps({"error": GATEWAY_ONLY}).encode()
                 await send({"type": "http.response.start", "status": 403, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
                 return

@@ -1,7 +1,8 @@
 """All that this package takes from Ray beyond its public API; an upgrade breaks this file first.
 
-`VLLMEngine` is Ray's engine class. `LLMServer(engine_cls=...)` is the documented way to give a server
-another one, but the class to extend is private; `tests/unit/test_contracts.py` pins what is used here.
+`VLLMEngine` is Ray's engine class. `LLMServer(engine_cls=...)` is the documented way to give a
+server another one, but the class to extend is private; `tests/unit/test_contracts.py` pins what is
+used here.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import asyncio
 import os
 from typing import Any, ClassVar
 
-from headrace_kvstore._vllm_compat import start_engine
-from headrace_kvstore.meter import EngineMeter
 from ray.llm._internal.serve.engines.vllm.vllm_engine import (
     VLLMEngine,
     _clear_current_platform_cache,
@@ -19,9 +18,13 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import (
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_kvstore._vllm_compat import start_engine
+from headrace_kvstore.meter import EngineMeter
+
 
 class MeteredVLLMEngine(VLLMEngine):
-    """Ray's vLLM engine with its steps and transfers metered, and its `AsyncLLM` class of our choice."""
+    """Ray's vLLM engine with its steps and transfers metered, and its `AsyncLLM` class of our
+    choice."""
 
     llm_class: ClassVar[type[AsyncLLM]] = AsyncLLM
     llm: AsyncLLM

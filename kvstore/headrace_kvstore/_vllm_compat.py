@@ -1,22 +1,24 @@
-"""All that this package takes from vLLM beyond its documented API; an upgrade breaks this file first.
+"""All that this package takes from vLLM beyond its documented API; an upgrade breaks this file
+first.
 
-`SchedulerStats.iteration_details` and `kv_connector_stats` are not stable interfaces (vLLM says so in
-`StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
+`SchedulerStats.iteration_details` and `kv_connector_stats` are not stable interfaces (vLLM says so
+in `StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from headrace_kvstore.meter import EngineMeter, Step, Transfer
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from headrace_kvstore.meter import EngineMeter, Step, Transfer
 
 
 class MeterStatLogger(StatLoggerBase):
@@ -83,13 +85,10 @@ def start_engine(
     vLLM's own periodic log lines stay off: they would print one line a step.
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
-    meter_factory: Callable[[VllmConfig, int], StatLoggerBase] = lambda config, index: (  # noqa: E731
-        MeterStatLogger(meter, config, index)
-    )
     return llm_class(
         vllm_config=vllm_config,
         executor_class=Executor.get_class(vllm_config),
         log_stats=False,
         log_requests=log_requests,
-        stat_loggers=[RayPrometheusStatLogger, meter_factory],
+        stat_loggers=[RayPrometheusStatLogger, partial(MeterStatLogger, meter)],
     )

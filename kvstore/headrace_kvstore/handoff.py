@@ -1,8 +1,8 @@
 """How finished KV passes from a prefill engine to a decode engine: the words both sides exchange.
 
 The protocol is that of vLLM's pull connectors (NixlConnector): the prefill request carries
-`produce_params()`; its answer carries the parameters with which the decode engine then pulls the blocks.
-Pure data; the engines do the moving.
+`produce_params()`; its answer carries the parameters with which the decode engine then pulls the
+blocks. Pure data; the engines do the moving.
 """
 
 from __future__ import annotations

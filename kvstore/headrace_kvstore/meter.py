@@ -1,9 +1,9 @@
 """What making and moving KV costs on this engine: the measurements behind every price.
 
-An engine reports, at each step, how many prompt tokens it computed, how many sequences it decoded and
-how long that took, and, when NIXL moved KV, how many bytes in how many seconds. `EngineMeter` keeps the
-present load, totals since start and a short backlog of samples for whoever fits models to them. It holds
-no model itself and imports neither Ray nor vLLM; `_vllm_compat` feeds it.
+An engine reports, at each step, how many prompt tokens it computed, how many sequences it decoded
+and how long that took, and, when NIXL moved KV, how many bytes in how many seconds. `EngineMeter`
+keeps the present load, totals since start and a short backlog of samples for whoever fits models
+to them. It holds no model itself and imports neither Ray nor vLLM; `_vllm_compat` feeds it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 BACKLOG_SAMPLES = 256
-"""Samples kept for a reader that comes later; older ones are dropped, since models forget them anyway."""
+"""Samples kept for a reader that comes later; older ones are dropped, since models forget them
+anyway."""
 
 
 class Step(NamedTuple):
@@ -53,7 +54,8 @@ class EngineMeter:
     _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """Take the scheduler's present view: sequences running and waiting, share of KV blocks used."""
+        """Take the scheduler's present view: sequences running and waiting, share of KV blocks
+        used."""
         self.running, self.waiting, self.kv_usage = running, waiting, kv_usage
 
     def step(self, step: Step) -> None:

@@ -1,7 +1,7 @@
 """All that the platform takes from Ray beyond its public API; an upgrade breaks this file first.
 
-`PDServingArgs` is the schema of `ray.serve.llm:build_pd_openai_app`, whose arguments we accept whole; the
-other two build Ray's classic and direct ingress, which stay a configuration switch.
+`PDServingArgs` is the schema of `ray.serve.llm:build_pd_openai_app`, whose arguments we accept
+whole; the other two build Ray's classic and direct ingress, which stay a configuration switch.
 `tests/unit/test_contracts.py` pins what is used here.
 """
 

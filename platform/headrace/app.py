@@ -1,8 +1,9 @@
 """`build_app(args)`: the whole serving graph, in place of `ray.serve.llm:build_pd_openai_app`.
 
-    relay   (default) client -> gateway -> decode replica's own port         the gateway stays in the stream
-    direct            client -> HAProxy -> decode replica (Ray's fast path)  nobody stays in the stream
-    classic           client -> Serve proxy -> ingress -> actor call         Ray's default
+    relay   (default) client -> gateway -> decode replica's own port         the gateway stays in
+    the stream direct            client -> HAProxy -> decode replica (Ray's fast path)  nobody
+    stays in the stream classic           client -> Serve proxy -> ingress -> actor call
+    Ray's default
 
 and behind each of them decode -> prefill, as planned per request.
 """
@@ -12,6 +13,11 @@ from __future__ import annotations
 import os
 import secrets
 from typing import Any
+
+from ray import serve
+from ray.serve.deployment import Application
+from ray.serve.llm import build_dp_deployment, build_llm_deployment
+from ray.serve.llm.ingress import make_fastapi_ingress
 
 from headrace._ray_compat import (
     PDServingArgs,
@@ -26,18 +32,15 @@ from headrace.observability import ProcessSetup
 from headrace.planning import RouterPlanner
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
 from headrace_prefill.server import DPPrefillServer, PrefillServer
-from ray import serve
-from ray.serve.deployment import Application
-from ray.serve.llm import build_dp_deployment, build_llm_deployment
-from ray.serve.llm.ingress import make_fastapi_ingress
 
 
 def build_app(args: dict[str, Any]) -> Application:
     """Build the app.
 
     Args:
-        args: what `build_pd_openai_app` takes (`prefill_config`, `decode_config`, `ingress_cls_config`,
-            `ingress_deployment_config`), and `headrace`, the section `headrace.config.AppSection`.
+        args: what `build_pd_openai_app` takes (`prefill_config`, `decode_config`,
+        `ingress_cls_config`, `ingress_deployment_config`), and `headrace`, the section
+        `headrace.config.AppSection`.
 
     Raises:
         pydantic.ValidationError: a field is unknown or its value impossible.
@@ -46,6 +49,9 @@ def build_app(args: dict[str, Any]) -> Application:
     section = AppSection.model_validate(args.get("headrace") or {})
     pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
     setup = ProcessSetup(**section.observability.model_dump())
+    if section.observability.otlp_endpoint:
+        for config in (pd.prefill_config, pd.decode_config):
+            _trace_engine(config, section.observability.otlp_endpoint)
     prefill = _deployment(
         pd.prefill_config, "prefill", PrefillServer, DPPrefillServer, {"setup": setup}
     )
@@ -63,6 +69,15 @@ def build_app(args: dict[str, Any]) -> Application:
     if section.token_path == "classic":
         return _classic(pd, decode)
     return _relay(pd, section, decode, prefill, token, setup)
+
+
+def _trace_engine(config: Any, otlp_endpoint: str) -> None:
+    """Have vLLM make its own span of each request, and take ours for its parent."""
+    url = otlp_endpoint.rstrip("/") + "/v1/traces"
+    config.engine_kwargs.setdefault("otlp_traces_endpoint", url)
+    env = (config.runtime_env or {}).get("env_vars", {})
+    protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    config.runtime_env = {**(config.runtime_env or {}), "env_vars": {**protocol, **env}}
 
 
 async def _listen(app: Any, host: str, port: int) -> Any:

@@ -1,7 +1,8 @@
-"""The prefill replica: makes KV for prompts that decode replicas send, as token ids, and holds it for them.
+"""The prefill replica: makes KV for prompts that decode replicas send, as token ids, and holds it
+for them.
 
-Prompts arrive rendered and tokenised (the decode replica did that once); the answer names where the KV
-lies and what it cost, so that the caller's models learn from every request.
+Prompts arrive rendered and tokenised (the decode replica did that once); the answer names where
+the KV lies and what it cost, so that the caller's models learn from every request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from ray import serve
+from ray.serve.llm.deployment import DPServer, PDPrefillServer
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
 from headrace_kvstore.handoff import (
     PARAMS_KEY,
@@ -20,10 +26,6 @@ from headrace_kvstore.handoff import (
     PrefillResult,
     produce_params,
 )
-from ray import serve
-from ray.serve.llm.deployment import DPServer, PDPrefillServer
-from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 
 logger = logging.getLogger("headrace.prefill")
 
@@ -36,7 +38,9 @@ class PrefillServer(PDPrefillServer):
         setup: called once in the replica before the engine starts (logging, tracing).
     """
 
-    async def __init__(self, llm_config: Any, *, setup: Callable[[str], None] | None = None):
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, llm_config: Any, *, setup: Callable[[str], None] | None = None
+    ):
         if setup is not None:
             setup("prefill")
         await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
@@ -58,15 +62,16 @@ class PrefillServer(PDPrefillServer):
             detokenize=False,
             extra_args={PARAMS_KEY: produce_params()},
         )
-        output = None
-        async for output in self.engine.llm.generate(
+        outputs = self.engine.llm.generate(
             prompt,
             params,
             request.request_id,
             priority=request.priority,
             trace_headers=request.trace_headers,
-        ):
-            pass
+        )
+        output = None
+        async for step_output in outputs:
+            output = step_output
         if output is None or not output.kv_transfer_params:
             raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
         times, cached = output.metrics, output.num_cached_tokens or 0

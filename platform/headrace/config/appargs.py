@@ -8,10 +8,10 @@ arrive is recomputed (its default fails the request), and the KV cache's size is
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from headrace.config.load import merge
+from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import AppSection, HeadraceConfig, RoleSettings
 
 
@@ -70,19 +70,6 @@ def _environment(role: RoleSettings) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
     return env | role.env
-
-
-def cpu_computes_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether this machine's CPU multiplies bfloat16 itself (AVX-512 BF16, AMX, or Arm's BF16).
-
-    Where it does not, every product is widened in software: SmolLM2 then prefills about 4 times slower
-    than in float32 (`benchmarks/dtype`), so float32 is what such a machine should serve in.
-    """
-    try:
-        flags = Path(cpuinfo).read_text("utf-8", errors="replace").split()
-    except OSError:
-        return True
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def _engine(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The gateway as a Ray Serve deployment, and its view of the cluster.
 
-It is the app's Serve ingress, so Serve's own HTTP port leads to it wherever a proxy runs, and it listens on
-a port of its own as well: that way no Python proxy stands between the client and the relay.
+It is the app's Serve ingress, so Serve's own HTTP port leads to it wherever a proxy runs, and it
+listens on a port of its own as well: that way no Python proxy stands between the client and the
+relay.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
 from headrace.gateway import ReplicaInfo, build_gateway_app
 from headrace.gateway.listen import serve_gateway
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
-from ray import serve
-from ray.serve.handle import DeploymentHandle
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -39,7 +41,8 @@ class ServeBackend:
     async def status(self) -> dict[str, Any]:
         """State of every replica, and the app's totals."""
         decode, prefill = await asyncio.gather(
-            _broadcast(self._decode, "headrace_status"), _broadcast(self._prefill, "headrace_status")
+            _broadcast(self._decode, "headrace_status"),
+            _broadcast(self._prefill, "headrace_status"),
         )
         plans: dict[str, int] = {}
         for replica in decode:
@@ -59,7 +62,7 @@ class ServeBackend:
         return None
 
     async def set_policy(self, policy: str) -> int:
-        """Force every decode replica's plans, or set them free; returns how many replicas obeyed."""
+        """Force every decode replica's plans, or set them free; returns how many obeyed."""
         return len(await _broadcast(self._decode, "headrace_set_policy", policy))
 
     async def metrics(self) -> bytes:
@@ -80,7 +83,7 @@ class GatewayServer:
         setup: prepares the process (logs, traces).
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         decode: DeploymentHandle,
         prefill: DeploymentHandle,
@@ -112,9 +115,10 @@ class GatewayServer:
         }
 
     async def __del__(self) -> None:
-        if getattr(self, "_listener", None) is not None:
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
             with contextlib.suppress(Exception):
-                await self._listener.stop()
+                await listener.stop()
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:

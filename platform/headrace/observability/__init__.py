@@ -1,4 +1,4 @@
-"""Logs, metrics and traces: one request id and one prefix each across gateway, decode and prefill."""
+"""Logs, metrics and traces: one request id, one prefix each, across all replicas."""
 
 from headrace.observability.setup import ProcessSetup
 

@@ -1,7 +1,8 @@
-"""Our own metrics, through Ray's export: every name starts with `headrace_` (Ray puts `ray_` before it).
+"""Our own metrics, through Ray's export: every name starts with `headrace_` (Ray puts `ray_`
+before it).
 
-vLLM's engine metrics take the same way under `vllm_`. `node_metrics` collects both from the nodes' own
-export ports, for `GET /metrics`.
+vLLM's engine metrics take the same way under `vllm_`. `node_metrics` collects both from the nodes'
+own export ports, for `GET /metrics`.
 """
 
 from __future__ import annotations

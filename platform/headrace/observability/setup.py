@@ -1,7 +1,7 @@
 """Sets up logging and tracing once in each process of the app.
 
-Logs are one JSON object a line on stderr, which Ray collects per process; every line of a request carries
-`request_id`. Spans are made only when an OTLP endpoint is configured.
+Logs are one JSON object a line on stderr, which Ray collects per process; every line of a request
+carries `request_id`. Spans are made only when an OTLP endpoint is configured.
 """
 
 from __future__ import annotations
