@@ -90,11 +90,11 @@ class Orchestrator:
         """Yield the request's outputs; the first comes from whichever way of prefilling worked."""
         planner, started = self.planner, time.perf_counter()
         work = self._with_unique_id(work)
-        plan = planner.plan(work.request_id, work.token_ids, work.salt, work.local_only)
-        self.own_seconds_total += time.perf_counter() - started
         stream: AsyncGenerator[Output, None] | None = None
         answered: list[int] = []
         try:
+            plan = planner.plan(work.request_id, work.token_ids, work.salt, work.local_only)
+            self.own_seconds_total += time.perf_counter() - started
             kv_params = None
             if plan.prefill is not None:
                 kv_params = await self._prefill_remotely(work, plan)
