@@ -33,7 +33,7 @@ class PlannedLLM(AsyncLLM):
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`; a client's own transfer parameters, which name memory, are dropped."""
+        """As `AsyncLLM.generate`, less the transfer parameters a client sends: they name memory."""
         sampling_params = without_transfer_params(sampling_params)
         plain = super().generate
         if self.orchestrator is None:
