@@ -1,0 +1,354 @@
+"""What we take from Ray and vLLM beyond their documented interfaces is there, in the same shape.
+
+Each test names the file to mend when an upgrade moves what it pins. Slow to import, not to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace_kvstore.handoff import PARAMS_KEY, produce_params
+
+KVSTORE_RAY = "kvstore/headrace_kvstore/_ray_compat.py"
+KVSTORE_VLLM = "kvstore/headrace_kvstore/_vllm_compat.py"
+DECODE_VLLM = "decode/headrace_decode/_vllm_compat.py"
+PLATFORM_RAY = "platform/headrace/_ray_compat.py"
+HANDOFF = "kvstore/headrace_kvstore/handoff.py"
+DECODE_SERVER = "decode/headrace_decode/server.py"
+PREFILL_SERVER = "prefill/headrace_prefill/server.py"
+APP = "platform/headrace/app.py"
+
+
+def find(name: str, mend: str) -> Any:
+    """The object at `module:qualified.name`."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(f"{name} is gone ({error}): mend {mend}")
+    return found
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(function).parameters)
+
+
+def assert_takes(name: str, mend: str, *wanted: str) -> None:
+    """The callable at `name` has these parameters."""
+    has = parameters(find(name, mend))
+    missing = [parameter for parameter in wanted if parameter not in has]
+    assert not missing, f"{name} no longer takes {missing} but {list(has)}: mend {mend}"
+
+
+def assert_fields(name: str, mend: str, *wanted: str) -> None:
+    """The dataclass at `name` has these fields."""
+    has = {field.name for field in dataclasses.fields(find(name, mend))}
+    missing = sorted(set(wanted) - has)
+    assert not missing, f"{name} no longer has {missing} but {sorted(has)}: mend {mend}"
+
+
+# Ray
+
+ENGINE = "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine"
+
+
+def test_rays_engine_starts_its_llm_through_one_method_that_we_override() -> None:
+    method = f"{ENGINE}._start_async_llm_engine"
+    names = list(parameters(find(method, KVSTORE_RAY)))
+    assert names == ["self", "vllm_engine_args", "vllm_engine_config", "placement_group"], (
+        f"{method} takes {names} now: mend {KVSTORE_RAY}"
+    )
+    source = inspect.getsource(find(f"{ENGINE}.start", KVSTORE_RAY))
+    assert "self._start_async_llm_engine(" in source, f"start() goes another way: {KVSTORE_RAY}"
+    assert "self._engine_client = " in source, f"the client is kept elsewhere: {KVSTORE_RAY}"
+
+
+def test_rays_own_start_of_the_llm_does_what_our_override_repeats() -> None:
+    source = inspect.getsource(find(f"{ENGINE}._start_async_llm_engine", KVSTORE_RAY))
+    for line in (
+        "vllm_engine_config.parallel_config.placement_group = placement_group",
+        "_clear_current_platform_cache()",
+        "Executor.get_class(vllm_engine_config)",
+        "vllm_engine_args.enable_log_requests",
+    ):
+        assert line in source, f"{line!r} is gone from Ray's start: read it and mend {KVSTORE_RAY}"
+
+
+def test_the_engines_platform_cache_can_be_cleared() -> None:
+    clear = find(
+        "ray.llm._internal.serve.engines.vllm.vllm_engine:_clear_current_platform_cache",
+        KVSTORE_RAY,
+    )
+    assert not parameters(clear), f"_clear_current_platform_cache takes arguments: {KVSTORE_RAY}"
+
+
+def test_the_download_of_a_local_model_can_be_skipped() -> None:
+    config = "ray.serve.llm:LLMConfig"
+    find(f"{config}.get_or_create_callback", KVSTORE_RAY)
+    context = find("ray.llm._internal.common.callbacks.base:CallbackCtx", KVSTORE_RAY)
+    assert "run_init_node" in context.__dataclass_fields__, f"mend {KVSTORE_RAY}"
+
+
+def test_servers_take_an_engine_class() -> None:
+    servers = "ray.serve.llm.deployment"
+    assert_takes(f"{servers}:LLMServer.__init__", PREFILL_SERVER, "llm_config", "engine_cls")
+    assert_takes(f"{servers}:PDPrefillServer.__init__", PREFILL_SERVER, "llm_config", "engine_cls")
+    assert_takes(
+        f"{servers}:PDDecodeServer.__init__",
+        DECODE_SERVER,
+        "llm_config",
+        "prefill_server",
+        "engine_cls",
+    )
+    find(f"{servers}:DPServer", PREFILL_SERVER)
+
+
+def test_the_plain_servers_entrances_are_what_the_decode_server_returns_to() -> None:
+    server = "ray.serve.llm.deployment:LLMServer"
+    for method in ("chat", "completions"):
+        assert_takes(f"{server}.{method}", DECODE_SERVER, "self", "request", "raw_request_info")
+    find(f"{server}.__serve_build_asgi_app__", DECODE_SERVER)
+    find(f"{server}.check_health", PREFILL_SERVER)
+
+
+def test_pd_serving_args_are_the_ones_that_build_app_accepts() -> None:
+    fields = set(find("headrace._ray_compat:PDServingArgs", PLATFORM_RAY).model_fields)
+    ours = {
+        "prefill_config",
+        "decode_config",
+        "ingress_cls_config",
+        "ingress_deployment_config",
+    }
+    assert fields == ours, f"Ray's P/D app takes {sorted(fields)} now: mend {APP}"
+
+
+def test_builders_take_a_deployment_class_and_what_is_bound_to_it() -> None:
+    wanted = ("llm_config", "bind_kwargs", "override_serve_options", "deployment_cls")
+    assert_takes("ray.serve.llm:build_llm_deployment", APP, *wanted)
+    assert_takes("ray.serve.llm:build_dp_deployment", APP, *wanted)
+    assert_takes("headrace._ray_compat:build_direct_streaming_deployment", PLATFORM_RAY, *wanted)
+    assert_takes(
+        "headrace._ray_compat:build_ingress_request_router", PLATFORM_RAY, "server", "llm_config"
+    )
+    find("ray.serve.llm.ingress:make_fastapi_ingress", APP)
+
+
+def test_what_the_classic_path_is_made_of() -> None:
+    assert_takes("headrace._ray_compat:to_model_metadata", PLATFORM_RAY, "model_id")
+    defaults = find("headrace._ray_compat:maybe_apply_llm_deployment_config_defaults", PLATFORM_RAY)
+    assert len(parameters(defaults)) == 2, f"mend {PLATFORM_RAY}"
+    ingress = find("ray.serve.llm.ingress:OpenAiIngress", APP)
+    assert hasattr(ingress, "get_deployment_options"), f"mend {APP}"
+
+
+def test_haproxys_router_can_be_attached() -> None:
+    attach = find("ray.serve.deployment:Application._with_ingress_request_router", PLATFORM_RAY)
+    assert len(parameters(attach)) == 2, f"mend {PLATFORM_RAY}"
+
+
+def test_a_handle_reaches_every_replica() -> None:
+    mend = "platform/headrace/gateway/deployment.py"
+    assert_takes("ray.serve.handle:DeploymentHandle.broadcast", mend, "method_name", "args")
+    response = find("ray.serve.handle:DeploymentBroadcastResponse", mend)
+    wanted = {"timeout_s", "return_exceptions"}
+    assert wanted <= set(parameters(response.results_async)), f"mend {mend}"
+
+
+# vLLM
+
+ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
+
+
+def test_generate_takes_prompt_parameters_and_id() -> None:
+    generate = find(f"{ASYNC_LLM}.generate", DECODE_VLLM)
+    names = list(parameters(generate))
+    assert names[:4] == ["self", "prompt", "sampling_params", "request_id"], (
+        f"generate takes {names} now: mend {DECODE_VLLM}"
+    )
+    assert inspect.isasyncgenfunction(generate), f"generate is no generator: {DECODE_VLLM}"
+    wanted = ("lora_request", "trace_headers", "priority")
+    assert_takes(f"{ASYNC_LLM}.generate", DECODE_VLLM, *wanted)
+
+
+def test_kv_that_nobody_pulls_can_be_given_back() -> None:
+    method = f"{ASYNC_LLM}.notify_kv_transfer_request_rejected"
+    names = list(parameters(find(method, DECODE_VLLM)))
+    assert names[:3] == ["self", "request_id", "kv_transfer_params"], (
+        f"{method} takes {names} now: mend {DECODE_VLLM}"
+    )
+
+
+def test_an_engine_is_made_from_a_config_and_stat_loggers() -> None:
+    assert_takes(
+        f"{ASYNC_LLM}.__init__",
+        KVSTORE_VLLM,
+        "vllm_config",
+        "executor_class",
+        "log_stats",
+        "log_requests",
+        "stat_loggers",
+    )
+    find("vllm.v1.executor.abstract:Executor.get_class", KVSTORE_VLLM)
+    find("vllm.v1.metrics.ray_wrappers:RayPrometheusStatLogger", KVSTORE_VLLM)
+
+
+def test_stat_loggers_are_called_as_ours_is_written() -> None:
+    base = "vllm.v1.metrics.loggers:StatLoggerBase"
+    theirs = list(parameters(find(f"{base}.record", KVSTORE_VLLM)))
+    ours = list(parameters(find("headrace_kvstore._vllm_compat:MeterStatLogger.record", "")))
+    assert theirs == ours, f"StatLoggerBase.record takes {theirs} now: mend {KVSTORE_VLLM}"
+    assert_takes(f"{base}.__init__", KVSTORE_VLLM, "vllm_config", "engine_index")
+
+
+def test_the_statistics_of_a_step() -> None:
+    stats = "vllm.v1.metrics.stats"
+    assert_fields(
+        f"{stats}:SchedulerStats",
+        KVSTORE_VLLM,
+        "num_running_reqs",
+        "num_waiting_reqs",
+        "num_skipped_waiting_reqs",
+        "kv_cache_usage",
+        "iteration_details",
+        "kv_connector_stats",
+    )
+    assert_fields(
+        f"{stats}:SchedulerIterationDetails",
+        KVSTORE_VLLM,
+        "num_ctx_tokens",
+        "num_generation_requests",
+        "elapsed_ms",
+        "is_dummy",
+    )
+    iteration = find(f"{stats}:IterationStats", KVSTORE_VLLM)()
+    for name in ("num_generation_tokens", "time_to_first_tokens_iter", "prompt_token_stats"):
+        assert hasattr(iteration, name), f"IterationStats.{name} is gone: mend {KVSTORE_VLLM}"
+    assert hasattr(iteration.prompt_token_stats, "computed"), f"mend {KVSTORE_VLLM}"
+
+
+def test_steps_are_detailed_on_request() -> None:
+    assert_fields(
+        "vllm.config:ObservabilityConfig", KVSTORE_VLLM, "enable_logging_iteration_details"
+    )
+
+
+def test_what_the_transfer_statistics_are_called() -> None:
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats"
+    data = find(f"{module}:NixlKVConnectorStats", KVSTORE_VLLM)().data
+    wanted = {"bytes_transferred", "transfer_duration", "num_failed_transfers"}
+    assert wanted <= set(data), f"NIXL's statistics are {sorted(data)} now: mend {KVSTORE_VLLM}"
+
+
+def test_a_requests_times_are_named_as_the_prefill_server_reads_them() -> None:
+    assert_fields(
+        "vllm.v1.metrics.stats:RequestStateStats",
+        PREFILL_SERVER,
+        "queued_ts",
+        "scheduled_ts",
+        "first_token_ts",
+    )
+
+
+def test_what_an_output_carries() -> None:
+    assert_takes(
+        "vllm:RequestOutput.__init__",
+        PREFILL_SERVER,
+        "outputs",
+        "metrics",
+        "num_cached_tokens",
+        "kv_transfer_params",
+    )
+    assert_fields("vllm.outputs:CompletionOutput", DECODE_VLLM, "token_ids")
+
+
+def test_what_sampling_parameters_carry() -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(extra_args={PARAMS_KEY: {"a": 1}, "other": 2})
+    for name in ("n", "prompt_logprobs", "extra_args", "max_tokens", "detokenize"):
+        assert hasattr(params, name), f"SamplingParams.{name} is gone: mend {DECODE_VLLM}"
+
+
+def test_a_prompt_of_tokens_is_a_dict_with_ids_and_salt() -> None:
+    from vllm.inputs import TokensPrompt
+
+    fields = set(TokensPrompt.__annotations__)
+    for name in ("prompt_token_ids", "cache_salt", "multi_modal_data"):
+        inherited = any(name in getattr(b, "__annotations__", {}) for b in TokensPrompt.__mro__)
+        keys = fields | set(TokensPrompt.__optional_keys__) | set(TokensPrompt.__required_keys__)
+        assert inherited or name in keys, f"TokensPrompt.{name} is gone: mend {DECODE_VLLM}"
+
+
+def test_transfer_parameters_travel_where_the_scheduler_reads_them() -> None:
+    source = inspect.getsource(find("vllm.v1.request:Request.__init__", HANDOFF))
+    assert f'"{PARAMS_KEY}"' in source, (
+        f"Request reads them elsewhere: mend {HANDOFF}"
+    )
+
+
+def test_the_words_of_nixls_handoff() -> None:
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler"
+    source = inspect.getsource(find(f"{module}:NixlPullConnectorScheduler", HANDOFF))
+    for word in produce_params():
+        assert f'"{word}"' in source or f"{word}=" in source, f"{word} is unknown: mend {HANDOFF}"
+
+
+def test_the_connector_is_there_under_its_name() -> None:
+    factory = find(
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
+        "platform/headrace/config/appargs.py",
+    )
+    assert "NixlConnector" in factory._registry
+
+
+# Our own adapters on top of all that
+
+
+def test_transfer_parameters_are_taken_out_and_put_in() -> None:
+    from vllm import SamplingParams
+
+    from headrace_decode._vllm_compat import with_transfer_params, without_transfer_params
+
+    sent = SamplingParams(extra_args={PARAMS_KEY: {"do_remote_prefill": True}, "mine": 1})
+    clean = without_transfer_params(sent)
+    assert clean.extra_args == {"mine": 1}
+    assert sent.extra_args is not None and PARAMS_KEY in sent.extra_args, "the caller's is kept"
+    assert without_transfer_params(clean) is clean
+    pull = {"do_remote_prefill": True}
+    pulling = with_transfer_params(clean, pull)
+    assert pulling.extra_args == {"mine": 1, PARAMS_KEY: pull}
+    assert pulling.extra_args[PARAMS_KEY] is not pull, "the engine changes its copy"
+    assert clean.extra_args == {"mine": 1}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "kwargs", "says"),
+    [
+        ("text", {}, {}, "not plain token ids"),
+        ({"prompt_token_ids": []}, {}, {}, "not plain token ids"),
+        ({"prompt_token_ids": [1], "type": "embeds"}, {}, {}, "multimodal"),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, {}, {}, "multimodal"),
+        ({"prompt_token_ids": [1]}, {"n": 2}, {}, "n > 1"),
+        ({"prompt_token_ids": [1]}, {"prompt_logprobs": 0}, {}, "log-probabilities"),
+        ({"prompt_token_ids": [1]}, {}, {"lora_request": object()}, "LoRA"),
+        ({"prompt_token_ids": [1], "cache_salt": "x"}, {}, {"lora_request": None}, None),
+    ],
+)
+def test_which_requests_must_stay(
+    prompt: Any, params: dict[str, Any], kwargs: dict[str, Any], says: str | None
+) -> None:
+    from vllm import SamplingParams
+
+    from headrace_decode._vllm_compat import why_local
+
+    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    why = why_local(prompt, token_ids, SamplingParams(**params), kwargs)
+    assert (why is None) if says is None else (why is not None and says in why)
