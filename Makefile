@@ -12,7 +12,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test bench lint format lock clean
+.PHONY: help install serve test bench lint format docs lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -42,6 +42,9 @@ lint: install  ## style, formatting, types
 format: install  ## repair what lint can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install  ## write the generated pages anew
+	$(BIN)/python -m headrace.config > docs/configuration.md
 
 lock: install  ## resolve pyproject.toml anew into requirements/*.lock
 	$(BIN)/python scripts/lock.py

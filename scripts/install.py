@@ -112,11 +112,16 @@ def locked_torch(lock_text: str) -> str | None:
     return f"torch=={match.group(1)}" if match else None
 
 
+def is_offline(uv_stderr: str) -> bool:
+    """Whether uv failed to reach an index, rather than to find a package there."""
+    signs = ("error sending request", "dns error", "Failed to fetch", "Could not connect")
+    return any(sign in uv_stderr for sign in signs)
+
+
 def why_unresolvable(uv_stderr: str) -> str:
     """uv's account of a failed resolution, as one line."""
     text = " ".join(re.sub("[\u2500-\u25ff\xd7]", " ", uv_stderr).split())
-    offline = ("error sending request", "dns error", "Failed to fetch", "Could not connect")
-    if any(sign in text for sign in offline):
+    if is_offline(text):
         url = re.search(r"https?://[^\s`)]+", text)
         return (
             f"no package index answers{f' at {url.group(0)}' if url else ''}: connect this "
@@ -212,8 +217,11 @@ class Installer:
         The CPU build of torch is in no general index. If nothing that pip was told of has it, it
         comes from PyTorch's own index, and comes first, because only it may come from there.
         """
+        pins = lock.read_text().split()
         torch = locked_torch(lock.read_text())
-        if torch is not None and self.obstacle(torch) is not None:
+        if torch is not None and (obstacle := self.obstacle(torch)) is not None:
+            if is_offline(obstacle):
+                fail(why_unresolvable(obstacle))
             say(f"no place pip knows has {torch}; trying PyTorch's own wheel index")
             if self.obstacle("--torch-backend", "cpu", torch) is not None:
                 fail(
@@ -225,11 +233,11 @@ class Installer:
         if obstacle is not None:
             fail(why_unresolvable(obstacle))
         say(f"installing {lock.name} (about two minutes the first time)")
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as keep:
-            for name in MISTAGGED:
-                if f"{name}=={self.installed_version(name)}" in lock.read_text().split():
-                    print(f"{name} ; python_version < '0'", file=keep, flush=True)
-            self.install("-r", str(lock), "--override", keep.name)
+        present = [n for n in MISTAGGED if f"{n}=={self.installed_version(n)}" in pins]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as leave:
+            for name in present:
+                print(f"{name} ; python_version < '0'", file=leave, flush=True)
+            self.install("-r", str(lock), *(("--override", leave.name) if present else ()))
 
     def install_project(self) -> None:
         """Headrace itself, editable, built by the setuptools that the lock brought."""

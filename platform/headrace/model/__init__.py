@@ -1,0 +1,34 @@
+"""Which model folder the engines load: found, fetched, checked and described.
+
+resolve("smollm2-135m-instruct")  # a folder, fetched at first use
+describe(folder).kv_bytes_per_token
+"""
+
+from headrace.model.facts import ModelFacts, describe
+from headrace.model.progress import Progress, silent, terminal
+from headrace.model.registry import REGISTRY, ModelError, RegistryModel
+from headrace.model.store import (
+    CachedModel,
+    cache_root,
+    fetch,
+    list_models,
+    resolve,
+    verify,
+)
+
+__all__ = [
+    "REGISTRY",
+    "CachedModel",
+    "ModelError",
+    "ModelFacts",
+    "Progress",
+    "RegistryModel",
+    "cache_root",
+    "describe",
+    "fetch",
+    "list_models",
+    "resolve",
+    "silent",
+    "terminal",
+    "verify",
+]
