@@ -1,0 +1,151 @@
+"""One arm as a process: starts it, prints `READY`, serves until SIGTERM, leaves nothing behind.
+
+    python -m benchmarks.serving.arm {vllm,ray_pd,headrace} --model PATH --port N [--token-path P]
+
+All arms read their engine settings from one place, the configuration that Headrace would use here
+(preset `laptop`), so an arm differs from another in nothing but what serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.serving.arms import MODEL_ID, READY, settings
+from headrace.cli import cluster
+from headrace.config import HeadraceConfig, to_app_args
+
+START_TIMEOUT_S = 400.0
+APP = "bench"
+
+
+def engine_flags(engine_kwargs: Mapping[str, Any]) -> list[str]:
+    """vLLM's command line for an `LLMConfig`'s engine settings, without the KV connector."""
+    flags = []
+    for name, value in engine_kwargs.items():
+        if name == "kv_transfer_config":
+            continue
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else "--no-" + flag[2:])
+        else:
+            flags += [flag, str(value)]
+    return flags
+
+
+def serve_vllm(config: HeadraceConfig, stop: threading.Event) -> None:
+    """One plain engine behind vLLM's own server."""
+    role = to_app_args(config)["decode_config"]
+    port = config.gateway.port
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL_ID]
+    command += ["--model", role["model_loading_config"]["model_source"]]
+    command += engine_flags(role["engine_kwargs"])
+    environment = {k: v for k, v in os.environ.items() if k not in cluster.NOISY_ENVIRONMENT}
+    server = subprocess.Popen(command, env=environment | role["runtime_env"]["env_vars"])
+    try:
+        while cluster.port_is_free("127.0.0.1", int(port or 0)):  # it binds once the engine is up
+            if server.poll() is not None or stop.wait(0.5):
+                return
+        print(READY, flush=True)
+        while server.poll() is None and not stop.wait(0.5):
+            pass
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def serve_ray(kind: str, config: HeadraceConfig, stop: threading.Event) -> None:
+    """Headrace, or Ray's own P/D app, on a private Ray node."""
+    temp_dir = cluster.make_temp_dir(f"bench-{kind}")
+    environment = {}
+    if config.token_path == "direct":
+        environment = cluster.direct_environment(temp_dir)
+    # Ray reads these when it is imported, which only `_deploy` does.
+    os.environ.update(environment | cluster.auth_environment(temp_dir))
+    os.environ.pop("RAY_ADDRESS", None)
+    node = cluster.start(
+        cluster.NodeSpec(
+            name=f"bench-{kind}",
+            num_cpus=max(4, os.cpu_count() or 1),
+            object_store_bytes=config.ray.object_store_bytes,
+            dashboard=False,
+            environment=environment,
+        ),
+        temp_dir,
+    )
+    from headrace.cli import deploy
+
+    try:
+        cluster.wait(node)
+        deploy.connect(node.address)
+        _deploy(kind, config)
+        for _ in deploy.follow(APP, time.monotonic() + START_TIMEOUT_S):
+            if stop.is_set():
+                return
+        print(READY, flush=True)
+        stop.wait()
+        deploy.undeploy(node.address, APP, 10.0, {})
+    finally:
+        deploy.disconnect()
+        cluster.stop(node.belongings())
+
+
+def _deploy(kind: str, config: HeadraceConfig) -> None:
+    from headrace.cli import deploy
+
+    args = to_app_args(config)
+    http = ("127.0.0.1", int(config.gateway.port or 0))
+    if kind == "headrace":
+        deploy.deploy(args, APP, None if config.token_path == "relay" else http)
+        return
+    from ray import serve
+    from ray.serve.llm import build_pd_openai_app
+
+    serve.start(proxy_location="EveryNode", http_options={"host": http[0], "port": http[1]})
+    del args["headrace"]
+    serve.run_many(
+        [serve.RunTarget(build_pd_openai_app(args), name=APP, route_prefix="/")],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _follow_parent(parent: int, stop: threading.Event) -> None:
+    """Stop when the benchmark is gone, even if it was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    stop.set()
+
+
+def main() -> None:
+    """Serve until SIGTERM, or until the process that started this one ends."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.arm")
+    parser.add_argument("kind", choices=("vllm", "ray_pd", "headrace"))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--token-path", choices=("relay", "direct", "classic"), default="relay")
+    args = parser.parse_args()
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    threading.Thread(target=_follow_parent, args=(os.getppid(), stop), daemon=True).start()
+    config = settings(args.model, args.port, args.token_path)
+    if args.kind == "vllm":
+        serve_vllm(config, stop)
+    else:
+        serve_ray(args.kind, config, stop)
+
+
+if __name__ == "__main__":
+    main()

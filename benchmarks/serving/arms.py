@@ -1,0 +1,207 @@
+"""The arms as the benchmark holds them: start, wait, account CPU time, stop without a trace.
+
+Each is a child process (`benchmarks.serving.arm`) with a token of its own in its environment, by
+which all that descends from it is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace.cli import cluster
+from headrace.cli.reap import (
+    TOKEN_VARIABLE,
+    Belongings,
+    ProcessId,
+    end,
+    remove_shm,
+    shm_names,
+)
+from headrace.config import HeadraceConfig, load_config
+
+MODEL_ID = "bench-model"
+MAX_MODEL_LEN = 8192
+READY = "READY"
+STOP_GRACE_S = 50.0
+
+
+class ArmError(RuntimeError):
+    """An arm did not start; the text ends with its last words."""
+
+
+def settings(model: str, port: int, token_path: str = "relay") -> HeadraceConfig:
+    """The configuration that all arms take their engine settings from.
+
+    Args:
+        model: a model folder or a hub id.
+        port: where the arm's endpoint listens.
+        token_path: of Headrace.
+    """
+    overrides = {
+        "model.id": MODEL_ID,
+        "model.source": model,
+        "model.max_model_len": MAX_MODEL_LEN,
+        "gateway.port": port,
+        "ray.dashboard": False,
+        "token_path": token_path,
+    }
+    return load_config(None, "laptop", [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
+
+
+class Arm:
+    """One arm.
+
+    Args:
+        name: what it is called in tables.
+        kind: `vllm`, `ray_pd` or `headrace`.
+        model: a model folder or a hub id.
+        token_path: of Headrace.
+    """
+
+    def __init__(self, name: str, kind: str, model: str, token_path: str = "relay") -> None:
+        self.name, self.kind, self.token_path = name, kind, token_path
+        self.port = cluster.free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.started_s = 0.0
+        self._model = model
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix=f"hr-bench-{name}-"))
+        self._log = self._folder / "arm.log"
+        self._belongings = Belongings(secrets.token_hex(8), self._folder)
+
+    def start(self) -> None:
+        """Start the process; returns at once."""
+        command = [sys.executable, "-m", "benchmarks.serving.arm", self.kind]
+        command += ["--model", self._model, "--port", str(self.port)]
+        command += ["--token-path", self.token_path]
+        self._belongings.shm_before = shm_names()
+        self._began = time.monotonic()
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {TOKEN_VARIABLE: self._belongings.token},
+                start_new_session=True,  # Ctrl-C must reach only us, who stop it in order
+            )
+        self._belongings.pids = [ProcessId.of(psutil.Process(self._process.pid))]
+
+    def wait(self, timeout_s: float = 420.0) -> None:
+        """Until it answers.
+
+        Raises:
+            ArmError: it ended, or did not answer in time.
+        """
+        while not (self._said_ready() and self._answers()):
+            assert self._process is not None
+            if self._process.poll() is not None:
+                raise ArmError(f"{self.name} ended while starting: {self._last_words()}")
+            if time.monotonic() - self._began > timeout_s:
+                raise ArmError(
+                    f"{self.name} was not ready in {timeout_s:g} s: {self._last_words()}"
+                )
+            time.sleep(0.5)
+        self.started_s = time.monotonic() - self._began
+
+    def stop(self) -> None:
+        """End it and all it started, remove what it left in /dev/shm. Idempotent."""
+        if self._process is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            return
+        processes = self._belongings.processes()
+        self._belongings.pids = list(processes)
+        shm = self._belongings.shm_files(processes.values())
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_GRACE_S)
+        shm |= end(self._belongings, grace_s=5.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        remove_shm(shm, self._belongings.shm_before)
+        self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def processes(self) -> dict[ProcessId, psutil.Process]:
+        """All its processes."""
+        return self._belongings.processes()
+
+    def rss_bytes(self) -> int:
+        """Resident memory of all its processes; pages shared between them count in each."""
+        total = 0
+        for process in self.processes().values():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def get(self, path: str, timeout_s: float = 20.0) -> Any:
+        """JSON at a path of its endpoint; None if it does not answer with any."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
+                return json.load(answer)
+        except (OSError, ValueError, urllib.error.URLError):
+            return None
+
+    def _said_ready(self) -> bool:
+        return READY.encode() in self._log.read_bytes().split(b"\n")
+
+    def _answers(self) -> bool:
+        return self.get("/v1/models", timeout_s=5.0) is not None
+
+    def _last_words(self) -> str:
+        text = self._log.read_text("utf-8", errors="replace")
+        return "\n".join(line for line in text.splitlines() if line.strip())[-2000:]
+
+
+class CpuClock:
+    """CPU seconds of the arms, of this process and of everybody else between two looks."""
+
+    def __init__(self, arms: Iterable[Arm]) -> None:
+        self._groups = {arm.name: arm.processes() for arm in arms}
+        self._groups["client"] = {ProcessId.of(psutil.Process()): psutil.Process()}
+        self._at = time.monotonic()
+        self._before = {name: self._seconds(group) for name, group in self._groups.items()}
+        self._busy = _machine_busy_s()
+
+    def cores(self) -> dict[str, float]:
+        """Cores that each arm, `client` and `outside` kept busy since this clock was made.
+
+        Processes that were started since count as `outside`; an arm's set is looked up only once,
+        before the measurement.
+        """
+        wall_s = time.monotonic() - self._at
+        busy_s = _machine_busy_s() - self._busy
+        out = {}
+        for name, group in self._groups.items():
+            out[name] = max(0.0, self._seconds(group) - self._before[name]) / wall_s
+        out["outside"] = max(0.0, busy_s / wall_s - sum(out.values()))
+        return out
+
+    @staticmethod
+    def _seconds(group: Mapping[ProcessId, psutil.Process]) -> float:
+        total = 0.0
+        for process in group.values():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+def _machine_busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
