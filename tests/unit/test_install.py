@@ -93,6 +93,11 @@ def test_failures_are_one_line(install: ModuleType) -> None:
     assert missing == "No solution found cause: no wheels for cp399"
 
 
+def test_a_missing_system_library_is_named_with_its_package(install: ModuleType) -> None:
+    wanted = {"libc.so.6": "libc6", "libnowhere.so.9": "libnowhere9"}
+    assert install.missing_libraries(wanted) == ["libnowhere.so.9 is missing: install libnowhere9"]
+
+
 def test_runs_on_no_other_python_than_it_says(install: ModuleType) -> None:
     """The version check stands first and is readable to any Python 3."""
     head = (ROOT / "scripts" / "install.py").read_text().split("import argparse")[0]
