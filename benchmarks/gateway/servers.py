@@ -61,6 +61,9 @@ class OneReplica:
     async def status(self) -> dict[str, Any]:
         return {}
 
+    async def set_policy(self, policy: str) -> int:
+        return 0
+
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         return None
 

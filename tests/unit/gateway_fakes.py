@@ -79,6 +79,7 @@ class FakeCluster:
 
     members: list[FakeReplica] = field(default_factory=list)
     asked: int = 0
+    policy: str = "cost"
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
@@ -86,6 +87,10 @@ class FakeCluster:
 
     async def status(self) -> dict[str, Any]:
         return {"replicas": [member.replica_id for member in self.members]}
+
+    async def set_policy(self, policy: str) -> int:
+        self.policy = policy
+        return 1
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": request_id, "kind": "local"} if request_id == "known" else None

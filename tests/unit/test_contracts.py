@@ -289,9 +289,7 @@ def test_a_prompt_of_tokens_is_a_dict_with_ids_and_salt() -> None:
 
 def test_transfer_parameters_travel_where_the_scheduler_reads_them() -> None:
     source = inspect.getsource(find("vllm.v1.request:Request.__init__", HANDOFF))
-    assert f'"{PARAMS_KEY}"' in source, (
-        f"Request reads them elsewhere: mend {HANDOFF}"
-    )
+    assert f'"{PARAMS_KEY}"' in source, f"Request reads them elsewhere: mend {HANDOFF}"
 
 
 def test_the_words_of_nixls_handoff() -> None:

@@ -54,6 +54,44 @@ async def test_status_plans_metrics_and_version_come_from_the_backend() -> None:
             assert CHAT in (await response.json())["endpoints"]
 
 
+async def test_plans_can_be_forced_and_set_free_and_nothing_else_is_taken() -> None:
+    async with gateway_over(answer) as bench:
+        for policy in ("local", "remote", "cost"):
+            async with bench.client.put("/headrace/v1/router", json={"policy": policy}) as response:
+                assert response.status == 200
+                assert await response.json() == {"policy": policy, "replicas": 1}
+            assert bench.cluster.policy == policy
+        for wrong in ({}, {"policy": "fast"}, {"policy": 1}, {"policy": "cost", "more": 1}):
+            async with bench.client.put("/headrace/v1/router", json=wrong) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["param"] == "policy"
+        async with bench.client.get("/headrace/v1/router") as response:
+            assert (response.status, response.headers["allow"]) == (405, "PUT")
+
+
+async def test_plans_can_be_forced_only_from_the_gateways_own_machine() -> None:
+    app = build_gateway_app(GatewayOptions(), FakeCluster(), TOKEN, MODEL)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"policy": "local"}', "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "PUT",
+        "path": "/headrace/v1/router",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("192.0.2.7", 4000),
+    }
+    await app(scope, receive, send)
+    await app.aclose()
+    assert sent[0]["status"] == 403
+
+
 async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
     class Broken(FakeCluster):
         async def status(self) -> dict[str, Any]:

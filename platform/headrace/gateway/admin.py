@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,6 +16,8 @@ from headrace.gateway.replicas import ReplicaPool
 
 BACKEND_TIMEOUT_S = 10.0
 PLANS = "/headrace/v1/plans/"
+ROUTER = "/headrace/v1/router"
+POLICIES = ("cost", "local", "remote")
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -82,6 +84,17 @@ class Admin:
         except TimeoutError:
             raise errors.request_timeout(BACKEND_TIMEOUT_S) from None
 
+    async def set_policy(self, wanted: Mapping[str, Any]) -> bytes:
+        """Have every decode replica plan by the wanted policy; the answer says how many do.
+
+        Raises:
+            ApiError: 400 when the document is not `{"policy": "cost" | "local" | "remote"}`.
+        """
+        policy = wanted.get("policy")
+        if policy not in POLICIES or len(wanted) != 1:
+            raise errors.bad_policy(POLICIES)
+        return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
+
     def model(self, listing: bytes, model_id: str) -> bytes:
         """One model of a replica's list of models.
 
@@ -98,7 +111,7 @@ class Admin:
         return _json(found[0])
 
     async def _index(self, pool: ReplicaPool) -> Answer:
-        paths = [*self._documents, PLANS + "{request_id}"]
+        paths = [*self._documents, PLANS + "{request_id}", ROUTER]
         paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
         index = {
             "name": "headrace",

@@ -7,13 +7,14 @@ time on each request. It runs under any ASGI server, also mounted below a root p
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any
 
 from headrace.gateway import errors, limits, tracing
-from headrace.gateway.admin import Admin
+from headrace.gateway.admin import ROUTER, Admin
 from headrace.gateway.asgi import (
     JSON_TYPE,
     ClientGone,
@@ -34,6 +35,7 @@ logger = logging.getLogger("headrace.gateway")
 
 RELAYED_POSTS = ("/v1/chat/completions", "/v1/completions")
 MODELS = "/v1/models"
+MAX_ROUTER_BODY_BYTES = 1_000
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
 
 _BODY_LATE = "body late"
@@ -165,6 +167,9 @@ class GatewayApp:
             await self._guarded(call, path, receive, send, self._models, seen)
         elif path.startswith(MODELS + "/") and method in ("GET", "HEAD"):
             await self._guarded(call, path, receive, send, self._model, seen)
+        elif path == ROUTER and method == "PUT":
+            call.from_here = _is_loopback(scope.get("client"))
+            await self._guarded(call, path, receive, send, self._router, seen)
         else:
             await self._guarded(call, path, receive, send, self._other, seen)
 
@@ -270,6 +275,24 @@ class GatewayApp:
         body = self._admin.model(answer.body, path[len(MODELS) + 1 :])
         await _answer(call, send, 200, body, JSON_TYPE)
 
+    async def _router(
+        self,
+        call: Call,
+        path: str,
+        receive: Receive,
+        send: Send,
+        seen: dict[bytes, bytes],
+        interrupts: Interrupts,
+    ) -> None:
+        """Force plans, or set them free; only from this machine, as it concerns every tenant."""
+        if not call.from_here:
+            raise errors.only_from_here(path)
+        limits.check_content_type(seen.get(b"content-type"))
+        interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
+        wanted = limits.parse_object(await limits.read_body(receive, MAX_ROUTER_BODY_BYTES))
+        body = await self._admin.set_policy(wanted)
+        await _answer(call, send, 200, body, JSON_TYPE)
+
     async def _other(
         self,
         call: Call,
@@ -282,6 +305,8 @@ class GatewayApp:
         """The gateway's own documents, and what does not exist."""
         if path in RELAYED_POSTS:
             raise errors.method_not_allowed(call.method, ["POST"])
+        if path == ROUTER:
+            raise errors.method_not_allowed(call.method, ["PUT"])
         exists = path == MODELS or path.startswith(MODELS + "/")
         document = self._admin.find(path)
         if document is None and not exists:
@@ -350,3 +375,11 @@ async def _refuse(call: Call, error: ApiError, send: Send) -> None:
         await _answer(call, send, error.status, error.body(), JSON_TYPE, *error.headers)
     elif call.streamed:
         await send({"type": "http.response.body", "body": error.event()})
+
+
+def _is_loopback(client: Any) -> bool:
+    """Whether a connection comes from this machine."""
+    try:
+        return client is not None and ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False

@@ -39,6 +39,9 @@ class Backend(Protocol):
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan made for a request, or None when it is unknown or forgotten."""
 
+    async def set_policy(self, policy: str) -> int:
+        """Force all plans `local` or `remote`, or let them follow the `cost`; replicas reached."""
+
     async def metrics(self) -> bytes:
         """Prometheus' text format, for `GET /metrics`."""
 

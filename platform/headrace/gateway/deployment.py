@@ -34,8 +34,12 @@ class ServeBackend:
         self._session: aiohttp.ClientSession | None = None
 
     async def replicas(self) -> list[ReplicaInfo]:
-        """The decode replicas that answer now; one that is dead or hangs is left out."""
-        answers = await _broadcast(self._decode, "headrace_replica")
+        """The decode replicas that answer now; one that is dead is left out.
+
+        Raises:
+            Exception: nobody could be asked; the gateway then keeps what it knows.
+        """
+        answers = await _ask_all(self._decode, "headrace_replica")
         return [ReplicaInfo(**answer) for answer in answers if answer["url"]]
 
     async def status(self) -> dict[str, Any]:
@@ -102,7 +106,9 @@ class GatewayServer:
         )
         self._listener = None
         if settings.port is not None:
-            self._listener = await serve_gateway(self._app, settings.host, settings.port)
+            self._listener = await serve_gateway(
+                self._app, settings.host, settings.port, reuse_port=settings.replicas > 1
+            )
 
     async def __serve_build_asgi_app__(self) -> Any:
         return self._app
@@ -122,12 +128,17 @@ class GatewayServer:
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
-    """Answers of the replicas that gave one in time."""
+    """As `_ask_all`, but nobody is left to answer where nobody can be asked."""
     try:
-        answers = await handle.broadcast(method, *args).results_async(
-            timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True
-        )
+        return await _ask_all(handle, method, *args)
     except Exception as error:
         logger.debug("broadcast %s: %s", method, error)
         return []
+
+
+async def _ask_all(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
+    """Answers of the replicas that gave one."""
+    answers = await handle.broadcast(method, *args).results_async(
+        timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True
+    )
     return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -101,6 +101,19 @@ def method_not_allowed(method: str, allowed: Sequence[str]) -> ApiError:
     )
 
 
+def only_from_here(path: str) -> ApiError:
+    """403: a change that only the gateway's own machine may make."""
+    return ApiError(
+        403, f"{path} can be changed only from the gateway's own machine.", code="only_from_here"
+    )
+
+
+def bad_policy(policies: Sequence[str]) -> ApiError:
+    """400: not a router policy."""
+    wanted = " or ".join(f'{{"policy": "{policy}"}}' for policy in policies)
+    return ApiError(400, f"The body must be {wanted}.", code="bad_policy", param="policy")
+
+
 def body_timeout(limit_s: float) -> ApiError:
     """408: the client did not finish its request."""
     return ApiError(

@@ -15,6 +15,7 @@ Schema = dict[str, Any]
 _ERRORS = {
     400: "The request is malformed or a field is wrong.",
     401: "The API key is missing or wrong.",
+    403: "Only the gateway's own machine may do this.",
     404: "There is no such route, model or plan.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
@@ -214,6 +215,12 @@ def _schemas(model_id: str) -> Schema:
         "Model": model,
         "ModelList": models,
         "Object": _OBJECT,
+        "RouterPolicy": {
+            "type": "object",
+            "required": ["policy"],
+            "properties": {"policy": {"type": "string", "enum": ["cost", "local", "remote"]}},
+            "additionalProperties": False,
+        },
     }
 
 
@@ -251,6 +258,9 @@ def _path_parameter(name: str, example: str) -> Schema:
         "schema": {"type": "string", "minLength": 1},
         "example": example,
     }
+
+
+_CHANGE_REFUSALS = (400, 401, 403, 405, 408, 413, 415, 500, 504)
 
 
 def openapi_document(
@@ -293,6 +303,18 @@ def openapi_document(
         "/v1/chat/completions": _post("Continue a conversation.", "ChatCompletionRequest"),
         "/v1/completions": _post("Continue a text.", "CompletionRequest"),
         "/headrace/v1/status": _get("The state of the cluster.", anything, 500, 504),
+        "/headrace/v1/router": {
+            "put": {
+                "summary": "Force plans local or remote, or let them follow the cost.",
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _ref("RouterPolicy")}},
+                },
+                "responses": _responses(
+                    {"application/json": {"schema": anything}}, *_CHANGE_REFUSALS
+                ),
+            }
+        },
         "/headrace/v1/plans/{request_id}": _get(
             "Why a request went where it went.", anything, 404, 500, 504, parameters=[request]
         ),

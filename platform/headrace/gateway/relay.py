@@ -24,7 +24,7 @@ from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.errors import Headers
 from headrace.gateway.replicas import Lease, ReplicaPool
-from headrace.gateway.upstream import Connection, ReplicaLost, Upstream
+from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
@@ -60,6 +60,7 @@ class Call:
         own_s: seconds of gateway code before the replica got the request; None before that.
         status: sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
+        from_here: whether the client is on this machine (known where it matters).
     """
 
     request_id: bytes
@@ -76,6 +77,7 @@ class Call:
     ttft_s: float | None = None
     streamed: bool = False
     sent_bytes: int = 0
+    from_here: bool = False
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class Answer:
     """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
 
     lease: Lease
-    reply: Connection
+    reply: Reply
     body: bytes
     streamed: bool
 
