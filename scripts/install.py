@@ -256,6 +256,24 @@ class Installer:
                 print(f"{name} ; python_version < '0'", file=leave, flush=True)
             self.install("-r", str(lock), *(("--override", leave.name) if present else ()))
 
+    def compile_bytecode(self) -> None:
+        """Compile what is installed. Without it, where Python may not write bytecode (a read-only
+        tree, PYTHONDONTWRITEBYTECODE), each of the app's processes spends 8 s more on imports."""
+        say("compiling (about a minute)")
+        site = self.installed_in()
+        subprocess.run(
+            [self.python, "-m", "compileall", "-q", "-j", "0", site],
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # some packages carry templates that are no valid Python: its status says nothing
+
+    def installed_in(self) -> str:
+        """The environment's site-packages."""
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        asked = subprocess.run([self.python, "-c", code], capture_output=True, text=True)
+        return asked.stdout.strip()
+
     def install_project(self) -> None:
         """Headrace itself, editable, built by the setuptools that the lock brought."""
         self.install("--quiet", "--no-build-isolation", "-e", ".")
@@ -276,6 +294,7 @@ def main() -> None:
     installer = Installer(options.venv.absolute())
     installer.install_lock(options.lock.absolute())
     installer.install_project()
+    installer.compile_bytecode()
     for old in options.stamp.parent.glob(".installed-*"):
         old.unlink()
     options.stamp.touch()
