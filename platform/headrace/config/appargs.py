@@ -68,6 +68,8 @@ def _environment(role: RoleSettings) -> dict[str, str]:
             "OMP_NUM_THREADS": str(role.threads),
             # Binding threads to cores needs the machine for itself.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Else the first sampled request waits 2 to 9 s for a C++ compiler, or dies without one.
+            "TORCH_COMPILE_DISABLE": "1",
         }
     return env | role.env
 
