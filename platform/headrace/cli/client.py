@@ -73,7 +73,7 @@ def get_json(instance: state.Instance, path: str, timeout_s: float = 15.0) -> An
 
 
 def is_healthy(endpoint: str, token_path: str, headers: dict[str, str]) -> bool:
-    """Whether requests would be served now. Ray's own ingresses have no /health; models are asked."""
+    """Whether requests would be served now. Ray's own ingresses have no /health: ask for models."""
     path = "/health" if token_path == "relay" else "/v1/models"
     try:
         answer = httpx.get(endpoint + path, headers=headers, timeout=5.0, trust_env=False)

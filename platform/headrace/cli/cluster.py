@@ -29,11 +29,12 @@ from headrace.cli.keeper import NOTES
 from headrace.cli.reap import TOKEN_VARIABLE, Belongings, ProcessId, end, remove_shm, shm_names
 
 HOST = "127.0.0.1"
-# Ray replaces 127.0.0.1 by the machine's outward address; another loopback address it leaves alone.
-# So a private node cannot be reached from outside, and outlives a change of network.
+# Ray replaces 127.0.0.1 by the machine's outward address; another loopback address it leaves alone,
+# and so the node outlives a change of network. (Ray's gRPC servers listen on all interfaces whatever
+# is asked; what protects them is the node's token, see `auth_environment`.)
 NODE_HOST = "127.0.0.2"
 FIRST_PORT, LAST_PORT = 11_000, 30_000
-KEEPER_GRACE_S = 25.0  # it ends Ray (8 s), stragglers (2 s + 10 s) and cleans up
+KEEPER_GRACE_S = 25.0  # it ends Ray (5 s), stragglers (1 s + 10 s) and cleans up
 NOISY_ENVIRONMENT = (
     "RAY_ADDRESS",  # would send us to somebody's cluster
     "RAY_TMPDIR",
@@ -226,6 +227,29 @@ def wait(node: Node, timeout_s: float = 180.0) -> None:
     raise NodeError(f"Ray did not start within {timeout_s:g} s: {_last_words(node)}")
 
 
+def ensure(node: Node, spec: NodeSpec, timeout_s: float = 180.0) -> Node:
+    """`wait`, and one more try where that fails: a port was taken meanwhile, or Ray lost patience.
+
+    Ray gives its own processes 30 s, which a machine that loads an engine beside it may exceed. The
+    second node has the first one's folder, so what was told of it stays true; its ports differ.
+
+    Raises:
+        NodeError: it failed twice, or there is no time left for another try.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        wait(node, timeout_s)
+        return node
+    except NodeError:
+        if time.monotonic() > deadline - 1.0:
+            raise
+    stop(node.belongings())
+    node.temp_dir.mkdir(mode=0o700)
+    again = start(spec, node.temp_dir)
+    wait(again, max(1.0, deadline - time.monotonic()))
+    return again
+
+
 def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
     """End all processes, then remove the folder and the /dev/shm files. Idempotent.
 
@@ -260,6 +284,7 @@ def save_logs(temp_dir: Path, folder: Path) -> None:
     for logs in temp_dir.glob("r/session_2*/logs"):
         with contextlib.suppress(OSError, shutil.Error):
             shutil.copytree(logs, folder, dirs_exist_ok=True, symlinks=True)
+    folder.chmod(0o700)  # copytree copied the mode of Ray's folder, which all may write
 
 
 def _wait_gone(identity: ProcessId, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
-"""Deploy the app on a Ray cluster and follow it until it serves. The only module here that imports Ray.
+"""Deploy the app on a Ray cluster and follow it until it serves; only this module imports Ray.
 
-Ray and Serve read their environment when they are imported, so `connect` must be the first to import
-them, after the environment of the node has been set.
+Ray and Serve read their environment when they are imported, so nothing may import them before the
+environment of the node has been set.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Progress:
 
 
 def import_app() -> None:
-    """Import what the driver needs (many seconds: vLLM's layers), so that it overlaps Ray's start."""
+    """Import what the driver needs: many seconds of vLLM's layers, while Ray starts."""
     import headrace.app  # noqa: F401
 
 
@@ -103,6 +104,7 @@ def deploy(args: dict[str, Any], app: str, http: tuple[str, int] | None) -> None
 
     from headrace.app import build_app
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it set another
     try:
         application = build_app(args)
         if http is None:
@@ -134,7 +136,7 @@ def progress(app: str) -> Progress:
                 status=_word(deployment.status),
                 running=states.get("RUNNING", 0),
                 total=sum(v for k, v in states.items() if k != "STOPPING"),
-                message=" ".join((deployment.message or "").split()),
+                message=deployment.message or "",
             )
         )
     return Progress(_word(status.status), status.message or "", tuple(deployments))
@@ -166,9 +168,18 @@ def follow(app: str, deadline: float, every_s: float = 1.0) -> Iterator[Progress
 
 def failure(now: Progress) -> str:
     """The most telling message of a failed app: a deployment's, which holds the engine's error."""
-    messages = [f"{d.name}: {d.message}" for d in now.deployments if d.status == "DEPLOY_FAILED"]
-    messages += [f"{d.name}: {d.message}" for d in now.deployments if d.status == "UNHEALTHY"]
-    return messages[0] if messages else " ".join(now.message.split())
+    for status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        for deployment in now.deployments:
+            if deployment.status == status:
+                return f"{deployment.name}: {cause(deployment.message)}"
+    return cause(now.message) or f"the app is {now.status.lower()}"
+
+
+def cause(message: str) -> str:
+    """The cause in a message that may hold a chain of tracebacks: the last line of the last one."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in message.splitlines()]
+    lines = [line for line in lines if line]
+    return lines[-1] if lines else ""
 
 
 def undeploy(address: str, app: str, timeout_s: float, environment: dict[str, str]) -> bool:
@@ -178,6 +189,7 @@ def undeploy(address: str, app: str, timeout_s: float, environment: dict[str, st
         Whether it was deleted in time. Never raises: what is left is killed afterwards.
     """
     done = threading.Event()
+    logging.disable(logging.WARNING)  # Ray's remarks on threads and deletions; we are leaving
 
     def work() -> None:
         with contextlib.suppress(Exception):

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cli.console import human_seconds
-from headrace.cli.deploy import Progress
+from headrace.cli.deploy import Progress, cause
 
 MESSAGE_CHARS = 70
 
@@ -91,6 +91,6 @@ class Display:
             words = f"{d.status.lower()}, {d.running} of {d.total} replicas"
             row = Text.assemble((f"{d.name:<10}", "bold"), (words, style))
             if d.message and d.status != "HEALTHY":
-                row.append(f"  {d.message[:MESSAGE_CHARS]}", style="dim")
+                row.append(f"  {cause(d.message)[:MESSAGE_CHARS]}", style="dim")
             table.add_row("", row)
         return table

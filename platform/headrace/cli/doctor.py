@@ -1,6 +1,7 @@
-"""`headrace doctor`: what of this machine would keep Headrace from running well, each with its remedy.
+"""`headrace doctor`: what on this machine would keep Headrace from running well, and the remedies.
 
-The judgements are functions of plain values, so that they can be tested; `probes` holds what measures.
+The judgements are functions of plain values, so that they can be tested; `probes` does the
+measuring.
 """
 
 from __future__ import annotations

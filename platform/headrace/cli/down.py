@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,10 @@ def stop(
     if drain_s > 0 and instance.address and (joined or instance.phase == "ready"):
         say("letting requests in flight end")
         _drain(instance, drain_s)
+    if "ray" in sys.modules:  # as a driver we must leave first, or our exit waits for the dead
+        from headrace.cli import deploy
+
+        deploy.disconnect()
     if instance.own_node:
         say("ending its processes")
         belongings = instance.belongings()
@@ -53,7 +58,6 @@ def _drain(instance: state.Instance, drain_s: float) -> None:
     from headrace.cli import deploy
 
     deploy.undeploy(instance.address, instance.app, drain_s, environment)
-    deploy.disconnect()
 
 
 def clear_leftovers(name: str) -> None:

@@ -26,6 +26,7 @@ from headrace.cli.reap import Belongings, ProcessId, end, remove_shm, shm_names
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 1.0  # between looks at /dev/shm's names, which cost one listdir
+RAY_STOP_S = 5.0  # for Ray to end its own processes; alone it takes 2.5 s
 NOTES = "shm.json"
 
 
@@ -110,11 +111,11 @@ class Keeper:
         with contextlib.suppress(ProcessLookupError, psutil.Error):
             if any(c.pid == pid for c in me.children()):
                 os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 8.0
+        deadline = time.monotonic() + RAY_STOP_S
         while _children(me) and time.monotonic() < deadline:
             self._reap(pid)
             time.sleep(0.1)
-        self.shm |= end(self.belongings, grace_s=2.0)
+        self.shm |= end(self.belongings, grace_s=1.0)
         self._reap(pid)
         remove_shm(self.shm, self.belongings.shm_before)
 

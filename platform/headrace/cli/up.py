@@ -1,7 +1,7 @@
 """`headrace up`: from a configuration to a ready endpoint, and everything undone if that fails.
 
-Order: check the configuration, claim the name, start Ray and fetch the model and import the app side
-by side, deploy, follow the engines, ask /health. From the claim on, every way out but success goes
+Order: check the configuration, claim the name, start Ray, meanwhile fetch the model and import the
+app, then deploy, follow the engines, ask /health. From the claim on, every way out but success goes
 through `down.stop`.
 """
 
@@ -129,19 +129,22 @@ def _start(
     instance: state.Instance, config: HeadraceConfig, *, detach: bool, deadline: float
 ) -> None:
     with Display(stderr()) as display:
-        node = None
+        node = spec = None
         if config.ray.address is None:
             display.step("starting Ray")
-            node = _start_node(instance, config, foreground=not detach)
+            spec = _node_spec(instance, config, foreground=not detach)
+            node = cluster.start(spec, Path(instance.temp_dir))
+            _record(instance, node)
         display.step(f"getting {config.model.source or config.model.id}")
         config = _with_model(config, display)
         display.step("loading the app's code")
         from headrace.cli import deploy
 
         deploy.import_app()
-        if node is not None:
+        if node is not None and spec is not None:
             display.step("waiting for Ray")
-            cluster.wait(node, timeout_s=max(1.0, deadline - time.monotonic()))
+            node = cluster.ensure(node, spec, timeout_s=max(1.0, deadline - time.monotonic()))
+            _record(instance, node)
         display.step("deploying")
         deploy.connect(instance.address)
         if node is None and deploy.has_app(instance.app):
@@ -165,9 +168,10 @@ def _start(
     _announce(instance, took_s, detach)
 
 
-def _start_node(
+def _node_spec(
     instance: state.Instance, config: HeadraceConfig, *, foreground: bool
-) -> cluster.Node:
+) -> cluster.NodeSpec:
+    """What to start, in a new folder; this process's environment is made to fit it."""
     temp_dir = cluster.make_temp_dir(instance.name, config.ray.temp_dir)
     instance.temp_dir = str(temp_dir)
     state.save(instance)  # from here on `down` can clean up whatever happens
@@ -178,23 +182,22 @@ def _start_node(
     os.environ.update(environment | cluster.auth_environment(temp_dir))
     os.environ.pop("RAY_ADDRESS", None)
     needed = math.ceil(config.cpus_booked() + CONTROL_CPUS)
-    node = cluster.start(
-        cluster.NodeSpec(
-            name=instance.name,
-            token=instance.token,
-            num_cpus=config.ray.num_cpus or max(4, os.cpu_count() or 1, needed),
-            object_store_bytes=config.ray.object_store_bytes,
-            dashboard=config.ray.dashboard,
-            dashboard_port=config.ray.dashboard_port,
-            environment=environment,
-            foreground=foreground,
-        ),
-        temp_dir,
+    return cluster.NodeSpec(
+        name=instance.name,
+        token=instance.token,
+        num_cpus=config.ray.num_cpus or max(4, os.cpu_count() or 1, needed),
+        object_store_bytes=config.ray.object_store_bytes,
+        dashboard=config.ray.dashboard,
+        dashboard_port=config.ray.dashboard_port,
+        environment=environment,
+        foreground=foreground,
     )
+
+
+def _record(instance: state.Instance, node: cluster.Node) -> None:
     instance.keeper, instance.address = node.keeper, node.address
     instance.dashboard_url, instance.shm_before = node.dashboard_url, sorted(node.shm_before)
     state.save(instance)
-    return node
 
 
 def _with_model(config: HeadraceConfig, display: Display) -> HeadraceConfig:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import GIB, HeadraceConfig, RoleSettings
 
 Problem = tuple[str, str]
@@ -50,22 +51,25 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
 @lru_cache(maxsize=1)
 def vllm_engine_args() -> frozenset[str]:
-    """Names of vLLM's engine arguments, read from its source: importing it takes many seconds.
+    """Names of vLLM's engine and server arguments, read from its source: importing takes seconds.
 
-    Empty when vLLM is not installed here or has moved them; then no name is refused.
+    Ray sorts both kinds out of one mapping. Empty when vLLM is not installed here or has moved them;
+    then no name is refused.
     """
+    trees: list[ast.Module] = []
     try:
         spec = importlib.util.find_spec("vllm")
         if spec is None or not spec.submodule_search_locations:
             return frozenset()
-        source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-        tree = ast.parse(source.read_text("utf-8"))
+        for file in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py"):
+            source = Path(spec.submodule_search_locations[0]) / file
+            trees.append(ast.parse(source.read_text("utf-8")))
     except (ImportError, OSError, SyntaxError, ValueError):
         return frozenset()
     return frozenset(
         field.target.id
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for node in (node for tree in trees for node in tree.body)
+        if isinstance(node, ast.ClassDef) and node.name.endswith(("EngineArgs", "FrontendArgs"))
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     )
@@ -204,16 +208,26 @@ def _kv_holds_one_request(config: HeadraceConfig) -> Iterator[Problem]:
         given = role.kv_cache_bytes
         if given is None or not isinstance(tokens, int):
             continue
-        # NIXL needs whole blocks, of 128 tokens at most by default; each worker holds its share.
-        needed = (tokens + 127) // 128 * 128 * kv_bytes_per_token // role.world_size
+        # Whole blocks, of 128 tokens on the CPU; each worker holds its share.
+        per_token = kv_bytes_per_token * _widening(role)
+        needed = (tokens + 127) // 128 * 128 * per_token // role.world_size
         if needed > given:
-            fits = given * role.world_size // kv_bytes_per_token // 128 * 128
+            fits = given * role.world_size // per_token // 128 * 128
             yield (
                 f"{name}.kv_cache_gb",
                 f"{given / GIB:g} GiB cannot hold one request of {tokens} tokens, which takes "
                 f"{needed / GIB:.3g} GiB; set at least {_ceil_gib(needed):g}, or "
                 f"model.max_model_len: {fits}",
             )
+
+
+def _widening(role: RoleSettings) -> int:
+    """2 where the engine keeps KV in 32 bits, else 1: models are described with 16."""
+    dtype = role.engine.get("dtype")
+    if dtype is None and role.gpus == 0 and not cpu_computes_bfloat16():
+        dtype = "float32"
+    wide = dtype in ("float32", "float") and role.engine.get("kv_cache_dtype", "auto") == "auto"
+    return 2 if wide else 1
 
 
 def _describe(source: str | None) -> tuple[int, int] | None:

@@ -130,8 +130,8 @@ class GatewaySettings(Section):
     )
     port: Port | None = Field(
         default=8000,
-        description="Port to listen on; 0 takes a free one. null: no own port, requests come through "
-        "Serve's proxy; only where the app is deployed without `headrace up`.",
+        description="Port to listen on; 0 takes a free one. null: none of its own, requests come "
+        "through Serve's proxy; only where the app is deployed without `headrace up`.",
     )
     replicas: int = Field(default=1, ge=1, description="How many gateways run.")
     api_keys: list[str] = Field(

@@ -1,0 +1,58 @@
+"""The real `headrace` command with a stand-in app, so that tests of `up` and `down` need no engine.
+
+Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start.
+"""
+
+import os
+import sys
+import types
+from typing import Any
+
+
+def build_app(args: dict[str, Any]) -> Any:
+    from ray import serve
+
+    class Fake:
+        def __init__(self, host: str, port: int, mode: str) -> None:
+            import http.server
+            import threading
+            from multiprocessing import resource_tracker, shared_memory
+
+            if mode == "broken":
+                raise RuntimeError("the engine found no sense in this")
+            # What an engine that is killed leaves behind: a segment that no tracker knows.
+            self.shm = shared_memory.SharedMemory(create=True, size=4096)
+            resource_tracker.unregister(self.shm._name, "shared_memory")
+            name = self.shm.name
+
+            class Handler(http.server.BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    known = self.path in ("/health", "/headrace/v1/status")
+                    self.send_response(200 if known else 404)
+                    self.end_headers()
+                    text = '{"replicas": [], "plans": {"local": 3}, "nixl_bytes": 0, "shm": "%s"}'
+                    self.wfile.write((text % name).encode())
+
+                def log_message(self, *args: object) -> None:
+                    pass
+
+            server = http.server.ThreadingHTTPServer((host, port), Handler)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def __call__(self) -> str:
+            return "fake"
+
+    gateway = args["headrace"]["gateway"]
+    deployment = serve.deployment(
+        Fake, name="decode", ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=1
+    )
+    return deployment.bind(gateway["host"], gateway["port"], os.environ.get("FAKE_APP", ""))
+
+
+if __name__ == "__main__":
+    module: Any = types.ModuleType("headrace.app")
+    module.build_app = build_app
+    sys.modules["headrace.app"] = module
+    from headrace.cli.main import main
+
+    main(sys.argv[1:])

@@ -1,0 +1,191 @@
+"""A private Ray node starts beside anything else and leaves nothing. Real Ray, no engines."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.cli import cluster
+from headrace.cli.reap import shm_names
+
+# A detached actor that survives its driver, and one that was killed, each with a segment that no
+# tracker knows: what a dead engine leaves behind.
+DRIVER = """
+import os, sys, ray, time
+ray.init(address=sys.argv[1], namespace="headrace", log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=0)
+class Engine:
+    def start(self):
+        from multiprocessing import resource_tracker, shared_memory
+        self.memory = shared_memory.SharedMemory(create=True, size=4096)
+        resource_tracker.unregister(self.memory._name, "shared_memory")
+        return self.memory.name, os.getpid()
+    def die(self):
+        os.kill(os.getpid(), 9)
+
+engines = [Engine.options(name=n, lifetime="detached").remote() for n in ("alive", "dead")]
+started = ray.get([e.start.remote() for e in engines])
+time.sleep(3)
+engines[1].die.remote()
+time.sleep(1)
+print("NAMES", *(name for name, _ in started))
+"""
+
+
+@pytest.fixture
+def name() -> str:
+    return f"t{os.getpid() % 10_000}"
+
+
+def start(name: str, **settings: object) -> cluster.Node:
+    spec = cluster.NodeSpec(name, num_cpus=2, object_store_bytes=80_000_000, **settings)
+    node = cluster.start(spec)
+    try:
+        return cluster.ensure(node, spec)
+    except cluster.NodeError:
+        cluster.stop(node.belongings())
+        raise
+
+
+def gone(path: Path) -> bool:
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not path.exists()
+
+
+@pytest.mark.slow
+def test_a_node_leaves_no_process_no_folder_and_no_shm_file(name: str) -> None:
+    node = start(name, dashboard=False)
+    try:
+        environment = os.environ | cluster.auth_environment(node.temp_dir)
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, node.address],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "NAMES" in done.stdout, done.stderr[-2000:]
+        made = done.stdout.split("NAMES")[1].split()
+        assert len(made) == 2
+        processes = node.belongings().processes()
+        assert len(processes) >= 4
+    finally:
+        cluster.stop(node.belongings())
+    assert [i.pid for i in processes if i.process() is not None] == []
+    assert node.belongings().processes() == {}
+    assert not node.temp_dir.exists()
+    assert shm_names().isdisjoint(made)
+    cluster.stop(node.belongings())  # idempotent
+
+
+@pytest.mark.slow
+def test_two_nodes_coexist_and_stopping_one_leaves_the_other(name: str) -> None:
+    first = start(name + "a", dashboard=False)
+    try:
+        second = start(name + "b", dashboard=False)
+        try:
+            assert first.address != second.address
+            assert first.belongings().processes().keys().isdisjoint(second.belongings().processes())
+            assert str(second.temp_dir) != str(first.temp_dir)
+            assert (second.temp_dir / "ray-token").stat().st_mode & 0o777 == 0o600
+        finally:
+            cluster.stop(second.belongings())
+        assert first.keeper.process() is not None
+        assert first.belongings().processes()
+    finally:
+        cluster.stop(first.belongings())
+
+
+@pytest.mark.slow
+def test_a_keeper_that_is_killed_leaves_its_node_to_stop(name: str) -> None:
+    node = start(name, dashboard=False)
+    keeper = node.keeper.process()
+    assert keeper is not None
+    keeper.kill()
+    cluster.stop(node.belongings())
+    assert node.belongings().processes() == {}
+    assert not node.temp_dir.exists()
+
+
+@pytest.mark.slow
+def test_a_foreground_node_ends_with_its_starter(name: str) -> None:
+    code = (
+        "import os\n"
+        "from headrace.cli import cluster\n"
+        f"spec = cluster.NodeSpec({name!r}, 2, 80_000_000, dashboard=False)\n"
+        "node = cluster.ensure(cluster.start(spec), spec)\n"
+        "print(node.keeper.pid, node.temp_dir, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200
+    )
+    pid, folder = done.stdout.split()
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == "zombie"
+    cluster.stop(cluster.Belongings("none", Path(folder)))
+    assert gone(Path(folder))
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_start_says_why(name: str) -> None:
+    node = cluster.start(cluster.NodeSpec(name, num_cpus=2, object_store_bytes=1))
+    try:
+        with pytest.raises(cluster.NodeError, match=r"(?i)object store|ended while starting"):
+            cluster.wait(node)
+    finally:
+        cluster.stop(node.belongings())
+    assert not node.temp_dir.exists()
+
+
+def test_free_ports_are_below_the_ephemeral_range_and_differ() -> None:
+    ports = cluster.free_ports(20)
+    assert len(set(ports)) == 20
+    assert all(cluster.FIRST_PORT <= p < cluster.LAST_PORT for p in ports)
+    adjacent = cluster.free_ports(50, adjacent=True)
+    assert adjacent == list(range(adjacent[0], adjacent[0] + 50))
+
+
+def test_a_used_port_is_not_free() -> None:
+    import socket
+
+    with socket.socket() as server:
+        server.bind((cluster.HOST, 0))
+        server.listen()
+        assert not cluster.port_is_free(cluster.HOST, server.getsockname()[1])
+
+
+def test_direct_streaming_gets_files_and_ports_of_its_own(tmp_path: Path) -> None:
+    first, second = (cluster.direct_environment(tmp_path / n) for n in ("a", "b"))
+    for variable, value in first.items():
+        if variable.endswith(("_LOC", "_PATH", "_BASE", "_FILE")):
+            assert value.startswith(str(tmp_path / "a"))
+            assert value != second[variable]
+
+
+def test_the_direct_variables_are_ones_that_ray_reads(tmp_path: Path) -> None:
+    from importlib.util import find_spec
+
+    spec = find_spec("ray")
+    assert spec is not None and spec.origin is not None
+    ray = Path(spec.origin).parent
+    known = (ray / "serve/_private/constants.py").read_text()
+    known += (ray / "llm/_internal/serve/constants.py").read_text()
+    for variable in cluster.direct_environment(tmp_path):
+        assert f'"{variable}"' in known, variable
+
+
+def test_the_token_is_private_and_made_once(tmp_path: Path) -> None:
+    first = cluster.auth_environment(tmp_path)
+    text = Path(first["RAY_AUTH_TOKEN_PATH"]).read_text()
+    assert cluster.auth_environment(tmp_path) == first
+    assert Path(first["RAY_AUTH_TOKEN_PATH"]).read_text() == text
+    assert len(text) == 64

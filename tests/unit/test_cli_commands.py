@@ -1,0 +1,180 @@
+"""The command line's surface: helps, exit statuses, one-line errors."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import client, state
+from headrace.cli.main import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    code = caught.value.code
+    return (code if isinstance(code, int) else 0 if code is None else 1), out, err
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADRACE_STATE", str(tmp_path / "state"))
+    monkeypatch.delenv("HEADRACE_DEBUG", raising=False)
+    return tmp_path / "state"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "up",
+        "down",
+        "status",
+        "chat",
+        "doctor",
+        "version",
+        "model",
+        "model fetch",
+        "model list",
+        "model path",
+        "model verify",
+        "config",
+        "config show",
+        "config check",
+        "config docs",
+    ],
+)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *command.split(), "--help")
+    assert code == 0
+    assert "Usage:" in out
+
+
+def test_help_imports_neither_ray_nor_vllm_nor_torch() -> None:
+    code = (
+        "import sys\n"
+        "from headrace.cli.main import main\n"
+        "try: main(['up', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'ray', 'vllm', 'torch', 'transformers', 'openai'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 10  # 0.3 s on an idle machine
+
+
+@pytest.mark.parametrize("command", [["up"], ["config", "check"], ["config", "show"]])
+def test_a_bad_configuration_is_exit_2_and_a_line_a_problem(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *command, "--set", "gatewya.port=1", "--set", "decode.threads=0")
+    assert code == 2
+    assert out == ""
+    assert sorted(err.splitlines()) == [
+        "error: decode.threads: must be >= 1, got 0",
+        'error: gatewya: unknown field; did you mean "gateway"?',
+    ]
+
+
+def test_nothing_running_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["status"], ["chat", "hello"]):
+        code, _, err = run(capsys, *command)
+        assert (code, err) == (1, "error: nothing runs; start it with: headrace up\n")
+    code, _, err = run(capsys, "status", "--name", "x")
+    assert err == 'error: nothing called "x" runs; start it with: headrace up --name x\n'
+    code, out, _ = run(capsys, "down")
+    assert (code, out) == (0, "nothing runs\n")
+
+
+def test_a_name_that_cannot_be_one_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["down"], ["status"], ["up", "--set", "gateway.port=0"]):
+        code, _, err = run(capsys, *command, "--name", "../x")
+        assert code == 2
+        assert err.startswith('error: "../x" cannot be a name')
+
+
+def test_a_port_in_use_fails_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], own_state: Path
+) -> None:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        code, _, err = run(capsys, "up", "--set", f"gateway.port={port}")
+    assert code == 1
+    assert err.startswith(f"error: gateway.port: {port} is in use on 127.0.0.1; free it, or")
+    assert not own_state.exists()
+
+
+def test_config_show_masks_keys_and_loads_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, out, _ = run(capsys, "config", "show", "--set", "gateway.api_keys=[sk-very-secret]")
+    assert "sk-very-secret" not in out
+    assert "'***'" in out
+    _, out, _ = run(capsys, "config", "show", "--preset", "gpu-node")
+    (tmp_path / "c.yaml").write_text(out)
+    code, out, _ = run(capsys, "config", "check", "-f", str(tmp_path / "c.yaml"))
+    assert (code, out) == (0, "the configuration is fine\n")
+
+
+def test_version_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "version", "--json")
+    assert {"headrace", "ray", "vllm", "nixl"} <= set(json.loads(out))
+
+
+def test_bench_outside_a_checkout_says_where_to_get_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not _holds_benchmarks(p)])
+    for name in [m for m in sys.modules if m.split(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    code, _, err = run(capsys, "bench", "--quick")
+    assert code == 1
+    assert "clone the repository" in err
+
+
+def _holds_benchmarks(folder: str) -> bool:
+    return (Path(folder or ".") / "benchmarks").is_dir()
+
+
+def test_unexpected_errors_are_one_line_unless_debugging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: object) -> state.Instance:
+        raise OSError("the disk\nis on fire")
+
+    monkeypatch.setattr(client, "running_instance", broken)
+    code, _, err = run(capsys, "status")
+    assert (code, err) == (1, "error: OSError: the disk is on fire (--debug shows where)\n")
+    with pytest.raises(OSError, match="on fire"):
+        main(["status", "--debug"])
+
+
+def test_state_is_private_exclusive_and_survives_nonsense(own_state: Path) -> None:
+    instance = state.Instance(name="a", token="t", endpoint="http://127.0.0.1:1")
+    state.create(instance)
+    file = own_state / "a.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        state.create(instance)
+    instance.phase = "ready"
+    state.save(instance)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert state.load("a") == instance
+    assert [i.name for i in state.instances()] == ["a"]
+    assert not instance.running()
+    file.write_text("{")
+    assert state.load("a") is None
+    assert list(state.instances()) == []
+    state.forget("a")
+    state.forget("a")

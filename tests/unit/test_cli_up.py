@@ -1,0 +1,156 @@
+"""`headrace up` and `down` on a real Ray and Serve, with a stand-in for the engines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from headrace.cli.reap import shm_names
+
+FAKE = Path(__file__).parent / "fake_app_cli.py"
+TIMEOUT_S = 240
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
+    shape |= {"max_position_embeddings": 128, "architectures": ["LlamaForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(shape))
+    paths = [p for p in sys.path if p]
+    variables = os.environ | {
+        "HEADRACE_STATE": str(tmp_path / "state"),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "FAKE_MODEL": str(model),
+    }
+    yield variables
+    headrace(variables, "down", "--all")
+
+
+def command(environment: dict[str, str], *arguments: str) -> list[str]:
+    out = [sys.executable, str(FAKE), *arguments]
+    if arguments[0] == "up":
+        out += ["--set", f"model.source={environment['FAKE_MODEL']}", "--set", "gateway.port=0"]
+        out += ["--set", "ray.object_store_bytes=80000000", "--set", "ray.dashboard=false"]
+    return out
+
+
+def headrace(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(environment, *arguments),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+
+
+def state(environment: dict[str, str], name: str = "default") -> dict[str, object]:
+    file = Path(environment["HEADRACE_STATE"]) / f"{name}.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    return json.loads(file.read_text())
+
+
+def leftovers(temp_dir: object) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if f"{temp_dir}/" in " ".join(process.cmdline()):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_detached_it_answers_until_down_and_then_nothing_is_left(
+    environment: dict[str, str],
+) -> None:
+    done = headrace(environment, "up", "--detach")
+    assert done.returncode == 0, done.stderr
+    instance = state(environment)
+    endpoint = str(instance["endpoint"])
+    for part in ("endpoint", endpoint, "curl ", "ready"):
+        assert part in done.stdout
+    assert httpx.get(f"{endpoint}/health").status_code == 200
+
+    again = headrace(environment, "up", "--detach")
+    assert again.returncode == 1
+    assert f'"default" runs already at {endpoint}' in again.stderr
+    status = json.loads(headrace(environment, "status", "--json").stdout)
+    assert status["plans"] == {"local": 3}
+    assert status["shm"] in shm_names()
+
+    done = headrace(environment, "down")
+    assert done.returncode == 0, done.stderr
+    assert '"default" is down' in done.stdout
+    assert not Path(str(instance["temp_dir"])).exists()
+    assert leftovers(instance["temp_dir"]) == []
+    assert status["shm"] not in shm_names()
+    assert headrace(environment, "down").stdout.strip() == "nothing runs"
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_foreground_leaves_nothing(environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        command(environment, "up"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("ready"):
+            break
+    instance = state(environment)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert not Path(str(instance["temp_dir"])).exists()
+    assert leftovers(instance["temp_dir"]) == []
+    assert list(Path(environment["HEADRACE_STATE"]).glob("*.json")) == []
+
+
+@pytest.mark.slow
+def test_sigterm_while_starting_leaves_nothing(environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        command(environment, "up"), env=environment, stderr=subprocess.PIPE, text=True
+    )
+    file = Path(environment["HEADRACE_STATE"]) / "default.json"
+    deadline = time.monotonic() + 60
+    temp_dir = ""
+    while not temp_dir and time.monotonic() < deadline:
+        if file.exists() and file.stat().st_size:
+            temp_dir = json.loads(file.read_text())["temp_dir"]
+        time.sleep(0.1)
+    time.sleep(2.0)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert "Traceback" not in errors
+    assert not Path(temp_dir).exists()
+    assert leftovers(temp_dir) == []
+
+
+@pytest.mark.slow
+def test_a_replica_that_cannot_start_is_reported_and_undone(environment: dict[str, str]) -> None:
+    done = headrace(environment | {"FAKE_APP": "broken"}, "up")
+    assert done.returncode == 1
+    last = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert last == ["error: decode: RuntimeError: the engine found no sense in this"]
+    assert "Traceback" not in done.stderr
+    logs = Path(environment["HEADRACE_STATE"]) / "default.logs"
+    assert (logs / "ray.log").exists()
+    assert list((logs / "serve").glob("replica_*"))
+    assert not list(Path(environment["HEADRACE_STATE"]).glob("*.json"))

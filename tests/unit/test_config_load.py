@@ -1,0 +1,283 @@
+"""The configuration file: every mistake is one line, the field's path and what would be right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.config import (
+    AppSection,
+    ConfigError,
+    HeadraceConfig,
+    load_config,
+    preset_names,
+    warnings,
+)
+from headrace.config.checks import vllm_engine_args
+from headrace.config.docs import render
+
+ROOT = Path(__file__).parents[2]
+
+
+def problems(*overrides: str, path: Path | None = None, preset: str | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, preset, overrides)
+    return list(caught.value.problems)
+
+
+def only_problem(*overrides: str) -> str:
+    (line,) = problems(*overrides)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("gatewya.port=1", 'gatewya: unknown field; did you mean "gateway"?'),
+        ("gateway.prot=1", 'gateway.prot: unknown field; did you mean "port"?'),
+        ("zzz=1", "zzz: unknown field"),
+        ("decode.kv_cache_gb=-1", "decode.kv_cache_gb: must be > 0, got -1"),
+        ("decode.replicas=0", "decode.replicas: must be >= 1, got 0"),
+        ("gateway.port=70000", "gateway.port: must be <= 65535, got 70000"),
+        ("gateway.port=high", 'gateway.port: must be a whole number, got "high"'),
+        ("prefill.cpus=many", 'prefill.cpus: must be a number, got "many"'),
+        ("ray.dashboard=perhaps", 'ray.dashboard: must be true or false, got "perhaps"'),
+        ("model=smollm2", 'model: must be a section with fields, got "smollm2"'),
+        ("decode.engine=[1]", "decode.engine: must be a mapping, got a list"),
+        ("model.id=", "model.id: must not be empty"),
+        ("model.id=null", "model.id: must be text, got null"),
+        (
+            "token_path=realy",
+            'token_path: must be one of relay, direct, classic; got "realy"; did you mean "relay"?',
+        ),
+        (
+            "router.policy=cheapest",
+            'router.policy: must be one of cost, local, remote; got "cheapest"',
+        ),
+        (
+            "gateway.host=http://x:1",
+            "gateway.host: must be an IP address or a host name without scheme or port, got "
+            '"http://x:1"',
+        ),
+        (
+            "gateway.host=1.2.3",
+            "gateway.host: must be an IP address or a host name without scheme or port, "
+            'got "1.2.3"',
+        ),
+        ("ray.temp_dir=here", 'ray.temp_dir: must be an absolute path, got "here"'),
+        (
+            "observability.otlp_endpoint=collector",
+            'observability.otlp_endpoint: must be like "http://host:4317", got "collector"',
+        ),
+        ("gateway.port", '--set gateway.port: must be like "gateway.port=8001"'),
+        ("=3", '--set =3: must be like "gateway.port=8001"'),
+        (
+            "gateway.port=null",
+            "gateway.port: is null, but this endpoint needs one; set 0 for any free port",
+        ),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_path_and_remedy(override: str, line: str) -> None:
+    assert only_problem(override) == line
+
+
+def test_a_temp_dir_too_long_for_sockets_is_refused() -> None:
+    assert "at most 30 characters, got 41" in only_problem("ray.temp_dir=/" + "x" * 40)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    assert len(problems("gateway.port=x", "decode.threads=0", "zzz=1")) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (
+            ["decode.gpus=2", "prefill.gpus=1"],
+            "decode.gpus: is 2, but engine.tensor_parallel_size 1 x engine.pipeline_parallel_size 1"
+            " wants 1; set gpus: 1, or engine.tensor_parallel_size: 2",
+        ),
+        (
+            ["decode.engine.tensor_parallel_size=2"],
+            "decode.gpus: is 0, but engine.tensor_parallel_size 2 x engine.pipeline_parallel_size 1"
+            " wants 2; set gpus: 2, or remove both to run on the CPU",
+        ),
+        (["decode.gpus=1"], "decode.gpus: is 1, but prefill.gpus is 0: KV made on a CPU"),
+        (["decode.accelerator_type=H100"], 'decode.accelerator_type: is "H100", but decode.gpus'),
+        (["decode.engine.tensor_parallel_size=two"], "must be a whole number >= 1, got 'two'"),
+        (["decode.engine.model=x"], "decode.engine.model: set model.source instead"),
+        (
+            ["prefill.engine.kv_cache_memory_bytes=5"],
+            "prefill.engine.kv_cache_memory_bytes: set prefill.kv_cache_gb instead",
+        ),
+        (
+            ["prefill.env.OMP_NUM_THREADS=4"],
+            "prefill.env.OMP_NUM_THREADS: set prefill.threads instead",
+        ),
+        (
+            ["decode.engine.dtype=float32"],
+            "decode.engine.dtype: is 'float32', but prefill.engine.dtype is not set; both roles",
+        ),
+        (
+            ["model.max_model_len=4096", "decode.engine.max_model_len=2048"],
+            "decode.engine.max_model_len: is 2048, but model.max_model_len is 4096",
+        ),
+        (["ray.num_cpus=1", "decode.replicas=4"], "ray.num_cpus: is 1, but the replicas book 2.5"),
+        (["gateway.api_keys_file=/nowhere"], 'cannot read "/nowhere": No such file'),
+    ],
+)
+def test_impossible_combinations_are_refused(overrides: list[str], part: str) -> None:
+    assert any(part in line for line in problems(*overrides)), problems(*overrides)
+
+
+def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
+    if not vllm_engine_args():
+        pytest.skip("vLLM is not installed here")
+    assert only_problem("prefill.engine.max_modle_len=4096") == (
+        "prefill.engine.max_modle_len: vLLM has no such engine argument; did you mean "
+        '"max_model_len"?'
+    )
+
+
+@pytest.mark.parametrize("path", ["direct", "classic"])
+def test_keys_are_refused_where_nothing_would_check_them(path: str) -> None:
+    line = only_problem(f"token_path={path}", "gateway.api_keys=[sk-12345678]")
+    assert line.startswith(
+        f'token_path: is "{path}", which checks no API key, but gateway.api_keys'
+    )
+    with pytest.raises(ValueError, match="checks no API key"):
+        AppSection.model_validate({"token_path": path, "gateway": {"api_keys": ["sk-12345678"]}})
+
+
+@pytest.mark.parametrize("key", ["short", "with space", "ümlaut-key"])
+def test_a_key_that_cannot_be_one_is_refused_without_being_shown(key: str, tmp_path: Path) -> None:
+    line = only_problem(f"gateway.api_keys={json.dumps([key])}")
+    assert "key 0 must be 8 or more visible ASCII characters" in line
+    assert key not in line
+    file = tmp_path / "keys"
+    file.write_text(f"# comment\n{key}\n", encoding="utf-8")
+    line = only_problem(f"gateway.api_keys_file={file}")
+    assert "line 2 must be" in line
+    assert key not in line
+
+
+def test_keys_come_from_the_list_and_the_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# team\nsk-from-file\n\n  sk-from-list \n")
+    (tmp_path / "c.yaml").write_text("gateway: {api_keys: [sk-from-list], api_keys_file: keys}\n")
+    config = load_config(tmp_path / "c.yaml")
+    assert config.gateway.keys() == ["sk-from-list", "sk-from-file"]
+
+
+def test_an_empty_key_file_does_not_mean_open_to_all(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# none yet\n")
+    assert "holds no key" in only_problem(f"gateway.api_keys_file={tmp_path / 'keys'}")
+
+
+def test_a_kv_cache_that_cannot_hold_one_request_is_refused(tmp_path: Path) -> None:
+    # 2 (K and V) x 30 layers x 3 heads x 64 x 2 bytes = 23,040 a token; 8,192 tokens 0.176 GiB.
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "hidden_size": 576,
+        "max_position_embeddings": 8192,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    base = [f"model.source={tmp_path}"]
+    base += ["decode.engine.dtype=bfloat16", "prefill.engine.dtype=bfloat16"]
+    assert only_problem(*base, "decode.kv_cache_gb=0.1") == (
+        "decode.kv_cache_gb: 0.1 GiB cannot hold one request of 8192 tokens, which takes "
+        "0.176 GiB; set at least 0.18, or model.max_model_len: 4608"
+    )
+    load_config(overrides=[*base, "decode.kv_cache_gb=0.18"])
+    load_config(overrides=[*base, "decode.kv_cache_gb=0.1", "model.max_model_len=4608"])
+    wide = [o.replace("bfloat16", "float32") for o in base]
+    assert "takes 0.352 GiB" in only_problem(*wide, "decode.kv_cache_gb=0.18")
+
+
+def test_yaml_mistakes_give_line_and_column(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("gateway:\n  port: [8000\ndecode: 1\n")
+    (line,) = problems(path=file)
+    assert line.startswith(f"{file}:3:")
+    assert "not valid YAML" in line
+    file.write_text("gateway:\n  port: 1\n  port: 2\n")
+    assert problems(path=file) == [f'{file}:3:3: not valid YAML: "port" is given twice']
+    file.write_text("- 1\n")
+    assert problems(path=file) == [f"{file}: must hold `field: value` lines, got a list"]
+    file.write_bytes(b"model: \xff\n")
+    assert problems(path=file) == [f"{file}: is not UTF-8 text (byte 7)"]
+    assert problems(path=tmp_path / "none.yaml")[0].endswith("No such file or directory")
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "c.yaml") == HeadraceConfig()
+
+
+def test_later_sources_win_field_by_field(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("gateway: {port: 8001}\ndecode: {replicas: 3}\n")
+    config = load_config(tmp_path / "c.yaml", "gpu-cluster", ["decode.replicas=5"])
+    assert config.gateway.host == "0.0.0.0"  # the preset's
+    assert config.gateway.port == 8001  # the file's
+    assert config.decode.replicas == 5  # the override's
+    assert config.decode.gpus == 1
+
+
+def test_overrides_are_read_as_yaml_and_reach_into_mappings() -> None:
+    config = load_config(
+        overrides=[
+            "decode.engine.max_num_seqs=16",
+            "decode.engine.enable_prefix_caching=false",
+            "decode.env.A=1",
+            "model.id=a=b",
+        ]
+    )
+    assert config.decode.engine == {"max_num_seqs": 16, "enable_prefix_caching": False}
+    assert config.decode.env == {"A": "1"}
+    assert config.model.id == "a=b"
+    line = only_problem("gateway.port=1", "gateway.port.x=2")
+    assert line == "gateway.port: holds a value, so gateway.port.x cannot be set"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_valid(name: str) -> None:
+    load_config(preset=name)
+
+
+def test_the_laptop_preset_is_the_defaults() -> None:
+    laptop, default = load_config(preset="laptop"), HeadraceConfig()
+    same_kv = {"kv_cache_gb": 1.0}  # spelled out in the preset
+    for role in ("prefill", "decode"):
+        assert getattr(laptop, role) == getattr(default, role).model_copy(update=same_kv)
+        assert getattr(laptop, role).kv_cache_bytes == getattr(default, role).kv_cache_bytes
+    assert laptop.gateway == default.gateway
+    assert laptop.model == default.model
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    assert problems(preset="gpu-nod") == [
+        'preset: there is none called "gpu-nod"; did you mean "gpu-node"?'
+    ]
+    assert problems(preset="moon") == [
+        'preset: there is none called "moon"; there are gpu-cluster, gpu-node, laptop'
+    ]
+
+
+def test_an_open_endpoint_without_keys_warns() -> None:
+    assert warnings(load_config()) == []
+    assert (
+        "0.0.0.0 without API keys" in warnings(load_config(overrides=["gateway.host=0.0.0.0"]))[0]
+    )
+    # HAProxy listens everywhere whatever host is set.
+    assert "all interfaces" in warnings(load_config(overrides=["token_path=direct"]))[0]
+    keys = ["gateway.host=0.0.0.0", "gateway.api_keys=[sk-12345678]"]
+    assert warnings(load_config(overrides=keys)) == []
+
+
+def test_the_configuration_page_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    assert page == render(), "run: headrace config docs > docs/configuration.md"
