@@ -21,6 +21,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from headrace_kvstore._vllm_compat import start_engine
 from headrace_kvstore.meter import EngineMeter
 
+IN_PROCESS_KEY = "headrace_in_process"
+"""`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
+
 
 class MeteredVLLMEngine(VLLMEngine):
     """Ray's vLLM engine with its steps and transfers metered, and its `AsyncLLM` class of our
@@ -57,6 +60,7 @@ class MeteredVLLMEngine(VLLMEngine):
             self.llm_class,
             vllm_engine_config,
             self.meter,
+            in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
             log_requests=vllm_engine_args.enable_log_requests,
         )
         return self.llm

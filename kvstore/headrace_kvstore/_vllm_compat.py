@@ -18,6 +18,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from headrace_kvstore.executor import InProcessExecutor
 from headrace_kvstore.meter import EngineMeter, Step, Transfer
 
 
@@ -78,17 +79,33 @@ def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
 
 
 def start_engine(
-    llm_class: type[AsyncLLM], vllm_config: VllmConfig, meter: EngineMeter, *, log_requests: bool
+    llm_class: type[AsyncLLM],
+    vllm_config: VllmConfig,
+    meter: EngineMeter,
+    *,
+    in_process: bool,
+    log_requests: bool,
 ) -> AsyncLLM:
     """Start an engine whose statistics go to Ray's metrics export and to `meter`.
 
     vLLM's own periodic log lines stay off: they would print one line a step.
+
+    Args:
+        in_process: run a CPU engine's only worker in the engine's process (`executor`).
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
     return llm_class(
         vllm_config=vllm_config,
-        executor_class=Executor.get_class(vllm_config),
+        executor_class=executor_class(vllm_config, in_process),
         log_stats=False,
         log_requests=log_requests,
         stat_loggers=[RayPrometheusStatLogger, partial(MeterStatLogger, meter)],
     )
+
+
+def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:
+    """vLLM's own choice, or `InProcessExecutor` where it is wanted and possible."""
+    one_worker = vllm_config.parallel_config.world_size == 1
+    if in_process and one_worker and vllm_config.device_config.device_type == "cpu":
+        return InProcessExecutor
+    return Executor.get_class(vllm_config)
