@@ -37,7 +37,7 @@ from headrace.config import HeadraceConfig, load_config
 MODEL_ID = "bench-model"
 MAX_MODEL_LEN = 8192
 READY = "READY"
-STOP_GRACE_S = 50.0
+STOP_GRACE_S = 90.0
 
 
 class ArmError(RuntimeError):
@@ -124,6 +124,7 @@ class Arm:
         if self._process is None:
             shutil.rmtree(self._folder, ignore_errors=True)
             return
+        self.resume()
         processes = self._belongings.processes()
         self._belongings.pids = list(processes)
         shm = self._belongings.shm_files(processes.values())
@@ -136,6 +137,34 @@ class Arm:
         remove_shm(shm, self._belongings.shm_before)
         self._process = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def pause(self) -> None:
+        """Hold the engines' workers still while another arm is measured.
+
+        NIXL's progress thread keeps a whole core busy in each worker, even when there is nothing to
+        do; on a small machine an idle arm would slow the others down. Only engine processes are
+        held: Ray's own must go on answering its health checks.
+        """
+        for process in self._engine_workers():
+            with contextlib.suppress(psutil.Error):
+                process.suspend()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        for process in self._engine_workers():
+            with contextlib.suppress(psutil.Error):
+                process.resume()
+
+    def _engine_workers(self) -> list[psutil.Process]:
+        workers, cores = [], []
+        for process in self.processes().values():
+            with contextlib.suppress(psutil.Error):
+                command = " ".join(process.cmdline())
+                if command.startswith("VLLM::Worker"):
+                    workers.append(process)
+                elif command.startswith("VLLM::EngineCore"):
+                    cores.append(process)
+        return workers or cores  # without workers of its own, an engine core does their work
 
     def processes(self) -> dict[ProcessId, psutil.Process]:
         """All its processes."""

@@ -53,6 +53,8 @@ class Run:
         with ExitStack() as stack:
             start_all(arms, stack)
             self._look_at_idle(arms)
+            for arm in arms:
+                arm.pause()
             by_name = {arm.name: arm for arm in arms}
             names = list(by_name)
             weights = [self._weight(cell, len(arms)) for cell in self.cells]
@@ -106,20 +108,32 @@ class Run:
         talks = workloads.conversations(
             cell, cell.warmup, turns=1, seed=self.seed, scope=f"{arm.name}/warm-up"
         )
+        arm.resume()
         warm = uvloop.run(load.run(arm.url, MODEL_ID, talks, cell.concurrency))
+        arm.pause()
         for sample in warm.samples:
             if sample.error is not None:
                 say(f"warm-up of {arm.name}, {cell.name}: {sample.error}")
+
+    def _prime(self, arm: Arm, cell: Cell, number: int) -> None:
+        """One short request that is not counted, as the arm's memory may have left the caches."""
+        talks = workloads.conversations(
+            workloads.PRIMER, 1, seed=self.seed, scope=f"{arm.name}/{cell.name}/{number}/prime"
+        )
+        uvloop.run(load.run(arm.url, MODEL_ID, talks, 1, output_tokens=4))
 
     def _measure(self, arm: Arm, arms: Sequence[Arm], cell: Cell, number: int) -> None:
         talks = workloads.conversations(
             cell, cell.conversations, seed=self.seed, scope=f"{arm.name}/{number}"
         )
+        arm.resume()
+        self._prime(arm, cell, number)
         before = _plans(arm)
         clock = CpuClock(arms)
         seen = uvloop.run(load.run(arm.url, MODEL_ID, talks, cell.concurrency))
         cores = clock.cores()
         after = _plans(arm)
+        arm.pause()
         repeat = Repeat(
             workload=cell.workload.name,
             concurrency=cell.concurrency,
@@ -155,6 +169,9 @@ def start_all(arms: Sequence[Arm], stack: ExitStack) -> None:
         for arm in group:
             arm.wait()
             say(f"{arm.name} is ready after {arm.started_s:.0f} s")
+        if group is peers and ours:
+            for arm in group:
+                arm.pause()
 
 
 def _plans(arm: Arm) -> dict[str, int]:

@@ -85,6 +85,9 @@ WORKLOADS = {
     "shared": Workload("shared", user_words=31, system_words=990, turns=4, new_tokens=136),
 }
 
+# One short request before each repeat, not counted.
+PRIMER = Cell(WORKLOADS["short"], concurrency=1, conversations=1, warmup=0)
+
 # Conversations per client and repeat, by whether there is one client or more.
 _QUICK = {"short": (4, 2), "long": (2, 1), "shared": (1, 1)}
 _FULL = {"short": (10, 4), "long": (3, 2), "shared": (2, 1)}

@@ -1,6 +1,7 @@
 """The real `headrace` command with a stand-in app, so that tests of `up` and `down` need no engine.
 
-Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start.
+Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start,
+`FAKE_APP=proxied` one that leaves listening to Serve, as the classic and direct token paths do.
 """
 
 import os
@@ -25,6 +26,9 @@ def build_app(args: dict[str, Any]) -> Any:
             resource_tracker.unregister(self.shm._name, "shared_memory")
             name = self.shm.name
 
+            if mode == "proxied":  # Serve's own proxy listens instead
+                return
+
             class Handler(http.server.BaseHTTPRequestHandler):
                 def do_GET(self) -> None:
                     known = self.path in ("/health", "/headrace/v1/status")
@@ -39,7 +43,7 @@ def build_app(args: dict[str, Any]) -> Any:
             server = http.server.ThreadingHTTPServer((host, port), Handler)
             threading.Thread(target=server.serve_forever, daemon=True).start()
 
-        def __call__(self) -> str:
+        def __call__(self, request: object) -> str:
             return "fake"
 
     gateway = args["headrace"]["gateway"]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from headrace.cli import cluster
 from headrace.cli.reap import shm_names
+from headrace.config.schema import MAX_TEMP_DIR_CHARS
 
 # A detached actor that survives its driver, and one that was killed, each with a segment that no
 # tracker knows: what a dead engine leaves behind.
@@ -169,6 +171,30 @@ def test_direct_streaming_gets_files_and_ports_of_its_own(tmp_path: Path) -> Non
         if variable.endswith(("_LOC", "_PATH", "_BASE", "_FILE")):
             assert value.startswith(str(tmp_path / "a"))
             assert value != second[variable]
+
+
+def test_socket_paths_fit_below_the_longest_folder(tmp_path: Path) -> None:
+    folder = Path("/" + "x" * (MAX_TEMP_DIR_CHARS - 1)) / "hr-abcdef-12345678"
+    ray = folder / "r/session_2026-11-21_03-44-39_676687_4194304/sockets/plasma_store"
+    assert len(str(ray)) <= 107
+    (tmp_path / "ray-token").touch()
+    for variable, value in cluster.direct_environment(tmp_path).items():
+        if variable.endswith("SOCKET_PATH"):
+            directory, name = os.path.split(str(folder) + value.removeprefix(str(tmp_path)))
+            assert len(f"{directory}/{'0' * 56}/{name}") <= 97  # Ray adds the node's id
+
+
+def test_the_node_folder_is_short_wherever_temporary_files_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a-folder-with-a-long-name"))
+    folder = cluster.make_temp_dir("a-name-as-long-as-names-may-be")
+    try:
+        assert folder.parent == Path("/tmp")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert len(folder.name) == 18
+    finally:
+        folder.rmdir()
 
 
 def test_the_direct_variables_are_ones_that_ray_reads(tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ import psutil
 
 from headrace.cli.keeper import NOTES
 from headrace.cli.reap import TOKEN_VARIABLE, Belongings, ProcessId, end, remove_shm, shm_names
+from headrace.config.schema import MAX_TEMP_DIR_CHARS
 
 HOST = "127.0.0.1"
-# Ray replaces 127.0.0.1 by the machine's outward address; another loopback address it leaves alone,
-# and so the node outlives a change of network. (Ray's gRPC servers listen on all interfaces whatever
-# is asked; what protects them is the node's token, see `auth_environment`.)
+# Ray replaces 127.0.0.1 by the machine's outward address. Another loopback address it leaves alone,
+# so that the node outlives a change of network. (Ray's gRPC servers listen on all interfaces
+# whatever is asked; what protects them is the node's token, see `auth_environment`.)
 NODE_HOST = "127.0.0.2"
 FIRST_PORT, LAST_PORT = 11_000, 30_000
 KEEPER_GRACE_S = 25.0  # it ends Ray (5 s), stragglers (1 s + 10 s) and cleans up
@@ -114,7 +115,10 @@ def port_is_free(host: str, port: int) -> bool:
 
 def make_temp_dir(name: str, root: str | None = None) -> Path:
     """A new private folder with a short path, as Ray's Unix sockets lie deep in it."""
-    return Path(tempfile.mkdtemp(prefix=f"hr-{name[:12]}-", dir=root or tempfile.gettempdir()))
+    root = root or tempfile.gettempdir()
+    if len(root) > MAX_TEMP_DIR_CHARS:
+        root = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=f"hr-{name[:6]}-", dir=root))
 
 
 def auth_environment(temp_dir: Path) -> dict[str, str]:
@@ -135,17 +139,17 @@ def direct_environment(temp_dir: Path) -> dict[str, str]:
 
     It must be set in the driver before Ray Serve is imported, and in all of the node's processes.
     """
-    folder = temp_dir / "haproxy"
+    folder = temp_dir / "h"  # short names: HAProxy refuses socket paths above 97 characters
     metrics, stats = free_ports(2)
     first = free_ports(200, adjacent=True)[0]
     return {
         "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "a"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",

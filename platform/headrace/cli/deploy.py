@@ -213,4 +213,5 @@ def _word(value: Any) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's cause; Ray wraps those of its actors in their tracebacks."""
+    return cause(str(error)) or type(error).__name__

@@ -53,8 +53,8 @@ def did_you_mean(word: str, known: list[str]) -> str:
 def vllm_engine_args() -> frozenset[str]:
     """Names of vLLM's engine and server arguments, read from its source: importing takes seconds.
 
-    Ray sorts both kinds out of one mapping. Empty when vLLM is not installed here or has moved them;
-    then no name is refused.
+    Ray sorts both kinds out of one mapping. Empty when vLLM is not installed here or has moved
+    them; then no name is refused.
     """
     trees: list[ast.Module] = []
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from headrace.gateway import ReplicaInfo, build_gateway_app
@@ -39,7 +40,10 @@ class ServeBackend:
         Raises:
             Exception: nobody could be asked; the gateway then keeps what it knows.
         """
-        answers = await _ask_all(self._decode, "headrace_replica")
+        try:
+            answers = await _ask_all(self._decode, "headrace_replica")
+        except DeploymentUnavailableError:  # Serve knows of no running replica
+            return []
         return [ReplicaInfo(**answer) for answer in answers if answer["url"]]
 
     async def status(self) -> dict[str, Any]:
