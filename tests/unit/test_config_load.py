@@ -82,7 +82,7 @@ def test_a_wrong_value_is_one_line_with_path_and_remedy(override: str, line: str
 
 
 def test_a_temp_dir_too_long_for_sockets_is_refused() -> None:
-    assert "at most 16 characters, got 41" in only_problem("ray.temp_dir=/" + "x" * 40)
+    assert "at most 17 characters, got 41" in only_problem("ray.temp_dir=/" + "x" * 40)
 
 
 def test_all_problems_are_named_at_once() -> None:

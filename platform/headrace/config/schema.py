@@ -22,7 +22,7 @@ GIB = 2**30
 RAY_MIN_OBJECT_STORE_BYTES = 75 * 2**20  # ray refuses less ("OBJECT_STORE_MINIMUM_MEMORY_BYTES")
 # Below it lie /hr-NAME-RANDOM/r/session_TIME_PID/sockets/plasma_store, 85 characters of 107 that a
 # Unix socket's path may have, and HAProxy's /hr-NAME-RANDOM/h/NODE/m, 80 of its 97.
-MAX_TEMP_DIR_CHARS = 16
+MAX_TEMP_DIR_CHARS = 17
 
 _HOSTNAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
 _API_KEY = re.compile(r"^[\x21-\x7e]{8,}$")
