@@ -19,6 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
 from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
+from headrace_kvstore.meter import EngineMeter
 from headrace_kvstore.tracing import span
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
@@ -29,6 +30,7 @@ class PlannedLLM(AsyncLLM):
 
     orchestrator: Orchestrator | None = None
     prefill_call: PrefillCall
+    meter: EngineMeter
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -92,6 +94,8 @@ class PlannedLLM(AsyncLLM):
             release=release,
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
+            engine_steps=lambda: self.meter.steps_total,
+            engine_busy=lambda: self.meter.running > 0,
         )
 
 

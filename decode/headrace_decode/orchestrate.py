@@ -6,8 +6,8 @@ that does not arrive. The rules:
 * The remote call and the arrival of its KV together get the plan's time-out. When the call fails
   or the time runs out, the prompt is prefilled locally.
 * When it is the KV that does not arrive, a second, local, submission races the first; whichever
-  yields a token first is kept and the other aborted. A decode engine that is merely busy serves
-  the older one first, so the race costs nothing then.
+  yields a token first is kept and the other aborted. An engine takes KV in between its steps, so
+  one that is busy with a long step makes nothing late: it must also have had some steps since.
 * Only before the first token can anything be repeated; after it the stream is the engine's own.
 * KV that was made for nobody (the client left, the race was lost) is released, not left to its
   lease.
@@ -73,6 +73,15 @@ class Work(Generic[Output]):
     cached_tokens: Callable[[Output], int]
     new_tokens: Callable[[Output], Sequence[int]]
     """The tokens of one output: those that it adds (streams yield deltas)."""
+    engine_steps: Callable[[], int] = lambda: 0
+    """Steps that the own engine has done since it started."""
+    engine_busy: Callable[[], bool] = lambda: False
+    """Whether it has anything else to compute."""
+
+
+LATE_STEPS = 3
+"""Steps of the own engine, one each to start the pull, to see it done and to compute the token."""
+LOOK_S = 0.02
 
 
 class Orchestrator:
@@ -164,18 +173,18 @@ class Orchestrator:
         computed: asyncio.Future[Output | None] | None = None
         winner: AsyncGenerator[Output, None] | None = None
         try:
-            done, _ = await asyncio.wait({pulled}, timeout=patience_s)
-            if done and pulled.exception() is None:
+            late = await self._is_late(work, pulled, patience_s)
+            if not late and pulled.exception() is None:
                 winner = pulling
                 return pulling, pulled.result()
-            why = str(pulled.exception()) if done else f"no KV {patience_s:.2f} s after the call"
+            why = f"no KV {patience_s:.2f} s after the call" if late else str(pulled.exception())
             self.planner.remote_failed(work.request_id, why)
             logger.warning(
                 "prefilling locally as well: %s", why, extra={"request_id": work.request_id}
             )
             local = work.submit(f"{work.request_id}-local", None)
             computed = asyncio.ensure_future(_first(local))
-            racers = {computed} if done else {computed, pulled}
+            racers = {computed, pulled} if late else {computed}
             while racers:
                 finished, racers = await asyncio.wait(racers, return_when=asyncio.FIRST_COMPLETED)
                 for racer in finished:
@@ -187,6 +196,18 @@ class Orchestrator:
             for future, stream in ((pulled, pulling), (computed, local)):
                 if stream is not None and stream is not winner:
                     await _stop(future, stream)
+
+    async def _is_late(
+        self, work: Work[Output], pulled: asyncio.Future[Output | None], patience_s: float
+    ) -> bool:
+        """Wait for the first output; True if it is overdue though the engine could have made it."""
+        await asyncio.wait({pulled}, timeout=patience_s)
+        seen = work.engine_steps()
+        while not pulled.done():
+            if not work.engine_busy() or work.engine_steps() - seen >= LATE_STEPS:
+                return True
+            await asyncio.wait({pulled}, timeout=LOOK_S)
+        return False
 
     def _release_when_done(self, work: Work[Output], task: asyncio.Future[PrefillResult]) -> None:
         async def release() -> None:

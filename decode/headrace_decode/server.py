@@ -96,6 +96,7 @@ class DecodeServer(PDDecodeServer):
         self.engine: PlannedVLLMEngine
         self._planner = wiring.make_planner(self.engine.vllm_config, self.engine.meter)
         self._orchestrator = Orchestrator(self._planner)
+        self.engine.llm.meter = self.engine.meter
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
         app = await self.__serve_build_asgi_app__()

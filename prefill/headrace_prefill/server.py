@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from ray import serve
 from ray.serve.llm.deployment import DPServer, PDPrefillServer
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
@@ -26,6 +27,8 @@ from headrace_kvstore.handoff import (
     PrefillResult,
     produce_params,
 )
+from headrace_kvstore.meter import Step
+from headrace_prefill.gate import PrefillGate
 
 logger = logging.getLogger("headrace.prefill")
 
@@ -45,6 +48,8 @@ class PrefillServer(PDPrefillServer):
             setup("prefill")
         await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
         self.engine: MeteredVLLMEngine
+        self._gate = PrefillGate()
+        self.engine.meter.on_step = self._on_step
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a prompt's KV and keep it for the caller's engine to pull.
@@ -53,6 +58,25 @@ class PrefillServer(PDPrefillServer):
             PrefillError: the engine finished without leaving KV to pull.
         """
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").tolist()
+        arrived = time.perf_counter()
+        async with self._gate.turn(len(token_ids)):
+            waited_s = time.perf_counter() - arrived
+            output = await self._compute(request, token_ids)
+        if output is None or not output.kv_transfer_params:
+            raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
+        times, cached = output.metrics, output.num_cached_tokens or 0
+        logger.debug("prefilled", extra={"request_id": request.request_id})
+        return PrefillResult(
+            kv_params=output.kv_transfer_params,
+            queue_s=waited_s + (max(0.0, times.scheduled_ts - times.queued_ts) if times else 0.0),
+            compute_s=max(0.0, times.first_token_ts - times.scheduled_ts) if times else 0.0,
+            cached_tokens=cached,
+            computed_tokens=len(token_ids) - cached,
+            steps=tuple(self.engine.meter.take_steps()),
+        )
+
+    async def _compute(self, request: PrefillRequest, token_ids: list[int]) -> RequestOutput | None:
+        """Run the prompt through the engine, which keeps its KV."""
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
@@ -72,18 +96,11 @@ class PrefillServer(PDPrefillServer):
         output = None
         async for step_output in outputs:
             output = step_output
-        if output is None or not output.kv_transfer_params:
-            raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
-        times, cached = output.metrics, output.num_cached_tokens or 0
-        logger.debug("prefilled", extra={"request_id": request.request_id})
-        return PrefillResult(
-            kv_params=output.kv_transfer_params,
-            queue_s=max(0.0, times.scheduled_ts - times.queued_ts) if times else 0.0,
-            compute_s=max(0.0, times.first_token_ts - times.scheduled_ts) if times else 0.0,
-            cached_tokens=cached,
-            computed_tokens=len(token_ids) - cached,
-            steps=tuple(self.engine.meter.take_steps()),
-        )
+        return output
+
+    def _on_step(self, step: Step) -> None:
+        if step.ctx_tokens:
+            self._gate.fit.observe(step.ctx_tokens, step.seconds)
 
     async def alive(self) -> bool:
         """Answer a caller that wants to know whether this replica works again.
@@ -104,6 +121,7 @@ class PrefillServer(PDPrefillServer):
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
             **self.engine.meter.snapshot(),
+            "at_gate": self._gate.waiting,
         }
 
 

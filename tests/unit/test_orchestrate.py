@@ -10,12 +10,12 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_decode.orchestrate import LATE_STEPS, Orchestrator, Work
 from headrace_kvstore.handoff import PrefillResult
 
 PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
@@ -427,6 +427,20 @@ async def test_late_kv_races_a_local_copy_that_wins() -> None:
     assert "no KV" in why
     assert planner.over == [("r", [7, 8])]
     assert_forgotten(orchestrator)
+
+
+async def test_kv_is_not_late_while_the_engine_is_busy_with_one_long_step() -> None:
+    planner, prefill = Planner("prefill", LATE_S), Prefill()
+    engine = Engine({"local": ready(7, 8)})
+    prefill.answer.set_result(RESULT)
+    steps = 5
+    running = replace(work(engine, prefill), engine_steps=lambda: steps, engine_busy=lambda: True)
+    answering = asyncio.create_task(answer(Orchestrator(planner), running))
+    await asyncio.sleep(4 * LATE_S)
+    assert engine.kinds == ["pull"], "no step has ended, so no KV can have been taken in"
+    steps += LATE_STEPS
+    assert await answering == [7, 8]
+    assert engine.kinds == ["pull", "local"]
 
 
 async def test_late_kv_races_a_local_copy_and_wins() -> None:
