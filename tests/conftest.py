@@ -1,0 +1,42 @@
+"""The app that end-to-end tests share: started once for the session, at the first test that asks for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from tests.support.app import App, Session
+
+
+@pytest.fixture(scope="session")
+def app_session() -> Iterator[Session]:
+    """The session's one app, not yet started."""
+    session = Session()
+    yield session
+    session.clean()
+
+
+@pytest.fixture(scope="session")
+def _running_app(app_session: Session) -> App:
+    app = app_session.start()
+    print(f"\nheadrace was ready after {app_session.start_s:.0f} s", file=sys.stderr)
+    return app
+
+
+@pytest.fixture
+def app(_running_app: App, request: pytest.FixtureRequest) -> Iterator[App]:
+    """The running app, idle before the test and after it. A failing test shows the app's last log lines."""
+    yield _running_app
+    failed = getattr(request.node, "failed_call", False)
+    if failed:
+        print(_running_app.logs(), file=sys.stderr)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Tell fixtures whether the test failed."""
+    report = yield
+    if report.when == "call" and report.failed:
+        item.failed_call = True  # type: ignore[attr-defined]
+    return report

@@ -1,0 +1,54 @@
+"""The order of the end-to-end tests: the plain engine runs before the app, faults and the end come last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from headrace.model import resolve
+from tests.support.app import MODEL, App
+
+HERE = Path(__file__).parent
+ORDER = (
+    "test_exactness",
+    "test_openai_client",
+    "test_operator",
+    "test_bad_requests",
+    "test_hang_up",
+    "test_schema",
+    "test_faults",
+    "test_down",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of this folder into `ORDER`, behind all other tests."""
+
+    def place(item: pytest.Item) -> int:
+        if HERE not in item.path.parents:
+            return -1
+        return ORDER.index(item.path.stem)
+
+    items.sort(key=place)
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The model, fetched at first use."""
+    return Path(str(resolve(MODEL)))
+
+
+@pytest.fixture(scope="module")
+def same_replicas(_running_app: App) -> Iterator[None]:
+    """No replica dies while the module's tests run."""
+
+    def pids() -> dict[str, int]:
+        return {role: _running_app.replica(role)["pid"] for role in ("prefill", "decode")}
+
+    before = pids()
+    yield
+    assert pids() == before, "a replica was lost on the way"

@@ -1,0 +1,152 @@
+"""Greedy output is the same, token for token, from a plain vLLM engine and by each way of prefilling.
+
+And the status tells which way it was: bytes that NIXL moved, plans by kind.
+"""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.model import describe
+from tests.support.app import App, until
+from tests.support.plain import plain_answers
+from tests.support.prompts import ANSWER_TOKENS, LENGTHS, TEXT, exactness_prompts
+from tokenizers import Tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FLOAT32_BYTES = 4
+FIRST_TURN, SECOND_TURN = 300, 470
+BLOCK_TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def text_ids(model_folder: Path) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    return list(tokenizer.encode(TEXT, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="module")
+def prompts(text_ids: list[int]) -> list[list[int]]:
+    prompts = exactness_prompts(text_ids)
+    assert [len(p) for p in prompts] == list(LENGTHS)
+    return prompts
+
+
+@pytest.fixture(scope="module")
+def turns(text_ids: list[int]) -> list[list[int]]:
+    """A conversation's first turn, and its second, which begins with the first."""
+    long = (text_ids[5:] + text_ids * 5)[:SECOND_TURN]
+    return [long[:FIRST_TURN], long]
+
+
+@pytest.fixture(scope="module")
+def truth(model_folder: Path, prompts: list[list[int]], turns: list[list[int]]) -> list[list[int]]:
+    """What a plain engine answers to the prompts, then to the turns."""
+    return plain_answers(str(model_folder), [*prompts, *turns], ANSWER_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def kv_bytes_per_token(model_folder: Path) -> int:
+    facts = describe(model_folder)
+    return facts.kv_bytes_per_token // facts.dtype_bytes * FLOAT32_BYTES
+
+
+def answer(app: App, prompt: list[int], salt: str, request_id: str | None = None) -> dict[str, Any]:
+    """The first choice's token ids and the request's usage."""
+    headers = {"X-Request-Id": request_id} if request_id else None
+    body = app.complete(
+        prompt,
+        headers=headers,
+        max_tokens=ANSWER_TOKENS,
+        cache_salt=salt,
+        return_token_ids=True,
+    )
+    return {"tokens": body["choices"][0]["token_ids"], "usage": body["usage"]}
+
+
+def differences(
+    prompts: list[list[int]], answers: list[list[int]], truth: list[list[int]]
+) -> list[str]:
+    """One line for each prompt that was answered otherwise."""
+    lines = []
+    for prompt, got, wanted in zip(prompts, answers, truth, strict=True):
+        if got != wanted:
+            pairs = zip(got, wanted, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(wanted)))
+            lines.append(f"{len(prompt)} tokens: differs at answer token {at}: {got} != {wanted}")
+    return lines
+
+
+@pytest.mark.parametrize("way", ["local", "remote"])
+def test_greedy_answers_are_those_of_a_plain_engine(
+    way: str,
+    truth: list[list[int]],
+    app: App,
+    prompts: list[list[int]],
+    kv_bytes_per_token: int,
+) -> None:
+    salt = uuid.uuid4().hex
+    bytes_before, plans_before = app.nixl_bytes(), app.plans()
+    with app.policy(way):
+        answers = [
+            answer(app, prompt, salt, f"{salt}-{number}")["tokens"]
+            for number, prompt in enumerate(prompts)
+        ]
+        kinds = [app.plan(f"{salt}-{number}")["kind"] for number in range(len(prompts))]
+
+    assert not differences(prompts, answers, truth[: len(prompts)])
+    assert kinds == [way] * len(prompts), "a prompt went another way than it was to"
+    plans = app.plans()
+    assert plans[way] - plans_before[way] == len(prompts)
+    if way == "local":
+        assert app.nixl_bytes() == bytes_before
+    else:
+        least = sum(LENGTHS) * kv_bytes_per_token
+        until(lambda: app.nixl_bytes() - bytes_before >= least, 5.0, f"{least} bytes over NIXL")
+        whole_blocks = sum(-(-length // BLOCK_TOKENS) * BLOCK_TOKENS for length in LENGTHS)
+        assert app.nixl_bytes() - bytes_before <= whole_blocks * kv_bytes_per_token
+        assert app.replica("decode")["nixl"]["failures"] == 0
+
+
+def test_kv_of_requests_at_once_is_not_mixed_up(
+    truth: list[list[int]], app: App, prompts: list[list[int]]
+) -> None:
+    chosen = [n for n, prompt in enumerate(prompts) if 16 <= len(prompt) <= 520 and n % 3 != 2]
+    some = [prompts[n] for n in chosen]
+    salt = uuid.uuid4().hex
+    with app.policy("remote"), ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda p: answer(app, p, salt)["tokens"], some))
+    assert not differences(some, answers, [truth[n] for n in chosen])
+
+
+@pytest.mark.parametrize("first_way", ["local", "remote"])
+@pytest.mark.parametrize("second_way", ["local", "remote"])
+def test_a_second_turn_uses_what_is_cached_whichever_way_it_came(
+    first_way: str,
+    second_way: str,
+    truth: list[list[int]],
+    app: App,
+    turns: list[list[int]],
+    kv_bytes_per_token: int,
+) -> None:
+    salt = uuid.uuid4().hex
+    with app.policy(first_way):
+        first = answer(app, turns[0], salt)
+    app.wait_idle()
+    before = app.nixl_bytes()
+    with app.policy(second_way):
+        second = answer(app, turns[1], salt)
+
+    assert not differences(turns, [first["tokens"], second["tokens"]], truth[-2:])
+    app.wait_idle()
+    moved_tokens = (app.nixl_bytes() - before) / kv_bytes_per_token
+    cached = FIRST_TURN // BLOCK_TOKENS * BLOCK_TOKENS
+    if second_way == "local":
+        assert moved_tokens == 0
+    else:
+        assert SECOND_TURN - cached <= moved_tokens <= SECOND_TURN - cached + BLOCK_TOKENS

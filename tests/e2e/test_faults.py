@@ -1,0 +1,187 @@
+"""Processes are killed under load: what clients see, how fast plans change, and that all of it comes back.
+
+Runs near the end of the session, since it leaves young replicas behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from tests.support.app import App, until
+from tests.support.load import Answer, Load, ask
+from tests.support.prompts import noise
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+CLIENTS = 8
+ANSWER_TOKENS = 12
+BACK_S = 150.0
+PROMPTS = [noise(150 + 10 * n, seed=500 + n) for n in range(CLIENTS)]
+
+
+def children(pid: int) -> list[psutil.Process]:
+    """All that descends from a process: vLLM's engine core and workers."""
+    return list(psutil.Process(pid).children(recursive=True))
+
+
+def kill(pid: int) -> list[psutil.Process]:
+    """SIGKILL; the orphans that it leaves."""
+    orphans = children(pid)
+    assert orphans, "a replica without engine processes"
+    os.kill(pid, signal.SIGKILL)
+    return orphans
+
+
+def assert_end(orphans: list[psutil.Process], limit_s: float = 30.0) -> None:
+    """The killed replica's engine processes end too."""
+
+    def left() -> list[str]:
+        alive = []
+        for process in orphans:
+            with contextlib.suppress(psutil.Error):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"{process.pid} {process.name()}")
+        return alive
+
+    until(lambda: not left(), limit_s, "the engine processes of a killed replica end", left)
+
+
+def wait_for_new(app: App, role: str, old_pid: int) -> int:
+    """The pid of the replica that took the killed one's place."""
+    until(
+        lambda: app.replica(role)["pid"] != old_pid,
+        BACK_S,
+        f"another {role} replica",
+        lambda: app.status()["replicas"],
+        every_s=1.0,
+    )
+    return int(app.replica(role)["pid"])
+
+
+def wait_for_remote(app: App, limit_s: float = BACK_S) -> float:
+    """Until a new request is prefilled remotely, and that works; the seconds it took."""
+
+    def remote() -> bool:
+        answer = ask(app.url, PROMPTS, 0, 2, 60)
+        assert answer.whole, answer
+        return bool(app.plan(answer.request_id)["kind"] == "remote")
+
+    return until(remote, limit_s, "remote prefill again", lambda: app.status(), every_s=1.0)
+
+
+@pytest.fixture
+def remote(app: App) -> Iterator[App]:
+    """The app with all prefill remote, and proof that it is."""
+    with app.policy("remote"):
+        wait_for_remote(app, 30)
+        yield app
+
+
+def alone(app: App) -> list[list[int]]:
+    """What each prompt is answered when nothing is broken."""
+    answers = [ask(app.url, PROMPTS, n, ANSWER_TOKENS, 60) for n in range(CLIENTS)]
+    assert all(a.whole for a in answers), answers
+    return [a.tokens for a in answers]
+
+
+def failures(answers: list[Answer]) -> list[Answer]:
+    return [answer for answer in answers if not answer.whole]
+
+
+@pytest.mark.parametrize("victim", ["replica", "engine core"])
+def test_prefill_dies_under_load(remote: App, victim: str) -> None:
+    app = remote
+    truth = alone(app)
+    pid = int(app.replica("prefill")["pid"])
+    with Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=ANSWER_TOKENS) as load:
+        time.sleep(4)
+        before = app.plans()
+        if victim == "replica":
+            orphans = kill(pid)
+        else:
+            orphans = children(pid)
+            [core] = [p for p in orphans if "EngineCore" in " ".join(p.cmdline() or [p.name()])]
+            core.kill()
+        killed_at = time.monotonic()
+        time.sleep(8)
+        during = app.plans()
+    answers = load.stop()
+
+    assert not failures(answers), "a request failed"
+    wrong = [a for a in answers if a.tokens != truth[a.prompt]]
+    assert not wrong, "a request was answered otherwise than without the fault"
+    after = [a for a in answers if a.began_s > killed_at + 1]
+    assert len(after) >= CLIENTS, "the load stood still"
+    assert during["local"] - before["local"] >= CLIENTS, "new requests do not go local"
+    slowest = max(a.ttft_s or 0 for a in after)
+    typical = sorted(a.ttft_s or 0 for a in answers if a.began_s < killed_at)
+    assert slowest < 4 * typical[-1] + 2, "new requests wait for the dead replica"
+
+    assert_end(orphans)
+    wait_for_new(app, "prefill", pid)
+    wait_for_remote(app)
+    app.wait_idle(limit_s=45)
+
+
+def test_decode_dies_under_load(app: App) -> None:
+    pid = int(app.replica("decode")["pid"])
+    with (
+        Load(app.url, PROMPTS, clients=4, max_tokens=400) as long,
+        Load(app.url, PROMPTS, clients=4, max_tokens=2) as short,
+    ):
+        time.sleep(4)
+        orphans = kill(pid)
+        killed_at = time.monotonic()
+        assert_end(orphans)
+        time.sleep(1)
+        long._stopped.set()
+        wait_for_new(app, "decode", pid)
+        time.sleep(2)
+    answers = [*long.stop(), *short.stop()]
+    lost = failures(answers)
+
+    at_the_kill = [a for a in answers if a.began_s < killed_at < a.began_s + a.seconds]
+    streaming = [a for a in at_the_kill if a.began_s + (a.ttft_s or 1e9) < killed_at]
+    assert streaming, "nothing was streaming when the replica died"
+    for answer in lost:
+        assert answer in streaming, f"a request that had not begun failed: {answer}"
+    for answer in streaming:
+        assert answer.status == 200
+        assert answer.broken is None, "the stream broke off without a word"
+        assert answer.error is not None, "the stream ended as if it were whole"
+        assert answer.error["code"] == "replica_lost"
+        assert "again" in answer.error["message"]
+        assert not answer.done, "a stream with an error is not done"
+    waited = [a for a in at_the_kill if a not in streaming]
+    later = [a for a in answers if a.began_s > killed_at]
+    assert all(a.whole for a in [*waited, *later])
+    assert later, "no request was sent while the replica was gone"
+    with app.policy("remote"):
+        wait_for_remote(app)
+    app.wait_idle(limit_s=45)
+
+
+def test_the_engine_of_decode_dies_under_load(app: App) -> None:
+    """The replica's process lives and its engine is dead: streams end with an error, others wait."""
+    pid = int(app.replica("decode")["pid"])
+    with Load(app.url, PROMPTS, clients=4, max_tokens=200) as load:
+        time.sleep(4)
+        orphans = children(pid)
+        [core] = [p for p in orphans if "EngineCore" in " ".join(p.cmdline() or [p.name()])]
+        core.kill()
+        killed_at = time.monotonic()
+        wait_for_new(app, "decode", pid)
+        time.sleep(2)
+    answers = load.stop()
+    for answer in failures(answers):
+        assert answer.began_s < killed_at and answer.began_to_answer, f"it had not begun: {answer}"
+        assert answer.broken is None and answer.error is not None, f"no clear error: {answer}"
+    assert [a for a in answers if a.whole and a.began_s > killed_at - 1]
+    assert_end(orphans)
+    app.wait_idle(limit_s=45)

@@ -1,0 +1,76 @@
+"""A client that hangs up frees its engine work and its KV, whichever way it was prefilled."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.app import MODEL, App, until
+from tests.support.prompts import noise
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_replicas")]
+
+STEP_S = 8.0
+"""An engine step cannot be interrupted; the longest here computes 2,048 tokens."""
+
+
+def request(prompt_tokens: int, seed: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": noise(prompt_tokens, seed),
+        "max_tokens": 3000,
+        "ignore_eos": True,
+        "cache_salt": uuid.uuid4().hex,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("way", ["local", "remote"])
+def test_in_the_middle_of_a_stream(app: App, way: str) -> None:
+    body = request(300, 1, stream=True)
+    with app.policy(way), app.client.stream("POST", "/v1/completions", json=body) as stream:
+        events = (line for line in stream.iter_lines() if line.startswith("data: "))
+        for _ in range(5):
+            next(events)
+        until(lambda: app.replica("decode")["running"] == 1, 5, "the request runs")
+    app.wait_idle(limit_s=5)
+
+
+@pytest.mark.parametrize("way", ["local", "remote"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_before_the_first_token(app: App, way: str, stream: bool) -> None:
+    role = "decode" if way == "local" else "prefill"
+    body = request(2500, 2, stream=stream)
+    with app.policy(way):
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            app.client.stream("POST", "/v1/completions", json=body, timeout=1.5) as response,
+        ):
+            response.read()
+        before = app.replica("decode")["steps"]
+    app.wait_idle(limit_s=2 * STEP_S)
+    assert app.replica("decode")["steps"] - before < 50, f"{role} went on for nobody"
+
+
+def test_while_an_answer_in_one_piece_is_made(app: App) -> None:
+    body = request(20, 3)
+    with pytest.raises(httpx.ReadTimeout):
+        app.client.post("/v1/completions", json=body, timeout=1.5)
+    app.wait_idle(limit_s=5)
+
+
+def test_many_at_once(app: App) -> None:
+    for way in ("local", "remote"):
+        with app.policy(way):
+            streams = []
+            for seed in range(8):
+                body = request(100, 100 + seed, stream=True)
+                built = app.client.build_request("POST", "/v1/completions", json=body)
+                streams.append(app.client.send(built, stream=True))
+            for stream in streams:
+                next(stream.iter_bytes())
+            for stream in streams:
+                stream.close()
+        app.wait_idle(limit_s=10)

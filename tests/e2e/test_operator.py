@@ -1,0 +1,169 @@
+"""What whoever runs Headrace can see: ids, plans, status, metrics, logs, processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+
+import pytest
+from tests.support.app import MODEL, App, until
+from tests.support.prompts import noise
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_replicas")]
+
+
+def test_the_clients_request_id_comes_back(app: App) -> None:
+    name = f"mine-{uuid.uuid4().hex}"
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ):
+        answer = app.client.post(
+            path, json={"model": MODEL, "max_tokens": 1, **prompt}, headers={"X-Request-Id": name}
+        )
+        assert answer.headers["x-request-id"] == name
+        assert name in answer.json()["id"]
+
+
+def test_a_request_without_an_id_is_given_one(app: App) -> None:
+    answer = app.client.get("/v1/models")
+    assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("way", ["local", "remote"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_plan_is_found_under_the_clients_id(app: App, way: str, chat: bool) -> None:
+    name = f"plan-{uuid.uuid4().hex}"
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    prompt = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi there"}
+    body = {"model": MODEL, "max_tokens": 2, "cache_salt": name, **prompt}
+    with app.policy(way):
+        answer = app.client.post(path, json=body, headers={"X-Request-Id": name})
+    assert answer.status_code == 200
+    plan = app.plan(name)
+    assert plan["kind"] == way
+    assert plan["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
+    assert plan["reasons"]
+    assert name in plan["request_id"]
+
+
+def test_a_request_that_must_stay_says_why(app: App) -> None:
+    name = f"n-{uuid.uuid4().hex}"
+    with app.policy("remote"):
+        app.complete("Hello", n=2, temperature=1, headers={"X-Request-Id": name})
+    plan = app.plan(name)
+    assert plan["kind"] == "local"
+    assert "n > 1" in " ".join(plan["reasons"])
+
+
+def test_an_unknown_plan_is_not_found(app: App) -> None:
+    answer = app.client.get("/headrace/v1/plans/nobody-asked-this")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "plan_not_found"
+
+
+def test_the_status_tells_roles_load_and_models(app: App) -> None:
+    status = app.status()
+    assert {r["role"] for r in status["replicas"]} == {"prefill", "decode"}
+    for replica in status["replicas"]:
+        assert replica["deployment"] == replica["role"]
+        assert replica["model"] == MODEL
+        assert replica["pid"] > 0
+        assert 0 <= replica["kv_usage"] <= 1
+        assert replica["steps"] > 0
+    router = app.replica("decode")["router"]
+    assert router["policy"] == "cost"
+    assert set(router["plans"]) >= {"local", "remote"}
+    for model in ("decode_step", "prefill_step", "transfer", "call"):
+        assert router["fits"][model], f"nothing fitted for {model}"
+    assert router["breaker"]["state"] == "closed"
+
+
+def test_the_running_requests_show_in_the_status(app: App) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": noise(20, 5),
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with app.client.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_bytes())
+        until(lambda: app.replica("decode")["running"] == 1, 10, "one running request")
+        assert app.replica("decode")["kv_usage"] > 0
+    app.wait_idle()
+
+
+def test_no_code_of_ours_takes_two_milliseconds(app: App) -> None:
+    before = app.replica("decode")["planning"]
+    for number in range(20):
+        app.complete(noise(400, 1000 + number), max_tokens=1)
+    after = app.replica("decode")["planning"]
+    mean_s = (after["seconds"] - before["seconds"]) / (after["requests"] - before["requests"])
+    assert mean_s < 0.002
+
+
+def test_metrics_have_one_prefix_each(app: App) -> None:
+    app.complete("Hello", max_tokens=1)
+
+    def names() -> set[str]:
+        answer = app.client.get("/metrics")
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/plain")
+        lines = [line for line in answer.text.splitlines() if line and not line.startswith("#")]
+        return {re.split(r"[{ ]", line)[0] for line in lines}
+
+    wanted = {"ray_headrace_", "ray_vllm_", "ray_serve_"}
+    until(
+        lambda: {p for p in wanted if any(n.startswith(p) for n in names())} == wanted,
+        30,
+        "metrics of Headrace, vLLM and Serve",
+        lambda: sorted(names())[:40],
+        every_s=1.0,
+    )
+    found = names()
+    assert all(name.startswith(tuple(wanted)) for name in found)
+    for name in ("ray_headrace_gateway_requests_total", "ray_headrace_plans_total"):
+        assert name in found or name.removesuffix("_total") in found, sorted(found)
+
+
+def test_logs_carry_the_request_id_in_each_role(app: App) -> None:
+    name = f"logged-{uuid.uuid4().hex}"
+    with app.policy("remote"):
+        app.complete(noise(64, 77), headers={"X-Request-Id": name}, cache_salt=name)
+
+    def roles() -> set[str]:
+        found = set()
+        for file in app.folder.glob("*/r/session_2*/logs/**/*"):
+            if not file.is_file() or file.suffix not in (".log", ".err", ".out"):
+                continue
+            for line in file.read_text("utf-8", errors="replace").splitlines():
+                if name in line and line.lstrip().startswith("{"):
+                    entry = json.loads(line)
+                    if name in str(entry.get("request_id")):
+                        found.add(str(entry["role"]))
+        return found
+
+    until(
+        lambda: roles() >= {"gateway", "decode", "prefill"},
+        15,
+        "the id in the logs of gateway, decode and prefill",
+        roles,
+        every_s=1.0,
+    )
+
+
+def test_health_and_documents(app: App) -> None:
+    assert app.get("/health")["status"] == "ok"
+    assert app.get("/version")["version"]
+    assert MODEL in str(app.get("/"))
+    assert app.get("/openapi.json")["openapi"].startswith("3.")
+
+
+def test_a_wrong_policy_is_refused(app: App) -> None:
+    for body in ({"policy": "psychic"}, {"policy": 1}, {}, []):
+        answer = app.client.put("/headrace/v1/router", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+    assert app.replica("decode")["router"]["policy"] == "cost"

@@ -1,0 +1,134 @@
+"""Clients that keep asking, and an account of every answer: for tests that break something meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tests.support.app import MODEL
+
+
+@dataclass
+class Answer:
+    """One streamed request, as its client saw it."""
+
+    request_id: str
+    began_s: float
+    prompt: int
+    status: int = 0
+    ttft_s: float | None = None
+    seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+    error: dict[str, Any] | None = None
+    broken: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ended as it should."""
+        return self.done and self.status == 200 and self.error is None and self.broken is None
+
+    @property
+    def began_to_answer(self) -> bool:
+        return self.ttft_s is not None
+
+
+def ask(
+    url: str, prompts: list[list[int]], which: int, max_tokens: int, timeout_s: float
+) -> Answer:
+    """Stream one completion to its end."""
+    answer = Answer(f"load-{uuid.uuid4().hex}", time.monotonic(), which)
+    body = {
+        "model": MODEL,
+        "prompt": prompts[which],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+        "cache_salt": answer.request_id,
+    }
+    try:
+        with httpx.stream(
+            "POST",
+            f"{url}/v1/completions",
+            json=body,
+            timeout=timeout_s,
+            headers={"X-Request-Id": answer.request_id},
+        ) as response:
+            answer.status = response.status_code
+            if answer.status != 200:
+                answer.error = json.loads(response.read())["error"]
+            else:
+                _read(response, answer)
+    except httpx.HTTPError as error:
+        answer.broken = repr(error)
+    answer.seconds = time.monotonic() - answer.began_s
+    return answer
+
+
+def _read(response: httpx.Response, answer: Answer) -> None:
+    for line in response.iter_lines():
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            answer.done = True
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            answer.error = event["error"]
+            continue
+        if answer.ttft_s is None:
+            answer.ttft_s = time.monotonic() - answer.began_s
+        for choice in event["choices"]:
+            answer.tokens += choice.get("token_ids") or []
+
+
+class Load:
+    """So many clients, each asking again as soon as it is answered, until `stop`."""
+
+    def __init__(
+        self,
+        url: str,
+        prompts: list[list[int]],
+        *,
+        clients: int,
+        max_tokens: int,
+        timeout_s: float = 240.0,
+    ) -> None:
+        self.answers: list[Answer] = []
+        self._url, self._prompts = url, prompts
+        self._max_tokens, self._timeout_s = max_tokens, timeout_s
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(n,), daemon=True) for n in range(clients)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> list[Answer]:
+        """Let the requests in flight end; all answers."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(self._timeout_s + 10)
+            assert not thread.is_alive(), "a request hangs"
+        return self.answers
+
+    def _ask_on(self, number: int) -> None:
+        turn = number
+        while not self._stopped.is_set():
+            which = turn % len(self._prompts)
+            answer = ask(self._url, self._prompts, which, self._max_tokens, self._timeout_s)
+            self.answers.append(answer)
+            turn += len(self._threads)
