@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_decode.guard import why_refused
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
+from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_kvstore.meter import EngineMeter
 from headrace_kvstore.tracing import span
@@ -31,12 +34,14 @@ class PlannedLLM(AsyncLLM):
     orchestrator: Orchestrator | None = None
     prefill_call: PrefillCall
     meter: EngineMeter
+    gate: ComputeGate
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `AsyncLLM.generate`, less the transfer parameters a client sends: they name memory."""
         sampling_params = without_transfer_params(sampling_params)
+        self._refuse(prompt, sampling_params)
         plain = super().generate
         if self.orchestrator is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
@@ -47,6 +52,19 @@ class PlannedLLM(AsyncLLM):
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
+
+    async def notify_kv_transfer_request_rejected(
+        self, request_id: str, kv_transfer_params: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Nothing: vLLM's serving layer calls this with parameters that a client sent."""
+
+    def _refuse(self, prompt: Any, params: SamplingParams) -> None:
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if token_ids and prompt.get("multi_modal_data"):
+            token_ids = None  # placeholders may lie above the vocabulary
+        wrong = why_refused(token_ids, params, self.model_config.get_vocab_size())
+        if wrong is not None:
+            raise VLLMValidationError(wrong[0], parameter=wrong[1])
 
     def _work(
         self,
@@ -82,7 +100,9 @@ class PlannedLLM(AsyncLLM):
                 )
 
         async def release(kv_params: dict[str, Any]) -> None:
-            await self.notify_kv_transfer_request_rejected(f"{request_id}-unused", kv_params)
+            await AsyncLLM.notify_kv_transfer_request_rejected(
+                self, f"{request_id}-unused", kv_params
+            )
 
         return Work(
             request_id=request_id,
@@ -94,6 +114,7 @@ class PlannedLLM(AsyncLLM):
             release=release,
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
+            turn=self.gate.turn,
             engine_steps=lambda: self.meter.steps_total,
             engine_busy=lambda: self.meter.running > 0,
         )

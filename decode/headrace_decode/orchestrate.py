@@ -8,6 +8,7 @@ that does not arrive. The rules:
 * When it is the KV that does not arrive, a second, local, submission races the first; whichever
   yields a token first is kept and the other aborted. An engine takes KV in between its steps, so
   one that is busy with a long step makes nothing late: it must also have had some steps since.
+* Prompts that this engine computes take turns (`headrace_kvstore.gate`).
 * Only before the first token can anything be repeated; after it the stream is the engine's own.
 * KV that was made for nobody (the client left, the race was lost) is released, not left to its
   lease.
@@ -22,6 +23,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -39,6 +41,10 @@ class Plan(Protocol):
     def prefill(self) -> str | None: ...
     @property
     def timeout_s(self) -> float: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_decode_tokens(self) -> int: ...
 
 
 class Planner(Protocol):
@@ -73,6 +79,8 @@ class Work(Generic[Output]):
     cached_tokens: Callable[[Output], int]
     new_tokens: Callable[[Output], Sequence[int]]
     """The tokens of one output: those that it adds (streams yield deltas)."""
+    turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
+    """Held while the own engine computes a prompt of so many tokens."""
     engine_steps: Callable[[], int] = lambda: 0
     """Steps that the own engine has done since it started."""
     engine_busy: Callable[[], bool] = lambda: False
@@ -108,8 +116,9 @@ class Orchestrator:
             if plan.prefill is not None:
                 kv_params = await self._prefill_remotely(work, plan)
             if kv_params is None:
-                stream = work.submit(work.request_id, None)
-                first = await anext(stream, None)
+                async with work.turn(plan.prompt_tokens - plan.cached_decode_tokens):
+                    stream = work.submit(work.request_id, None)
+                    first = await anext(stream, None)
             else:
                 left_s = plan.timeout_s - (time.perf_counter() - started)
                 stream, first = await self._race_kv_arrival(work, kv_params, max(0.0, left_s))

@@ -26,6 +26,7 @@ from ray.util import get_node_ip_address
 from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PrefillRequest, PrefillResult
 from headrace_kvstore.meter import EngineMeter
 
@@ -97,6 +98,7 @@ class DecodeServer(PDDecodeServer):
         self._planner = wiring.make_planner(self.engine.vllm_config, self.engine.meter)
         self._orchestrator = Orchestrator(self._planner)
         self.engine.llm.meter = self.engine.meter
+        self.engine.llm.gate = ComputeGate(self.engine.meter)
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
         app = await self.__serve_build_asgi_app__()

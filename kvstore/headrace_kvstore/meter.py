@@ -39,8 +39,6 @@ class Transfer(NamedTuple):
 class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
 
-    on_step: Callable[[Step], None] | None = None
-    on_transfer: Callable[[Transfer], None] | None = None
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -52,6 +50,19 @@ class EngineMeter:
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
     _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
+    _on_step: list[Callable[[Step], None]] = field(default_factory=list)
+    _on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
+
+    def watch(
+        self,
+        on_step: Callable[[Step], None] | None = None,
+        on_transfer: Callable[[Transfer], None] | None = None,
+    ) -> None:
+        """Call these with each step and each finished transfer from now on."""
+        if on_step is not None:
+            self._on_step.append(on_step)
+        if on_transfer is not None:
+            self._on_transfer.append(on_transfer)
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
         """Take the scheduler's present view: sequences running and waiting, share of KV blocks
@@ -63,8 +74,8 @@ class EngineMeter:
         self.steps_total += 1
         self.prompt_tokens_total += step.ctx_tokens
         self._steps.append(step)
-        if self.on_step is not None:
-            self.on_step(step)
+        for watcher in self._on_step:
+            watcher(step)
 
     def transfers(self, done: Iterable[Transfer], failed: int) -> None:
         """Book finished and failed KV transfers."""
@@ -73,8 +84,8 @@ class EngineMeter:
             self.transfers_total += 1
             self.transfer_bytes_total += transfer.bytes
             self.transfer_seconds_total += transfer.seconds
-            if self.on_transfer is not None:
-                self.on_transfer(transfer)
+            for watcher in self._on_transfer:
+                watcher(transfer)
 
     def take_steps(self) -> list[Step]:
         """Return the steps since the last call (at most `BACKLOG_SAMPLES`) and forget them."""

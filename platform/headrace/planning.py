@@ -44,8 +44,7 @@ class ReplicaPlanner:
         self.metrics = RayPlanMetrics()
         self._meter = meter
         self._plans: dict[str, Plan] = {}
-        meter.on_step = self._on_step
-        meter.on_transfer = self._on_transfer
+        meter.watch(self._on_step, self._on_transfer)
 
     @property
     def policy(self) -> str:

@@ -20,6 +20,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
+from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import (
     PARAMS_KEY,
     PrefillError,
@@ -27,8 +28,6 @@ from headrace_kvstore.handoff import (
     PrefillResult,
     produce_params,
 )
-from headrace_kvstore.meter import Step
-from headrace_prefill.gate import PrefillGate
 
 logger = logging.getLogger("headrace.prefill")
 
@@ -48,8 +47,7 @@ class PrefillServer(PDPrefillServer):
             setup("prefill")
         await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
         self.engine: MeteredVLLMEngine
-        self._gate = PrefillGate()
-        self.engine.meter.on_step = self._on_step
+        self._gate = ComputeGate(self.engine.meter)
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a prompt's KV and keep it for the caller's engine to pull.
@@ -97,10 +95,6 @@ class PrefillServer(PDPrefillServer):
         async for step_output in outputs:
             output = step_output
         return output
-
-    def _on_step(self, step: Step) -> None:
-        if step.ctx_tokens:
-            self._gate.fit.observe(step.ctx_tokens, step.seconds)
 
     async def alive(self) -> bool:
         """Answer a caller that wants to know whether this replica works again.

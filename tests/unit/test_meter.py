@@ -32,7 +32,7 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
 
 def test_samples_reach_whoever_listens() -> None:
     meter, steps, transfers = EngineMeter(), [], []
-    meter.on_step, meter.on_transfer = steps.append, transfers.append
+    meter.watch(steps.append, transfers.append)
     meter.step(Step(1, 2, 3.0))
     meter.transfers([Transfer(4, 5.0)], failed=0)
     assert (steps, transfers) == ([Step(1, 2, 3.0)], [Transfer(4, 5.0)])

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from headrace_decode.orchestrate import LATE_STEPS, Orchestrator, Work
+from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PrefillResult
 
 PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
@@ -101,6 +102,8 @@ class Engine:
 class FakePlan:
     prefill: str | None
     timeout_s: float = NEVER_S
+    prompt_tokens: int = 3
+    cached_decode_tokens: int = 0
 
 
 class Planner:
@@ -232,6 +235,26 @@ async def test_a_local_plan_is_one_plain_submission() -> None:
     assert [(name, cached) for name, _, cached in planner.first] == [("r", 0)]
     assert planner.over == [("r", [7, 8, 9])]
     assert_forgotten(orchestrator)
+
+
+async def test_prompts_that_the_own_engine_computes_take_turns() -> None:
+    engine, gate = Engine({"local": ready(7, 8)}), ComputeGate()
+    orchestrator = Orchestrator(Planner(None))
+    async with gate.turn(100):
+        request = replace(work(engine, Prefill()), turn=gate.turn)
+        answering = asyncio.create_task(answer(orchestrator, request))
+        await asyncio.sleep(0.01)
+        assert (engine.kinds, gate.waiting) == ([], 1)
+    assert await answering == [7, 8]
+
+
+async def test_a_turn_ends_with_the_first_output_not_with_the_answer() -> None:
+    engine, gate = Engine({"local": ready(7, 8)}), ComputeGate()
+    outputs = Orchestrator(Planner(None)).run(replace(work(engine, Prefill()), turn=gate.turn))
+    await anext(outputs)
+    async with asyncio.timeout(1), gate.turn(100):
+        pass
+    await outputs.aclose()
 
 
 async def test_why_a_request_must_stay_is_passed_to_the_planner() -> None:

@@ -1,4 +1,4 @@
-"""How many prompts a prefill engine computes at once.
+"""How many prompts an engine computes at once.
 
 A step with n prompt tokens takes about a + b n seconds. Putting another prompt of m tokens into
 the same step saves one a, and makes everyone already in it wait b m longer. So a prompt joins only
@@ -18,6 +18,8 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from headrace_kvstore.meter import EngineMeter, Step
 
 FORGET = 0.99
 """Weight of a step after one more step."""
@@ -48,11 +50,13 @@ class StepFit:
         return max(0.0, a) / b if b > 0.0 else float("inf")
 
 
-class PrefillGate:
+class ComputeGate:
     """Lets prompts into the engine, in order of arrival. Used from one event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: EngineMeter | None = None) -> None:
         self.fit = StepFit()
+        if meter is not None:
+            meter.watch(on_step=self._on_step)
         self._computing = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -82,6 +86,10 @@ class PrefillGate:
             yield
         finally:
             self._leave()
+
+    def _on_step(self, step: Step) -> None:
+        if step.ctx_tokens:
+            self.fit.observe(step.ctx_tokens, step.seconds)
 
     def _may_join(self, tokens: int) -> bool:
         return self._computing == 0 or tokens * self._computing <= self.fit.free_tokens()

@@ -1,4 +1,4 @@
-"""How many prompts a prefill engine computes at once."""
+"""How many prompts an engine computes at once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from headrace_prefill.gate import PrefillGate, StepFit
+from headrace_kvstore.gate import ComputeGate, StepFit
 
 
-def fitted(a: float, b: float) -> PrefillGate:
-    gate = PrefillGate()
+def fitted(a: float, b: float) -> ComputeGate:
+    gate = ComputeGate()
     for tokens in (10, 100, 1000, 50, 500):
         gate.fit.observe(tokens, a + b * tokens)
     return gate
 
 
-async def order(gate: PrefillGate, prompts: list[int], seconds: float = 0.01) -> list[int]:
+async def order(gate: ComputeGate, prompts: list[int], seconds: float = 0.01) -> list[int]:
     """How many prompts were being computed when each came in, in order of coming in."""
     together: list[int] = []
     inside = 0

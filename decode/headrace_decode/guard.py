@@ -1,0 +1,42 @@
+"""Refuses what vLLM's own checks let through and its engine does not survive.
+
+A number that indexes memory or does not fit a machine word is found out only inside the engine's
+process, and ends it with every request that it holds. Each rule here names a field that did so.
+Pure: the caller turns the answer into its error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+LARGEST = 2**31 - 1
+"""Counts above this are nobody's wish; some of vLLM's buffers hold 32 bits."""
+LARGEST_FLOAT = 3.4e38
+
+
+def why_refused(
+    token_ids: Sequence[int] | None, params: Any, vocabulary: int
+) -> tuple[str, str] | None:
+    """What is wrong with a request, and in which field; None if it can run.
+
+    Args:
+        token_ids: the prompt, if it is plain token ids.
+        params: vLLM's `SamplingParams`.
+        vocabulary: rows of the model's embedding table.
+    """
+    if token_ids and max(token_ids) >= vocabulary:
+        return (
+            f"token id {max(token_ids)} is not below {vocabulary}, the vocabulary's size",
+            "prompt",
+        )
+    if params.top_k > LARGEST:
+        return f"top_k must be at most {LARGEST}", "top_k"
+    for token_id in params.stop_token_ids or ():
+        if not 0 <= token_id < vocabulary:
+            return f"token id {token_id} is not in the vocabulary", "stop_token_ids"
+    for bias in (params.logit_bias or {}).values():
+        if not math.isfinite(bias) or abs(bias) > LARGEST_FLOAT:
+            return "a bias is not a finite 32-bit number", "logit_bias"
+    return None
