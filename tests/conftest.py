@@ -1,4 +1,4 @@
-"""The app that end-to-end tests share: started once for the session, at the first test that asks for it."""
+"""The app that end-to-end tests share: started once, at the first test that asks for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from tests.support.app import App, Session
 
 
@@ -26,7 +27,7 @@ def _running_app(app_session: Session) -> App:
 
 @pytest.fixture
 def app(_running_app: App, request: pytest.FixtureRequest) -> Iterator[App]:
-    """The running app, idle before the test and after it. A failing test shows the app's last log lines."""
+    """The running app; a failing test shows the last lines of its logs."""
     yield _running_app
     failed = getattr(request.node, "failed_call", False)
     if failed:

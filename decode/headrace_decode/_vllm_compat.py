@@ -51,6 +51,10 @@ class PlannedLLM(AsyncLLM):
             )
         async with aclosing(outputs):
             async for output in outputs:
+                if output.finished and grammar_failed(output, sampling_params):
+                    raise VLLMValidationError(
+                        "The grammar cannot be compiled.", parameter="structured_outputs"
+                    )
                 yield output
 
     async def notify_kv_transfer_request_rejected(
@@ -142,6 +146,13 @@ def why_local(
     if kwargs.get("lora_request") is not None:
         return "the request uses a LoRA adapter"
     return None
+
+
+def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:
+    """Whether a request ended because the engine could not use its grammar: no server's fault."""
+    return params.structured_outputs is not None and any(
+        choice.finish_reason == "error" and not choice.token_ids for choice in output.outputs
+    )
 
 
 def without_transfer_params(params: SamplingParams) -> SamplingParams:

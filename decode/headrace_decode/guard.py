@@ -1,19 +1,28 @@
 """Refuses what vLLM's own checks let through and its engine does not survive.
 
-A number that indexes memory or does not fit a machine word is found out only inside the engine's
-process, and ends it with every request that it holds. Each rule here names a field that did so.
-Pure: the caller turns the answer into its error.
+A number that indexes memory, does not fit a machine word or asks for a vast grammar is found out
+only inside the engine's process, and ends it with every request that it holds. Each rule here names
+a field that did so. Pure: the caller turns the answer into its error.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 LARGEST = 2**31 - 1
 """Counts above this are nobody's wish; some of vLLM's buffers hold 32 bits."""
 LARGEST_FLOAT = 3.4e38
+LARGEST_COUNT = 999_999
+"""Of items, characters or repetitions in a grammar: a thousand times as many took all memory."""
+
+_VAST = re.compile(
+    r'"(?:min|max)(?:Items|Length|Properties|Contains)"\s*:\s*(?:\d{7,}|\d[\d.]*[eE])'
+    r"|\{\s*\d*\s*,?\s*\d{7,}"
+)
 
 
 def why_refused(
@@ -27,10 +36,7 @@ def why_refused(
         vocabulary: rows of the model's embedding table.
     """
     if token_ids and max(token_ids) >= vocabulary:
-        return (
-            f"token id {max(token_ids)} is not below {vocabulary}, the vocabulary's size",
-            "prompt",
-        )
+        return f"token id {max(token_ids)} is not in the vocabulary of {vocabulary}", "prompt"
     if params.top_k > LARGEST:
         return f"top_k must be at most {LARGEST}", "top_k"
     for token_id in params.stop_token_ids or ():
@@ -39,4 +45,10 @@ def why_refused(
     for bias in (params.logit_bias or {}).values():
         if not math.isfinite(bias) or abs(bias) > LARGEST_FLOAT:
             return "a bias is not a finite 32-bit number", "logit_bias"
+    wanted = params.structured_outputs
+    if wanted is not None:
+        for spec in (wanted.json, wanted.regex, wanted.grammar, wanted.structural_tag):
+            text = spec if isinstance(spec, str) else json.dumps(spec)
+            if _VAST.search(text):
+                return f"a count in a grammar is over {LARGEST_COUNT}", "structured_outputs"
     return None

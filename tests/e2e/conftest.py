@@ -1,4 +1,4 @@
-"""The order of the end-to-end tests: the plain engine runs before the app, faults and the end come last."""
+"""The order of the end-to-end tests: the plain engine before the app, faults and the end last."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from headrace.model import resolve
 from tests.support.app import MODEL, App
 

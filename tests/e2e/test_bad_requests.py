@@ -1,4 +1,4 @@
-"""Bad requests: each gets the right 4xx in OpenAI's shape or is cleaned up, and nothing stays behind."""
+"""Bad requests: each gets the right 4xx in OpenAI's shape or is cleaned up; nothing is left."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+
 from tests.support.app import MODEL, App
 from tests.support.bad import CHAT, COMPLETE, Bad, bad_requests
 from tests.support.prompts import noise
@@ -86,7 +87,7 @@ BAD_HTTP: dict[str, bytes] = {
     "length-word": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n",
     "length-negative": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
     "two-lengths": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
-    "long-head": b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+    "long-head": b"GET / HTTP/1.1\r\nx: " + b"y" * 1_000_000 + b"\r\n\r\n",
     "chunk-size": (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\nzz\r\n\r\n"
@@ -98,12 +99,12 @@ BAD_HTTP: dict[str, bytes] = {
 @pytest.mark.parametrize("name", BAD_HTTP)
 def test_bad_http_is_refused(app: App, name: str) -> None:
     with closing(connect(app)) as sock:
-        sock.sendall(BAD_HTTP[name])
         answer = b""
         try:
+            sock.sendall(BAD_HTTP[name])
             while part := sock.recv(65_536):
                 answer += part
-        except ConnectionResetError:
+        except (ConnectionResetError, BrokenPipeError):
             pass
         except TimeoutError:
             pytest.fail(f"no answer, and the connection stays open: {answer[:200]!r}")

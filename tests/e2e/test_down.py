@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.support.app import Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

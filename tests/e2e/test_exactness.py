@@ -1,4 +1,4 @@
-"""Greedy output is the same, token for token, from a plain vLLM engine and by each way of prefilling.
+"""Greedy output is the same, token for token, from a plain vLLM engine and by each way.
 
 And the status tells which way it was: bytes that NIXL moved, plans by kind.
 """
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+
 from headrace.model import describe
 from tests.support.app import App, until
 from tests.support.plain import plain_answers
 from tests.support.prompts import ANSWER_TOKENS, LENGTHS, TEXT, exactness_prompts
-from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

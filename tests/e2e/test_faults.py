@@ -1,4 +1,4 @@
-"""Processes are killed under load: what clients see, how fast plans change, and that all of it comes back.
+"""Processes are killed under load: what clients see, how plans change, and that all comes back.
 
 Runs near the end of the session, since it leaves young replicas behind.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+
 from tests.support.app import App, until
 from tests.support.load import Answer, Load, ask
 from tests.support.prompts import noise
@@ -168,7 +169,7 @@ def test_decode_dies_under_load(app: App) -> None:
 
 
 def test_the_engine_of_decode_dies_under_load(app: App) -> None:
-    """The replica's process lives and its engine is dead: streams end with an error, others wait."""
+    """The replica lives and its engine is dead: streams end with an error, others wait."""
     pid = int(app.replica("decode")["pid"])
     with Load(app.url, PROMPTS, clients=4, max_tokens=200) as load:
         time.sleep(4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from tests.support.app import MODEL, App, until
 from tests.support.prompts import noise
 

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+
 from tests.support.app import MODEL, App
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_replicas")]

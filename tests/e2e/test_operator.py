@@ -7,6 +7,7 @@ import re
 import uuid
 
 import pytest
+
 from tests.support.app import MODEL, App, until
 from tests.support.prompts import noise
 

@@ -1,4 +1,4 @@
-"""Schemathesis over the OpenAPI document: whatever it makes up, no 5xx, no hang, no undocumented answer."""
+"""Schemathesis over the OpenAPI document: no 5xx, no hang, no undocumented answer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+
 from tests.support.app import App
 
 pytestmark = [

@@ -1,6 +1,6 @@
-"""One real Headrace app for a whole test session: started by the CLI, in a subprocess, and ended by it.
+"""One real Headrace app for a whole test session: started by the CLI, and ended by it.
 
-Nothing of it can collide with another run on the same machine: its name, folders and ports are its own.
+Nothing of it can collide with another run on one machine: name, folders and ports are its own.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Session:
         }
 
     def start(self, settings: dict[str, str] | None = None) -> App:
-        """Run `headrace up --detach`; or take the app at $HEADRACE_TEST_URL, for whoever writes tests.
+        """Run `headrace up --detach`; or take the app at $HEADRACE_TEST_URL, to try tests on it.
 
         Raises:
             RuntimeError: it failed; with the ends of its logs.
@@ -239,7 +239,9 @@ class Session:
             "gateway.port": "0",
             "ray.temp_dir": str(self.folder),
             "observability.log_level": "DEBUG",
-            **{f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()},
+            **{
+                f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
+            },
             **(settings or {}),
         }
         overrides = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]

@@ -204,6 +204,7 @@ def _wrong_tokens() -> Iterator[Bad]:
     prompts: dict[str, Any] = {
         "negative": [-1],
         "over": [VOCABULARY],
+        "last-is-over": [1, 2, 3, VOCABULARY],
         "huge": [2**31],
         "vast": [HUGE],
         "float": [1.5],
@@ -213,18 +214,22 @@ def _wrong_tokens() -> Iterator[Bad]:
     }
     for name, prompt in prompts.items():
         yield _completion(f"tokens-prompt-{name}", prompt=prompt)
-    for name, bias in {"over": {str(VOCABULARY): 1}, "word": {"x": 1}, "negative": {"-1": 1}}.items():
+    for name, bias in {
+        "over": {str(VOCABULARY): 1},
+        "word": {"x": 1},
+        "negative": {"-1": 1},
+    }.items():
         yield _completion(f"tokens-bias-{name}", logit_bias=bias)
     yield _completion("tokens-allowed-none", allowed_token_ids=[])
     yield _completion("tokens-allowed-over", allowed_token_ids=[VOCABULARY + 7])
     yield _completion("tokens-allowed-vast", allowed_token_ids=[HUGE])
     yield _completion("tokens-stop-text", stop_token_ids=["x"])
+    yield _completion("tokens-stop-over", stop_token_ids=[10**9], min_tokens=2)
 
 
 def _unknown_models() -> Iterator[Bad]:
-    for name in ("gpt-4o", "", MODEL.upper(), "../" + MODEL, "x" * 10_000, "模型"):
-        label = name[:24] or "empty"
-        right = frozenset({404}) if name else frozenset({400, 404})
+    for name in ("gpt-4o", MODEL.upper(), "../" + MODEL, "x" * 10_000, "模型"):
+        label, right = name[:24], frozenset({404})
         body = {"max_tokens": 1, "model": name}
         yield Bad(f"model-chat-{label}", CHAT, json.dumps({**body, **HELLO}).encode(), right)
         prompt = json.dumps({**body, "prompt": "x"}).encode()
@@ -292,7 +297,14 @@ def _unusable_grammars() -> Iterator[Bad]:
     yield _chat("grammar-schema-type", response_format=schema)
     broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}
     yield _chat("grammar-schema-ref", response_format=broken)
+    counts = {"type": "array", "minItems": 10**9}
+    vast = {"type": "json_schema", "json_schema": {"name": "x", "schema": counts}}
+    yield _chat("grammar-schema-vast", response_format=vast)
     for name, value in {
+        "vast-regex": {"regex": "a{1000000000}"},
+        "endless": {"json": {"$ref": "#"}},
+        "left-recursion": {"grammar": "root ::= root"},
+        "impossible": {"json": {"type": "object", "minProperties": 1000}},
         "regex": {"regex": "(["},
         "grammar": {"grammar": "root ::= ::="},
         "choice-none": {"choice": []},

@@ -1,4 +1,4 @@
-"""Clients that keep asking, and an account of every answer: for tests that break something meanwhile."""
+"""Clients that keep asking while a test breaks something, and an account of every answer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
 from tests.support.app import MODEL
 
 

@@ -67,12 +67,13 @@ async def _answer(model: str, prompts: list[list[int]], max_tokens: int) -> list
     answers = []
     try:
         for number, prompt in enumerate(prompts):
-            last: Any = None
-            async for last in engine.generate(
-                TokensPrompt(prompt_token_ids=prompt), params, f"plain-{number}"
-            ):
-                pass
-            answers.append(list(last.outputs[0].token_ids))
+            outputs: list[Any] = [
+                output
+                async for output in engine.generate(
+                    TokensPrompt(prompt_token_ids=prompt), params, f"plain-{number}"
+                )
+            ]
+            answers.append(list(outputs[-1].outputs[0].token_ids))
     finally:
         engine.shutdown()
     return answers

@@ -1,4 +1,4 @@
-"""Prompts of chosen lengths, as token ids: text where the model is sure of itself, noise where it is not."""
+"""Prompts of chosen lengths, as token ids: text and noise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ANSWER_TOKENS = 16
 FIRST_TOKEN, LAST_TOKEN = 20, 49_000  # the ids below are special tokens, those above unused
 
 TEXT = (
-    "The headrace brings the water of the river to the wheel. When the gate is open the water falls "
-    "on the buckets, the wheel turns, and the stone in the mill grinds the grain of the whole "
+    "The headrace brings the water of the river to the wheel. When the gate is open the water "
+    "falls on the buckets, the wheel turns, and the stone in the mill grinds the grain of the whole "
     "valley. In a dry summer the miller waits for the rain; in a wet spring he lets the water pass "
     "over the weir. Numbers: one, two, three, four, five, six, seven, eight, nine, ten. "
 )
@@ -30,7 +30,7 @@ def exactness_prompts(text_ids: list[int]) -> list[list[int]]:
     """30 prompts of `LENGTHS` tokens.
 
     Args:
-        text_ids: a text as token ids; it is repeated as often as needed. Every third prompt is noise.
+        text_ids: a text as token ids, repeated as needed; every third prompt is noise instead.
     """
     prompts = []
     for number, length in enumerate(LENGTHS):

@@ -1,0 +1,86 @@
+"""Requests that vLLM would take and its engine would not survive."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_decode.guard import LARGEST, LARGEST_COUNT, why_refused
+
+VOCABULARY = 100
+
+
+def params(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "top_k": 0,
+        "stop_token_ids": [],
+        "logit_bias": None,
+        "structured_outputs": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def grammar(**parts: Any) -> Any:
+    values: dict[str, Any] = dict.fromkeys(("json", "regex", "grammar", "structural_tag"))
+    return params(structured_outputs=SimpleNamespace(**{**values, **parts}))
+
+
+def test_an_ordinary_request_runs() -> None:
+    assert why_refused([0, 5, VOCABULARY - 1], params(top_k=-1), VOCABULARY) is None
+    assert why_refused(None, params(top_k=LARGEST), VOCABULARY) is None
+    usual = params(stop_token_ids=[0, 99], logit_bias={1: -100.0, 2: 100.0})
+    assert why_refused([1], usual, VOCABULARY) is None
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "wrong", "field"),
+    [
+        ([1, VOCABULARY], params(), "prompt"),
+        ([1], params(top_k=LARGEST + 1), "top_k"),
+        ([1], params(stop_token_ids=[VOCABULARY]), "stop_token_ids"),
+        ([1], params(stop_token_ids=[-1]), "stop_token_ids"),
+        ([1], params(logit_bias={1: 1e300}), "logit_bias"),
+        ([1], params(logit_bias={1: -math.inf}), "logit_bias"),
+        ([1], params(logit_bias={1: math.nan}), "logit_bias"),
+    ],
+)
+def test_what_would_end_the_engine_is_refused(token_ids: Any, wrong: Any, field: str) -> None:
+    refused = why_refused(token_ids, wrong, VOCABULARY)
+    assert refused is not None
+    assert refused[1] == field
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"json": {"type": "array", "minItems": LARGEST_COUNT + 1}},
+        {"json": {"type": "array", "maxItems": 1e9}},
+        {"json": {"anyOf": [{"type": "string"}, {"type": "string", "maxLength": 10**9}]}},
+        {"json": '{"type": "array", "minItems" : 1e9}'},
+        {"regex": "a{1000000}"},
+        {"regex": "(ab){3,1000000}"},
+        {"grammar": 'root ::= "a"{1,1000000000}'},
+        {"structural_tag": '{"schema": {"minLength": 10000000}}'},
+    ],
+)
+def test_vast_grammars_are_refused(spec: dict[str, Any]) -> None:
+    refused = why_refused([1], grammar(**spec), VOCABULARY)
+    assert refused is not None
+    assert refused[1] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"json": {"type": "array", "minItems": LARGEST_COUNT}},
+        {"json": {"type": "integer", "maximum": 9_007_199_254_740_991}},
+        {"json": {"enum": [1_700_000_000_000, "maxItems: 10000000"]}},
+        {"regex": "[0-9]{1,999999}"},
+        {"regex": "id-12345678"},
+    ],
+)
+def test_grammars_with_large_numbers_that_count_nothing_run(spec: dict[str, Any]) -> None:
+    assert why_refused([1], grammar(**spec), VOCABULARY) is None
