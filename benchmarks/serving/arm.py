@@ -1,6 +1,6 @@
 """One arm as a process: starts it, prints `READY`, serves until SIGTERM, leaves nothing behind.
 
-    python -m benchmarks.serving.arm {vllm,ray_pd,headrace} --model PATH --port N [--token-path P]
+    python -m benchmarks.serving.arm KIND --model PATH --port N --folder DIR [--token-path P]
 
 All arms read their engine settings from one place, the configuration that Headrace would use here
 (preset `laptop`), so an arm differs from another in nothing but what serves.
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.arms import MODEL_ID, READY, settings
@@ -70,29 +71,26 @@ def serve_vllm(config: HeadraceConfig, stop: threading.Event) -> None:
             server.kill()
 
 
-def serve_ray(kind: str, config: HeadraceConfig, stop: threading.Event) -> None:
-    """Headrace, or Ray's own P/D app, on a private Ray node."""
-    temp_dir = cluster.make_temp_dir(f"bench-{kind}")
+def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading.Event) -> None:
+    """Headrace, or Ray's own P/D app, on a private Ray node that lives in `temp_dir`."""
     environment = {}
     if config.token_path == "direct":
         environment = cluster.direct_environment(temp_dir)
     # Ray reads these when it is imported, which only `_deploy` does.
     os.environ.update(environment | cluster.auth_environment(temp_dir))
     os.environ.pop("RAY_ADDRESS", None)
-    node = cluster.start(
-        cluster.NodeSpec(
-            name=f"bench-{kind}",
-            num_cpus=max(4, os.cpu_count() or 1),
-            object_store_bytes=config.ray.object_store_bytes,
-            dashboard=False,
-            environment=environment,
-        ),
-        temp_dir,
+    spec = cluster.NodeSpec(
+        name=f"bench-{kind}",
+        num_cpus=max(4, os.cpu_count() or 1),
+        object_store_bytes=config.ray.object_store_bytes,
+        dashboard=False,
+        environment=environment,
     )
+    node = cluster.start(spec, temp_dir)
     from headrace.cli import deploy
 
     try:
-        cluster.wait(node)
+        node = cluster.ensure(node, spec)
         deploy.connect(node.address)
         _deploy(kind, config)
         for _ in deploy.follow(APP, time.monotonic() + START_TIMEOUT_S):
@@ -107,6 +105,8 @@ def serve_ray(kind: str, config: HeadraceConfig, stop: threading.Event) -> None:
 
 
 def _deploy(kind: str, config: HeadraceConfig) -> None:
+    from ray import serve
+
     from headrace.cli import deploy
 
     args = to_app_args(config)
@@ -114,13 +114,21 @@ def _deploy(kind: str, config: HeadraceConfig) -> None:
     if kind == "headrace":
         deploy.deploy(args, APP, None if config.token_path == "relay" else http)
         return
-    from ray import serve
-    from ray.serve.llm import build_pd_openai_app
+    if kind == "paced":
+        from benchmarks.serving.paced import build_paced_app
 
-    serve.start(proxy_location="EveryNode", http_options={"host": http[0], "port": http[1]})
-    del args["headrace"]
+        application = build_paced_app(config)
+    else:
+        from ray.serve.llm import build_pd_openai_app
+
+        del args["headrace"]
+        application = build_pd_openai_app(args)
+    if kind == "paced" and config.token_path == "relay":
+        serve.start(proxy_location="Disabled")
+    else:
+        serve.start(proxy_location="EveryNode", http_options={"host": http[0], "port": http[1]})
     serve.run_many(
-        [serve.RunTarget(build_pd_openai_app(args), name=APP, route_prefix="/")],
+        [serve.RunTarget(application, name=APP, route_prefix="/")],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
@@ -136,20 +144,22 @@ def _follow_parent(parent: int, stop: threading.Event) -> None:
 def main() -> None:
     """Serve until SIGTERM, or until the process that started this one ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.arm")
-    parser.add_argument("kind", choices=("vllm", "ray_pd", "headrace"))
+    parser.add_argument("kind", choices=("vllm", "ray_pd", "headrace", "paced"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-path", choices=("relay", "direct", "classic"), default="relay")
+    parser.add_argument("--policy", choices=("cost", "local", "remote"), default="cost")
+    parser.add_argument("--folder", type=Path, required=True, help="the arm's own, short, empty")
     args = parser.parse_args()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_follow_parent, args=(os.getppid(), stop), daemon=True).start()
-    config = settings(args.model, args.port, args.token_path)
+    config = settings(args.model, args.port, args.token_path, args.policy)
     if args.kind == "vllm":
         serve_vllm(config, stop)
     else:
-        serve_ray(args.kind, config, stop)
+        serve_ray(args.kind, config, args.folder, stop)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from headrace.cli.reap import (
     TOKEN_VARIABLE,
     Belongings,
     ProcessId,
-    end,
     remove_shm,
     shm_names,
 )
@@ -44,13 +43,16 @@ class ArmError(RuntimeError):
     """An arm did not start; the text ends with its last words."""
 
 
-def settings(model: str, port: int, token_path: str = "relay") -> HeadraceConfig:
+def settings(
+    model: str, port: int, token_path: str = "relay", policy: str = "cost"
+) -> HeadraceConfig:
     """The configuration that all arms take their engine settings from.
 
     Args:
         model: a model folder or a hub id.
         port: where the arm's endpoint listens.
         token_path: of Headrace.
+        policy: of Headrace's router.
     """
     overrides = {
         "model.id": MODEL_ID,
@@ -59,6 +61,7 @@ def settings(model: str, port: int, token_path: str = "relay") -> HeadraceConfig
         "gateway.port": port,
         "ray.dashboard": False,
         "token_path": token_path,
+        "router.policy": policy,
     }
     return load_config(None, "laptop", [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
 
@@ -68,27 +71,31 @@ class Arm:
 
     Args:
         name: what it is called in tables.
-        kind: `vllm`, `ray_pd` or `headrace`.
+        kind: `vllm`, `ray_pd`, `headrace` or `paced` (`benchmarks.serving.paced`).
         model: a model folder or a hub id.
         token_path: of Headrace.
+        policy: of Headrace's router.
     """
 
-    def __init__(self, name: str, kind: str, model: str, token_path: str = "relay") -> None:
+    def __init__(
+        self, name: str, kind: str, model: str, token_path: str = "relay", policy: str = "cost"
+    ) -> None:
         self.name, self.kind, self.token_path = name, kind, token_path
         self.port = cluster.free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.started_s = 0.0
-        self._model = model
+        self._model, self._policy = model, policy
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix=f"hr-bench-{name}-"))
-        self._log = self._folder / "arm.log"
+        self._folder = cluster.make_temp_dir("bench")
+        self._log = Path(tempfile.mkdtemp(prefix="headrace-bench-")) / "arm.log"
         self._belongings = Belongings(secrets.token_hex(8), self._folder)
 
     def start(self) -> None:
         """Start the process; returns at once."""
         command = [sys.executable, "-m", "benchmarks.serving.arm", self.kind]
         command += ["--model", self._model, "--port", str(self.port)]
-        command += ["--token-path", self.token_path]
+        command += ["--policy", self._policy, "--token-path", self.token_path]
+        command += ["--folder", str(self._folder)]
         self._belongings.shm_before = shm_names()
         self._began = time.monotonic()
         with open(self._log, "wb") as log:
@@ -120,23 +127,22 @@ class Arm:
         self.started_s = time.monotonic() - self._began
 
     def stop(self) -> None:
-        """End it and all it started, remove what it left in /dev/shm. Idempotent."""
-        if self._process is None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            return
-        self.resume()
-        processes = self._belongings.processes()
-        self._belongings.pids = list(processes)
-        shm = self._belongings.shm_files(processes.values())
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_GRACE_S)
-        shm |= end(self._belongings, grace_s=5.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        remove_shm(shm, self._belongings.shm_before)
-        self._process = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """End it and all it started, remove its folders and its files in /dev/shm. Idempotent."""
+        if self._process is not None:
+            self.resume()
+            processes = self.processes()
+            shm = self._belongings.shm_files(processes.values())
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_GRACE_S)
+            self._belongings.pids = [i for i in processes if i.process() is not None]
+            cluster.stop(self._belongings)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            remove_shm(shm, self._belongings.shm_before)
+            self._process = None
+        for folder in (self._folder, self._log.parent):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def pause(self) -> None:
         """Hold the engines' workers still while another arm is measured.

@@ -76,6 +76,7 @@ async def run(
     concurrency: int,
     *,
     output_tokens: int = OUTPUT_TOKENS,
+    ramp_s: float = 0.0,
 ) -> Load:
     """`concurrency` clients take conversations until all are done; none waits between turns.
 
@@ -85,6 +86,7 @@ async def run(
         conversations: what is said. A failed turn ends its conversation.
         concurrency: clients.
         output_tokens: of every answer; another number counts as an error.
+        ramp_s: seconds over which the clients start, so that they do not ask in step.
     """
     waiting = deque(conversations)
     samples: list[Sample] = []
@@ -92,7 +94,8 @@ async def run(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
 
-        async def client() -> None:
+        async def client(number: int) -> None:
+            await asyncio.sleep(ramp_s * number / concurrency)
             while waiting:
                 talk = waiting.popleft()
                 messages: list[dict[str, str]] = []
@@ -107,7 +110,7 @@ async def run(
                     messages.append({"role": "assistant", "content": sample.text})
 
         cpu, began = time.process_time(), time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(concurrency)))
+        await asyncio.gather(*(client(number) for number in range(concurrency)))
         return Load(samples, time.perf_counter() - began, time.process_time() - cpu)
 
 

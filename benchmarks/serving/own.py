@@ -1,4 +1,4 @@
-"""What our own code adds to each request: the gateway before it forwards, and the making of the plan.
+"""What our own code adds to each request: the gateway before it forwards, and making the plan.
 
     python -m benchmarks.serving.own [--quick] --json FILE
 
@@ -61,7 +61,7 @@ def measure(arm: Arm, clients: int, requests: int) -> tuple[dict[str, float], li
     """Milliseconds by part at so many clients, and the errors."""
     cell = workloads.Cell(workloads.WORKLOADS["short"], clients, requests, clients)
     warm = workloads.conversations(cell, clients, seed=0, scope="own/warm-up")
-    uvloop.run(load.run(arm.url, MODEL_ID, warm, clients))
+    uvloop.run(load.run(arm.url, MODEL_ID, warm, clients, output_tokens=4))
     time.sleep(12.0)  # until the warm-up has been reported
     before = read(arm)
     talks = workloads.conversations(cell, requests, seed=0, scope="own")

@@ -2,13 +2,13 @@
 
     python -m benchmarks.serving.paths [--quick] [--parts paced,engine] --json FILE
 
-`engine`: whole Headrace apps with real engines, all prefill local so that the path alone differs; TTFT
-at 1 client, tokens/s at 64. `paced`: relay and direct before a replica that streams a token each
-20 ms and computes nothing, at 1 and 64 clients; only there can two milliseconds be told apart, as a
-step of a CPU engine takes a hundred.
+`engine`: whole Headrace apps with real engines, all prefill local so that the path alone differs;
+TTFT at 1 client, tokens/s at 64. `paced`: relay and direct before a replica that streams a token
+each 20 ms and computes nothing, at 1 and 64 clients; only there can two milliseconds be told apart,
+as a step of a CPU engine takes a hundred.
 
-Figures, with PART `engine` or `paced`: `paths.PART.cC.ttft_ms_PATH_minus_direct` (medians' difference,
-repeat by repeat) and `paths.PART.cC.tok_s_PATH_vs_direct`.
+Figures, with PART `engine` or `paced`: `paths.PART.cC.ttft_ms_PATH_minus_direct` (the medians'
+difference, repeat by repeat) and `paths.PART.cC.tok_s_PATH_vs_direct`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PATHS = {"engine": ("direct", "relay", "classic"), "paced": ("direct", "relay")}
 
 
 def figures(repeats: Sequence[Repeat]) -> dict[str, float]:
-    """The figures of a run, from repeats whose workload is the part's name and whose arm the path's."""
+    """The figures, from repeats whose workload is the part's name and whose arm the path's."""
     by_key = {(r.cell, r.arm, r.number): r.measures for r in repeats}
     out: dict[str, float] = {}
     for cell, path in dict.fromkeys((r.cell, r.arm) for r in repeats):
