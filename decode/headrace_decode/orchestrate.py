@@ -124,8 +124,12 @@ class Orchestrator:
                 stream, first = await self._race_kv_arrival(work, kv_params, max(0.0, left_s))
             if first is None:
                 return
-            planner.first_token(
-                work.request_id, time.perf_counter() - started, work.cached_tokens(first)
+            waited_s = time.perf_counter() - started
+            planner.first_token(work.request_id, waited_s, work.cached_tokens(first))
+            logger.debug(
+                "first token after %.3f s",
+                waited_s,
+                extra={"request_id": work.request_id, "prefill": plan.prefill or "local"},
             )
             answered.extend(work.new_tokens(first))
             yield first

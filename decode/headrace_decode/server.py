@@ -183,8 +183,14 @@ class DecodeServer(PDDecodeServer):
         self._planner.policy = policy
 
     async def headrace_plan(self, request_id: str) -> dict[str, Any] | None:
-        """The plan made for a request, or None if this replica does not remember it."""
-        return self._planner.explain(request_id)
+        """The plan made for a request, or None if this replica does not remember it.
+
+        Takes the id that the client sent or was given, too: vLLM puts the kind of answer before it,
+        and behind it the number of the prompt in its list.
+        """
+        names = (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0")
+        plans = (self._planner.explain(name) for name in names)
+        return next((plan for plan in plans if plan is not None), None)
 
 
 class DPDecodeServer(DecodeServer, DPServer):

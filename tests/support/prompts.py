@@ -14,9 +14,9 @@ FIRST_TOKEN, LAST_TOKEN = 20, 49_000  # the ids below are special tokens, those 
 
 TEXT = (
     "The headrace brings the water of the river to the wheel. When the gate is open the water "
-    "falls on the buckets, the wheel turns, and the stone in the mill grinds the grain of the whole "
-    "valley. In a dry summer the miller waits for the rain; in a wet spring he lets the water pass "
-    "over the weir. Numbers: one, two, three, four, five, six, seven, eight, nine, ten. "
+    "falls on the buckets, the wheel turns, and the stone in the mill grinds the grain of the "
+    "whole valley. In a dry summer the miller waits for the rain; in a wet spring he lets the "
+    "water pass over the weir. Numbers: one, two, three, four, five, six, seven, eight, nine, ten. "
 )
 
 
