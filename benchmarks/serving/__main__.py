@@ -8,7 +8,6 @@ docs/benchmarks.md says what is measured and how to read it. Ends with 1 if a re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import signal
@@ -72,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "environment": about,
         "failure": failure,
     }
-    _write(document, args)
     if failure is not None:
         print(f"error: {failure}", file=sys.stderr)
+    _write(document, args)
     errors = sum(len(repeat.errors) for repeat in run.done)
     return 1 if failure is not None or errors or not run.done else 0
 
@@ -143,9 +142,13 @@ def _write(document: dict[str, Any], args: argparse.Namespace) -> None:
     print(f"\n{table}")
     if args.json:
         args.json.write_text(json.dumps(_no_nan(document), indent=1) + "\n")
+    if not document["cells"]:
+        return  # what an earlier run left is worth more than an empty table
     if args.markdown:
-        with contextlib.suppress(ValueError):
+        try:
             report.write_markdown(args.markdown, "serving", table)
+        except ValueError as error:
+            print(f"error: {args.markdown} is left as it was: {error}", file=sys.stderr)
     if args.plot:
         report.plot(document, args.plot)
 
