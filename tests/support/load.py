@@ -118,9 +118,13 @@ class Load:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    def pause(self) -> None:
+        """Send nothing new; requests in flight go on."""
+        self._stopped.set()
+
     def stop(self) -> list[Answer]:
         """Let the requests in flight end; all answers."""
-        self._stopped.set()
+        self.pause()
         for thread in self._threads:
             thread.join(self._timeout_s + 10)
             assert not thread.is_alive(), "a request hangs"
