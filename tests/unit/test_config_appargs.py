@@ -22,6 +22,7 @@ def test_a_cpu_role_is_a_cpu_llm_config() -> None:
     assert decode["deployment_config"]["ray_actor_options"] == {"num_cpus": 0}
     assert decode["runtime_env"]["env_vars"] == {
         "PYTHONHASHSEED": "0",
+        "VLLM_MAX_N_SEQUENCES": "128",
         "OMP_NUM_THREADS": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCH_COMPILE_DISABLE": "1",
@@ -41,7 +42,10 @@ def test_a_gpu_role_leaves_cpu_settings_out() -> None:
     assert decode["accelerator_type"] == "H100"
     assert "accelerator_type" not in args["prefill_config"]
     assert decode["placement_group_config"] == {"bundles": [{"CPU": 1.0, "GPU": 1}]}
-    assert decode["runtime_env"]["env_vars"] == {"PYTHONHASHSEED": "0"}
+    assert decode["runtime_env"]["env_vars"] == {
+        "PYTHONHASHSEED": "0",
+        "VLLM_MAX_N_SEQUENCES": "128",
+    }
     engine = decode["engine_kwargs"]
     assert engine["kv_transfer_config"]["kv_buffer_device"] == "cuda"
     assert engine["max_model_len"] == 32768

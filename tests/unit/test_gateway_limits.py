@@ -54,6 +54,15 @@ async def test_a_body_that_is_no_json_object_is_400(body: bytes) -> None:
         assert bench.replica.seen == []
 
 
+async def test_structured_outputs_that_are_no_object_are_400_where_vllm_fails() -> None:
+    async with gateway_over(answer) as bench:
+        for wrong in ("x", [], 3):
+            body = {**PROMPT, "structured_outputs": wrong}
+            async with bench.client.post(CHAT, json=body) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["param"] == "structured_outputs"
+
+
 async def test_malformed_json_is_told_with_its_position() -> None:
     async with gateway_over(answer) as bench:
         error = await refused(bench, 400, data=b'{"a": x}', headers=JSON)

@@ -62,7 +62,8 @@ def _bundles(role: RoleSettings) -> list[dict[str, float]]:
 
 def _environment(role: RoleSettings) -> dict[str, str]:
     # Block hashes must be the same in all processes.
-    env = {"PYTHONHASHSEED": "0"}
+    # OpenAI's limit on `n`; vLLM's own would let one request hold the engine for minutes.
+    env = {"PYTHONHASHSEED": "0", "VLLM_MAX_N_SEQUENCES": "128"}
     if role.gpus == 0:
         env |= {
             "OMP_NUM_THREADS": str(role.threads),

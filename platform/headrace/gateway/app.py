@@ -234,7 +234,9 @@ class GatewayApp:
             began = perf_counter()
             call.body = await limits.read_body(receive, options.max_body_bytes)
             call.waited_s = perf_counter() - began
-            call.affinity = affinity_key(limits.parse_object(call.body))
+            request = limits.parse_object(call.body)
+            limits.check_fields(request)
+            call.affinity = affinity_key(request)
             left_s = options.request_timeout_s - (perf_counter() - call.started)
             interrupts.set_deadline(left_s, _TIME_UP)
             interrupts.listen(receive)
