@@ -107,7 +107,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="figures, cells, environment")
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="a new file, or one with markers to fill"
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a new file, or one with markers to fill; may be given again",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG")
     return parser.parse_args(argv)
@@ -144,11 +149,12 @@ def _write(document: dict[str, Any], args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(_no_nan(document), indent=1) + "\n")
     if not document["cells"]:
         return  # what an earlier run left is worth more than an empty table
-    if args.markdown:
+    for page in args.markdown:
         try:
-            report.write_markdown(args.markdown, "serving", table)
+            contents = {"serving": table, "measured": report.brief(document)}
+            report.write_markdown(page, contents)
         except ValueError as error:
-            print(f"error: {args.markdown} is left as it was: {error}", file=sys.stderr)
+            print(f"error: {page} is left as it was: {error}", file=sys.stderr)
     if args.plot:
         report.plot(document, args.plot)
 

@@ -18,14 +18,15 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from benchmarks.serving import load, workloads
+from benchmarks.serving import load, report, workloads
 from benchmarks.serving.arms import MODEL_ID, Arm, ArmError, CpuClock
 from benchmarks.serving.environment import environment
 from benchmarks.serving.report import Repeat, summarise
@@ -71,6 +72,22 @@ def figures(repeats: Sequence[Repeat]) -> dict[str, float]:
         out[f"paths.{cell}.ttft_ms_{path}_minus_{BASE}"] = round(statistics.median(more_ms), 3)
         out[f"paths.{cell}.tok_s_{path}_vs_{BASE}"] = round(statistics.median(rates), 4)
     return out
+
+
+def table(repeats: Sequence[Repeat], env: Mapping[str, Any]) -> str:
+    """The medians by part, clients and path, and the figures."""
+    lines = [f"{env['date']}, {env['cpu']}, {env['cores']} cores.", ""]
+    lines += ["| part | clients | path | TTFT p50 ms | tokens/s |", "|---|---:|---|---:|---:|"]
+    for row in report.cells(repeats):
+        ttft, rate = row["ttft_p50_s"], row["tok_s"]
+        lines.append(
+            f"| {row['workload']} | {row['concurrency']} | {row['arm']} "
+            f"| {1e3 * ttft['median']:.1f} ({1e3 * ttft['min']:.1f} to {1e3 * ttft['max']:.1f}) "
+            f"| {rate['median']:.1f} ({rate['min']:.1f} to {rate['max']:.1f}) |"
+        )
+    lines += ["", "| figure | value |", "|---|---:|"]
+    lines += [f"| `{name}` | {value:g} |" for name, value in figures(repeats).items()]
+    return "\n".join(lines) + "\n"
 
 
 def measure(part: str, model: str, paths: Sequence[str], repeats: int) -> list[Repeat]:
@@ -142,6 +159,7 @@ def main() -> int:
     parser.add_argument("--parts", default="paced,engine", metavar="P,P")
     parser.add_argument("--paths", metavar="P,P", help="of the engine part; direct is always in it")
     parser.add_argument("--model", help="a model folder, a known name or a hub id")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="fill its paths markers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures and repeats here")
     args = parser.parse_args()
     from headrace.model import resolve
@@ -159,16 +177,16 @@ def main() -> int:
     except (ArmError, KeyboardInterrupt) as error:
         failure = str(error) or "stopped before the end"
         print(f"error: {failure}", file=sys.stderr)
-    known = figures(done)
-    print("\n| figure | value |\n|---|---:|")
-    for name, value in known.items():
-        print(f"| {name} | {value:.3f} |")
+    about = environment(model) | {"minutes": round((time.monotonic() - began) / 60, 1)}
+    page = table(done, about)
+    print(f"\n{page}")
+    if args.markdown and done:
+        report.write_markdown(args.markdown, {"paths": page})
     if args.json:
         document = {
-            "figures": known,
+            "figures": figures(done),
             "repeats": [asdict(r) for r in done],
-            "environment": environment(model)
-            | {"minutes": round((time.monotonic() - began) / 60, 1)},
+            "environment": about,
             "failure": failure,
         }
         args.json.write_text(json.dumps(document, indent=1) + "\n")

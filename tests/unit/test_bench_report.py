@@ -28,6 +28,7 @@ def document(repeats: list[Repeat]) -> dict[str, Any]:
         "cpu": "A CPU",
         "cores": 2,
         "memory_gb": 25,
+        "model": "a-model",
         "versions": {"vllm": "0.29.0", "torch": None},
         "engine": {"dtype": "float32"},
         "order": "arms up together and interleaved",
@@ -107,6 +108,12 @@ def test_the_table_names_machine_and_date_and_shows_spread() -> None:
     assert "144 requests, 0 failed." in table
 
 
+def test_the_readme_gets_the_medians_alone() -> None:
+    table = report.brief(document(THREE))
+    assert "| short | 8 | 100 | 400 | 200 | 100.0 | 50.0 | 90.0 |" in table
+    assert "Medians; 2026-11-21, A CPU, 2 cores, a-model." in table
+
+
 def test_an_arm_that_was_not_run_has_no_column() -> None:
     table = report.markdown(document([repeat("headrace", 0, 0.1, 90)]))
     assert "Ray P/D" not in table
@@ -126,8 +133,8 @@ def test_everything_reported_is_json() -> None:
 def test_what_stands_between_markers_is_replaced(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- serving:begin -->\nold\n<!-- serving:end -->\nafter\n")
-    report.write_markdown(page, "serving", "new\n")
-    report.write_markdown(page, "serving", "newer\n")
+    report.write_markdown(page, {"serving": "new\n", "measured": "brief"})
+    report.write_markdown(page, {"serving": "newer\n"})
     assert page.read_text() == (
         "before\n<!-- serving:begin -->\nnewer\n<!-- serving:end -->\nafter\n"
     )
@@ -137,12 +144,12 @@ def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("mine")
     with pytest.raises(ValueError, match="serving:begin"):
-        report.write_markdown(page, "serving", "new")
+        report.write_markdown(page, {"serving": "new"})
     assert page.read_text() == "mine"
 
 
 def test_a_new_file_gets_the_table_alone(tmp_path: Path) -> None:
-    report.write_markdown(tmp_path / "new.md", "serving", "table\n")
+    report.write_markdown(tmp_path / "new.md", {"serving": "table\n", "measured": "brief"})
     assert (tmp_path / "new.md").read_text() == "table\n"
 
 
