@@ -11,6 +11,7 @@ import asyncio
 import os
 from typing import Any, ClassVar
 
+import ray
 from ray.llm._internal.serve.engines.vllm.vllm_engine import (
     VLLMEngine,
     _clear_current_platform_cache,
@@ -20,9 +21,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_kvstore._vllm_compat import start_engine
 from headrace_kvstore.meter import EngineMeter
+from headrace_kvstore.ports import free_port_block
 
 IN_PROCESS_KEY = "headrace_in_process"
 """`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
+
+
+SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
 
 class MeteredVLLMEngine(VLLMEngine):
@@ -34,8 +39,18 @@ class MeteredVLLMEngine(VLLMEngine):
     vllm_config: VllmConfig
 
     def __init__(self, llm_config: Any):
+        self._choose_side_channel(llm_config)
         super().__init__(llm_config)
         self.meter = EngineMeter()
+
+    @staticmethod
+    def _choose_side_channel(llm_config: Any) -> None:
+        """Give NIXL's handshake ports that are free; whoever pulls is told them with the KV."""
+        if SIDE_CHANNEL_PORT not in os.environ:
+            ranks = llm_config.engine_kwargs.get("data_parallel_size", 1)
+            count = llm_config.get_engine_config().num_devices + ranks
+            base = free_port_block(count, ray.util.get_node_ip_address())
+            os.environ[SIDE_CHANNEL_PORT] = str(base)
 
     async def start(self) -> None:
         """Start the engine; a model that lies in a local folder needs no download task per node."""
