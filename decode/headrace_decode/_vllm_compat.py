@@ -53,7 +53,8 @@ class PlannedLLM(AsyncLLM):
             async for output in outputs:
                 if output.finished and grammar_failed(output, sampling_params):
                     raise VLLMValidationError(
-                        "The grammar cannot be compiled.", parameter="structured_outputs"
+                        "The grammar cannot be compiled or followed.",
+                        parameter="structured_outputs",
                     )
                 yield output
 
@@ -151,7 +152,7 @@ def why_local(
 def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:
     """Whether a request ended because the engine could not use its grammar: no server's fault."""
     return params.structured_outputs is not None and any(
-        choice.finish_reason == "error" and not choice.token_ids for choice in output.outputs
+        choice.finish_reason == "error" for choice in output.outputs
     )
 
 

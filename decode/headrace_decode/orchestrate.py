@@ -10,8 +10,8 @@ that does not arrive. The rules:
   one that is busy with a long step makes nothing late: it must also have had some steps since.
 * Prompts that this engine computes take turns (`headrace_kvstore.gate`).
 * Only before the first token can anything be repeated; after it the stream is the engine's own.
-* KV that was made for nobody (the client left, the race was lost) is released, not left to its
-  lease.
+* A prefill that nobody waits for any more (the client left, the time is up) is called off; KV that
+  was made for nobody all the same is released, not left to its lease.
 
 Pure asyncio: the engine, the prefill call and the planner come in from outside.
 """
@@ -157,10 +157,10 @@ class Orchestrator:
         try:
             done, _ = await asyncio.wait({task}, timeout=plan.timeout_s)
         except asyncio.CancelledError:
-            self._release_when_done(work, task)
+            self._call_off(work, task)
             raise
         if not done:
-            self._release_when_done(work, task)
+            self._call_off(work, task)
             why = f"no answer in {plan.timeout_s:.2f} s"
         elif (error := task.exception()) is not None:
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -222,11 +222,15 @@ class Orchestrator:
             await asyncio.wait({pulled}, timeout=LOOK_S)
         return False
 
-    def _release_when_done(self, work: Work[Output], task: asyncio.Future[PrefillResult]) -> None:
+    def _call_off(self, work: Work[Output], task: asyncio.Future[PrefillResult]) -> None:
+        """Stop a remote prefill that nobody waits for; KV that it made all the same is released."""
+        task.cancel()
+
         async def release() -> None:
-            with contextlib.suppress(Exception):
-                result = await task
-                await work.release(result.kv_params)
+            await asyncio.wait({task})
+            if not task.cancelled() and task.exception() is None:
+                with contextlib.suppress(Exception):
+                    await work.release(task.result().kv_params)
 
         cleanup = asyncio.ensure_future(release())
         self._cleanups.add(cleanup)

@@ -124,7 +124,12 @@ class DecodeServer(PDDecodeServer):
         return await LLMServer.__serve_build_asgi_app__(self)
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
-        return await self._prefills.prefill.remote(request)
+        response = self._prefills.prefill.remote(request)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()  # or the prefill engine would go on computing for nobody
+            raise
 
     async def _watch_prefill(self) -> None:
         """While the prefill side is in doubt, ask it now and then whether it is back."""

@@ -141,16 +141,24 @@ class Planner:
 
 
 class Prefill:
-    """The remote side: answers when told, and hears which KV nobody wants."""
+    """The remote side: answers when told, can be called off, and hears which KV nobody wants."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, heeds_cancel: bool = True) -> None:
         self.calls = 0
+        self.called_off = 0
+        self.heeds_cancel = heeds_cancel
         self.answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.released: list[dict[str, Any]] = []
 
     async def call(self) -> PrefillResult:
         self.calls += 1
-        return await asyncio.shield(self.answer)
+        try:
+            return await asyncio.shield(self.answer)
+        except asyncio.CancelledError:
+            self.called_off += 1
+            if self.heeds_cancel:
+                raise
+        return await self.answer
 
     async def release(self, kv_params: dict[str, Any]) -> None:
         self.released.append(kv_params)
@@ -367,7 +375,7 @@ async def test_an_error_without_words_is_named_by_its_class() -> None:
     assert planner.failures == [("r", "TimeoutError: ")]
 
 
-async def test_a_call_that_is_late_is_prefilled_locally_and_its_kv_released() -> None:
+async def test_a_call_that_is_late_is_called_off_and_prefilled_locally() -> None:
     planner, engine = Planner("prefill", LATE_S), Engine({"local": ready(7, 8)})
     prefill = Prefill()
     orchestrator = Orchestrator(planner)
@@ -377,17 +385,28 @@ async def test_a_call_that_is_late_is_prefilled_locally_and_its_kv_released() ->
     [(name, why)] = planner.failures
     assert (name, why) == ("r", f"no answer in {LATE_S:.2f} s")
     assert engine.kinds == ["local"]
+    await until(lambda: prefill.called_off == 1)
+    await until(lambda: not orchestrator._cleanups)
+    assert not planner.done, "a late prefill must not pass for a good one"
+    assert not prefill.released
+    assert planner.over == [("r", [7, 8])]
+
+
+async def test_kv_of_a_late_call_that_could_not_be_called_off_is_released() -> None:
+    planner, engine = Planner("prefill", LATE_S), Engine({"local": ready(7, 8)})
+    prefill = Prefill(heeds_cancel=False)
+    orchestrator = Orchestrator(planner)
+    assert await answer(orchestrator, work(engine, prefill)) == [7, 8]
     assert not prefill.released, "there is nothing to release yet"
     prefill.answer.set_result(RESULT)
     await until(lambda: prefill.released == [PULL])
     await until(lambda: not orchestrator._cleanups)
-    assert not planner.done, "a late prefill must not pass for a good one"
-    assert planner.over == [("r", [7, 8])]
+    assert not planner.done
 
 
 async def test_a_late_call_that_fails_after_all_needs_no_release() -> None:
     planner, engine = Planner("prefill", LATE_S), Engine({"local": ready(7)})
-    prefill = Prefill()
+    prefill = Prefill(heeds_cancel=False)
     orchestrator = Orchestrator(planner)
     assert await answer(orchestrator, work(engine, prefill)) == [7]
     prefill.answer.set_exception(ConnectionError("gone"))
@@ -397,14 +416,13 @@ async def test_a_late_call_that_fails_after_all_needs_no_release() -> None:
 
 async def test_a_failed_release_disturbs_nobody() -> None:
     planner, engine = Planner("prefill", LATE_S), Engine({"local": ready(7)})
-    prefill = Prefill()
+    prefill = Prefill(heeds_cancel=False)
 
     async def release(kv_params: dict[str, Any]) -> None:
         raise ConnectionError("gone")
 
     orchestrator = Orchestrator(planner)
-    request = Work(**{**fields_of(work(engine, prefill)), "release": release})
-    assert await answer(orchestrator, request) == [7]
+    assert await answer(orchestrator, replace(work(engine, prefill), release=release)) == [7]
     prefill.answer.set_result(RESULT)
     await until(lambda: not orchestrator._cleanups)
 
@@ -610,7 +628,7 @@ async def test_hanging_up_during_local_prefill_aborts_it() -> None:
     assert_forgotten(orchestrator)
 
 
-async def test_hanging_up_during_the_call_releases_the_kv_when_it_is_made() -> None:
+async def test_hanging_up_during_the_call_calls_it_off() -> None:
     planner, engine, prefill = Planner("prefill"), Engine(), Prefill()
     orchestrator = Orchestrator(planner)
     task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
@@ -619,22 +637,37 @@ async def test_hanging_up_during_the_call_releases_the_kv_when_it_is_made() -> N
     assert planner.over == [("r", [])]
     assert not engine.submissions
     assert not planner.failures, "that the client left is not the prefill side's fault"
-    prefill.answer.set_result(RESULT)
-    await until(lambda: prefill.released == [PULL])
+    await until(lambda: prefill.called_off == 1)
     await until(lambda: not orchestrator._cleanups)
     assert_forgotten(orchestrator)
 
 
-async def test_hanging_up_as_the_call_returns_releases_the_kv() -> None:
+async def test_kv_that_is_made_after_hanging_up_all_the_same_is_released() -> None:
+    planner, engine, prefill = Planner("prefill"), Engine(), Prefill(heeds_cancel=False)
+    orchestrator = Orchestrator(planner)
+    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
+    await until(lambda: prefill.calls == 1)
+    await hang_up(task)
+    prefill.answer.set_result(RESULT)
+    await until(lambda: prefill.released == [PULL])
+    await until(lambda: not orchestrator._cleanups)
+    assert planner.over == [("r", [])]
+
+
+@pytest.mark.parametrize("turns_of_the_loop", range(4))
+async def test_hanging_up_as_the_call_returns_strands_no_kv(turns_of_the_loop: int) -> None:
     planner, engine, prefill = Planner("prefill"), Engine(), Prefill()
     orchestrator = Orchestrator(planner)
     task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
     await until(lambda: prefill.calls == 1)
     prefill.answer.set_result(RESULT)
+    for _ in range(turns_of_the_loop):
+        await asyncio.sleep(0)
     await hang_up(task)
-    await until(lambda: prefill.released == [PULL])
     await until(lambda: not orchestrator._cleanups)
-    assert planner.over == [("r", [])]
+    assert [bool(prefill.called_off), bool(prefill.released), engine.kinds == ["pull"]].count(
+        True
+    ) == 1
 
 
 async def test_hanging_up_while_the_kv_is_pulled_aborts_the_pull() -> None:
