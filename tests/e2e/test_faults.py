@@ -16,14 +16,14 @@ import pytest
 
 from tests.support.app import App, until
 from tests.support.load import Answer, Load, ask
-from tests.support.prompts import noise
+from tests.support.prompts import TEXT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 CLIENTS = 8
 ANSWER_TOKENS = 12
 BACK_S = 150.0
-PROMPTS = [noise(150 + 10 * n, seed=500 + n) for n in range(CLIENTS)]
+PROMPTS = [f"Chapter {n}, page {7 * n}. {TEXT}{TEXT}" for n in range(1, CLIENTS + 1)]
 
 
 def children(pid: int) -> list[psutil.Process]:

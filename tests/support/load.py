@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +40,7 @@ class Answer:
         return self.ttft_s is not None
 
 
-def ask(
-    url: str, prompts: list[list[int]], which: int, max_tokens: int, timeout_s: float
-) -> Answer:
+def ask(url: str, prompts: Sequence[Any], which: int, max_tokens: int, timeout_s: float) -> Answer:
     """Stream one completion to its end."""
     answer = Answer(f"load-{uuid.uuid4().hex}", time.monotonic(), which)
     body = {
@@ -96,7 +95,7 @@ class Load:
     def __init__(
         self,
         url: str,
-        prompts: list[list[int]],
+        prompts: Sequence[Any],
         *,
         clients: int,
         max_tokens: int,

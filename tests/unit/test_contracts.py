@@ -307,6 +307,55 @@ def test_the_connector_is_there_under_its_name() -> None:
     assert "NixlConnector" in factory._registry
 
 
+def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
+    mend = "kvstore/headrace_kvstore/executor.py"
+    executor = "vllm.v1.executor.uniproc_executor:UniProcExecutor"
+    assert_takes(f"{executor}.execute_model", mend, "scheduler_output", "non_block")
+    find(f"{executor}.initialize_from_config", mend)
+    source = inspect.getsource(find("vllm.v1.engine.core:EngineCore.step", mend))
+    assert ".execute_model(scheduler_output, non_block=True)" in source, (
+        f"the engine core runs its steps another way: mend {mend}"
+    )
+    assert "future.result()" in source, f"the step is no longer asked for: mend {mend}"
+
+
+def test_the_ports_of_nixls_handshake_can_be_chosen() -> None:
+    from vllm import envs
+
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in envs.environment_variables, f"mend {KVSTORE_RAY}"
+    find("ray.serve.llm:LLMConfig.get_engine_config", KVSTORE_RAY)
+
+
+def test_an_engine_can_be_shut_down() -> None:
+    find(f"{ENGINE}.shutdown", KVSTORE_RAY)
+    find(f"{ASYNC_LLM}.shutdown", KVSTORE_RAY)
+
+
+def test_a_refusal_of_ours_is_answered_400_like_vllms_own() -> None:
+    assert_takes("vllm.exceptions:VLLMValidationError.__init__", DECODE_VLLM, "parameter")
+    error = find("vllm.exceptions:VLLMValidationError", DECODE_VLLM)("no", parameter="prompt")
+    module = "vllm.entrypoints.serve.exception_handling.error_response"
+    make = find(f"{module}:create_error_response", DECODE_VLLM)
+    response = make(error)
+    assert (response.error.code, response.error.param) == (400, "prompt"), f"mend {DECODE_VLLM}"
+
+
+def test_what_a_request_says_that_the_engine_gave_up() -> None:
+    reason = find("vllm.v1.engine:FinishReason", DECODE_VLLM)
+    assert str(reason.ERROR) == "error", f"mend grammar_failed in {DECODE_VLLM}"
+
+
+def test_what_the_guard_looks_into() -> None:
+    mend = "decode/headrace_decode/guard.py"
+    wanted = ("json", "regex", "grammar", "structural_tag")
+    assert_fields("vllm.sampling_params:StructuredOutputsParams", mend, *wanted)
+    from vllm import SamplingParams
+
+    for name in ("top_k", "stop_token_ids", "logit_bias", "structured_outputs"):
+        assert hasattr(SamplingParams(), name), f"SamplingParams.{name} is gone: mend {mend}"
+    find("vllm.config:ModelConfig.get_vocab_size", mend)
+
+
 # Our own adapters on top of all that
 
 
