@@ -300,4 +300,5 @@ def _middle(row: Mapping[str, Any] | None, measure: str, scale: float, digits: i
 def _ratio(known: Mapping[str, float] | None) -> str:
     if known is None:
         return "-"
-    return f"{known['median']:.2f} ({known['min']:.2f} to {known['max']:.2f})"
+    middle, least, most = (f"{known[k]:.2f}" for k in ("median", "min", "max"))
+    return middle if least == most else f"{middle} ({least} to {most})"

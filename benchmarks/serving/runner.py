@@ -19,7 +19,8 @@ from benchmarks.serving.arms import MODEL_ID, Arm, CpuClock
 from benchmarks.serving.report import Repeat, summarise
 from benchmarks.serving.workloads import Cell
 
-IDLE_LOOK_S = 5.0
+IDLE_LOOK_S = 4.0
+SLOWDOWN = 1.5  # of a repeat against its prediction, until one has been seen: Ray's app needs twice
 
 
 def say(text: str) -> None:
@@ -53,14 +54,14 @@ class Run:
         with ExitStack() as stack:
             start_all(arms, stack)
             self._look_at_idle(arms)
-            for arm in arms:
-                arm.pause()
             by_name = {arm.name: arm for arm in arms}
             names = list(by_name)
-            weights = [self._weight(cell, len(arms)) for cell in self.cells]
+            predicted = [self._predicted_s(cell, len(arms)) for cell in self.cells]
+            slowdown, expected, first = SLOWDOWN, 0.0, time.monotonic()
             for index, cell in enumerate(self.cells):
                 began = time.monotonic()
-                share = workloads.shares(weights[index:], self.deadline - began)[0]
+                once = [slowdown * seconds for seconds in predicted[index:]]
+                share = workloads.allowance_s(once, self.deadline - began)
                 for name in names:
                     self._warm(by_name[name], cell)
                 number, longest = 0, 0.0
@@ -70,6 +71,8 @@ class Run:
                         self._measure(by_name[name], arms, cell, number)
                     longest = max(longest, time.monotonic() - repeat_began)
                     number += 1
+                expected += predicted[index] * number
+                slowdown = (time.monotonic() - first) / expected
             say("stopping the arms")
 
     def one_at_a_time(self, make: Sequence[Callable[[], Arm]]) -> None:
@@ -91,18 +94,22 @@ class Run:
             return number < self.repeats
         return workloads.one_more(number, longest_s, spent_s, share_s, self.repeats)
 
-    def _weight(self, cell: Cell, arms: int) -> float:
+    def _predicted_s(self, cell: Cell, arms: int) -> float:
         return arms * workloads.predicted_s(cell, cell.requests + cell.warmup)
 
     def _look_at_idle(self, arms: Sequence[Arm]) -> None:
-        clock = CpuClock(arms)
-        time.sleep(IDLE_LOOK_S)
-        cores = clock.cores()
+        """What each arm costs when nobody asks it anything; leaves all of them paused."""
         for arm in arms:
-            self.idle_cores[arm.name] = round(cores[arm.name], 3)
+            arm.pause()
+        for arm in arms:
+            arm.resume()
+            clock = CpuClock(arms)
+            time.sleep(IDLE_LOOK_S)
+            self.idle_cores[arm.name] = round(clock.cores()[arm.name], 3)
             self.rss_gb[arm.name] = round(arm.rss_bytes() / 1e9, 2)
+            arm.pause()
         idle = ", ".join(f"{n} {c:.2f}" for n, c in self.idle_cores.items())
-        say(f"idle arms keep busy, in cores: {idle}; outside: {cores['outside']:.2f}")
+        say(f"idle arms keep busy, in cores: {idle}")
 
     def _warm(self, arm: Arm, cell: Cell) -> None:
         talks = workloads.conversations(

@@ -90,7 +90,7 @@ PRIMER = Cell(WORKLOADS["short"], concurrency=1, conversations=1, warmup=0)
 
 # Conversations per client and repeat, by whether there is one client or more.
 _QUICK = {"short": (4, 2), "long": (2, 1), "shared": (1, 1)}
-_FULL = {"short": (10, 4), "long": (3, 2), "shared": (2, 1)}
+_FULL = {"short": (10, 4), "long": (2, 1), "shared": (2, 1)}
 
 
 def cells(names: Sequence[str], concurrencies: Sequence[int], *, quick: bool) -> list[Cell]:
@@ -107,8 +107,8 @@ def cells(names: Sequence[str], concurrencies: Sequence[int], *, quick: bool) ->
             workload = replace(workload, turns=min(workload.turns, 3))
         for clients in concurrencies:
             each = sizes[name][0 if clients == 1 else 1]
-            # Long prompts warm nothing that two of them do not, one for each engine of an arm.
-            warmup = min(clients, 2) if name == "long" else clients
+            # A long prompt warms nothing that the first did not.
+            warmup = clients if name != "long" else int(clients == concurrencies[0])
             out.append(Cell(workload, clients, each * clients, warmup))
     return out
 
@@ -158,10 +158,18 @@ def predicted_s(
     return prefill_s + rounds * (OUTPUT_TOKENS - 1) * (step_s + token_s * clients)
 
 
-def shares(weights: Sequence[float], budget_s: float) -> list[float]:
-    """`budget_s` dealt out in proportion to `weights`; all of it to those that have any weight."""
-    total = sum(weights)
-    return [budget_s * weight / total if total else 0.0 for weight in weights]
+def allowance_s(once_s: Sequence[float], left_s: float) -> float:
+    """Seconds that the first of the remaining cells may use.
+
+    Each cell is sure of one repeat; what is left beyond that is dealt out evenly, so that the cells
+    that cost little, which are also those whose times scatter most, are repeated most.
+
+    Args:
+        once_s: predicted seconds of one repeat, for each remaining cell.
+        left_s: of the whole run.
+    """
+    spare_s = left_s - sum(once_s)
+    return once_s[0] + max(0.0, spare_s) / len(once_s)
 
 
 def one_more(done: int, longest_s: float, spent_s: float, share_s: float, most: int) -> bool:
