@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         exact=args.repeats is not None,
         deadline=began + 60 * (args.minutes or (QUICK_MIN if args.quick else FULL_MIN)) - 30.0,
         seed=args.seed,
+        explain=args.plans,
     )
     about = environment(model)
     together = not args.one_at_a_time and _room_for(args.arms)
@@ -104,6 +105,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--one-at-a-time",
         action="store_true",
         help="never two arms at once (the default where memory does not hold them)",
+    )
+    parser.add_argument(
+        "--plans", action="store_true", help="keep the plan of each of Headrace's requests"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="figures, cells, environment")
     parser.add_argument(

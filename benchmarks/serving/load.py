@@ -52,6 +52,7 @@ class Sample:
     prompt_tokens: int = 0
     output_tokens: int = 0
     text: str = ""
+    request_id: str | None = None
     error: str | None = None
 
     @property
@@ -137,6 +138,7 @@ async def ask(
     began = time.perf_counter()
     try:
         async with session.post("/v1/chat/completions", data=body, headers=headers) as response:
+            sample.request_id = response.headers.get("x-request-id")
             if response.status != 200:
                 sample.error = f"HTTP {response.status}: {(await response.text())[:200]}"
             else:

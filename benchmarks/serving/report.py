@@ -36,6 +36,8 @@ class Repeat:
     cores: dict[str, float] = field(default_factory=dict)
     plans: dict[str, int] = field(default_factory=dict)
     nixl_bytes: int = 0
+    ttfts_s: list[float] = field(default_factory=list)
+    explained: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def cell(self) -> str:

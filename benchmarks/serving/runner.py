@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvloop
 
@@ -38,6 +39,7 @@ class Run:
         exact: take exactly `repeats`, however long that lasts.
         deadline: on time.monotonic()'s clock; repeats beyond the first are begun only if they fit.
         seed: of the prompts.
+        explain: keep the plan of every request that Headrace answers.
     """
 
     cells: Sequence[Cell]
@@ -45,6 +47,7 @@ class Run:
     exact: bool
     deadline: float
     seed: int
+    explain: bool = False
     done: list[Repeat] = field(default_factory=list)
     idle_cores: dict[str, float] = field(default_factory=dict)
     rss_gb: dict[str, float] = field(default_factory=dict)
@@ -140,6 +143,7 @@ class Run:
         seen = uvloop.run(load.run(arm.url, MODEL_ID, talks, cell.concurrency))
         cores = clock.cores()
         after = _plans(arm)
+        explained = [_explain(arm, s) for s in seen.samples] if self.explain else []
         arm.pause()
         repeat = Repeat(
             workload=cell.workload.name,
@@ -152,6 +156,8 @@ class Run:
             cores={k: round(v, 3) for k, v in cores.items()},
             plans={k: after[k] - before.get(k, 0) for k in after if k != "nixl_bytes"},
             nixl_bytes=after.get("nixl_bytes", 0) - before.get("nixl_bytes", 0),
+            ttfts_s=[round(s.arrivals_s[0], 4) for s in seen.samples if s.arrivals_s],
+            explained=[one for one in explained if one],
         )
         self.done.append(repeat)
         ttft, tok_s = repeat.measures["ttft_p50_s"], repeat.measures["tok_s"]
@@ -179,6 +185,14 @@ def start_all(arms: Sequence[Arm], stack: ExitStack) -> None:
         if group is peers and ours:
             for arm in group:
                 arm.pause()
+
+
+def _explain(arm: Arm, sample: load.Sample) -> dict[str, Any]:
+    """The plan of a request beside what became of it; empty where there is none."""
+    if arm.kind != "headrace" or sample.request_id is None:
+        return {}
+    plan = arm.get(f"/headrace/v1/plans/chatcmpl-{sample.request_id}")
+    return {"ttft_s": sample.ttft_s, "e2e_s": sample.e2e_s, "plan": plan}
 
 
 def _plans(arm: Arm) -> dict[str, int]:
