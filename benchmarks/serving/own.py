@@ -20,7 +20,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.serving import load, workloads
+from benchmarks.serving import load, report, workloads
 from benchmarks.serving.arms import MODEL_ID, Arm
 from benchmarks.serving.environment import environment
 from benchmarks.serving.prometheus import Histogram, histogram
@@ -81,6 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.own")
     parser.add_argument("--quick", action="store_true", help="fewer requests")
     parser.add_argument("--model", help="a model folder, a known name or a hub id")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="fill its own markers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     from headrace.model import resolve
@@ -103,11 +104,15 @@ def main() -> int:
     # What the machine's load does to us is not our own code's doing: the figure is of one client.
     figures["own.added_ms_p50"] = figures["own.c1.added_ms_p50"]
     figures = {name: round(value, 4) for name, value in figures.items()}
-    print("\n| figure | value |\n|---|---:|")
-    for name, value in figures.items():
-        print(f"| {name} | {value:.3f} |")
+    about = environment(model)
+    lines = [f"{about['date']}, {about['cpu']}, {about['cores']} cores.", ""]
+    lines += ["| figure | value |", "|---|---:|"]
+    lines += [f"| `{name}` | {value:.3f} |" for name, value in figures.items()]
+    page = "\n".join(lines) + "\n"
+    print(f"\n{page}")
+    if args.markdown:
+        report.write_markdown(args.markdown, {"own": page})
     if args.json:
-        about = environment(model)
         args.json.write_text(
             json.dumps({"figures": figures, "environment": about}, indent=1) + "\n"
         )
