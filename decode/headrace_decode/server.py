@@ -156,9 +156,13 @@ class DecodeServer(PDDecodeServer):
         await super().__del__()
 
     async def headrace_replica(self) -> dict[str, Any]:
-        """Where this replica listens and how busy it is: what the gateway picks by."""
+        """Where this replica listens and how busy it is: what the gateway picks by.
+
+        Without a URL it takes no requests; so it says at once when its engine is dead, which Serve
+        sees only after several health checks.
+        """
         meter = self.engine.meter
-        port = self._listener.port if self._listener else None
+        port = self._listener.port if self._listener and not self.engine.llm.errored else None
         return {
             "replica_id": serve.get_replica_context().replica_id.unique_id,
             "url": f"http://{get_node_ip_address()}:{port}" if port else None,

@@ -1,9 +1,8 @@
 """`build_app(args)`: the whole serving graph, in place of `ray.serve.llm:build_pd_openai_app`.
 
-    relay   (default) client -> gateway -> decode replica's own port         the gateway stays in
-    the stream direct            client -> HAProxy -> decode replica (Ray's fast path)  nobody
-    stays in the stream classic           client -> Serve proxy -> ingress -> actor call
-    Ray's default
+    relay   (default)  client -> gateway -> decode replica's own port
+    direct             client -> HAProxy -> decode replica: Ray's fast path, nobody can replay
+    classic            client -> Serve proxy -> ingress -> actor call: Ray's default
 
 and behind each of them decode -> prefill, as planned per request.
 """

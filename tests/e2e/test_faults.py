@@ -6,23 +6,28 @@ Runs near the end of the session, since it leaves young replicas behind.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator
 
+import httpx
 import psutil
 import pytest
 
-from tests.support.app import App, until
+from tests.support.app import MODEL, App, until
 from tests.support.load import Answer, Load, ask
 from tests.support.prompts import TEXT
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 CLIENTS = 8
 ANSWER_TOKENS = 12
 BACK_S = 150.0
+# Under load a step has other shapes, and float32 sums in another order: the same prompt's
+# log-probabilities move in their sixth digit. Two tokens closer than this may change places.
+TIE_NATS = 1e-3
 PROMPTS = [f"Chapter {n}, page {7 * n}. {TEXT}{TEXT}" for n in range(1, CLIENTS + 1)]
 
 
@@ -84,24 +89,52 @@ def remote(app: App) -> Iterator[App]:
         yield app
 
 
-def alone(app: App) -> list[list[int]]:
-    """What each prompt is answered when nothing is broken."""
-    answers = [ask(app.url, PROMPTS, n, ANSWER_TOKENS, 60) for n in range(CLIENTS)]
-    assert all(a.whole for a in answers), answers
-    return [a.tokens for a in answers]
-
-
 def failures(answers: list[Answer]) -> list[Answer]:
     return [answer for answer in answers if not answer.whole]
+
+
+def wrong_tokens(app: App, answers: list[Answer]) -> list[str]:
+    """The answers that greedy decoding does not give, ties aside, each with where and by how much.
+
+    The app must be quiet: every prompt is asked once more, alone, with log-probabilities.
+    """
+    truth = [_alone(app, prompt) for prompt in PROMPTS]
+    wrong = []
+    for answer in answers:
+        for place, (token, best) in enumerate(
+            zip(answer.tokens, truth[answer.prompt], strict=True)
+        ):
+            if token == max(best, key=best.__getitem__):
+                continue
+            behind = max(best.values()) - best.get(token, -math.inf)
+            if behind > TIE_NATS:
+                wrong.append(f"{answer}: token {place} is {behind:.2g} nats from the best")
+            break
+    return wrong
+
+
+def _alone(app: App, prompt: str) -> list[dict[int, float]]:
+    """The likeliest tokens at each place of the greedy answer, with their log-probabilities."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "return_tokens_as_token_ids": True,
+    }
+    reply = httpx.post(f"{app.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    tops = reply.json()["choices"][0]["logprobs"]["top_logprobs"]
+    return [{int(t.removeprefix("token_id:")): p for t, p in top.items()} for top in tops]
 
 
 @pytest.mark.parametrize("victim", ["replica", "engine core"])
 def test_prefill_dies_under_load(remote: App, victim: str) -> None:
     app = remote
-    truth = alone(app)
     pid = int(app.replica("prefill")["pid"])
     with Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=ANSWER_TOKENS) as load:
-        time.sleep(4)
+        until(lambda: len(load.answers) >= CLIENTS, 60, "the load runs", app.status)
         before = app.plans()
         if victim == "replica":
             orphans = kill(pid)
@@ -110,25 +143,25 @@ def test_prefill_dies_under_load(remote: App, victim: str) -> None:
             [core] = [p for p in orphans if "EngineCore" in " ".join(p.cmdline() or [p.name()])]
             core.kill()
         killed_at = time.monotonic()
-        time.sleep(8)
+
+        def asked_after() -> list[Answer]:
+            return [a for a in load.answers if a.began_s > killed_at]
+
+        until(lambda: len(asked_after()) >= CLIENTS, 60, "new requests are answered", app.status)
         during = app.plans()
     answers = load.stop()
 
     assert not failures(answers), "a request failed"
-    # Under load the shapes of steps differ, and one of these prompts is close to a tie.
-    wrong = [(a, truth[a.prompt]) for a in answers if a.tokens != truth[a.prompt]]
-    assert len({a.prompt for a, _ in wrong}) <= 1, f"answered otherwise: {wrong}"
-    after = [a for a in answers if a.began_s > killed_at + 1]
-    assert len(after) >= CLIENTS, "the load stood still"
     assert during["local"] - before["local"] >= CLIENTS, "new requests do not go local"
-    slowest = max(a.ttft_s or 0 for a in after)
-    typical = sorted(a.ttft_s or 0 for a in answers if a.began_s < killed_at)
-    assert slowest < 4 * typical[-1] + 2, "new requests wait for the dead replica"
+    slowest = max(a.ttft_s or 0 for a in asked_after())
+    typical = max(a.ttft_s or 0 for a in answers if a.began_s < killed_at)
+    assert slowest < 4 * typical + 2, "new requests wait for the dead replica"
 
     assert_end(orphans)
     wait_for_new(app, "prefill", pid)
     wait_for_remote(app)
     app.wait_idle(limit_s=45)
+    assert not wrong_tokens(app, answers)
 
 
 def assert_only_streams_were_lost(answers: list[Answer], killed_at: float) -> None:

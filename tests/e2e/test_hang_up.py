@@ -13,7 +13,8 @@ from tests.support.prompts import noise
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_replicas")]
 
-STEP_S = 8.0
+PROMPT_TOKENS = 6000
+STEP_S = 10.0
 """An engine step cannot be interrupted; the longest here computes 2,048 tokens."""
 
 
@@ -21,7 +22,7 @@ def request(prompt_tokens: int, seed: int, **fields: Any) -> dict[str, Any]:
     return {
         "model": MODEL,
         "prompt": noise(prompt_tokens, seed),
-        "max_tokens": 3000,
+        "max_tokens": 2000,
         "ignore_eos": True,
         "cache_salt": uuid.uuid4().hex,
         **fields,
@@ -43,16 +44,19 @@ def test_in_the_middle_of_a_stream(app: App, way: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_before_the_first_token(app: App, way: str, stream: bool) -> None:
     role = "decode" if way == "local" else "prefill"
-    body = request(2500, 2, stream=stream)
-    with app.policy(way):
-        with (
-            pytest.raises(httpx.ReadTimeout),
-            app.client.stream("POST", "/v1/completions", json=body, timeout=1.5) as response,
-        ):
-            response.read()
-        before = app.replica("decode")["steps"]
-    app.wait_idle(limit_s=2 * STEP_S)
-    assert app.replica("decode")["steps"] - before < 50, f"{role} went on for nobody"
+    body = request(PROMPT_TOKENS, 2, stream=stream)
+    before = app.replica(role)
+    with (
+        app.policy(way),
+        pytest.raises(httpx.ReadTimeout),
+        app.client.stream("POST", "/v1/completions", json=body, timeout=1.5) as response,
+    ):
+        response.read()
+    until(lambda: app.replica(role)["steps"] > before["steps"], 2 * STEP_S, "the step at work ends")
+    app.wait_idle(limit_s=STEP_S)
+    after = app.replica(role)
+    computed = after["prompt_tokens_computed"] - before["prompt_tokens_computed"]
+    assert computed < PROMPT_TOKENS, f"{role} computed all of a prompt that nobody waits for"
 
 
 def test_while_an_answer_in_one_piece_is_made(app: App) -> None:

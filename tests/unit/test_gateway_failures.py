@@ -8,6 +8,7 @@ import json
 from aiohttp import web
 
 from headrace.gateway.relay import MAX_DELIVERIES
+from headrace.gateway.replicas import DOWN_S
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,
@@ -24,6 +25,8 @@ from tests.unit.gateway_fakes import (
     soon,
     stream,
 )
+
+ERROR_EVENT = b'data: {"error":{"message":"EngineDeadError","code":500}}\n\n'
 
 
 async def die_mid_stream(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
@@ -53,6 +56,13 @@ async def die_mid_body(replica: FakeReplica, request: web.Request) -> web.Stream
 
 async def fail_500(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
     return web.json_response({"error": {"message": "EngineDeadError", "code": 500}}, status=500)
+
+
+async def fail_in_the_stream(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+    response = await begin_stream(request)
+    await response.write(ERROR_EVENT)
+    await response.write_eof()
+    return response
 
 
 async def test_a_replica_that_refuses_connections_is_passed_over() -> None:
@@ -98,16 +108,13 @@ async def test_waiting_requests_go_to_the_replacement_of_a_dead_replica() -> Non
 
 
 async def test_a_failure_asks_for_the_replicas_at_once() -> None:
-    async with gateway_over(in_turn(hang_up, answer), answer) as bench:
+    async with gateway_over(in_turn(hang_up, answer)) as bench:
         await soon(lambda: bench.cluster.asked >= 1)
         await asyncio.sleep(0.15)
         asked = bench.cluster.asked
-        async with bench.client.post(CHAT, json=PROMPT) as response:
-            assert response.status == 200
-        async with bench.client.post(CHAT, json=PROMPT) as response:
-            assert response.status == 200
-        if any(len(member.seen) for member in bench.cluster.members[:1]):
-            await soon(lambda: bench.cluster.asked > asked, limit_s=0.5)
+        request = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
+        await soon(lambda: bench.cluster.asked > asked, limit_s=0.5)
+        assert (await request).status == 200
 
 
 async def test_a_stream_that_dies_before_its_first_event_is_retried_unseen() -> None:
@@ -163,6 +170,34 @@ async def test_500_of_a_dying_engine_is_retried() -> None:
             member.healthy = False
         async with bench.client.post(CHAT, json=PROMPT) as response:
             assert response.status == 200
+
+
+async def test_a_stream_that_begins_with_a_dying_engines_error_is_retried_unseen() -> None:
+    async with gateway_over(in_turn(fail_in_the_stream, stream), stream) as bench:
+        for member in bench.cluster.members:
+            member.healthy = False
+        async with bench.client.post(CHAT, json=PROMPT) as response:
+            assert await response.read() == b"".join(EVENTS)
+
+
+async def test_a_stream_that_begins_with_a_healthy_engines_error_is_the_answer() -> None:
+    async with gateway_over(fail_in_the_stream) as bench:
+        async with bench.client.post(CHAT, json=PROMPT) as response:
+            assert await response.read() == ERROR_EVENT
+        assert len(bench.replica.seen) == 1
+
+
+async def test_a_request_waits_for_the_replacement_of_a_dead_engine() -> None:
+    async with gateway_over(fail_500) as bench:
+        dead = bench.replica
+        dead.healthy = False
+        request = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
+        await soon(lambda: len(dead.seen) == 1)
+        await asyncio.sleep(3 * DOWN_S)
+        assert len(dead.seen) == 1, "a dead engine was asked again"
+        bench.cluster.members[:] = [await FakeReplica(answer, "decode-2").start()]
+        async with await request as response:
+            assert (await response.json())["by"] == "decode-2"
 
 
 async def test_500_of_a_healthy_engine_is_the_answer() -> None:

@@ -14,6 +14,8 @@ from headrace.config.load import merge
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import AppSection, HeadraceConfig, RoleSettings
 
+HEALTH_CHECK_PERIOD_S = 2.0
+
 
 def to_app_args(config: HeadraceConfig) -> dict[str, Any]:
     """Plain, JSON-able arguments for `build_app`.
@@ -41,8 +43,13 @@ def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
         },
         "accelerator_config": {"kind": "gpu" if role.gpus else "cpu"},
         "placement_group_config": {"bundles": _bundles(role)},
-        # The replica actor lives in the first bundle; by itself it books nothing more.
-        "deployment_config": {"num_replicas": role.replicas, "ray_actor_options": {"num_cpus": 0}},
+        "deployment_config": {
+            "num_replicas": role.replicas,
+            # The replica actor lives in the first bundle; by itself it books nothing more.
+            "ray_actor_options": {"num_cpus": 0},
+            # Three failures in a row and Serve replaces a replica: a dead engine in 6 s, not in 30.
+            "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        },
         "runtime_env": {"env_vars": _environment(role)},
         "engine_kwargs": _engine(config, role),
     }

@@ -5,8 +5,9 @@ What is retried, until the request's own time limit:
 - the connection broke before a byte of the answer reached the client: nothing was seen, so again,
   but at most `MAX_DELIVERIES` times in all, because a request that kills its replica must not kill
   them one after the other;
-- 500, 502 or 503 from a replica whose `/health` then fails: its engine is dying. Counts as the
-  case above. From a healthy replica it is the answer.
+- 500, 502 or 503, or a stream that begins with an error, from a replica whose `/health` then
+  fails: its engine is dying. Counts as the case above, and the replica is left alone until Serve
+  has had the time to replace it. From a healthy replica it is the answer.
 
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
 or the last bytes of any other body, are here. A stream is passed on in whole events, so that an
@@ -30,6 +31,7 @@ MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
 
 _DYING = frozenset({500, 502, 503})
+_ERROR_EVENT = b'data: {"error"'
 _DONE = b"data: [DONE]\n\n"
 # Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
 _NOT_COPIED = frozenset(
@@ -162,7 +164,7 @@ class Relay:
                 return await self._attempt(call, lease)
             except ReplicaLost as lost:
                 lease.release()
-                self._pool.failed(lease.replica)
+                self._pool.failed(lease.replica, dying=lost.dying)
                 if lost.sent:
                     deliveries += 1
                     if deliveries >= MAX_DELIVERIES:
@@ -192,8 +194,10 @@ class Relay:
                 while parts[-1]:
                     parts.append(await reply.read_some())
                 body = b"".join(parts)
-            if reply.status in _DYING and not await self._is_healthy(url):
-                raise ReplicaLost(f"status {reply.status} from a dying replica", sent=True)
+            failed = reply.status in _DYING or (streamed and body.startswith(_ERROR_EVENT))
+            if failed and not await self._is_healthy(url):
+                why = f"status {reply.status} and an error from a dying replica"
+                raise ReplicaLost(why, sent=True, dying=True)
         except BaseException:
             reply.close()
             raise

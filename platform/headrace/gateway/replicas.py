@@ -21,6 +21,8 @@ POLL_S = 1.0
 HURRY_S = 0.1
 # A replica that failed is left alone for this long, then tried again if it is still listed.
 DOWN_S = 1.0
+# One whose engine is dead is replaced by Serve under another id, which takes longer than that.
+DYING_S = 10.0
 
 
 class Lease:
@@ -124,10 +126,18 @@ class ReplicaPool:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left_s, DOWN_S / 4))
 
-    def failed(self, replica: ReplicaInfo) -> None:
-        """Leave a replica alone for a while, and ask at once who is there."""
-        loop = asyncio.get_running_loop()
-        self._down_until[replica.replica_id] = loop.time() + DOWN_S
+    def failed(self, replica: ReplicaInfo, *, dying: bool = False) -> None:
+        """Leave a replica alone for a while, and ask at once who is there.
+
+        Args:
+            dying: whether its engine is known to be dead; a request that is not sent there is
+                not one of the few times that it may be sent.
+        """
+        now = asyncio.get_running_loop().time()
+        until = now + (DYING_S if dying else DOWN_S)
+        self._down_until[replica.replica_id] = max(
+            until, self._down_until.get(replica.replica_id, until)
+        )
         self._wake.set()
 
     def _down(self) -> dict[str, float]:

@@ -22,11 +22,13 @@ class ReplicaLost(Exception):
     Args:
         why: what happened, for the log.
         sent: whether the replica may have begun to work on the request.
+        dying: whether the replica is there and says that it cannot go on.
     """
 
-    def __init__(self, why: str, *, sent: bool) -> None:
+    def __init__(self, why: str, *, sent: bool, dying: bool = False) -> None:
         super().__init__(why)
         self.sent = sent
+        self.dying = dying
 
 
 class Reply:
