@@ -90,8 +90,10 @@ def table(repeats: Sequence[Repeat], env: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(part: str, model: str, paths: Sequence[str], repeats: int) -> list[Repeat]:
-    """All repeats of a part, its paths up together and asked in rotation."""
+def measure(
+    part: str, model: str, paths: Sequence[str], repeats: int, first: int = 0
+) -> list[Repeat]:
+    """All repeats of a part, its paths up together and asked in rotation; numbered from `first`."""
     kind = {"engine": "headrace", "paced": "paced"}[part]
     done: list[Repeat] = []
     with ExitStack() as stack:
@@ -105,7 +107,7 @@ def measure(part: str, model: str, paths: Sequence[str], repeats: int) -> list[R
         for number in range(-1, repeats):  # the first round warms up and is not kept
             for shape in SHAPES[part]:
                 for path in workloads.rotated(paths, max(0, number)):
-                    repeat = _once(part, path, arms, shape, number)
+                    repeat = _once(part, path, arms, shape, first + number)
                     if number >= 0:
                         done.append(repeat)
         say(f"stopping {part}")
@@ -173,7 +175,9 @@ def main() -> int:
             chosen = PATHS[part]
             if args.paths and part == "engine":
                 chosen = tuple(p for p in chosen if p == BASE or p in args.paths.split(","))
-            done += measure(part, model, chosen, repeats)
+            # Two whole apps at a time: four engines are what 24 GB hold.
+            for number, path in enumerate(p for p in chosen if p != BASE):
+                done += measure(part, model, (BASE, path), repeats, number * repeats)
     except (ArmError, KeyboardInterrupt) as error:
         failure = str(error) or "stopped before the end"
         print(f"error: {failure}", file=sys.stderr)
