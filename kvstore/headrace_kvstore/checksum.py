@@ -1,0 +1,173 @@
+"""One u64 per (block, layer) that tells whether KV bytes are the ones that were stored.
+
+It is computed while copying, in the one pass over memory that the copy needs anyway. Over the
+bytes of a run, cut into rows of 64 bytes (the last one filled up with zeros) and each row into 16
+little-endian 32-bit words w, every lane l of the 16 keeps Fletcher's two sums in 64 bits:
+
+    a[l] += w[l];  b[l] += a[l]                                for each row, all starting at 0
+    sum = mix(mix(seed ^ mix(length + G)) ^ F)                 length in bytes
+    F   = sum over l of mix(mix(a[l] + G (l + 1)) ^ b[l])      all modulo 2^64
+
+with G = 0x9E3779B97F4A7C15 and mix splitmix64's finaliser (D. Lea, S. Vigna), a bijection.
+
+**What it sees.** 32-bit words in 64-bit sums leave no room for high bits to cancel, as they do
+where sums are as wide as words. Up to 2^32 rows, the (a, b) differ for certain if in some lane one
+or two words differ, whatever their values: any one or two flipped bits, two words swapped
+anywhere, any damage within 32 words in a row. They differ for certain, too, if a range was zeroed
+that was not zero, since a can then only fall. Other damage (shifted, truncated, foreign bytes)
+leaves 32 sums equal only by coincidence. Different (a, b) give one u64 with probability 2^-64.
+Different seeds, or different lengths under one seed, with the same (a, b) give different sums for
+certain: a block of zeros, too, says whose it is.
+
+**What it does not.** It is no cryptographic hash: who can write the bytes can make any sum. Changes
+to three or more words of a lane that cancel in both sums, such as +1, -2, +1 at equal distances, go
+unseen if they do so in every lane that they touch.
+
+Addresses are of host memory, as integers; the caller keeps it alive and source and destination
+apart. Calls release the GIL while they run. The first call on a machine compiles for a second or
+more, the first of each later process loads that in about 0.2 s: `prepare` does it beforehand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headrace_kvstore import checksum_kernels as kernels
+from headrace_kvstore.address import DIGEST_BYTES, padded_hash
+
+SUM_VERSION = 1
+"""One more whenever sums of the same bytes change."""
+STREAM_FROM_BYTES = 1 << 20
+"""Batches from here on write past the caches: faster in all, though the bytes are then read from
+memory. Smaller ones fit the second-level cache and are faster there for whoever reads them next."""
+THREADS_FROM_BYTES = 4 << 20
+"""Smaller batches are not worth a thread's start."""
+
+_PERSON = b"headrace-kv-seed"
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def block_seed(namespace_digest: bytes, block_hash: bytes | int) -> int:
+    """u64 that ties a block's sums to its key: blake2b of digest and padded hash.
+
+    Raises:
+        TypeError, ValueError: not a digest of 16 bytes, or no block hash.
+    """
+    if len(namespace_digest) != DIGEST_BYTES:
+        raise ValueError(f"namespace digest has {len(namespace_digest)} bytes, not {DIGEST_BYTES}")
+    key = namespace_digest + padded_hash(block_hash)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=_PERSON).digest(), "little")
+
+
+def layer_seeds(block_seeds: ArrayLike, layers: int) -> NDArray[np.uint64]:
+    """Shape [blocks, layers] (or [layers] for one seed): mix(block seed + G (layer + 1)).
+
+    All layers of a block have different seeds.
+    """
+    seeds = np.asarray(block_seeds, np.uint64)[..., None]
+    return _mix(seeds + _GAMMA * np.arange(1, layers + 1, dtype=np.uint64))
+
+
+def copy_sum(
+    dst: ArrayLike, src: ArrayLike, nbytes: ArrayLike, seeds: ArrayLike, *, threads: int = 1
+) -> NDArray[np.uint64]:
+    """Copy runs of bytes and return the sums of what was read, in one pass.
+
+    A run may consist of pieces that lie apart in memory; its sum is that of their concatenation.
+
+    Args:
+        dst, src: addresses, shape [..., pieces] where seeds have shape [...], or the seeds' own
+            shape where each run is one piece. Only aligned to 64 bytes are destinations fast.
+        nbytes: sizes of the pieces, of any shape that broadcasts to that of the addresses.
+        seeds: u64 per run.
+        threads: share a large batch among so many threads, the caller's included.
+
+    Returns:
+        u64 sums, in the shape of the seeds.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    return _run(kernels.COPY_SUM, dst, src, nbytes, seeds, threads)
+
+
+def copy(dst: ArrayLike, src: ArrayLike, nbytes: ArrayLike, *, threads: int = 1) -> None:
+    """Copy pieces without sums. Arguments and errors as `copy_sum`."""
+    runs = np.zeros(np.shape(src), np.uint64)
+    _run(kernels.COPY, dst, src, nbytes, runs, threads)
+
+
+def checksum(
+    src: ArrayLike, nbytes: ArrayLike, seeds: ArrayLike, *, threads: int = 1
+) -> NDArray[np.uint64]:
+    """Sums of runs where they lie. Arguments, result and errors as `copy_sum`."""
+    return _run(kernels.SUM, src, src, nbytes, seeds, threads)
+
+
+def checksum_of(data: bytes | bytearray | memoryview | NDArray[np.uint8], seed: int) -> int:
+    """Sum of one buffer's bytes."""
+    view = np.frombuffer(data, np.uint8)
+    return int(checksum([view.ctypes.data], [view.size], [seed])[0])
+
+
+def prepare() -> None:
+    """Compile, or load from disk, what the first call would otherwise wait for."""
+    checksum_of(b"", 0)
+
+
+def _run(
+    mode: int, dst: ArrayLike, src: ArrayLike, nbytes: ArrayLike, seeds: ArrayLike, threads: int
+) -> NDArray[np.uint64]:
+    seeds = np.asarray(seeds, np.uint64)
+    src = np.asarray(src, np.uint64)
+    dst = np.asarray(dst, np.uint64)
+    if dst.shape != src.shape:
+        raise ValueError(f"destinations {dst.shape}, sources {src.shape}")
+    if src.shape != seeds.shape and src.shape[:-1] != seeds.shape:
+        raise ValueError(f"addresses of shape {src.shape} for seeds of shape {seeds.shape}")
+    # Fresh contiguous arrays: the kernel is compiled for exactly one kind of array.
+    sizes = np.array(np.broadcast_to(np.asarray(nbytes, np.uint64), src.shape)).ravel()
+    work = [np.array(part).ravel() for part in (dst, src)] + [sizes, np.array(seeds).ravel()]
+    sums = np.zeros(seeds.size, np.uint64)
+    total = int(sizes.sum())
+    stream = total >= STREAM_FROM_BYTES
+    if threads <= 1 or total < THREADS_FROM_BYTES:
+        kernels.run_batch(mode, stream, *work, sums)
+    else:
+        _share(threads, mode, stream, work, sums)
+    return sums.reshape(seeds.shape)
+
+
+def _share(
+    threads: int, mode: int, stream: bool, work: list[NDArray[np.uint64]], sums: NDArray[np.uint64]
+) -> None:
+    """Give each thread runs of about equally many bytes; the caller's thread takes the first."""
+    pieces = work[0].size // sums.size
+    run_bytes = work[2].reshape(sums.size, pieces).sum(axis=1)
+    reached = np.cumsum(run_bytes) / max(int(run_bytes.sum()), 1)
+    cuts = np.searchsorted(reached, np.arange(1, threads) / threads, side="right")
+    bounds = [0, *(int(cut) for cut in cuts), sums.size]
+
+    def part(first: int, last: int) -> None:
+        addresses = [each[first * pieces : last * pieces] for each in work[:3]]
+        kernels.run_batch(mode, stream, *addresses, work[3][first:last], sums[first:last])
+
+    parts = list(pairwise(bounds))
+    others = [threading.Thread(target=part, args=bound) for bound in parts[1:]]
+    for thread in others:
+        thread.start()
+    part(*parts[0])
+    for thread in others:
+        thread.join()
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`kernels._mix` on arrays."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,74 @@
+"""The layout reads vLLM's own caches, in every one of its layouts. Slow to import, not to run."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    compute_layout_strides,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from headrace_kvstore.layout import BlockLayout
+
+NB, HEADS, TOKENS, DIM, LAYERS = 6, 3, 128, 64, 4
+DENSE = FullAttentionSpec(
+    block_size=TOKENS, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
+)
+MLA = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+
+def allocate(
+    spec: FullAttentionSpec, layout: KVCacheLayout, kernel_tokens: int | None = None
+) -> dict[str, torch.Tensor]:
+    """What a worker hands to `register_kv_caches`."""
+    names = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+    layer_stride, block_stride, *_ = compute_layout_strides(spec, NB, LAYERS, layout)
+    size = NB * LAYERS * spec.page_size_bytes
+    tensor = KVCacheTensor(size, names, layer_stride, block_stride)
+    config = KVCacheConfig(NB, [tensor], [KVCacheGroupSpec(names, spec)])
+    kernel = None if kernel_tokens is None else [kernel_tokens]
+    return allocate_kv_cache(config, torch.device("cpu"), layout, kernel)
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+@pytest.mark.parametrize("spec", [DENSE, MLA], ids=["dense", "MLA"])
+def test_every_byte_of_every_block_is_found_once(
+    spec: FullAttentionSpec, layout: KVCacheLayout
+) -> None:
+    caches = allocate(spec, layout)
+    found = BlockLayout.of_tensors(caches, NB)
+    assert found.names == tuple(caches)
+    assert found.layer_bytes == spec.page_size_bytes
+    addresses = found.engine_addresses(range(NB))
+    for row, (block, layer) in enumerate((b, n) for b in range(NB) for n in range(LAYERS)):
+        caches[found.names[layer]][block] = float(row + 1)
+    for row, (block, layer) in enumerate((b, n) for b in range(NB) for n in range(LAYERS)):
+        raw = b"".join(
+            ctypes.string_at(int(address), int(size))
+            for address, size in zip(addresses[block, layer], found.piece_bytes, strict=True)
+        )
+        values = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16)
+        assert values.unique().tolist() == [float(row + 1)]
+
+
+def test_the_cpu_engines_blocks_are_one_piece_each() -> None:
+    (layout,) = CPUAttentionBackend.supported_kv_cache_layouts()
+    found = BlockLayout.of_tensors(allocate(DENSE, layout), NB)
+    assert found.piece_bytes.tolist() == [HEADS * TOKENS * 2 * DIM * 2]
+    assert found.axes == f"{LAYERS}*(1:{HEADS},2:{TOKENS},3:{2 * DIM}x2)"
+
+
+def test_smaller_blocks_of_the_kernel_are_grouped() -> None:
+    found = BlockLayout.of_tensors(allocate(DENSE, KVCacheLayout.LBHNC, 32), NB)
+    assert found.blocks == NB
+    assert found.layer_bytes == DENSE.page_size_bytes
