@@ -1,0 +1,1 @@
+"""Where KV blocks are kept beside the DRAM arena."""

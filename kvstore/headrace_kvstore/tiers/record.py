@@ -1,0 +1,176 @@
+"""The file format: what a block's bytes look like on disk, and which bytes count as a block.
+
+    segment  = [segment header: 1 page][record 0][record 1]...     one namespace, fixed record size
+    record   = [header: 1 or more pages][payload, padded to a page]
+    payload  = [layer 0][layer 1]...                               `layer_bytes` each
+    page     = 4,096 bytes
+
+A record counts if its header verifies: magic, version, the namespace and shape of its segment, and
+the header's own checksum. A writer writes the payload first and the header last, so a torn record
+has no valid header. Payload bytes are covered by one u64 sum per layer, kept in the header and
+checked when a layer is loaded. Numbers are little-endian.
+
+The header's checksum is blake2b, 8 bytes, over the fixed fields and the sums. Padding is covered by
+nothing and means nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace_kvstore.table import HASH_BYTES
+
+PAGE_BYTES = 4096
+DIGEST_BYTES = 16
+VERSION = 1
+
+_RECORD_MAGIC, _SEGMENT_MAGIC = b"HRKVREC\n", b"HRKVSEG\n"
+_SUM = struct.Struct("<Q")
+_SHAPE = struct.Struct("<8sHHIQ16s")  # magic, version, header pages, layers, layer bytes, digest
+_BLOCK = struct.Struct("<32s32sIIfb3xdQ")  # the fields of Block in their order, without sums
+_FIXED_BYTES = _SHAPE.size + _BLOCK.size + _SUM.size
+
+MAX_LAYERS = (0xFFFF * PAGE_BYTES - _FIXED_BYTES) // 8
+ONE_PAGE_LAYERS = (PAGE_BYTES - _FIXED_BYTES) // 8
+"""Layers whose sums fit in a header of one page; each further page takes 512 more."""
+
+
+def pages(length: int) -> int:
+    """Pages that hold `length` bytes."""
+    return -(-length // PAGE_BYTES)
+
+
+def padded(block_hash: bytes) -> bytes:
+    """A block hash as tables and files hold it: 32 bytes, zero-padded."""
+    if len(block_hash) > HASH_BYTES:
+        raise ValueError(f"a block hash has at most {HASH_BYTES} bytes, not {len(block_hash)}")
+    return block_hash.ljust(HASH_BYTES, b"\0")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all records of a namespace have in common."""
+
+    digest: bytes
+    layers: int
+    layer_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != DIGEST_BYTES:
+            raise ValueError(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(self.digest)}")
+        if not 1 <= self.layers <= MAX_LAYERS or self.layer_bytes < 1:
+            raise ValueError(f"no block has {self.layers} layers of {self.layer_bytes} bytes")
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the layers, without padding."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Whole pages for the fixed fields and one sum a layer."""
+        return pages(_FIXED_BYTES + 8 * self.layers) * PAGE_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        """What one block occupies."""
+        return self.header_bytes + pages(self.payload_bytes) * PAGE_BYTES
+
+    def slots(self, segment_bytes: int) -> int:
+        """Records that a segment of this size holds."""
+        return max(0, segment_bytes - PAGE_BYTES) // self.record_bytes
+
+    def header_offset(self, slot: int) -> int:
+        """Where in its segment a record begins."""
+        return PAGE_BYTES + slot * self.record_bytes
+
+    def payload_offset(self, slot: int) -> int:
+        """Where in its segment a record's layer 0 begins."""
+        return self.header_offset(slot) + self.header_bytes
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a record tells about its block besides the shape. `hash` and `parent`: 32 bytes."""
+
+    hash: bytes
+    parent: bytes = bytes(HASH_BYTES)
+    depth: int = 0
+    tenant: int = 0
+    compute_s: float = 0.0
+    """Predicted seconds to compute it where it stands; a float32 on disk."""
+    priority: int = 0
+    wall_s: float = 0.0
+    """time.time() when it was stored."""
+    sequence: int = 0
+    """Grows with each record that a folder takes: of two records of one key the later counts."""
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64), compare=False)
+    """One u64 a layer, (layers,)."""
+
+
+def pack_header(shape: Shape, block: Block) -> bytes:
+    """A record's header, `shape.header_bytes` long."""
+    sums = np.ascontiguousarray(block.sums, dtype="<u8")
+    if sums.shape != (shape.layers,):
+        raise ValueError(f"{shape.layers} layers want as many sums, not {sums.shape}")
+    head = _pack_shape(_RECORD_MAGIC, shape, shape.header_bytes // PAGE_BYTES) + _BLOCK.pack(
+        padded(block.hash),
+        padded(block.parent),
+        block.depth,
+        block.tenant,
+        block.compute_s,
+        block.priority,
+        block.wall_s,
+        block.sequence,
+    )
+    tail = sums.tobytes()
+    return (head + _checksum(head, tail) + tail).ljust(shape.header_bytes, b"\0")
+
+
+def unpack_header(shape: Shape, header: bytes | memoryview) -> Block | None:
+    """The block whose record begins with these bytes, or None if it does not count."""
+    sums_end = _FIXED_BYTES + 8 * shape.layers
+    if len(header) < sums_end:
+        return None
+    head_bytes = _SHAPE.size + _BLOCK.size
+    head, tail = bytes(header[:head_bytes]), bytes(header[_FIXED_BYTES:sums_end])
+    expected = _pack_shape(_RECORD_MAGIC, shape, shape.header_bytes // PAGE_BYTES)
+    if not head.startswith(expected) or header[head_bytes:_FIXED_BYTES] != _checksum(head, tail):
+        return None
+    sums = np.frombuffer(tail, "<u8").astype(np.uint64)
+    block_hash, parent, depth, tenant, compute_s, priority, wall_s, sequence = _BLOCK.unpack_from(
+        head, _SHAPE.size
+    )
+    return Block(block_hash, parent, depth, tenant, compute_s, priority, wall_s, sequence, sums)
+
+
+def pack_segment(shape: Shape) -> bytes:
+    """A segment's header, one page."""
+    head = _pack_shape(_SEGMENT_MAGIC, shape, 1)
+    return (head + _checksum(head)).ljust(PAGE_BYTES, b"\0")
+
+
+def unpack_segment(header: bytes) -> Shape | None:
+    """What a segment holds, or None if it is damaged, unfinished or of another version."""
+    head = header[: _SHAPE.size]
+    if len(head) < _SHAPE.size or header[_SHAPE.size : _SHAPE.size + 8] != _checksum(head):
+        return None
+    magic, version, _, layers, layer_bytes, digest = _SHAPE.unpack(head)
+    if (magic, version) != (_SEGMENT_MAGIC, VERSION):
+        return None
+    try:
+        return Shape(digest, layers, layer_bytes)
+    except ValueError:
+        return None
+
+
+def _pack_shape(magic: bytes, shape: Shape, header_pages: int) -> bytes:
+    return _SHAPE.pack(magic, VERSION, header_pages, shape.layers, shape.layer_bytes, shape.digest)
+
+
+def _checksum(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=_SUM.size).digest()

@@ -1,0 +1,327 @@
+"""Files through the real NIXL: bytes, errors, and what a tier on a bad disk or a kill -9 leaves."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing as mp
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.mover import FLYING_PIECES, SLICE_PIECES, MoveError, Mover
+from headrace_kvstore.spin import cpu_seconds
+from headrace_kvstore.tiers.nvme import FolderBusy, NvmeTier
+from headrace_kvstore.tiers.record import PAGE_BYTES
+from headrace_kvstore.tiers.scan import page_memory
+from tests.support.kvfiles import SHAPE, Bench, key
+
+pytestmark = pytest.mark.timeout(120)
+
+SEGMENT_BYTES = PAGE_BYTES + 8 * SHAPE.record_bytes
+MEMORY_BYTES = 8 * 2**20
+
+
+@pytest.fixture
+def mover() -> Iterator[Mover]:
+    mover = Mover()
+    yield mover
+    assert mover.close()
+
+
+@pytest.fixture
+def memory(mover: Mover) -> tuple[np.ndarray, int]:
+    memory, address = page_memory(MEMORY_BYTES)
+    memory[:] = np.random.default_rng(3).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+    mover.register(address, MEMORY_BYTES)
+    return memory, address
+
+
+def attached(mover: Mover, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    fd = os.open(path, flags, 0o600)
+    mover.attach(fd)
+    return fd
+
+
+# The mover
+
+
+@pytest.mark.parametrize("direct", [0, os.O_DIRECT])
+def test_scattered_pieces_are_written_and_read_back(
+    mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path, direct: int
+) -> None:
+    rows = memory[0].reshape(-1, PAGE_BYTES)
+    saved = rows[:1024].copy()
+    fd = attached(mover, tmp_path / "f", os.O_RDWR | os.O_CREAT | direct)
+    at = memory[1] + np.arange(1024) * PAGE_BYTES
+    order = np.random.default_rng(1).permutation(1024)
+    fds, lengths = np.full(1024, fd), np.full(1024, PAGE_BYTES)
+    mover.write(at, fds, order * PAGE_BYTES, lengths).result(20)
+    rows[:] = 0
+    mover.read(at[::2], fds[::2], order[::2] * PAGE_BYTES, lengths[::2]).result(20)
+    assert (rows[:1024:2] == saved[::2]).all()
+    assert not rows[1:1024:2].any() and not rows[1024:].any(), "more was read than asked for"
+    mover.detach(fd)
+    os.close(fd)
+
+
+def test_a_scatter_list_longer_than_what_flies_at_once_moves_whole(
+    mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
+) -> None:
+    count = FLYING_PIECES + SLICE_PIECES + 1
+    (tmp_path / "f").write_bytes(np.arange(count, dtype="<u8").tobytes())
+    fd = attached(mover, tmp_path / "f")
+    order = np.random.default_rng(1).permutation(count)
+    eight = np.full(count, 8)
+    move = mover.read(memory[1] + order * 8, np.full(count, fd), np.arange(count) * 8, eight)
+    move.result(30)
+    got = memory[0][: 8 * count].view("<u8")
+    assert (got[order] == np.arange(count)).all()
+    os.close(fd)
+
+
+def test_reading_past_the_end_names_the_pieces_that_are_short(
+    mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(3 * PAGE_BYTES - 1))
+    fd = attached(mover, tmp_path / "f")
+    offsets = np.arange(4) * PAGE_BYTES
+    move = mover.read(memory[1] + offsets, [fd] * 4, offsets, [PAGE_BYTES] * 4)
+    with pytest.raises(MoveError, match="short read") as caught:
+        move.result(20)
+    assert sorted(caught.value.pieces) == [2, 3] and caught.value.errno == errno.EIO
+    os.close(fd)
+
+
+def test_a_failed_piece_tells_its_errno_and_takes_no_other_move_with_it(
+    mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
+) -> None:
+    data = os.urandom(64 * PAGE_BYTES)
+    (tmp_path / "good").write_bytes(data)
+    good = attached(mover, tmp_path / "good")
+    write_only = attached(mover, tmp_path / "bad", os.O_WRONLY | os.O_CREAT)
+    offsets = np.arange(64) * PAGE_BYTES
+    for _ in range(5):
+        memory[0][:] = 0
+        pages = [PAGE_BYTES] * 64
+        moves = [mover.read(memory[1] + offsets, [good] * 64, offsets, pages)]
+        moves.append(mover.read([memory[1] + 2**20], [write_only], [0], [PAGE_BYTES]))
+        moves.append(mover.read([memory[1] + 2**21], [good], [0], [PAGE_BYTES]))
+        assert moves[0].exception(20) is None and moves[2].exception(20) is None
+        error = moves[1].exception(20)
+        assert isinstance(error, MoveError) and error.errno == errno.EBADF
+        assert memory[0][: len(data)].tobytes() == data
+        assert memory[0][2**21 : 2**21 + PAGE_BYTES].tobytes() == data[:PAGE_BYTES]
+
+
+def test_memory_and_files_that_nobody_registered_are_refused(
+    mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(PAGE_BYTES))
+    fd = os.open(tmp_path / "f", os.O_RDONLY)
+    with pytest.raises(MoveError, match="refused"):
+        mover.read([memory[1]], [fd], [0], [PAGE_BYTES]).result(20)
+    mover.attach(fd)
+    with pytest.raises(MoveError, match="refused"):
+        mover.read([memory[1] + MEMORY_BYTES], [fd], [0], [PAGE_BYTES]).result(20)
+    mover.read([memory[1]], [fd], [0], [PAGE_BYTES]).result(20)
+    os.close(fd)
+
+
+def test_what_is_called_off_ends_and_a_closed_mover_takes_nothing(tmp_path: Path) -> None:
+    mover = Mover()
+    memory, address = page_memory(PAGE_BYTES)
+    mover.register(address, len(memory))
+    (tmp_path / "f").write_bytes(bytes(PAGE_BYTES))
+    fd = attached(mover, tmp_path / "f")
+    count = 50 * SLICE_PIECES
+    columns = [np.full(count, n) for n in (address, fd, 0, 8)]
+    called_off, cut_short = mover.read(*columns), mover.read(*columns)
+    called_off.call_off()
+    with pytest.raises(CancelledError):
+        called_off.result(20)
+    assert called_off.posted == called_off.landed < count
+    assert mover.close()
+    assert isinstance(cut_short.exception(0), CancelledError)
+    assert isinstance(mover.read([address], [fd], [0], [8]).exception(0), CancelledError)
+    assert mover.close(), "closing twice"
+    os.close(fd)
+
+
+def test_closing_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    Mover().close()  # whatever NIXL keeps from its first use
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    tasks = len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        tier = NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES)
+        bench = Bench(tier.mover, blocks=2)
+        assert bench.write(tier, 0) == [True] and bench.load(tier, 0) == [True]
+        tier.close()
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/task")) == tasks
+
+
+def test_an_idle_mover_uses_no_cpu(mover: Mover, memory: tuple[np.ndarray, int]) -> None:
+    before = cpu_seconds()
+    time.sleep(0.5)
+    after = cpu_seconds()
+    own = threading.get_native_id()
+    used = {thread: s - before.get(thread, s) for thread, s in after.items() if thread != own}
+    assert sum(used.values()) <= 0.02, used
+
+
+# A process that dies
+
+
+def _write_for_ever(folder: str, pipe: Connection) -> None:
+    tier = NvmeTier.open(folder, 4 * SEGMENT_BYTES, SEGMENT_BYTES)
+    bench = Bench(tier.mover, blocks=8)
+    pipe.send("ready")
+    number = 0
+    while True:
+        bench.write(tier, *range(number, number + 8))
+        number += 8
+        if number == 16:
+            pipe.send("written")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later_s", [0.0, 0.013, 0.05])
+def test_a_killed_writer_leaves_only_whole_records_and_its_folder_to_the_next(
+    mover: Mover, tmp_path: Path, later_s: float
+) -> None:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    writer = context.Process(target=_write_for_ever, args=(str(tmp_path), theirs), daemon=True)
+    writer.start()
+    try:
+        assert ours.poll(60) and ours.recv() == "ready"
+        with pytest.raises(FolderBusy):
+            NvmeTier.open(tmp_path, 4 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+        assert ours.poll(60) and ours.recv() == "written"
+        time.sleep(later_s)
+    finally:
+        os.kill(writer.pid or 0, signal.SIGKILL)
+        writer.join(20)
+    tier = NvmeTier.open(tmp_path, 4 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    bench = Bench(mover)
+    found = [n for n in range(5000) if bench.has(tier, n) == [True]]
+    assert found and tier.scanned.damaged_headers == 0
+    assert bench.load(tier, *found) == [True] * len(found)
+    assert bench.write(tier, 9999) == [True] and bench.load(tier, 9999) == [True]
+    tier.close()
+    bench.close()
+
+
+# A bad disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two segments and a little."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    size = f"size={(2 * SEGMENT_BYTES + 64 * PAGE_BYTES) // 1024}k"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(where)], check=False)
+    if mounted.returncode:
+        pytest.skip("may not mount a file system")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_disk_is_lived_with_and_then_turns_writing_off(
+    mover: Mover, small_disk: Path
+) -> None:
+    tier = NvmeTier.open(small_disk / "kv", 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    bench = Bench(mover)
+    for number in range(24):  # a third segment does not fit: one of ours goes for it
+        assert bench.write(tier, number) == [True]
+    assert tier.state == "on" and tier.stats()["segments"] == 2
+    tier.close()
+
+    for path in (small_disk / "kv").glob("segment-*"):
+        path.unlink()
+    (small_disk / "others").write_bytes(bytes(SEGMENT_BYTES + 80 * PAGE_BYTES))
+    tier = NvmeTier.open(small_disk / "kv", 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    assert bench.write(tier, 0) == [False]
+    assert tier.state == "read-only" and "No space left" in tier.stats()["reason"]
+    assert bench.write(tier, 1) == [False] and tier.stats()["writing_off"] == 1
+    assert len(list((small_disk / "kv").iterdir())) == 1, "a half-made segment was left"
+    tier.close()
+    bench.close()
+
+
+def test_a_read_only_disk_serves_reads_of_a_running_tier_and_opens_as_off(
+    mover: Mover, small_disk: Path
+) -> None:
+    tier = NvmeTier.open(small_disk / "kv", SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    bench = Bench(mover)
+    assert bench.write(tier, *range(8)) == [True] * 8
+    tier.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    tier = NvmeTier.open(small_disk / "kv", SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    assert tier.state == "off" and "Read-only file system" in tier.stats()["reason"]
+    assert bench.write(tier, 9) == [False] and bench.has(tier, 0) == [False]
+    tier.close()
+    bench.close()
+
+
+def test_a_limit_on_file_sizes_turns_writing_off(mover: Mover, tmp_path: Path) -> None:
+    bench = Bench(mover)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tier = NvmeTier.open(tmp_path, 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SEGMENT_BYTES // 2, limits[1]))
+        assert bench.write(tier, 0) == [False]
+        assert tier.state == "read-only" and "File too large" in tier.stats()["reason"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tier.close()
+    bench.close()
+
+
+def test_a_write_that_the_disk_refuses_half_way_fails_and_turns_writing_off(
+    mover: Mover, tmp_path: Path
+) -> None:
+    bench = Bench(mover)
+    tier = NvmeTier.open(tmp_path, 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    assert bench.write(tier, 0, 1) == [True, True]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    place = tier.locate(SHAPE.digest, key(1))
+    assert place is not None
+    try:
+        fits = SHAPE.header_offset(place.slot + 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fits, limits[1]))
+        assert bench.write(tier, 2, 3) == [True, False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert tier.state == "read-only" and tier.stats()["writes_failed"] == 1
+    assert bench.load(tier, 0, 1, 2, 3) == [True, True, True, False]
+    tier.close()
+    tier = NvmeTier.open(tmp_path, 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    assert tier.state == "on" and bench.load(tier, 0, 1, 2, 3) == [True, True, True, False]
+    tier.close()
+    bench.close()
+
+
+def test_a_folder_removed_under_the_tier_costs_hits_only(mover: Mover, tmp_path: Path) -> None:
+    bench = Bench(mover)
+    tier = NvmeTier.open(tmp_path / "kv", 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
+    bench.write(tier, *range(8))
+    shutil.rmtree(tmp_path / "kv")
+    assert bench.load(tier, 0, 1) == [True, True], "open files are still there"
+    assert bench.write(tier, 8) == [False]
+    assert tier.state == "read-only" and "No such file" in tier.stats()["reason"]
+    tier.close()
+    bench.close()

@@ -1,0 +1,451 @@
+"""The NVMe tier: what it keeps, what it drops, and what never leaves it wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.mover import Mover
+from headrace_kvstore.tiers.catalog import choose_victim, use_per_second
+from headrace_kvstore.tiers.nvme import FAILED_READS, FolderBusy, NvmeTier, TierEvent
+from headrace_kvstore.tiers.record import PAGE_BYTES, Shape
+from headrace_kvstore.tiers.segment import BlockReader, plan_pieces
+from tests.support.kvfiles import SHAPE, Bench, key, sums_at
+
+SEGMENT_BYTES = PAGE_BYTES + 4 * SHAPE.record_bytes
+SIZE_BYTES = 3 * SEGMENT_BYTES
+"""Three segments of four blocks."""
+
+
+@pytest.fixture(scope="module")
+def mover() -> Iterator[Mover]:
+    mover = Mover()
+    yield mover
+    assert mover.close()
+
+
+@pytest.fixture
+def bench(mover: Mover) -> Iterator[Bench]:
+    bench = Bench(mover)
+    yield bench
+    bench.close()
+
+
+@pytest.fixture
+def tier(tmp_path: Path, mover: Mover) -> Iterator[NvmeTier]:
+    tier = NvmeTier.open(tmp_path / "kv", SIZE_BYTES, SEGMENT_BYTES, mover)
+    yield tier
+    tier.close()
+
+
+def reopen(tier: NvmeTier, size_bytes: int = SIZE_BYTES) -> NvmeTier:
+    tier.close()
+    return NvmeTier.open(tier.folder, size_bytes, SEGMENT_BYTES, tier.mover)
+
+
+def files_bytes(tier: NvmeTier) -> int:
+    return sum(os.stat(path).st_size for path in tier.folder.iterdir())
+
+
+# Pure decisions
+
+
+def test_layers_that_follow_each_other_in_memory_are_one_piece() -> None:
+    addresses = np.array([[100, 110, 120], [500, 700, 710]])
+    blocks, targets, offsets, lengths = plan_pieces(np.array([0, 1000]), addresses, 2, 10)
+    assert blocks.tolist() == [0, 1, 1]
+    assert targets.tolist() == [100, 500, 700]
+    assert offsets.tolist() == [20, 1020, 1030]
+    assert lengths.tolist() == [30, 10, 20]
+
+
+def test_two_blocks_are_two_pieces_though_they_touch_in_memory() -> None:
+    blocks, *_ = plan_pieces(np.array([0, 50]), np.array([[0], [10]]), 0, 10)
+    assert blocks.tolist() == [0, 1]
+
+
+def test_no_blocks_are_no_pieces() -> None:
+    assert all(len(column) == 0 for column in plan_pieces(np.zeros(0), np.zeros((0, 3)), 0, 1))
+
+
+def test_the_segment_worth_least_goes_and_the_oldest_of_equals() -> None:
+    free = np.zeros(3, bool)
+    assert choose_victim(np.array([3.0, 1.0, 2.0]), free) == 1
+    assert choose_victim(np.array([1.0, 1.0, 2.0]), free) == 0
+
+
+def test_a_segment_in_use_stays_even_if_it_is_worth_least() -> None:
+    assert choose_victim(np.array([1.0, 2.0]), np.array([True, False])) == 1
+    assert choose_victim(np.array([1.0, 2.0]), np.array([True, True])) is None
+    assert choose_victim(np.zeros(0), np.zeros(0, bool)) is None
+
+
+def test_without_a_policy_recent_and_used_blocks_are_worth_more() -> None:
+    rows = np.zeros(3, [("hits", "u4"), ("used_s", "f8")])
+    rows["hits"], rows["used_s"] = [0, 0, 5], [10, 90, 90]
+    old, recent, used = use_per_second(rows, 100.0)
+    assert old < recent < used
+
+
+# Storing and loading
+
+
+def test_what_was_written_is_found_and_read_and_nothing_else(tier: NvmeTier, bench: Bench) -> None:
+    assert bench.write(tier, 0, 1, 2) == [True] * 3
+    assert bench.has(tier, 0, 1, 2, 3) == [True, True, True, False]
+    assert bench.load(tier, 2, 3, 0) == [True, False, True]
+
+
+def test_only_the_layers_asked_for_are_read_each_to_its_address(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    bench.write(tier, 0, 1)
+    places = [tier.locate(SHAPE.digest, key(number)) for number in (0, 1)]
+    width = SHAPE.layer_bytes
+    bench.memory[:] = 0
+    targets = bench.address + np.array([[3, 5], [9, 8]]) * width  # apart, and in reverse
+    assert tier.read(places, targets, first_layer=1, verify=sums_at).wait(20).all()
+    rows = bench.memory[: 12 * width].reshape(12, width)
+    for row, (number, layer) in {3: (0, 1), 5: (0, 2), 9: (1, 1), 8: (1, 2)}.items():
+        assert (rows[row] == bench.content(number)[layer]).all()
+    assert not rows[[0, 1, 2, 4, 6, 7, 10, 11]].any()
+
+
+def test_layers_and_addresses_that_no_page_aligns_are_read_all_the_same(
+    tier: NvmeTier, mover: Mover
+) -> None:
+    bench = Bench(mover, Shape(b"odd-sized-layers", layers=5, layer_bytes=1237), blocks=4)
+    assert bench.write(tier, 0, 1) == [True, True]
+    assert bench.load(tier, 0, 1) == [True, True]
+    bench.close()
+
+
+def test_a_read_of_layers_that_do_not_exist_is_refused(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0)
+    place = tier.locate(SHAPE.digest, key(0))
+    assert place is not None
+    with pytest.raises(ValueError):
+        tier.read([place], np.full((1, 2), bench.address), first_layer=3)
+    tier = reopen(tier)  # closing waits for reads: the refused one is not counted as one
+    tier.close()
+
+
+def test_a_block_written_twice_is_kept_once(tier: NvmeTier, bench: Bench) -> None:
+    save = bench.save(0, 0)
+    first, second = tier.write(SHAPE, [save, save])
+    assert first is second and first.result(20)
+    assert bench.write(tier, 0) == [True]
+    assert tier.stats()["writes"] == 1
+
+
+def test_looking_changes_nothing(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0)
+    before = tier.rows()
+    assert bench.has(tier, 0) == [True]
+    tier.locate(SHAPE.digest, key(0))
+    assert (tier.rows() == before).all()
+
+
+def test_a_read_counts_as_a_use(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0)
+    stored_s = tier.rows()["used_s"][0]
+    bench.load(tier, 0)
+    (row,) = tier.rows()
+    assert row["hits"] == 1 and row["used_s"] > stored_s
+
+
+def test_another_process_reads_what_the_owner_locates(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 5)
+    place = tier.locate(SHAPE.digest, key(5))
+    assert place is not None
+    reader = BlockReader(bench.mover)
+    layers = bench.address + np.arange(SHAPE.layers)[None, :] * SHAPE.layer_bytes
+    bench.memory[:] = 0
+    assert reader.read([place], layers, verify=sums_at).wait(20).all()
+    os.unlink(place.path)
+    reader.close()
+    gone: list[str] = []
+    missing = reader.read([place], layers, on_bad=lambda _, reason: gone.append(reason))
+    assert not missing.wait(20).any() and gone == ["unreadable"]
+
+
+# Restart
+
+
+def test_a_restart_finds_everything_again(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(7))
+    before = tier.rows()
+    tier = reopen(tier)
+    assert tier.scanned.blocks == 7 and tier.scanned.damaged_headers == 0
+    assert bench.load(tier, *range(7)) == [True] * 7
+    after = tier.rows()
+    for name in ("hash", "parent", "depth", "bytes"):
+        assert sorted(after[name].tolist()) == sorted(before[name].tolist())
+    assert bench.write(tier, 7) == [True]
+    assert tier.stats()["segments"] == 2, "the free slot of the second segment was not used"
+    tier.close()
+
+
+def test_a_clock_set_back_makes_no_block_younger_than_now(
+    tier: NvmeTier, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.write(tier, 0)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    tier = reopen(tier)
+    assert tier.rows()["stored_s"][0] <= time.monotonic()
+    tier.close()
+
+
+def test_a_smaller_size_is_respected_at_once(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(12))
+    tier = reopen(tier, size_bytes=SEGMENT_BYTES)
+    assert files_bytes(tier) == SEGMENT_BYTES and sum(bench.has(tier, *range(12))) == 4
+    tier.close()
+
+
+def test_what_was_discarded_stays_away_after_a_restart(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0, 1)
+    assert tier.discard(SHAPE.digest, key(0)) and not tier.discard(SHAPE.digest, key(0))
+    assert bench.has(tier, 0, 1) == [False, True]
+    tier = reopen(tier)
+    assert bench.has(tier, 0, 1) == [False, True]
+    assert bench.write(tier, 0) == [True] and bench.load(tier, 0, 1) == [True, True]
+    tier.close()
+
+
+def test_other_files_in_the_folder_are_left_alone(tier: NvmeTier, bench: Bench) -> None:
+    (tier.folder / "notes.txt").write_text("mine")
+    tier = reopen(tier)
+    assert (tier.folder / "notes.txt").read_text() == "mine"
+    tier.close()
+
+
+def test_a_folder_has_one_owner(tier: NvmeTier, mover: Mover) -> None:
+    with pytest.raises(FolderBusy):
+        NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, mover)
+    reopen(tier).close()
+
+
+# Space
+
+
+def test_the_size_is_respected_to_the_byte(tier: NvmeTier, bench: Bench) -> None:
+    for number in range(30):
+        assert bench.write(tier, number) == [True]
+        assert files_bytes(tier) <= SIZE_BYTES
+    assert files_bytes(tier) == SIZE_BYTES
+    assert bench.load(tier, 28, 29) == [True, True]
+    assert tier.stats()["blocks_evicted"] == 20
+
+
+def test_the_segment_whose_blocks_are_used_stays(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(12))
+    for _ in range(3):
+        bench.load(tier, 0, 1, 2, 3)
+    bench.write(tier, 12)
+    assert bench.has(tier, 0, 4, 8) == [True, False, True]
+
+
+def test_pinned_and_leased_blocks_stay_and_then_writes_are_dropped(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    bench.write(tier, *range(12))
+    assert tier.pin(SHAPE.digest, key(0)) and not tier.pin(SHAPE.digest, key(99))
+    for number in (4, 8):
+        tier.locate(SHAPE.digest, key(number), lease_s=60)
+    assert bench.write(tier, 12) == [False]
+    assert tier.stats()["writes_dropped_full"] == 1 and tier.state == "on"
+    tier.pin(SHAPE.digest, key(0), pinned=False)
+    assert bench.write(tier, 12) == [True]
+    assert bench.has(tier, 0, 4, 8) == [False, True, True]
+
+
+def test_a_lease_ends_by_itself(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(12))
+    for number in (0, 4, 8):
+        tier.locate(SHAPE.digest, key(number), lease_s=0.01)
+    time.sleep(0.02)
+    assert bench.write(tier, 12) == [True]
+
+
+def test_namespaces_take_segments_from_each_other(
+    tier: NvmeTier, bench: Bench, mover: Mover
+) -> None:
+    other = Bench(mover, Shape(b"another--digest!", 2, PAGE_BYTES), blocks=4)
+    bench.write(tier, *range(12))
+    assert other.write(tier, 0) == [True]
+    assert other.load(tier, 0) == [True] and bench.has(tier, 0, 4) == [False, True]
+    assert not tier.contains(other.shape.digest, [key(5)]).any(), "another namespace's block"
+    other.close()
+
+
+def test_a_block_larger_than_a_segment_is_dropped(tier: NvmeTier, mover: Mover) -> None:
+    big = Bench(mover, Shape(SHAPE.digest, 1, SEGMENT_BYTES), blocks=1)
+    assert big.write(tier, 0) == [False]
+    assert tier.state == "on"
+    big.close()
+
+
+def test_writes_beyond_the_limit_in_flight_are_dropped_and_counted(
+    tmp_path: Path, bench: Bench
+) -> None:
+    limit = 2 * SHAPE.record_bytes
+    tier = NvmeTier.open(
+        tmp_path, SIZE_BYTES, SEGMENT_BYTES, bench.mover, writing_limit_bytes=limit
+    )
+    assert bench.write(tier, 0, 1, 2) == [True, True, False]
+    assert tier.stats()["writes_dropped_busy"] == 1 and tier.stats()["writing_bytes"] == 0
+    assert bench.write(tier, 2) == [True]
+    tier.close()
+
+
+def test_a_save_that_no_header_can_describe_is_refused_and_the_others_are_written(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    good, bad = bench.save(0, 0), bench.save(1, 1)
+    with pytest.raises(ValueError):
+        tier.write(SHAPE, [good, type(bad)(bad.hash, bad.address, bad.sums[:-1])])
+    tier = reopen(tier)
+    assert bench.has(tier, 0, 1) == [True, False]
+    tier.close()
+
+
+def test_memory_that_was_not_registered_fails_the_write_but_not_the_tier(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    save = bench.save(0, 0)
+    elsewhere = np.zeros(SHAPE.payload_bytes, np.uint8)
+    (future,) = tier.write(SHAPE, [type(save)(save.hash, elsewhere.ctypes.data, save.sums)])
+    assert not future.result(20) and tier.state == "on"
+    assert bench.write(tier, 0) == [True]
+
+
+def test_listeners_hear_of_every_block_that_comes_and_goes(tmp_path: Path, bench: Bench) -> None:
+    heard: list[TierEvent] = []
+    broken = [heard.append, lambda _: 1 / 0]
+    tier = NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.mover, events=broken)
+    bench.write(tier, *range(4))
+    bench.write(tier, 4)
+    tier.discard(SHAPE.digest, key(4))
+    bench.write(tier, 5)
+    tier.close()
+    NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.mover, events=broken).close()
+    names = {key(number): number for number in range(6)}
+    told = [(event.reason, event.stored, names[event.hash]) for event in heard]
+    assert told == [
+        *[("written", True, number) for number in range(4)],
+        *[("evicted", False, number) for number in range(4)],
+        ("written", True, 4),
+        ("discarded", False, 4),
+        ("written", True, 5),
+        ("scanned", True, 5),
+    ]
+
+
+def test_nothing_is_found_or_written_after_closing(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0)
+    tier.close()
+    tier.close()
+    assert bench.has(tier, 0) == [False] and bench.write(tier, 1) == [False]
+
+
+# Damage
+
+
+def flip(path: str, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("layer", range(SHAPE.layers))
+def test_a_flipped_payload_bit_is_a_miss_and_the_block_is_dropped(
+    tier: NvmeTier, bench: Bench, layer: int
+) -> None:
+    bench.write(tier, 0, 1, 2)
+    place = tier.locate(SHAPE.digest, key(1))
+    assert place is not None
+    flip(place.path, place.payload_offset + layer * SHAPE.layer_bytes + 77)
+    assert bench.load(tier, 0, 1, 2) == [True, False, True]
+    assert bench.has(tier, 0, 1, 2) == [True, False, True]
+    assert tier.stats()["reads_corrupt"] == 1
+    assert bench.write(tier, 1) == [True] and bench.load(tier, 1) == [True]
+
+
+def test_a_flipped_header_bit_is_found_by_the_scan(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0, 1, 2)
+    place = tier.locate(SHAPE.digest, key(1))
+    assert place is not None
+    tier.close()
+    flip(place.path, SHAPE.header_offset(place.slot) + 60)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    assert tier.scanned.damaged_headers == 1
+    assert bench.load(tier, 0, 1, 2) == [True, False, True]
+    tier.close()
+
+
+def test_a_segment_with_a_damaged_header_is_removed(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(5))
+    place = tier.locate(SHAPE.digest, key(0))
+    assert place is not None
+    tier.close()
+    flip(place.path, 20)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    assert tier.scanned.segments_removed == 1 and not os.path.exists(place.path)
+    assert bench.load(tier, *range(5)) == [False] * 4 + [True]
+    assert bench.write(tier, 0) == [True]
+    tier.close()
+
+
+@pytest.mark.parametrize("kept", [0, 100, PAGE_BYTES, PAGE_BYTES + SHAPE.record_bytes + 5000])
+def test_a_truncated_segment_keeps_its_whole_records(
+    tier: NvmeTier, bench: Bench, kept: int
+) -> None:
+    bench.write(tier, *range(4))
+    place = tier.locate(SHAPE.digest, key(0))
+    assert place is not None
+    tier.close()
+    os.truncate(place.path, kept)
+    tier = NvmeTier.open(tier.folder, SIZE_BYTES, SEGMENT_BYTES, tier.mover)
+    whole = max(0, kept - PAGE_BYTES) // SHAPE.record_bytes
+    assert bench.load(tier, *range(4)) == [True] * whole + [False] * (4 - whole)
+    assert bench.write(tier, 9) == [True] and bench.load(tier, 9) == [True]
+    assert files_bytes(tier) <= SIZE_BYTES
+    tier.close()
+
+
+def test_a_segment_truncated_under_a_running_tier_is_a_miss(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, 0, 1)
+    place = tier.locate(SHAPE.digest, key(1))
+    assert place is not None
+    os.truncate(place.path, place.payload_offset + SHAPE.layer_bytes)
+    assert bench.load(tier, 0, 1) == [True, False]
+    assert tier.stats()["reads_unreadable"] == 1
+
+
+def test_a_segment_replaced_between_locating_and_reading_is_a_miss(
+    tier: NvmeTier, bench: Bench
+) -> None:
+    bench.write(tier, *range(12))
+
+    def overwrite() -> None:
+        for number in range(12, 24):
+            assert tier.write(SHAPE, [bench.save(number, 0)])[0].result(20)
+
+    assert bench.load(tier, 0, 1, between=overwrite) == [False, False]
+
+
+def test_reads_that_keep_failing_turn_the_tier_off(tier: NvmeTier, bench: Bench) -> None:
+    bench.write(tier, *range(12))
+    for path in tier.folder.glob("segment-*"):
+        os.truncate(path, PAGE_BYTES)
+    assert bench.load(tier, *range(FAILED_READS)) == [False] * FAILED_READS
+    assert tier.state == "off" and "reads failed" in tier.stats()["reason"]
+    assert bench.has(tier, 11) == [False]
