@@ -1,0 +1,108 @@
+"""Which blocks make room for a namespace's new ones, given how the policy ranks all blocks.
+
+A slot freed in one of the namespace's own segments is room at once. A slot freed in another
+namespace's segment is none until that segment is empty and changes hands. So the policy is asked
+for more and more, until what it gives up makes room in either way, and the shortest leading part of
+its ranking that does so goes. Memory thus moves from a namespace whose blocks are ranked low to one
+that stores, and stays where it is while all namespaces are used alike. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from headrace_kvstore.arena_layout import NONE
+from headrace_kvstore.table import FREE, READY
+
+BATCHES = 64
+
+Chooser = Callable[[np.ndarray, float, int], np.ndarray]
+"""choose(table: SLOT [slots], now_s, need) -> slots to give up, at most `need`, worst first.
+
+Fewer come back when the rest may not go (not READY, leased, pinned); the arena leaves those out in
+any case. It must not write to the table.
+"""
+
+
+def least_recently_used(table: np.ndarray, now_s: float, need: int) -> np.ndarray:
+    """The default chooser: least recently used first; of one age, a leaf before its parent."""
+    slots = np.flatnonzero(evictable(table, now_s))
+    used_s = table["used_s"][slots]
+    if need < len(slots):
+        old = used_s <= np.partition(used_s, need)[need]
+        slots, used_s = slots[old], used_s[old]
+    return slots[np.lexsort((-table["depth"][slots].astype(np.int64), used_s))[:need]]
+
+
+def evictable(table: np.ndarray, now_s: float) -> np.ndarray:
+    """bool [slots]: whether the block may go."""
+    return (table["state"] == READY) & (table["pinned"] == 0) & (table["lease_until_s"] <= now_s)
+
+
+def victims(
+    table: np.ndarray,
+    segments: np.ndarray,
+    row: int,
+    slot_bytes: int,
+    need: int,
+    now_s: float,
+    choose: Chooser,
+) -> np.ndarray:
+    """Slots to evict so that namespace `row` gets room for `need` blocks, if there is a way.
+
+    table: SLOT [slots]; segments: SEGMENT [segments]; slot_bytes: what a block of the row takes.
+    Where its own blocks go, 1/64 of them go at once, so that the choice is made once for many.
+    """
+    per_segment = len(table) // len(segments)
+    holders = segments["namespace"].copy()
+    capacity = np.minimum(per_segment, segments["bytes"].astype(np.int64) // slot_bytes)
+    batch = max(need, int(capacity[holders == row].sum()) // BATCHES)
+    foreign = np.flatnonzero((holders != NONE) & (holders != row) & (capacity > 0))
+    ask = batch * max(1, len(np.unique(holders[holders != NONE])))
+    while True:
+        ranking = np.asarray(choose(table, now_s, ask), np.int64)[:ask]
+        complete = len(ranking) < ask
+        ranking = ranking[evictable(table[ranking], now_s)]
+        own = table["namespace"][ranking] == row
+        last = _last_ranks(table, ranking, foreign, per_segment)
+        emptied, last = foreign[last < len(ranking)], last[last < len(ranking)]
+        room = own.astype(np.int64)
+        np.add.at(room, last[last >= 0], capacity[emptied[last >= 0]])
+        enough = int(np.searchsorted(np.cumsum(room), need))
+        if enough < len(ranking) or complete:
+            break
+        ask *= 2
+    emptied = emptied[last <= enough]
+    if not len(emptied):
+        return ranking[own][:batch]
+    short = max(0, need - int(capacity[emptied].sum()))
+    inside = np.isin(ranking // per_segment, emptied)
+    gone: np.ndarray = np.concatenate([ranking[inside], ranking[own][:short]])
+    return gone
+
+
+def _last_ranks(
+    table: np.ndarray, ranking: np.ndarray, segments: np.ndarray, per_segment: int
+) -> np.ndarray:
+    """The place in the ranking with which each segment is empty; len(table) if it does not get so,
+    -1 if it is."""
+    rank = np.full(len(table), len(table))
+    rank[ranking] = np.arange(len(ranking))
+    rank[table["state"] == FREE] = -1
+    last: np.ndarray = rank.reshape(-1, per_segment)[segments].max(axis=1)
+    return last
+
+
+def own_victims(
+    table: np.ndarray, tenant: int, excess_bytes: float, now_s: float, choose: Chooser
+) -> np.ndarray:
+    """The tenant's own slots to evict, worst first, so that it holds `excess_bytes` less."""
+    if excess_bytes <= 0.0:
+        return np.zeros(0, np.int64)
+    ranking = np.asarray(choose(table, now_s, len(table)), np.int64)
+    mine = evictable(table, now_s) & (table["tenant"] == tenant)
+    ranking = ranking[mine[ranking]]
+    freed_bytes = np.cumsum(table["bytes"][ranking])
+    return ranking[: int(np.searchsorted(freed_bytes, excess_bytes)) + 1]

@@ -1,0 +1,74 @@
+"""The slot record of the DRAM tier: what the arena knows about each KV block, one row a slot.
+
+The arena writes these rows and the eviction policy reads them, so this file imports nothing of
+either. Seconds are of time.monotonic(), one clock for all processes of a machine.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+FREE = 0  # holds no block
+WRITING = 1  # reserved; its owner is copying the block in
+READY = 2  # complete and readable
+
+HASH_BYTES = 32  # vLLM's block hash, zero-padded
+
+SLOT = np.dtype(
+    [
+        ("state", "u1"),  # FREE, WRITING or READY
+        ("priority", "i1"),  # -128..127, of the operator or the request; higher stays
+        ("pinned", "u1"),  # 1: never evicted
+        ("namespace", "u2"),  # row in the arena's namespace table
+        ("tenant", "u4"),  # hash of the tenant (cache salt), for quotas; 0: none
+        ("depth", "u4"),  # blocks that stand before it in its prefix; 0: a root
+        ("hits", "u4"),  # times leased since it was stored
+        ("generation", "u4"),  # grows each time the slot is given to another block
+        ("owner", "i4"),  # pid of the writer while WRITING
+        ("parent", "u8"),  # first 8 bytes of the parent block's hash, little-endian; 0 for a root
+        ("hash", "V32"),  # block hash, zero-padded
+        ("stored_s", "f8"),  # when it was published; while WRITING, when it was reserved
+        ("used_s", "f8"),  # when it was last leased, published or reserved
+        ("lease_until_s", "f8"),  # readers may be copying until then
+        ("bytes", "f8"),  # what it occupies, 0 while FREE
+        ("compute_s", "f4"),  # predicted seconds to compute this block where it stands
+        ("load_s", "f4"),  # predicted seconds to load it from this tier
+        ("rate", "f4"),  # reuse-rate estimate, hits per second, as it stood at used_s
+    ],
+    align=True,
+)
+
+STORED = 1  # a block became readable
+REMOVED = 2  # a block is gone
+
+EVENT = np.dtype(
+    [
+        ("seq", "u8"),
+        ("kind", "u1"),  # STORED or REMOVED
+        ("namespace", "u2"),
+        ("depth", "u4"),
+        ("parent", "u8"),
+        ("hash", "V32"),
+    ],
+    align=True,
+)
+
+
+def pack_hashes(hashes: Sequence[bytes] | np.ndarray) -> np.ndarray:
+    """Block hashes as the u64 words [n, 4] that the arena compares.
+
+    Takes bytes of at most 32 each (zero-padded), or an array of n rows of 32 bytes of any dtype.
+    Raises ValueError for longer hashes.
+    """
+    if isinstance(hashes, np.ndarray):
+        raw: np.ndarray | bytearray = np.array(hashes, order="C").reshape(-1).view(np.uint8)
+    else:
+        raw = bytearray().join([one.ljust(HASH_BYTES, b"\0") for one in hashes])
+    if len(raw) != HASH_BYTES * len(hashes):
+        raise ValueError(f"a block hash has at most {HASH_BYTES} bytes")
+    return np.frombuffer(raw, np.uint64).reshape(-1, 4)
+
+
+def hash_word(block_hash: bytes) -> int:
+    """The `parent` field that stands for this block hash: its first 8 bytes, little-endian."""
+    return int.from_bytes(block_hash[:8], "little")
