@@ -1,0 +1,93 @@
+"""What an eviction policy is: which slots of a table to give up next, and what it may look at.
+
+A policy reads the slot table (`table.SLOT`) and arrays of its own that it is handed; it reads no
+clock, does no I/O and starts no thread, so every process that maps the arena can evict, and the
+simulator replays the code that production runs. Its caller holds the arena's `policy_lock`.
+
+A prompt's life, as a policy sees it: `prompt` (its block keys are known), `touched` for the run of
+blocks that was found, `admit` for the rest (what is worth writing), `touched` again for the blocks
+that were written. When room is short: `choose`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_kvstore.table import READY, SLOT
+
+Table = NDArray[np.void]
+"""Slot records, shape (slots,), dtype `table.SLOT`."""
+
+Slots = NDArray[np.int64]
+"""Indices into a table."""
+
+Keys = NDArray[np.uint64]
+"""Block keys as policies use them: `block_keys`."""
+
+_HASH_OFFSET = SLOT.fields["hash"][1]  # type: ignore[index]
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two namespaces share an addend
+
+
+def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) -> Keys:
+    """One u64 a block: the first 8 bytes of its hash, set apart by its namespace's row.
+
+    Two blocks that collide share a reuse history; no bytes depend on it.
+    """
+    offset = np.asarray(namespace, dtype=np.uint64) * _SPREAD
+    return np.asarray(head, dtype=np.uint64) ^ offset
+
+
+def slot_keys(table: Table) -> Keys:
+    """`block_keys` of every slot."""
+    return block_keys(table["namespace"], table.getfield(np.dtype("<u8"), _HASH_OFFSET))
+
+
+def parent_keys(table: Table) -> Keys:
+    """`block_keys` of every slot's parent."""
+    return block_keys(table["namespace"], table["parent"])
+
+
+def evictable(table: Table, now_s: float) -> NDArray[np.bool_]:
+    """Slots that may be given up: complete, not pinned, and with no reader's lease."""
+    return (table["state"] == READY) & (table["pinned"] == 0) & (table["lease_until_s"] <= now_s)
+
+
+class Policy:
+    """Base of the policies: learns nothing, admits everything; only `choose` must be given."""
+
+    name = ""
+
+    def prompt(self, keys: Keys, now_s: float) -> int:
+        """A prompt arrived whose full blocks have these keys, root first.
+
+        Returns a ticket that `touched` and `admit` take, 0 where the policy keeps no history.
+        """
+        return 0
+
+    def admit(
+        self,
+        ticket: int,
+        compute_s: NDArray[np.float64],
+        load_s: NDArray[np.float64],
+        nbytes: NDArray[np.float64],
+    ) -> int:
+        """How many of these blocks are worth writing, counted from the first.
+
+        They are the blocks of one prompt that were not found, in order of depth; the arrays have
+        one entry a block: seconds to compute it, seconds to load it again, bytes.
+        """
+        return len(compute_s)
+
+    def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
+        """These slots' blocks, consecutive in one prefix and root first, were leased (`hit`) or
+        have just been written. The caller has set the table's own fields already.
+        """
+
+    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+        """Up to `need` slots to give up, worst first; all of them go, or a leading part.
+
+        Fewer come back when the rest is leased, pinned or being written. A block never comes
+        before one that needs it, unless the latter is given up too.
+        """
+        raise NotImplementedError

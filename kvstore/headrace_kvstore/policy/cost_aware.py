@@ -1,0 +1,220 @@
+"""The default: keep what saves the most predicted seconds per byte and second of residence.
+
+For a block b at time t,
+
+    worth(b) = rate(b, t) * (compute_s - load_s) / bytes      saved seconds per byte-second
+
+- ``compute_s - load_s``: what one hit saves, from the fitted prefill and load models
+- ``rate(b, t)``: hits per second to expect while it is held: the sum of the rates of all
+  conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of what
+  `history` knows of each), and of the rate at which others branch off at b or below
+
+Blocks stand or fall with their ancestors, so groups of blocks are compared (`Forest.density`).
+What is least worth goes first; its worth is the price of room, and new blocks that are worth
+less are not written at all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from headrace_kvstore.policy.base import Keys, Policy, Slots, Table
+from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, best_rate, fit
+from headrace_kvstore.policy.history import (
+    BLOCK,
+    PROMPT,
+    WAYS,
+    age_bin,
+    cell_of,
+    count_all,
+    note_prompt,
+)
+from headrace_kvstore.policy.tree import Forest, worst_first
+
+BRANCH_MEMORY_S = 600.0
+"""Time over which branches at a block are averaged: `rate` decays by 1/e in it."""
+
+FORGET_S = 24 * 3600.0
+"""Counts lose half their weight in this time, so that another kind of traffic gets learned."""
+
+REFIT_SHARE = 0.05
+REFIT_PROMPTS = 64
+"""The model is fitted anew after this share of all prompts seen, and at least so many, are new."""
+
+
+def state_dtype(slots: int, prompts: int = 1 << 16, blocks: int = 1 << 18) -> np.dtype:
+    """All that the policy remembers, as one record, for a table of `slots` slots.
+
+    It follows `prompts` conversations and remembers `blocks` blocks (a multiple of 8): 11 MB as
+    they stand, and 16 bytes a slot.
+    """
+    if slots < 0 or prompts < 1 or blocks < WAYS or blocks % WAYS:
+        raise ValueError("slots >= 0, prompts >= 1 and blocks a positive multiple of 8")
+    return np.dtype(
+        [
+            ("prompts", PROMPT, (prompts,)),
+            ("blocks", BLOCK, (blocks,)),
+            ("events", "f8", (CELLS, AGES)),
+            ("exposure_s", "f8", (CELLS, AGES)),
+            ("best_rate", "f8", (CELLS, AGES + 1)),
+            ("next_serial", "i8", (1,)),
+            ("fitted_serials", "i8", (2,)),  # prompts seen now, and at the last fit
+            ("fitted_s", "f8", (1,)),
+            ("price", "f8", (1,)),
+            ("serial", "i8", (slots,)),  # of the prompt that passed the slot's block last
+            ("branched_s", "f8", (slots,)),  # when the slot's `rate` was last brought up to date
+        ],
+        align=True,
+    )
+
+
+class CostAware(Policy):
+    """Predicted seconds saved per byte and second of residence.
+
+    Parameters
+    ----------
+    state
+        One record of `state_dtype`, shape (1,), zeroed when new; may lie in shared memory.
+    """
+
+    name = "cost_aware"
+
+    def __init__(self, state: NDArray[np.void]) -> None:
+        s = state[0]
+        self._prompts, self._blocks = s["prompts"], s["blocks"]
+        self._events, self._exposure_s = s["events"], s["exposure_s"]
+        self._best_rate, self._price = s["best_rate"], s["price"]
+        self._next_serial, self._seen = s["next_serial"], s["fitted_serials"]
+        self._fitted_s = s["fitted_s"]
+        self._serial, self._branched_s = s["serial"], s["branched_s"]
+        if self._next_serial[0] == 0:
+            self._next_serial[0] = 1
+            self._fit(0.0)
+
+    @classmethod
+    def create(cls, slots: int) -> CostAware:
+        """With fresh state for a table of `slots` slots."""
+        return cls(np.zeros(1, state_dtype(slots)))
+
+    def prompt(self, keys: Keys, now_s: float) -> int:
+        serial = note_prompt(
+            keys,
+            now_s,
+            self._prompts,
+            self._blocks,
+            self._next_serial,
+            self._events,
+            self._exposure_s,
+        )
+        self._seen[0] += 1
+        return int(serial)
+
+    def admit(
+        self,
+        ticket: int,
+        compute_s: NDArray[np.float64],
+        load_s: NDArray[np.float64],
+        nbytes: NDArray[np.float64],
+    ) -> int:
+        row = self._prompts[ticket % len(self._prompts)]
+        if ticket == 0 or row["serial"] != ticket:
+            return len(compute_s)
+        saved_s = np.maximum(compute_s - load_s, 0.0).sum()
+        worth = self._best_rate[row["cell"], 0] * saved_s
+        return len(compute_s) if worth >= self._price[0] * nbytes.sum() else 0
+
+    def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
+        if not len(slots):
+            return
+        if not hit:
+            table["rate"][slots] = 0.0
+        elif self._serial[slots[-1]] != ticket:  # another conversation came this way and left here
+            at = slots[-1]
+            age = max(0.0, now_s - self._branched_s[at])
+            kept = table["rate"][at] * math.exp(-age / BRANCH_MEMORY_S)
+            table["rate"][at] = kept + 1.0 / BRANCH_MEMORY_S
+            self._branched_s[at] = now_s
+        self._serial[slots] = ticket
+
+    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+        if self._seen[0] - self._seen[1] >= max(REFIT_PROMPTS, REFIT_SHARE * self._seen[1]):
+            self._fit(now_s)
+        forest = Forest(table)
+        worth = self.worth(table, forest, now_s)
+        chosen = worst_first(table, forest, worth, now_s, need, covered=True)
+        given_up = worth[chosen]
+        given_up = given_up[np.isfinite(given_up)]
+        if len(given_up):
+            self._price[0] = given_up[-1]
+        return chosen
+
+    def worth(self, table: Table, forest: Forest, now_s: float) -> NDArray[np.float64]:
+        """Saved seconds per byte-second of each slot's group, shape (slots,)."""
+        rate = _rates(
+            forest.parents,
+            forest.order,
+            self._serial,
+            table["used_s"],
+            self._prompts,
+            self._best_rate,
+            table["rate"],
+            self._branched_s,
+            now_s,
+        )
+        saved_s = np.maximum(table["compute_s"] - table["load_s"], 0.0)
+        return forest.density(rate * saved_s, table["bytes"].astype(np.float64))
+
+    def _fit(self, now_s: float) -> None:
+        count_all(self._prompts, now_s, self._exposure_s)
+        keep = 0.5 ** (max(0.0, now_s - self._fitted_s[0]) / FORGET_S)
+        self._events *= keep
+        self._exposure_s *= keep
+        rates = best_rate(fit(self._events, self._exposure_s))
+        self._best_rate[:, :AGES] = rates
+        self._best_rate[:, AGES] = rates[:, -1]
+        self._seen[1] = self._seen[0]
+        self._fitted_s[0] = now_s
+
+
+_EDGES = AGE_EDGES_S.copy()
+_UNKNOWN = cell_of(-1.0, 0, 16, 16)  # a first turn of middling length
+
+
+@njit(cache=True)
+def _rates(  # type: ignore[no-untyped-def]
+    parents, order, serials, used_s, prompts, best, branch_rate, branched_s, now_s
+):
+    """Expected hits per second of each slot in use.
+
+    A conversation counts once, at the deepest block of its that is there, and in all blocks before
+    that. Blocks that its last prompt no longer passed through (used before it came) count for
+    nothing. A block of unknown history is taken for that of a first turn. One branch at a block is
+    no rate yet, so the first is not counted.
+    """
+    rate = np.zeros(len(parents))
+    carried = np.zeros(len(parents), np.bool_)
+    for i in order:
+        if not carried[i]:
+            row = prompts[serials[i] % len(prompts)]
+            cell, since_s, alive = _UNKNOWN, used_s[i], True
+            if serials[i] > 0 and row.serial == serials[i]:
+                cell, since_s = row.cell, row.seen_s
+                alive = used_s[i] >= row.seen_s
+            if alive:
+                age = max(0.0, now_s - since_s)
+                k = age_bin(age)
+                part = min(1.0, (age - _EDGES[k]) / (_EDGES[k + 1] - _EDGES[k]))
+                rate[i] += (1.0 - part) * best[cell, k] + part * best[cell, k + 1]
+        if branch_rate[i] > 0.0:
+            kept = branch_rate[i] * np.exp(-max(0.0, now_s - branched_s[i]) / BRANCH_MEMORY_S)
+            rate[i] += max(0.0, kept - 1.0 / BRANCH_MEMORY_S)
+        p = parents[i]
+        if p >= 0:
+            rate[p] += rate[i]
+            if serials[p] == serials[i]:
+                carried[p] = True
+    return rate

@@ -1,0 +1,157 @@
+"""What is remembered of prompts and of blocks, in the store or evicted long ago.
+
+Two fixed-size tables. A *prompt* row follows one conversation: when it was last asked, how long
+its prompt was, at which turn it is, and up to which age its waiting was counted. A *block* entry
+says which prompt row passed a block last; it costs 32 bytes, a millionth of the block's own, so
+far more blocks are remembered than kept. Both forget the oldest first.
+
+A prompt continues a row if it begins with all blocks of that row's last prompt. Otherwise it may be
+the same conversation, retried (all but the last block is there) or edited, or another one that
+shares a beginning (a system prompt). Where more than a few prompts branched off, it is the latter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, FRESH, GAPS, LENGTHS, TURNS
+
+PROMPT = np.dtype(
+    [
+        ("serial", "i8"),  # 0: empty; the row is serial modulo rows
+        ("seen_s", "f8"),  # when its last turn arrived
+        ("counted_s", "f8"),  # its waiting is in the exposures up to here
+        ("turn", "i4"),
+        ("cell", "i4"),  # features of its last turn, an index of hazard's cells
+        ("blocks", "i8"),  # length of its last prompt
+    ],
+    align=True,
+)
+
+BLOCK = np.dtype(
+    [("key", "u8"), ("serial", "i8"), ("seen_s", "f8"), ("branched", "i8")], align=True
+)
+RETRIES, EDITS = 8, 1  # branches at one block up to which they are taken for one conversation's
+WAYS = 8  # entries that compete for one place
+
+_EDGES = AGE_EDGES_S.copy()
+
+
+@njit(cache=True)
+def age_bin(age_s):  # type: ignore[no-untyped-def]
+    low, high = 0, AGES - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _EDGES[middle] <= age_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@njit(cache=True)
+def _log2(n, top):  # type: ignore[no-untyped-def]
+    k = 0
+    while n > 1 and k < top:
+        n >>= 1
+        k += 1
+    return k
+
+
+@njit(cache=True)
+def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
+    """The cell of a prompt; `gap_s` below 0: no turn before. Classes as hazard.py lists them."""
+    gap = 0 if gap_s < 0.0 else 1 + _log2(int(min(gap_s, 1e6)) // 8, GAPS - 2)
+    turns = min(turn, 2) if turn < 3 else 3 + _log2((turn - 1) // 2, TURNS - 4)
+    news = 0 if fresh == 0 else 1 + _log2(fresh, FRESH - 2)
+    length = max(0, _log2(blocks, LENGTHS) - 1)
+    return ((gap * TURNS + turns) * FRESH + news) * LENGTHS + length
+
+
+@njit(cache=True)
+def count_waiting(row, now_s, exposure_s):  # type: ignore[no-untyped-def]
+    """Book the seconds that a prompt waited since it was last counted."""
+    start, end = row.counted_s - row.seen_s, now_s - row.seen_s
+    k = age_bin(start)
+    while start < end:
+        until = min(end, _EDGES[k + 1]) if k + 1 < AGES else end
+        exposure_s[row.cell, k] += until - start
+        start, k = until, k + 1
+    row.counted_s = max(row.counted_s, now_s)
+
+
+@njit(cache=True)
+def count_all(prompts, now_s, exposure_s):  # type: ignore[no-untyped-def]
+    for row in prompts:
+        if row.serial > 0:
+            count_waiting(row, now_s, exposure_s)
+
+
+@njit(cache=True)
+def _find(blocks, key):  # type: ignore[no-untyped-def]
+    """The entry of `key`, or -1 - the entry to take for it."""
+    places = len(blocks) // WAYS
+    start = int(np.int64((key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20))) % places * WAYS
+    oldest = start
+    for at in range(start, start + WAYS):
+        if blocks[at].serial != 0 and blocks[at].key == key:
+            return at
+        if blocks[at].serial == 0 or blocks[at].seen_s < blocks[oldest].seen_s:
+            oldest = at
+            if blocks[at].serial == 0:
+                break
+    return -1 - oldest
+
+
+@njit(cache=True)
+def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s):  # type: ignore[no-untyped-def]
+    """Book a prompt's arrival; returns its row's serial, 0 for a prompt without blocks."""
+    if len(keys) == 0:
+        return 0
+    known, last = 0, -1
+    while known < len(keys):
+        at = _find(blocks, keys[known])
+        if at < 0:
+            break
+        last = at
+        known += 1
+    serial = 0
+    if known > 0:
+        held = blocks[last].serial
+        row = prompts[held % len(prompts)]
+        if row.serial == held:
+            if known == row.blocks:
+                serial = held
+            else:
+                if blocks[last].branched < (RETRIES if known + 1 == row.blocks else EDITS):
+                    serial = held
+                blocks[last].branched += 1
+    if serial > 0:
+        row = prompts[serial % len(prompts)]
+        count_waiting(row, now_s, exposure_s)
+        gap_s = max(0.0, now_s - row.seen_s)
+        events[row.cell, age_bin(gap_s)] += 1.0
+        row.turn += 1
+    else:
+        serial = next_serial[0]
+        next_serial[0] += 1
+        row = prompts[serial % len(prompts)]
+        if row.serial > 0:
+            count_waiting(row, now_s, exposure_s)
+        row.serial = serial
+        row.turn = 0
+        gap_s = -1.0
+    row.cell = cell_of(gap_s, row.turn, len(keys) - known, len(keys))
+    row.blocks = len(keys)
+    row.seen_s = now_s
+    row.counted_s = now_s
+    for key in keys:
+        at = _find(blocks, key)
+        if at < 0:
+            at = -1 - at
+            blocks[at].key = key
+            blocks[at].branched = 0
+        blocks[at].serial = serial
+        blocks[at].seen_s = now_s
+    return serial

@@ -1,0 +1,26 @@
+"""Priority: what the operator or the request ranked lowest goes first, LRU among equals."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace_kvstore.policy.base import Policy, Slots, Table
+from headrace_kvstore.policy.tree import Forest, worst_first
+
+
+class Priority(Policy):
+    """Lowest `priority` first; within one priority the least recently used."""
+
+    name = "priority"
+
+    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+        # Ranks keep the two keys exact in one float: (priority, used_s) -> position.
+        rank = np.lexsort((table["used_s"], table["priority"]))
+        sorted_pairs = table[["priority", "used_s"]][rank]
+        steps = np.r_[
+            0,
+            (np.diff(sorted_pairs["priority"]) != 0) | (np.diff(sorted_pairs["used_s"]) != 0),
+        ]
+        score = np.empty(len(table))
+        score[rank] = np.cumsum(steps)
+        return worst_first(table, Forest(table), score, now_s, need)

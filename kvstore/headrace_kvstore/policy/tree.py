@@ -1,0 +1,202 @@
+"""The slots as the forest of prefixes that they are, and eviction orders that respect it.
+
+A block is of use only while every block before it in its prefix is there. So leaves go before
+their parents, and blocks that lost an ancestor (orphans) go first of all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from headrace_kvstore.policy.base import (
+    Slots,
+    Table,
+    evictable,
+    parent_keys,
+    slot_keys,
+)
+from headrace_kvstore.table import FREE
+
+ROOT = -1  # in `parents`: the block has no parent
+ORPHAN = -2  # in `parents`: an ancestor is gone
+
+_Floats = NDArray[np.float64]
+
+
+class Forest:
+    """Links of a table's blocks.
+
+    - `parents`, int32 (slots,): each block's parent's slot, `ROOT` or `ORPHAN`
+    - `order`, int32 (blocks,): the slots in use, deepest first
+    """
+
+    def __init__(self, table: Table) -> None:
+        used = table["state"] != FREE
+        self.depth = np.ascontiguousarray(table["depth"])
+        self.order = _deepest_first(self.depth, used)
+        self.parents = _link(slot_keys(table), parent_keys(table), self.depth, self.order)
+
+    def cover(self, score: _Floats) -> _Floats:
+        """Raise each block's score to the highest among the blocks that need it. In place."""
+        _cover(self.parents, self.order, score)
+        return score
+
+    def removable(self, may_go: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """`may_go` less the ancestors of blocks that may not. (slots,)"""
+        blocked = np.zeros(len(may_go), dtype=np.bool_)
+        held = self.order[~may_go[self.order]]
+        blocked[held] = True
+        _block_ancestors(self.parents, held, blocked)
+        return may_go & ~blocked
+
+    def density(self, value: _Floats, weight: _Floats) -> _Floats:
+        """Value per weight of the group of blocks with which each block stands or falls.
+
+        A child that is worth more per weight than its parent is worth having only together with
+        it, so the two count as one; merged from the leaves up, groups get less dense with depth
+        (the decomposition of W. A. Horn, Single-machine job sequencing with treelike precedence
+        ordering, SIAM J. Appl. Math. 23, 1972). Evicting by rising density, deepest first within
+        a group, is then leaf first, and gives up least value for the weight freed.
+        """
+        return _density(self.parents, self.order, value, weight)
+
+
+def worst_first(
+    table: Table, forest: Forest, score: _Floats, now_s: float, need: int, *, covered: bool = False
+) -> Slots:
+    """The `need` evictable slots of least score, leaves before parents, orphans before all.
+
+    `score`, (slots,), is changed. Where `covered` is set, it never rises with depth already.
+    Blocks that may not go keep their ancestors. Equal scores: the deepest first.
+    """
+    score[forest.parents == ORPHAN] = -np.inf
+    if not covered:
+        forest.cover(score)
+    candidates = np.flatnonzero(forest.removable(evictable(table, now_s)))
+    if len(candidates) > need:
+        limit = np.partition(score[candidates], need - 1)[need - 1] if need else -np.inf
+        candidates = candidates[score[candidates] <= limit]
+    rank = np.lexsort((-forest.depth[candidates].astype(np.int64), score[candidates]))
+    return candidates[rank[:need]]
+
+
+@njit(cache=True)
+def _deepest_first(depth, used):  # type: ignore[no-untyped-def]
+    """Counting sort; depths beyond the number of slots (no chain is that long) count as equal."""
+    limit = len(depth)
+    starts = np.zeros(limit + 2, np.int64)
+    count = 0
+    for i in range(len(depth)):
+        if used[i]:
+            starts[limit - min(depth[i], limit) + 1] += 1
+            count += 1
+    starts = np.cumsum(starts)
+    order = np.empty(count, np.int32)
+    for i in range(len(depth)):
+        if used[i]:
+            bucket = limit - min(depth[i], limit)
+            order[starts[bucket]] = i
+            starts[bucket] += 1
+    return order
+
+
+@njit(cache=True)
+def _link(keys, parent_keys, depth, order):  # type: ignore[no-untyped-def]
+    bits = 4
+    while (1 << bits) < 2 * len(order):
+        bits += 1
+    mask = (1 << bits) - 1
+    shift = np.uint64(64 - bits)
+    spread = np.uint64(0x9E3779B97F4A7C15)
+    cells = np.full(1 << bits, -1, np.int32)
+    for i in order:
+        at = np.int64((keys[i] * spread) >> shift)
+        while cells[at] >= 0:
+            at = (at + 1) & mask
+        cells[at] = i
+    parents = np.full(len(keys), -2, np.int32)
+    for n in range(len(order) - 1, -1, -1):  # shallow first: a parent's own link is known
+        i = order[n]
+        if depth[i] == 0:
+            parents[i] = -1
+            continue
+        at = np.int64((parent_keys[i] * spread) >> shift)
+        while cells[at] >= 0:
+            p = cells[at]
+            if keys[p] == parent_keys[i] and depth[p] + 1 == depth[i]:
+                if parents[p] != -2:
+                    parents[i] = p
+                break
+            at = (at + 1) & mask
+    return parents
+
+
+@njit(cache=True)
+def _cover(parents, order, score):  # type: ignore[no-untyped-def]
+    for i in order:
+        p = parents[i]
+        if p >= 0 and score[p] < score[i]:
+            score[p] = score[i]
+
+
+@njit(cache=True)
+def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
+    for i in held:
+        p = parents[i]
+        while p >= 0 and not blocked[p]:
+            blocked[p] = True
+            p = parents[p]
+
+
+@njit(cache=True)
+def _density(parents, order, value, weight):  # type: ignore[no-untyped-def]
+    """Groups are linked lists: `first`/`following` chain a group's child groups, `last` splices
+    two chains in one step. Once a group grew by a denser child its density only rises, so one
+    pass over the children decides.
+    """
+    n = len(parents)
+    first = np.full(n, -1, np.int32)
+    last = np.full(n, -1, np.int32)
+    following = np.full(n, -1, np.int32)
+    group = np.arange(n).astype(np.int32)
+    total, mass = value.copy(), weight.copy()
+    for i in order:
+        child, before = first[i], -1
+        while child >= 0:
+            after = following[child]
+            if total[child] * mass[i] > total[i] * mass[child]:
+                group[child] = i
+                total[i] += total[child]
+                mass[i] += mass[child]
+                if first[child] >= 0:  # its children stand behind all of ours
+                    following[last[i]] = first[child]
+                    last[i] = last[child]
+                    after = following[child]
+                if before < 0:
+                    first[i] = after
+                else:
+                    following[before] = after
+                if after < 0:
+                    last[i] = before
+            else:
+                before = child
+            child = after
+        p = parents[i]
+        if p >= 0:
+            following[i] = -1
+            if first[p] < 0:
+                first[p] = i
+            else:
+                following[last[p]] = i
+            last[p] = i
+    density = np.zeros(n)
+    for k in range(len(order) - 1, -1, -1):  # parents first, so that groups are named by their top
+        i = order[k]
+        top = i
+        while group[top] != top:
+            top = group[top]
+        group[i] = top
+        density[i] = total[top] / mass[top] if mass[top] > 0.0 else 0.0
+    return density

@@ -1,0 +1,311 @@
+"""Which slots the store's policies give up, and what they refuse to write."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.policy import (
+    LFU,
+    LRU,
+    S3FIFO,
+    CostAware,
+    Policy,
+    Priority,
+    TenantQuotas,
+    block_keys,
+    evictable,
+    slot_keys,
+)
+from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.tree import ORPHAN, ROOT, Forest
+from headrace_kvstore.table import FREE, READY, SLOT, WRITING
+
+NOW_S = 1000.0
+LONG_S = 1e6
+
+
+class Store:
+    """A table filled by hand: chains of block numbers, one slot a block."""
+
+    def __init__(self, policy_of, slots: int = 16) -> None:
+        self.table = np.zeros(slots, SLOT)
+        self.policy: Policy = policy_of(slots)
+        self.slot: dict[int, int] = {}
+
+    def prompt(self, chain: list[int], now_s: float, priority: int = 0) -> int:
+        """Ask for `chain`: lease what is there, write the rest."""
+        ticket = self.policy.prompt(keys(chain), now_s)
+        held = [self.slot[b] for b in chain if b in self.slot]
+        self.table["used_s"][held] = now_s
+        self.policy.touched(self.table, np.array(held, np.int64), ticket, now_s, True)
+        fresh = []
+        for depth, block in enumerate(chain):
+            if block in self.slot:
+                continue
+            at = int(np.flatnonzero(self.table["state"] == FREE)[0])
+            row = self.table[at]
+            row["state"], row["depth"], row["priority"] = READY, depth, priority
+            row["hash"] = block.to_bytes(8, "little") + bytes(24)
+            row["parent"] = chain[depth - 1] if depth else 0
+            row["used_s"] = row["stored_s"] = now_s
+            row["bytes"], row["compute_s"], row["load_s"] = 1e6, 0.05, 0.005
+            self.slot[block] = at
+            fresh.append(at)
+        self.policy.touched(self.table, np.array(fresh, np.int64), ticket, now_s, False)
+        return ticket
+
+    def choose(self, need: int, now_s: float = NOW_S) -> list[int]:
+        block_of = {s: b for b, s in self.slot.items()}
+        return [block_of[s] for s in self.policy.choose(self.table, now_s, need).tolist()]
+
+    def drop(self, block: int) -> None:
+        self.table[self.slot.pop(block)] = np.zeros((), SLOT)
+
+
+def keys(chain: list[int]) -> np.ndarray:
+    return block_keys(0, np.array(chain, np.uint64))
+
+
+MAKERS = {
+    "lru": lambda n: LRU(),
+    "lfu": lambda n: LFU(np.zeros(n)),
+    "priority": lambda n: Priority(),
+    "s3fifo": S3FIFO.create,
+    "cost_aware": lambda n: CostAware(np.zeros(1, state_dtype(n, 64, 512))),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def store(request: pytest.FixtureRequest) -> Store:
+    return Store(MAKERS[request.param])
+
+
+def test_the_deepest_block_of_a_chain_goes_first(store: Store) -> None:
+    store.prompt([1, 2, 3, 4], 0.0)
+    assert store.choose(3) == [4, 3, 2]
+
+
+def test_a_block_whose_ancestor_is_gone_goes_before_everything(store: Store) -> None:
+    store.prompt([1, 2, 3], 900.0)
+    store.prompt([7, 8], 0.0)
+    store.drop(2)
+    assert store.choose(1) == [3]
+
+
+@pytest.mark.parametrize("field, value", [("pinned", 1), ("lease_until_s", NOW_S + 1)])
+def test_a_held_block_keeps_its_ancestors(store: Store, field: str, value: float) -> None:
+    store.prompt([1, 2, 3], 0.0)
+    store.table[field][store.slot[2]] = value
+    assert store.choose(3) == [3]
+
+
+def test_a_block_being_written_stays_and_an_empty_table_gives_nothing(store: Store) -> None:
+    assert store.choose(4) == []
+    store.prompt([1], 0.0)
+    store.table["state"][store.slot[1]] = WRITING
+    assert store.choose(4) == []
+
+
+def test_no_more_than_asked_for(store: Store) -> None:
+    store.prompt([1, 2, 3], 0.0)
+    assert store.choose(0) == []
+    assert sorted(store.choose(99)) == [1, 2, 3]
+
+
+def test_a_lease_ends_at_its_last_second() -> None:
+    table = np.zeros(2, SLOT)
+    table["state"] = READY
+    table["lease_until_s"] = [NOW_S, NOW_S + 1e-3]
+    assert evictable(table, NOW_S).tolist() == [True, False]
+
+
+def test_namespaces_do_not_share_keys_or_parents() -> None:
+    table = np.zeros(2, SLOT)
+    table["state"] = READY
+    table["depth"] = [0, 1]
+    table["hash"] = [(5).to_bytes(8, "little"), (6).to_bytes(8, "little")]
+    table["parent"] = [0, 5]
+    assert Forest(table).parents.tolist() == [ROOT, 0]
+    table["namespace"] = [0, 1]
+    assert Forest(table).parents.tolist() == [ROOT, ORPHAN]
+    table["hash"] = table["hash"][0]
+    assert len(set(slot_keys(table).tolist())) == 2
+
+
+def test_lru_gives_up_the_least_recently_used() -> None:
+    store = Store(MAKERS["lru"])
+    store.prompt([1, 2], 1.0)
+    store.prompt([5, 6], 2.0)
+    store.prompt([1, 2], 3.0)
+    assert store.choose(2) == [6, 5]
+
+
+def test_lfu_keeps_the_often_used_until_the_count_fades() -> None:
+    store = Store(MAKERS["lfu"])
+    for t in range(4):
+        store.prompt([1], float(t))
+    store.prompt([2], 500.0)
+    assert store.choose(1, 600.0) == [2]
+    store.prompt([2], 3000.0)
+    assert store.choose(1, 3000.0) == [1]
+
+
+def test_lfu_wants_a_half_life() -> None:
+    with pytest.raises(ValueError, match="half_life_s"):
+        LFU(np.zeros(1), 0.0)
+
+
+def test_priority_comes_before_recency() -> None:
+    store = Store(MAKERS["priority"])
+    store.prompt([1], 1.0, priority=5)
+    store.prompt([2], 3.0)
+    store.prompt([3], 2.0)
+    store.prompt([4], 4.0, priority=-128)
+    assert store.choose(4) == [4, 3, 2, 1]
+
+
+def test_s3fifo_passes_over_what_was_used_and_lets_a_scan_go() -> None:
+    store = Store(MAKERS["s3fifo"], slots=8)  # a tenth is none: the small queue gives first
+    store.prompt([1], 0.0)
+    store.prompt([1], 1.0)
+    for scan in (2, 3, 4):
+        store.prompt([scan], 2.0)
+    assert store.choose(3) == [2, 3, 4]
+
+
+def test_s3fifo_remembers_what_left_the_small_queue() -> None:
+    store = Store(MAKERS["s3fifo"], slots=8)  # a tenth is none: the small queue gives first
+    store.prompt([1], 0.0)
+    assert store.choose(1) == [1]
+    store.drop(1)
+    store.prompt([1], 1.0)
+    for later in (2, 3):
+        store.prompt([later], 2.0)
+    assert store.choose(2) == [2, 3]
+
+
+def test_density_pools_a_child_that_is_worth_more_than_its_parent() -> None:
+    store = Store(MAKERS["lru"])
+    store.prompt([1, 2, 3], 0.0)
+    forest = Forest(store.table)
+    value = np.zeros(16)
+    value[[store.slot[b] for b in (1, 2, 3)]] = [1.0, 2.0, 6.0]
+    density = forest.density(value, np.ones(16))
+    assert density[[store.slot[b] for b in (1, 2, 3)]].tolist() == [3.0, 3.0, 3.0]
+    value[store.slot[1]] = 9.0
+    density = forest.density(value, np.ones(16))
+    assert density[[store.slot[b] for b in (1, 2, 3)]].tolist() == [9.0, 4.0, 4.0]
+
+
+def taught(slots: int = 32) -> Store:
+    """A store that has seen 40 chats of two turns, 60 s apart, and 40 prompts that never return."""
+    store = Store(lambda n: CostAware(np.zeros(1, state_dtype(n, 512, 4096))), slots)
+    for i in range(40):
+        store.policy.prompt(keys([10_000 + 100 * i + k for k in range(4)]), 5.0 * i)
+        store.policy.prompt(keys([50_000 + 100 * i + k for k in range(40)]), 5.0 * i)
+    for i in range(40):
+        store.policy.prompt(keys([10_000 + 100 * i + k for k in range(5)]), 5.0 * i + 60)
+    store.policy.choose(store.table, 400.0, 1)
+    return store
+
+
+def test_cost_aware_learns_which_prompts_return() -> None:
+    store = taught()
+    store.prompt(list(range(1, 5)), 5000.0)
+    store.prompt(list(range(100, 120)), 5001.0)  # longer, later, but its kind never returned
+    assert set(store.choose(20, 5020.0)) == set(range(100, 120))
+
+
+def test_cost_aware_gives_up_a_chat_whose_time_has_passed() -> None:
+    store = taught()
+    store.prompt([1, 2, 3, 4], 5000.0)
+    store.prompt([5, 6, 7, 8], 5500.0)
+    assert store.choose(4, 5520.0) == [4, 3, 2, 1]
+
+
+def test_cost_aware_prefers_what_costs_more_to_compute() -> None:
+    store = Store(MAKERS["cost_aware"])
+    store.prompt([1], 0.0)
+    store.prompt([2], 0.0)
+    store.table["compute_s"][store.slot[1]] = 0.5
+    assert store.choose(1, 10.0) == [2]
+    store.table["load_s"][store.slot[1]] = 0.6  # loading it takes longer than computing it
+    assert store.choose(1, 10.0) == [1]
+
+
+def test_cost_aware_keeps_a_beginning_that_many_share() -> None:
+    store = Store(MAKERS["cost_aware"])
+    for i in range(5):
+        store.prompt([1, 2, 10 + i], float(i))
+    store.prompt([50, 51, 52], 6.0)
+    assert store.choose(8, 7.0)[-1] not in (1, 2)
+
+
+def test_cost_aware_drops_the_branch_that_a_chat_has_left() -> None:
+    store = Store(MAKERS["cost_aware"])
+    store.prompt([1, 2, 3], 0.0)
+    store.prompt([1, 2, 4], 1.0)  # the last message edited
+    store.prompt([7, 8], 1.0)
+    assert store.choose(1, 2.0) == [3]
+
+
+def test_cost_aware_refuses_what_is_worth_less_than_the_room_it_takes() -> None:
+    store = taught()
+    store.prompt([1, 2, 3, 4], 5000.0)
+    store.choose(4, 5040.0)  # room costs what a chat is worth
+    scan = store.policy.prompt(keys(list(range(900, 930))), 5040.0)
+    one = np.ones(30)
+    assert store.policy.admit(scan, 0.05 * one, 0.005 * one, 1e6 * one) == 0
+    assert store.policy.admit(scan, 50.0 * one, 0.005 * one, 1e6 * one) == 30
+    assert store.policy.admit(0, 0.05 * one, 0.005 * one, 1e6 * one) == 30  # nothing known
+
+
+def test_cost_aware_state_may_be_handed_on() -> None:
+    state = np.zeros(1, state_dtype(16, 64, 512))
+    first = Store(lambda n: CostAware(state))
+    first.prompt([1, 2], 0.0)
+    first.prompt([5], 1.0)
+    second = CostAware(state)
+    assert (
+        second.choose(first.table, 5.0, 3).tolist()
+        == first.policy.choose(first.table, 5.0, 3).tolist()
+    )
+
+
+def test_cost_aware_wants_sane_sizes() -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        state_dtype(4, 16, 12)
+
+
+def shared_by_two(quota_bytes: dict[int, float]) -> Store:
+    """Tenant 7 holds 1 to 4, used long ago; tenant 8 holds 11 to 14. 1 MB a block."""
+    store = Store(lambda n: TenantQuotas(LRU(), quota_bytes))
+    store.prompt([1, 2, 3, 4], 0.0)
+    store.prompt([11, 12, 13, 14], 1.0)
+    store.table["tenant"][[store.slot[b] for b in (1, 2, 3, 4)]] = 7
+    store.table["tenant"][[store.slot[b] for b in (11, 12, 13, 14)]] = 8
+    return store
+
+
+def test_a_tenant_above_its_quota_gives_up_the_excess_first() -> None:
+    assert shared_by_two({8: 2e6}).choose(3) == [14, 13, 4]
+
+
+def test_half_a_block_too_much_is_one_block() -> None:
+    assert shared_by_two({8: 3.5e6}).choose(2) == [14, 4]
+
+
+def test_at_the_quota_nobody_gives_up_more_than_others() -> None:
+    assert shared_by_two({8: 4e6}).choose(2) == [4, 3]
+
+
+def test_the_tenant_furthest_above_comes_first_and_need_is_kept() -> None:
+    assert shared_by_two({7: 3e6, 8: 1e6}).choose(2) == [14, 13]
+    assert shared_by_two({7: 3e6, 8: 1e6}).choose(0) == []
+
+
+def test_a_tenant_without_a_quota_may_have_the_default() -> None:
+    store = shared_by_two({})
+    limited = TenantQuotas(LRU(), {7: 9e6}, default_bytes=3e6)
+    assert limited.choose(store.table, NOW_S, 1).tolist() == [store.slot[14]]
