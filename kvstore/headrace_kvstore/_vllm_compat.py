@@ -11,7 +11,10 @@ import time
 from functools import partial
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -109,3 +112,31 @@ def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:
     if in_process and one_worker and vllm_config.device_config.device_type == "cpu":
         return InProcessExecutor
     return Executor.get_class(vllm_config)
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version."""
+    return str(vllm.__version__)
+
+
+def cpu_attention_isa(dtype: Any, block_tokens: int, head_dim: int, kv_dtype: str) -> str:
+    """The instruction set for which vLLM's CPU attention packs keys in the cache."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(dtype, block_tokens, head_dim, kv_dtype))
+
+
+def hash_seed(algorithm: str) -> str:
+    """What vLLM derives its root block hash from; the same in every process.
+
+    Raises:
+        ValueError: it is random, so that no other process would find this one's blocks.
+    """
+    hash_function = get_hash_fn_by_name(algorithm)
+    seed = resolve_none_hash_seed(hash_function)
+    if seed != resolve_none_hash_seed(hash_function):
+        raise ValueError(
+            f"prefix_caching_hash_algo: {algorithm} hashes blocks with a random seed in each "
+            "process; set PYTHONHASHSEED to the same number for all engines, or use sha256_cbor"
+        )
+    return seed

@@ -1,0 +1,232 @@
+"""`HeadraceConnector`: vLLM's calls, handed to the scheduler half or the worker half.
+
+Both halves of an engine may live in different processes; each maps the arena for itself. Blocks are
+found by vLLM's own block hashes, within a namespace that both halves derive from the same
+configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.checksum import block_seed, layer_seeds
+from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.identity import engine_namespace
+from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
+from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.worker import WorkerHalf
+from headrace_kvstore.layout import BlockLayout
+
+logger = logging.getLogger("headrace.kvstore")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """From the scheduler half to the worker half."""
+
+    work: Work
+
+
+@dataclass
+class SavedMetadata(KVConnectorWorkerMetadata):
+    """From the worker half to the scheduler half: how many workers ended each save job."""
+
+    jobs: dict[int, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, SavedMetadata)
+        jobs = dict(self.jobs)
+        for job, workers in other.jobs.items():
+            jobs[job] = jobs.get(job, 0) + workers
+        return SavedMetadata(jobs)
+
+
+class HeadraceConnector(KVConnectorBase_V1):
+    """The node's KV store as a connector; settings as `StoreSettings`.
+
+    Raises:
+        SettingsError: a setting is unknown or impossible.
+        ValueError: this engine's cache cannot be stored (several cache groups, pipeline stages).
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._settings = StoreSettings.parse(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ValueError(
+                f'kv_transfer_config.kv_load_failure_policy: is "{transfer.kv_load_failure_policy}"'
+                ', which fails a request whose KV was lost; give "recompute"'
+            )
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                f"the KV store keeps models with one kind of attention; this one has "
+                f"{len(kv_cache_config.kv_cache_groups)} cache groups"
+            )
+        [group] = kv_cache_config.kv_cache_groups
+        self._layers = len(group.layer_names)
+        self._block_bytes = self._layers * group.kv_cache_spec.page_size_bytes
+        self._num_blocks = kv_cache_config.num_blocks
+        self._arena = Arena.create_or_attach(
+            self._settings.name,
+            self._settings.dram_bytes,
+            folder=self._settings.folder,
+            block_bytes=self._block_bytes,
+            layers=self._layers,
+        )
+        parallel = vllm_config.parallel_config
+        ranks = range(parallel.tensor_parallel_size)
+        if role == KVConnectorRole.WORKER:
+            ranks = range(parallel.rank % len(ranks), parallel.rank % len(ranks) + 1)
+        spaces = [
+            engine_namespace(vllm_config, kv_cache_config.kv_cache_layout, rank) for rank in ranks
+        ]
+        rows = [self._arena.namespace(s.digest, self._block_bytes, self._layers) for s in spaces]
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            logger.info("KV store %s: %s", self._settings.name, spaces[0].describe())
+            self._scheduler = SchedulerHalf(
+                ArenaIndex(self._arena, rows, self._settings.lease_s),
+                vllm_config.cache_config.block_size,
+                load=self._settings.load,
+                save=self._settings.save,
+            )
+            self._workers = len(rows)
+            self._ended: dict[int, int] = {}
+        else:
+            [self._row], [space] = rows, spaces
+            self._digest = space.digest
+
+    # Scheduler half
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._half.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        self._half.added(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._half.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepMetadata(self._half.step(scheduler_output))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._half.finished(request, block_ids)
+        return False, None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if not isinstance(meta, SavedMetadata):
+            return
+        for job, workers in meta.jobs.items():
+            self._ended[job] = self._ended.get(job, 0) + workers
+            if self._ended[job] >= self._workers:
+                del self._ended[job]
+                self._half.saved([job])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a call for the scheduler half"
+        return self._scheduler
+
+    # Worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks)
+        if layout.block_bytes != self._block_bytes:
+            raise ValueError(
+                f"the engine's blocks have {layout.block_bytes} bytes, not the "
+                f"{self._block_bytes} that its configuration says"
+            )
+        cache = HostCache(layout, self._settings.copy_threads)
+        self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata()
+        if self._worker is not None and isinstance(meta, StepMetadata):
+            self._worker.begin(meta.work)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._worker is not None:
+            self._worker.wait(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are saved whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        """Nothing waits: blocks that are being copied are held."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is not None:
+            self._worker.end()
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        jobs = self._worker.finished_jobs() if self._worker is not None else []
+        return SavedMetadata(dict.fromkeys(jobs, 1)) if jobs else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._arena.close()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True
+
+    def _seeds(self, hashes: Sequence[bytes]) -> np.ndarray:
+        """Checksum seeds [n, layers] of blocks."""
+        return layer_seeds([block_seed(self._digest, h) for h in hashes], self._layers)
+
+
+class ArenaIndex:
+    """The arena as `BlockIndex`: a block is there if every worker's part of it is."""
+
+    def __init__(self, arena: Arena, rows: Iterable[int], lease_s: float) -> None:
+        self._arena, self._rows, self._lease_s = arena, list(rows), lease_s
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        return [*self.lacking(hashes), True].index(True)
+
+    def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
+        slots = [self._arena.lookup(row, hashes) for row in self._rows]
+        return [bool(absent) for absent in np.min(slots, axis=0) < 0]
+
+    def lease(self, hashes: Sequence[bytes]) -> None:
+        for row in self._rows:
+            self._arena.lease(row, hashes, self._lease_s)

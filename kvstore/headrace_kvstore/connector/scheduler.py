@@ -1,0 +1,254 @@
+"""Which KV blocks an engine loads from the store, and which it saves there.
+
+This is the scheduler half of the connector without its vLLM shell. It decides by block hashes alone
+and moves no bytes; the worker half carries out what `Work` says.
+
+What may be saved: a block is wrong if it was computed from KV that failed to load, and vLLM learns
+of such a failure only with the output of the step. So a request's full blocks count once a step of
+that request has come back and they lie below
+
+    confirmed tokens = num_computed_tokens - num_in_flight_tokens
+
+Blocks that are being copied are held by a reference in the engine's block pool, as a running
+request holds its own. Nothing else has to wait for a copy: requests finish, are preempted or
+aborted as they would without a store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+logger = logging.getLogger("headrace.kvstore")
+
+MAX_SAVES_IN_FLIGHT = 256
+"""Blocks held for copying at once; more wait for their request's next step."""
+
+
+class BlockIndex(Protocol):
+    """The store as the scheduler half sees it; every call takes microseconds."""
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first blocks can be loaded. No side effects."""
+        ...
+
+    def lease(self, hashes: Sequence[bytes]) -> None:
+        """Keep blocks from eviction while they are loaded."""
+        ...
+
+    def lacking(self, hashes: Sequence[bytes]) -> Sequence[bool]:
+        """Which blocks the store has not. No side effects."""
+        ...
+
+
+class BlockPool(Protocol):
+    """The two calls of vLLM's block pool that hold blocks."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks to copy from the store into the engine's cache, by block id and block hash."""
+
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Blocks of one request to copy into the store, and where they stand for the eviction policy.
+
+    Attributes:
+        blocks: block ids in the engine's cache.
+        hashes: their block hashes.
+        parents: the hash of the block before each; empty for a root.
+        depths: how many blocks stand before each.
+        tenant: the request's cache salt.
+    """
+
+    blocks: list[int]
+    hashes: list[bytes]
+    parents: list[bytes]
+    depths: list[int]
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the worker half does in one step: `saves` by job number."""
+
+    load: Load = field(default_factory=Load)
+    saves: dict[int, Save] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request from its admission to its end.
+
+    Attributes:
+        blocks: ids of its blocks in the engine's cache, in order.
+        scheduled: tokens scheduled since it was (re)admitted.
+        saved: how many leading blocks need no more looking at.
+    """
+
+    request: Any
+    blocks: list[int] = field(default_factory=list)
+    scheduled: int = 0
+    saved: int = 0
+
+
+class SchedulerHalf:
+    """Decides loads and saves of one engine.
+
+    Args:
+        index: the store.
+        block_tokens: tokens a block, as the engine's cache has them.
+        load, save: switch either direction off.
+    """
+
+    def __init__(
+        self, index: BlockIndex, block_tokens: int, *, load: bool = True, save: bool = True
+    ) -> None:
+        self._index = index
+        self._block_tokens = block_tokens
+        self._loads, self._saves = load, save
+        self._pool: BlockPool | None = None
+        self._requests: dict[str, _Request] = {}
+        self._offered: dict[str, int] = {}
+        self._work = Work()
+        self._held: dict[int, Save] = {}
+        self._saving: set[bytes] = set()
+        self._next_job = 0
+
+    def bind(self, pool: BlockPool) -> None:
+        """Get the engine's block pool; before that nothing is saved."""
+        self._pool = pool
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are held, so that the engine must step on until they are released."""
+        return bool(self._held)
+
+    def matched(self, request: Any, computed_tokens: int) -> int:
+        """Tokens that the store holds behind those that the engine's own cache has.
+
+        At least one token is left to compute. Called as often as vLLM likes.
+
+        Args:
+            computed_tokens: a multiple of the block size.
+        """
+        if not self._loads or request.skip_reading_prefix_cache:
+            return 0
+        start = computed_tokens // self._block_tokens
+        end = (request.num_tokens - 1) // self._block_tokens
+        hashes = request.block_hashes[start:end]
+        if not hashes:
+            return 0
+        self._offered[request.request_id] = start
+        return self._index.leading(hashes) * self._block_tokens
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The engine admits a request: what it found in the store will be loaded now."""
+        start = self._offered.pop(request.request_id, 0)
+        if not external_tokens:
+            return
+        end = start + external_tokens // self._block_tokens
+        hashes = [bytes(h) for h in request.block_hashes[start:end]]
+        self._index.lease(hashes)
+        self._work.load.blocks.extend(block_ids[start:end])
+        self._work.load.hashes.extend(hashes)
+
+    def added(self, request: Any) -> None:
+        """A request has come; its blocks become known when it is scheduled."""
+        self._requests[request.request_id] = _Request(request)
+
+    def step(self, output: Any) -> Work:
+        """What the worker half does beside the step that vLLM has just put together.
+
+        Args:
+            output: vLLM's SchedulerOutput.
+        """
+        self._follow(output)
+        for request_id in output.num_scheduled_tokens:
+            if request_id in self._requests:
+                self._save(self._requests[request_id])
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if request_id in self._requests:
+                self._requests[request_id].scheduled += tokens
+        work, self._work = self._work, Work()
+        return work
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+        """A request has ended, well or not; its blocks are about to be freed."""
+        self._offered.pop(request.request_id, None)
+        known = self._requests.pop(request.request_id, None)
+        if known is not None:
+            known.blocks = list(block_ids)
+            self._save(known)
+
+    def saved(self, jobs: Iterable[int]) -> None:
+        """The copies of these jobs have ended, well or not: the blocks are let go."""
+        for job in jobs:
+            save = self._held.pop(job, None)
+            if save is not None and self._pool is not None:
+                self._saving.difference_update(save.hashes)
+                self._pool.free_blocks(self._pool.blocks[block] for block in save.blocks)
+
+    def _follow(self, output: Any) -> None:
+        """Keep the requests' block ids."""
+        for new in output.scheduled_new_reqs:
+            known = self._requests.get(new.req_id)
+            if known is not None:
+                known.blocks, known.scheduled, known.saved = list(new.block_ids[0]), 0, 0
+        cached = output.scheduled_cached_reqs
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            known = self._requests.get(request_id)
+            if known is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                known.blocks, known.scheduled, known.saved = [], 0, 0
+            if blocks is not None:
+                known.blocks.extend(blocks[0])
+
+    def _save(self, known: _Request) -> None:
+        """Have those of a request's blocks copied that may be, and that the store lacks."""
+        request = known.request
+        in_flight = request.num_in_flight_tokens
+        if not self._saves or self._pool is None or known.scheduled <= in_flight:
+            return
+        confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
+        hashes = request.block_hashes
+        end = min(confirmed, len(hashes), len(known.blocks))
+        end = min(end, known.saved + MAX_SAVES_IN_FLIGHT - len(self._saving))
+        if end <= known.saved:
+            return
+        first, known.saved = known.saved, end
+        names = [bytes(h) for h in hashes[first:end]]
+        lacking = self._index.lacking(names)
+        places = [
+            first + i for i, name in enumerate(names) if lacking[i] and name not in self._saving
+        ]
+        if not places:
+            return
+        save = Save(
+            blocks=[known.blocks[i] for i in places],
+            hashes=[names[i - first] for i in places],
+            parents=[bytes(hashes[i - 1]) if i else b"" for i in places],
+            depths=places,
+            tenant=request.cache_salt or "",
+        )
+        self._pool.touch([self._pool.blocks[block] for block in save.blocks])
+        self._saving.update(save.hashes)
+        self._held[self._next_job] = save
+        self._work.saves[self._next_job] = save
+        self._next_job += 1
+
+    def snapshot(self) -> Mapping[str, int]:
+        """For `headrace status`."""
+        return {"saves_in_flight": len(self._saving)}

@@ -1,0 +1,98 @@
+"""The store's settings in `kv_connector_extra_config`, checked before an engine starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or impossible; the message names it and says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """One engine's view of its node's store.
+
+    Attributes:
+        name: of the node's arena; engines that give the same name share their blocks.
+        dram_bytes: the arena's size, tables included; the first engine on the node decides.
+        folder: where shared memory is mounted.
+        load, save: switch one direction off.
+        lease_s: longest time that a load may take before its blocks may be evicted.
+        copy_threads: threads that copy blocks in and out.
+        depth: layers of a load on their way at once; None measures what it takes.
+    """
+
+    name: str = "headrace-kv"
+    dram_bytes: int = 2 * 2**30
+    folder: Path = Path("/dev/shm")
+    load: bool = True
+    save: bool = True
+    lease_s: float = 30.0
+    copy_threads: int = 1
+    depth: int | None = None
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> StoreSettings:
+        """Read a `kv_connector_extra_config`.
+
+        Raises:
+            SettingsError: an unknown or impossible value.
+        """
+        known = {f.name for f in fields(cls)}
+        for key in extra:
+            if key not in known:
+                raise _wrong(key, "is unknown", f"one of {', '.join(sorted(known))}")
+        values = dict(extra)
+        if "dram_bytes" in values:
+            values["dram_bytes"] = parse_bytes("dram_bytes", values["dram_bytes"])
+        if "folder" in values:
+            values["folder"] = Path(str(values["folder"]))
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]{1,200}", self.name):
+            raise _wrong("name", f"is {self.name!r}", "letters, digits, '.', '_' and '-'")
+        for name in ("load", "save"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, f"is {getattr(self, name)!r}", "true or false")
+        if not _number(self.lease_s) or not 0 < self.lease_s <= 3600:
+            raise _wrong("lease_s", f"is {self.lease_s!r}", "seconds from 0 to 3600")
+        for name, low, high in (("copy_threads", 1, 64), ("depth", 1, 1024)):
+            value = getattr(self, name)
+            if name == "depth" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise _wrong(name, f"is {value!r}", f"a whole number from {low} to {high}")
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """A size: a whole number of bytes, or text such as "512MiB" or "2GiB".
+
+    Raises:
+        SettingsError: it is neither, or not positive.
+    """
+    right = 'a number of bytes, or text such as "512MiB" or "2GiB"'
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match and match[2] in _UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * _UNITS[match[2]])
+    raise _wrong(name, f"is {value!r}", right)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _wrong(name: str, what: str, right: str) -> SettingsError:
+    return SettingsError(f"kv_connector_extra_config.{name}: {what}; give {right}")

@@ -1,0 +1,300 @@
+"""The scheduler half of the store's connector: what is loaded, what is saved, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_kvstore.connector.scheduler import (
+    MAX_SAVES_IN_FLIGHT,
+    Load,
+    Save,
+    SchedulerHalf,
+    Work,
+)
+
+B = 16
+
+
+@dataclass
+class Store:
+    """A store that holds `held`."""
+
+    held: set[bytes] = field(default_factory=set)
+    leased: list[bytes] = field(default_factory=list)
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        return next((i for i, h in enumerate(hashes) if h not in self.held), len(hashes))
+
+    def lease(self, hashes: Sequence[bytes]) -> None:
+        self.leased += hashes
+
+    def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
+        return [h not in self.held for h in hashes]
+
+
+class Pool:
+    """vLLM's block pool: references by block id."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(1000))
+        self.references = dict.fromkeys(self.blocks, 0)
+
+    def touch(self, blocks: Any) -> None:
+        for block in blocks:
+            self.references[block] += 1
+
+    def free_blocks(self, blocks: Any) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+
+    @property
+    def held(self) -> list[int]:
+        return [block for block, count in self.references.items() if count]
+
+
+def hashes(n: int) -> list[bytes]:
+    return [b"%d" % (100 + i) for i in range(n)]
+
+
+def request(tokens: int, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{
+            "request_id": "r",
+            "num_tokens": tokens,
+            "num_computed_tokens": 0,
+            "num_in_flight_tokens": 0,
+            "block_hashes": hashes(tokens // B),
+            "cache_salt": None,
+            "skip_reading_prefix_cache": False,
+            **fields,
+        }
+    )
+
+
+class Engine:
+    """One request's way through vLLM's scheduler, as far as the connector sees it."""
+
+    def __init__(self, store: Store, req: SimpleNamespace, **options: bool) -> None:
+        self.half = SchedulerHalf(store, B, **options)
+        self.pool = Pool()
+        self.half.bind(self.pool)
+        self.request = req
+        self.blocks = [10 + i for i in range(req.num_tokens // B + 1)]
+        self.half.added(req)
+
+    def admit(self, local: int = 0) -> int:
+        external = self.half.matched(self.request, local)
+        self.half.allocated(self.request, self.blocks, external)
+        self.request.num_computed_tokens = local + external
+        return external
+
+    def step(self, tokens: int, *, new: bool = False, resumed: bool = False) -> Work:
+        cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+        news = []
+        if new:
+            news.append(SimpleNamespace(req_id="r", block_ids=(self.blocks,)))
+        else:
+            cached.req_ids, cached.new_block_ids = ["r"], [(self.blocks,) if resumed else None]
+            cached.resumed_req_ids = {"r"} if resumed else set()
+        work = self.half.step(
+            SimpleNamespace(
+                scheduled_new_reqs=news,
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens={"r": tokens},
+            )
+        )
+        self.request.num_computed_tokens += tokens
+        self.request.num_in_flight_tokens += tokens
+        return work
+
+    def comes_back(self, tokens: int) -> None:
+        self.request.num_in_flight_tokens -= tokens
+
+    def idle(self) -> Work:
+        none = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+        return self.half.step(
+            SimpleNamespace(
+                scheduled_new_reqs=[], scheduled_cached_reqs=none, num_scheduled_tokens={}
+            )
+        )
+
+
+def saved(work: Work) -> list[int]:
+    return [block for save in work.saves.values() for block in save.blocks]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "held", "local", "offered"),
+    [
+        (5 * B, 0, 0, 0),
+        (5 * B, 3, 0, 3),
+        (5 * B, 5, 0, 4),  # one token must be left to compute
+        (5 * B + 1, 5, 0, 5),
+        (5 * B, 4, 2, 2),  # the engine's own cache has the first two
+        (5 * B, 2, 3, 0),
+        (B - 1, 0, 0, 0),
+    ],
+)
+def test_the_longest_run_behind_the_local_hit_is_offered(
+    tokens: int, held: int, local: int, offered: int
+) -> None:
+    store = Store(held=set(hashes(held)))
+    half = SchedulerHalf(store, B)
+    assert half.matched(request(tokens), local * B) == offered * B
+
+
+def test_being_asked_changes_nothing() -> None:
+    engine = Engine(Store(held=set(hashes(3))), request(5 * B))
+    assert [engine.half.matched(engine.request, 0) for _ in range(3)] == [3 * B] * 3
+    assert engine.idle() == Work()
+
+
+def test_an_admitted_request_loads_what_it_was_offered() -> None:
+    store = Store(held=set(hashes(4)))
+    engine = Engine(store, request(6 * B))
+    assert engine.admit(local=B) == 3 * B
+    work = engine.step(2 * B, new=True)
+    assert work.load == Load([11, 12, 13], hashes(4)[1:])
+    assert store.leased == hashes(4)[1:]
+    assert engine.step(1).load == Load()
+
+
+def test_vllm_may_take_less_than_was_offered() -> None:
+    store = Store(held=set(hashes(4)))
+    engine = Engine(store, request(6 * B))
+    assert engine.half.matched(engine.request, 0) == 4 * B
+    engine.half.allocated(engine.request, engine.blocks, 2 * B)
+    assert engine.step(4 * B, new=True).load.blocks == [10, 11]
+
+
+def test_who_skips_the_prefix_cache_skips_the_store() -> None:
+    half = SchedulerHalf(Store(held=set(hashes(3))), B)
+    assert half.matched(request(5 * B, skip_reading_prefix_cache=True), 0) == 0
+
+
+def test_full_blocks_are_saved_once_their_step_has_come_back() -> None:
+    engine = Engine(Store(), request(4 * B + 3, cache_salt="acme"))
+    engine.admit()
+    assert saved(engine.step(4 * B + 3, new=True)) == []
+    engine.comes_back(4 * B + 3)
+    [save] = engine.step(1).saves.values()
+    assert save == Save(
+        blocks=[10, 11, 12, 13],
+        hashes=hashes(4),
+        parents=[b"", *hashes(3)],
+        depths=[0, 1, 2, 3],
+        tenant="acme",
+    )
+    engine.comes_back(1)
+    assert saved(engine.step(1)) == []
+
+
+def test_what_is_still_in_flight_is_not_saved() -> None:
+    engine = Engine(Store(), request(4 * B))
+    engine.admit()
+    engine.step(2 * B, new=True)
+    assert saved(engine.step(2 * B)) == []
+    engine.comes_back(2 * B)
+    assert saved(engine.step(1)) == [10, 11]
+
+
+def test_a_hit_on_blocks_that_another_request_computes_now_is_not_saved_yet() -> None:
+    engine = Engine(Store(), request(4 * B))
+    engine.admit(local=2 * B)
+    assert saved(engine.step(2 * B, new=True)) == []
+
+
+def test_the_last_blocks_are_saved_when_the_request_ends() -> None:
+    engine = Engine(Store(), request(2 * B))
+    engine.admit()
+    engine.step(2 * B, new=True)
+    engine.comes_back(2 * B)
+    engine.half.finished(engine.request, engine.blocks)
+    assert engine.half.busy
+    assert saved(engine.idle()) == [10, 11]
+
+
+def test_a_request_that_ends_before_its_first_step_is_back_saves_nothing() -> None:
+    engine = Engine(Store(), request(2 * B))
+    engine.admit()
+    engine.step(2 * B, new=True)
+    engine.half.finished(engine.request, engine.blocks)
+    assert engine.idle().saves == {} and not engine.half.busy
+
+
+def test_a_preempted_request_begins_anew() -> None:
+    engine = Engine(Store(), request(4 * B))
+    engine.admit()
+    engine.step(2 * B, new=True)
+    engine.comes_back(2 * B)
+    engine.request.num_computed_tokens = 0
+    engine.blocks = [50 + i for i in range(5)]
+    assert saved(engine.step(2 * B, resumed=True)) == []
+    engine.comes_back(2 * B)
+    assert saved(engine.step(1)) == [50, 51]
+
+
+def test_blocks_are_held_until_their_copy_ends() -> None:
+    engine = Engine(Store(), request(3 * B))
+    engine.admit()
+    engine.step(3 * B, new=True)
+    engine.comes_back(3 * B)
+    [job] = engine.step(1).saves
+    assert engine.pool.held == [10, 11, 12] and engine.half.busy
+    engine.half.saved([job, job])
+    assert engine.pool.held == [] and not engine.half.busy
+
+
+def test_what_the_store_holds_is_not_copied() -> None:
+    engine = Engine(Store(held={b"101"}), request(4 * B))
+    engine.admit()
+    engine.step(4 * B, new=True)
+    engine.comes_back(4 * B)
+    [save] = engine.step(1).saves.values()
+    assert (save.blocks, save.parents) == ([10, 12, 13], [b"", b"101", b"102"])
+
+
+def test_what_is_being_copied_is_not_copied_twice() -> None:
+    engine = Engine(Store(), request(3 * B))
+    engine.admit()
+    engine.step(3 * B, new=True)
+    engine.comes_back(3 * B)
+    [job] = engine.step(1).saves
+    twin = request(3 * B, request_id="twin", num_computed_tokens=3 * B)
+    engine.half.added(twin)
+    engine.half._requests["twin"].scheduled = 3 * B
+    engine.half.finished(twin, [20, 21, 22])
+    assert engine.idle().saves == {}
+    engine.half.saved([job])
+    assert not engine.half.busy
+
+
+def test_only_so_many_blocks_are_held_at_once() -> None:
+    many = MAX_SAVES_IN_FLIGHT + 10
+    engine = Engine(Store(), request(many * B))
+    engine.admit()
+    engine.step(many * B, new=True)
+    engine.comes_back(many * B)
+    work = engine.step(1)
+    assert len(saved(work)) == MAX_SAVES_IN_FLIGHT
+    engine.comes_back(1)
+    assert saved(engine.step(1)) == []
+    engine.half.saved(work.saves)
+    engine.comes_back(1)
+    assert len(saved(engine.step(1))) == 10
+
+
+def test_either_direction_can_be_switched_off() -> None:
+    store = Store(held=set(hashes(1)))
+    deaf = Engine(store, request(4 * B), load=False)
+    assert deaf.admit() == 0
+    mute = Engine(store, request(4 * B), save=False)
+    assert mute.admit() == B
+    mute.step(3 * B, new=True)
+    mute.comes_back(3 * B)
+    assert mute.step(1).saves == {}

@@ -1,0 +1,186 @@
+"""The worker half of the store's connector: bytes go out, come back, and are never trusted."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.worker import WorkerHalf, tenant_number
+
+LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8
+NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
+HASHES = [bytes([i]) * 32 for i in range(1, BLOCKS + 1)]
+
+
+class HostCache:
+    """An engine's cache in plain memory; its checksum is a seeded CRC."""
+
+    layer_names: Sequence[str] = NAMES
+
+    def __init__(self, fill: int) -> None:
+        rng = np.random.default_rng(fill)
+        self.data = rng.integers(0, 256, (LAYERS, BLOCKS, LAYER_BYTES), np.uint8)
+
+    def load(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> np.ndarray:
+        for block, payload in zip(blocks, payloads, strict=True):
+            there = int(payload) + layer * LAYER_BYTES
+            ctypes.memmove(self.data[layer, block].ctypes.data, there, LAYER_BYTES)
+        return np.array([self._sum(layer, b, s) for b, s in zip(blocks, seeds, strict=True)])
+
+    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        sums = np.zeros((len(blocks), LAYERS), np.uint64)
+        for i, (block, payload) in enumerate(zip(blocks, payloads, strict=True)):
+            for layer in range(LAYERS):
+                here = self.data[layer, block].ctypes.data
+                ctypes.memmove(int(payload) + layer * LAYER_BYTES, here, LAYER_BYTES)
+                sums[i, layer] = self._sum(layer, block, seeds[i, layer])
+        return sums
+
+    def _sum(self, layer: int, block: int, seed: int) -> np.uint64:
+        return np.uint64(zlib.crc32(self.data[layer, block].tobytes(), int(seed) & 0xFFFFFFFF))
+
+
+def seeds(hashes: Sequence[bytes]) -> np.ndarray:
+    return np.array([[h[0] * 100 + i for i in range(LAYERS)] for h in hashes], np.uint64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+class Node:
+    """Engines over one arena."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.workers: list[WorkerHalf] = []
+
+    def engine(self, fill: int) -> tuple[WorkerHalf, HostCache, Arena]:
+        arena = Arena.create_or_attach(
+            "a", 4 << 20, folder=self.folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
+        )
+        row = arena.namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
+        cache = HostCache(fill)
+        worker = WorkerHalf(arena, row, cache, seeds, StoreSettings())
+        self.workers.append(worker)
+        return worker, cache, arena
+
+
+@pytest.fixture
+def node(folder: Path) -> Iterator[Node]:
+    node = Node(folder)
+    yield node
+    for worker in node.workers:
+        worker.close()
+
+
+def save(worker: WorkerHalf, blocks: list[int], job: int = 1, tenant: str = "") -> None:
+    names = [HASHES[b] for b in blocks]
+    parents = [HASHES[b - 1] if b else b"" for b in blocks]
+    worker.begin(Work(saves={job: Save(blocks, names, parents, blocks, tenant)}))
+    worker.end()
+    limit = time.monotonic() + 5
+    while job not in worker.finished_jobs():
+        assert time.monotonic() < limit, "the save did not end"
+        time.sleep(0.002)
+
+
+def load(worker: WorkerHalf, blocks: list[int]) -> set[int]:
+    worker.begin(Work(load=Load(blocks, [HASHES[b] for b in blocks])))
+    for name in NAMES:
+        worker.wait(name)
+    worker.end()
+    return worker.failed_blocks()
+
+
+def test_what_one_engine_saved_another_loads(node: Node) -> None:
+    first, ours, _ = node.engine(1)
+    second, theirs, _ = node.engine(2)
+    save(first, [0, 2, 5])
+    assert load(second, [0, 2, 5]) == set()
+    assert (theirs.data[:, [0, 2, 5]] == ours.data[:, [0, 2, 5]]).all()
+    assert not (theirs.data[:, 1] == ours.data[:, 1]).all()
+    assert (first.blocks_saved, second.blocks_loaded) == (3, 3)
+
+
+def test_a_block_that_is_gone_is_reported_and_the_others_arrive(node: Node) -> None:
+    worker, cache, _ = node.engine(1)
+    save(worker, [0, 1])
+    truth = cache.data[:, :2].copy()
+    cache.data[:] = 0
+    assert load(worker, [0, 1, 2]) == {2}
+    assert (cache.data[:, :2] == truth).all()
+    assert worker.failed_blocks() == set(), "reported once"
+
+
+def test_nothing_there_at_all(node: Node) -> None:
+    worker, _, _ = node.engine(1)
+    assert load(worker, [3, 4]) == {3, 4}
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_flipped_bit_is_seen_and_the_block_dropped(node: Node, layer: int) -> None:
+    worker, _, arena = node.engine(1)
+    save(worker, [0, 1])
+    [slot] = arena.lookup(0, [HASHES[1]])
+    arena.view(int(slot))[layer * LAYER_BYTES + 7] ^= 4
+    assert load(worker, [0, 1]) == {1}
+    assert list(arena.lookup(0, HASHES[:2]) >= 0) == [True, False]
+    save(worker, [1], job=2)
+    assert load(worker, [1]) == set()
+
+
+def test_a_save_without_room_ends_and_costs_nothing(node: Node) -> None:
+    worker, _, arena = node.engine(1)
+    save(worker, [0])
+    many = [i.to_bytes(4, "big") for i in range(100_000, 110_000)]
+    slots = arena.reserve(0, many, [0] * len(many), [0] * len(many))
+    assert (slots < 0).any()
+    save(worker, [3], job=2)
+    assert worker.blocks_saved == 1
+    arena.abandon(slots)
+
+
+def test_a_cache_that_fails_loses_no_step(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, cache, arena = node.engine(1)
+    save(worker, [0, 1])
+
+    def broken(*_: object) -> np.ndarray:
+        raise MemoryError("no")
+
+    monkeypatch.setattr(cache, "load", broken)
+    assert load(worker, [0, 1]) == {0, 1}
+    monkeypatch.setattr(cache, "save", broken)
+    save(worker, [2], job=2)
+    assert arena.lookup(0, [HASHES[2]])[0] == -1
+    monkeypatch.undo()
+    save(worker, [2], job=3)
+    assert load(worker, [0, 2]) == set()
+
+
+def test_layers_that_are_not_ours_are_not_waited_for(node: Node) -> None:
+    worker, _, _ = node.engine(1)
+    save(worker, [0])
+    worker.begin(Work(load=Load([0], HASHES[:1])))
+    worker.wait("draft.layers.0.attn")
+    worker.end()
+    assert worker.failed_blocks() == set()
+
+
+def test_tenants_are_told_apart() -> None:
+    assert tenant_number("") == 0
+    assert len({tenant_number(str(i)) for i in range(1000)} - {0}) == 1000
