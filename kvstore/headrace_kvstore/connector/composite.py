@@ -1,0 +1,42 @@
+"""`HeadracePDConnector`: the store beside NIXL's prefill-to-decode transfer, in one engine.
+
+vLLM's MultiConnector loads from the first child that offers anything; this one from the child that
+offers most, the earlier one where they offer the same. Where a remote prefill stands ready, NIXL
+offers the whole prompt and wins; else the store's hit is taken, whatever the order of the children.
+
+    kv_connector: HeadracePDConnector
+    kv_connector_module_path: headrace_kvstore.connector.composite
+    kv_connector_extra_config: {connectors: [{kv_connector: NixlConnector, ...}, {...}]}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+
+class HeadracePDConnector(MultiConnector):
+    """Several connectors; each load comes from the one that offers most.
+
+    `_connectors` and `_requests_to_connector` are MultiConnector's own state; contract tests pin
+    them.
+    """
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        best, chosen = (0, False), None
+        for number, child in enumerate(self._connectors):
+            tokens, is_async = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            if tokens is None:
+                return None, False
+            if tokens > best[0]:
+                best, chosen = (tokens, is_async), number
+        self._requests_to_connector.pop(request.request_id, None)
+        if chosen is not None:
+            self._requests_to_connector[request.request_id] = chosen
+        return best
+
+    def has_pending_push_work(self) -> bool:
+        return any(child.has_pending_push_work() for child in self._connectors)

@@ -1,0 +1,114 @@
+"""What the store's connector takes from vLLM's scheduler and connectors is there, as it expects.
+
+Each test names the file to mend when an upgrade moves what it pins. Slow to import, not to run.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from tests.unit.test_contracts import assert_fields, assert_takes, find
+
+SCHEDULER = "kvstore/headrace_kvstore/connector/scheduler.py"
+CONNECTOR = "kvstore/headrace_kvstore/connector/connector.py"
+COMPOSITE = "kvstore/headrace_kvstore/connector/composite.py"
+COMPAT = "kvstore/headrace_kvstore/_vllm_compat.py"
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+VLLM_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+
+def test_the_connectors_calls_are_vllms() -> None:
+    for method, *wanted in (
+        ("bind_gpu_block_pool", "gpu_block_pool"),
+        ("on_new_request", "request"),
+        ("get_num_new_matched_tokens", "request", "num_computed_tokens"),
+        ("update_state_after_alloc", "request", "blocks", "num_external_tokens"),
+        ("build_connector_meta", "scheduler_output"),
+        ("request_finished", "request", "block_ids"),
+        ("update_connector_output", "connector_output"),
+        ("has_pending_push_work",),
+        ("register_kv_caches", "kv_caches"),
+        ("start_load_kv", "forward_context"),
+        ("wait_for_layer_load", "layer_name"),
+        ("get_finished", "finished_req_ids"),
+        ("get_block_ids_with_load_errors",),
+        ("build_connector_worker_meta",),
+        ("shutdown",),
+    ):
+        assert_takes(f"{BASE}.{method}", CONNECTOR, "self", *wanted)
+
+
+def test_blocks_can_be_held() -> None:
+    pool = "vllm.v1.core.block_pool:BlockPool"
+    assert_takes(f"{pool}.touch", SCHEDULER, "blocks")
+    assert_takes(f"{pool}.free_blocks", SCHEDULER, "ordered_blocks")
+    assert "self.blocks" in inspect.getsource(find(pool, SCHEDULER))
+
+
+def test_a_request_tells_what_is_confirmed() -> None:
+    source = inspect.getsource(find("vllm.v1.request:Request.__init__", SCHEDULER))
+    for field in ("block_hashes", "num_computed_tokens", "num_in_flight_tokens", "cache_salt"):
+        assert f"self.{field}" in source, f"Request.{field} is gone: mend {SCHEDULER}"
+    assert "self.skip_reading_prefix_cache" in source, f"mend {SCHEDULER}"
+
+
+def test_a_steps_tokens_count_as_computed_only_behind_the_connectors_turn() -> None:
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}.schedule", SCHEDULER))
+    connector = source.index("self._build_kv_connector_meta(")
+    advance = source.index("self._update_after_schedule(")
+    assert connector < advance, f"confirmed tokens are counted otherwise: mend {SCHEDULER}"
+    source = inspect.getsource(find(f"{VLLM_SCHEDULER}.update_from_output", SCHEDULER))
+    assert source.index("_handle_invalid_blocks(") < source.index("num_in_flight_tokens -="), (
+        f"a failed load is seen after its step counts as back: mend {SCHEDULER}"
+    )
+
+
+def test_a_step_names_its_requests_and_their_blocks() -> None:
+    output = "vllm.v1.core.sched.output"
+    assert_fields(f"{output}:NewRequestData", SCHEDULER, "req_id", "block_ids")
+    assert_fields(
+        f"{output}:CachedRequestData", SCHEDULER, "req_ids", "resumed_req_ids", "new_block_ids"
+    )
+    assert_fields(
+        f"{output}:SchedulerOutput",
+        SCHEDULER,
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+        "num_scheduled_tokens",
+    )
+
+
+def test_every_step_ends_with_get_finished_before_errors_are_asked_for() -> None:
+    mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
+    source = inspect.getsource(find(f"{mixin}._get_kv_connector_output", CONNECTOR))
+    finished = source.index("get_finished(")
+    errors = source.index("get_block_ids_with_load_errors(")
+    jobs = source.index("build_connector_worker_meta(")
+    assert finished < errors < jobs, f"mend {CONNECTOR}"
+
+
+def test_the_composite_knows_its_children() -> None:
+    multi = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
+    source = inspect.getsource(find(multi, COMPOSITE))
+    for state in ("self._connectors", "self._requests_to_connector"):
+        assert state in source, f"{state} is gone: mend {COMPOSITE}"
+
+
+def test_the_namespace_can_be_told() -> None:
+    assert_takes("vllm.v1.core.kv_cache_utils:resolve_none_hash_seed", COMPAT, "hash_fn")
+    assert_takes("vllm.utils.hashing:get_hash_fn_by_name", COMPAT)
+    assert_takes(
+        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
+        COMPAT,
+        "dtype",
+        "block_size",
+        "head_size",
+        "kv_cache_dtype",
+    )
+    assert_fields(
+        "vllm.v1.kv_cache_interface:KVCacheConfig",
+        CONNECTOR,
+        "num_blocks",
+        "kv_cache_groups",
+        "kv_cache_layout",
+    )
