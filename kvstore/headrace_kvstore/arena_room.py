@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace_kvstore.arena_layout import NONE
-from headrace_kvstore.table import FREE, READY
+from headrace_kvstore.policy.base import evictable
+from headrace_kvstore.table import FREE
 
 BATCHES = 64
 
@@ -34,11 +35,6 @@ def least_recently_used(table: np.ndarray, now_s: float, need: int) -> np.ndarra
         old = used_s <= np.partition(used_s, need)[need]
         slots, used_s = slots[old], used_s[old]
     return slots[np.lexsort((-table["depth"][slots].astype(np.int64), used_s))[:need]]
-
-
-def evictable(table: np.ndarray, now_s: float) -> np.ndarray:
-    """bool [slots]: whether the block may go."""
-    return (table["state"] == READY) & (table["pinned"] == 0) & (table["lease_until_s"] <= now_s)
 
 
 def victims(
