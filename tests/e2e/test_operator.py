@@ -155,6 +155,28 @@ def test_logs_carry_the_request_id_in_each_role(app: App) -> None:
     )
 
 
+def test_spans_of_all_roles_hang_together_under_the_clients(app: App) -> None:
+    collector = app.collector
+    if collector is None:
+        pytest.skip("an app of somebody else's sends its spans elsewhere")
+    trace, parent = uuid.uuid4().hex, uuid.uuid4().hex[:16]
+    with app.policy("remote"):
+        headers = {"traceparent": f"00-{trace}-{parent}-01"}
+        app.complete(noise(64, 78), headers=headers, cache_salt=trace)
+    services = {"headrace-gateway", "headrace-decode", "headrace-prefill"}
+
+    def seen() -> set[str]:
+        return {span.service for span in collector.of_trace(trace)}
+
+    until(lambda: seen() >= services, 30, "spans of gateway, decode and prefill", seen, every_s=1.0)
+    spans = collector.of_trace(trace)
+    known = {span.span for span in spans} | {parent}
+    [first] = [span for span in spans if span.service == "headrace-gateway"]
+    assert first.parent == parent
+    ours = [span for span in spans if span.service in services]
+    assert all(span.parent in known for span in ours), ours
+
+
 def test_health_and_documents(app: App) -> None:
     assert app.get("/health")["status"] == "ok"
     assert app.get("/version")["version"]

@@ -23,6 +23,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.support.collector import Collector
+
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 480.0
 MARK = "HEADRACE_TEST_RUN"
@@ -46,6 +48,7 @@ class App:
     name: str
     mark: str
     folder: Path
+    collector: Collector | None = None
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,6 +218,7 @@ class Session:
         self._shm_before = shm_names()
         self._shm_seen: set[str] = set()
         self._over = threading.Event()
+        self.collector = Collector()
         self.start_s = 0.0
         self.down_s: float | None = None
         self.environment = {
@@ -239,6 +243,7 @@ class Session:
             "gateway.port": "0",
             "ray.temp_dir": str(self.folder),
             "observability.log_level": "DEBUG",
+            "observability.otlp_endpoint": self.collector.url,
             **{
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },
@@ -258,7 +263,7 @@ class Session:
         self.start_s = time.monotonic() - started
         if status != 0:
             raise RuntimeError(f"headrace up failed ({status}):\n{self._last_words()}")
-        self.app = App(self._endpoint(), self.name, self.mark, self.folder)
+        self.app = App(self._endpoint(), self.name, self.mark, self.folder, self.collector)
         return self.app
 
     def stop(self) -> list[str]:
@@ -280,6 +285,7 @@ class Session:
         """Whatever happened: no process and no folder stays."""
         self.stop()
         self._over.set()
+        self.collector.close()
         for process in processes_marked(self.mark):
             with contextlib.suppress(psutil.Error):
                 process.kill()
