@@ -91,8 +91,12 @@ def test_the_running_requests_show_in_the_status(app: App) -> None:
     }
     with app.client.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_bytes())
-        until(lambda: app.replica("decode")["running"] == 1, 10, "one running request")
-        assert app.replica("decode")["kv_usage"] > 0
+
+        def shown() -> bool:
+            decode = app.replica("decode")
+            return bool(decode["running"] == 1 and decode["kv_usage"] > 0)
+
+        until(shown, 10, "one running request, and its KV", app.status)
     app.wait_idle()
 
 

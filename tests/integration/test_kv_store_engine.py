@@ -10,6 +10,7 @@ import pytest
 
 from headrace.model import resolve
 from headrace_kvstore.arena import Arena
+from headrace_kvstore.table import READY
 from tests.support.prompts import noise
 from tests.support.stored import Stored, stored_answers
 
@@ -45,13 +46,19 @@ def cold(store: dict[str, str]) -> list[Stored]:
 
 
 @pytest.fixture(scope="module")
-def warm(cold: list[Stored], store: dict[str, str]) -> list[Stored]:
-    """Another engine's answers to the same, in another process, from one flipped bit's store."""
-    arena = Arena.create_or_attach(store["name"], 2**29)
-    slots = arena.table["state"] == 2
-    deep = max(slots.nonzero()[0], key=lambda slot: arena.table["depth"][slot])
-    arena.view(int(deep))[100_000] ^= 1
-    arena.close()
+def flipped(cold: list[Stored], store: dict[str, str]) -> Iterator[Arena]:
+    """The store, one bit of the longest prompt's last block flipped."""
+    with Arena.create_or_attach(store["name"], 2**29) as arena:
+        ready = (arena.table["state"] == READY).nonzero()[0]
+        deepest = max(ready, key=lambda slot: arena.table["depth"][slot])
+        assert arena.table["depth"][deepest] == (LENGTHS[4] - 1) // BLOCK - 1
+        arena.view(int(deepest))[100_000] ^= 1
+        yield arena
+
+
+@pytest.fixture(scope="module")
+def warm(flipped: Arena, store: dict[str, str]) -> list[Stored]:
+    """Another engine's answers to the same, in another process."""
     return stored_answers(
         str(resolve("smollm2-135m-instruct")),
         [*PROMPTS, PROMPTS[3], PROMPTS[3]],
@@ -62,12 +69,12 @@ def warm(cold: list[Stored], store: dict[str, str]) -> list[Stored]:
 
 def test_what_one_engine_computed_the_next_one_loads(warm: list[Stored]) -> None:
     found = [answer.cached for answer in warm[: len(PROMPTS)]]
-    assert found[:4] == [(length - 1) // BLOCK * BLOCK for length in LENGTHS[:4]]
+    assert found == [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
 
 
-def test_a_flipped_bit_costs_its_block_and_no_token(warm: list[Stored]) -> None:
-    """The deepest block of the longest prompt was damaged: it is computed anew."""
-    assert warm[4].cached < (LENGTHS[4] - 1) // BLOCK * BLOCK
+def test_a_flipped_bit_is_found_and_its_block_dropped(warm: list[Stored], flipped: Arena) -> None:
+    """vLLM computes it instead; that the answer is right is tested below."""
+    assert flipped.stats()["discarded_total"] == 1
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)), ids=[str(n) for n in LENGTHS])
