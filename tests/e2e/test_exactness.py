@@ -22,6 +22,7 @@ from tests.support.prompts import ANSWER_TOKENS, LENGTHS, TEXT, exactness_prompt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FLOAT32_BYTES = 4
+TRIES = 10
 FIRST_TURN, SECOND_TURN = 300, 470
 BLOCK_TOKENS = 128
 

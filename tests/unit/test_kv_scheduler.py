@@ -37,6 +37,23 @@ class Store:
         return [h not in self.held for h in hashes]
 
 
+class Tiers:
+    """Slower tiers that answer when the test says so."""
+
+    def __init__(self, *held: bytes) -> None:
+        self.held = held
+        self.asked: list[tuple[str, list[bytes]]] = []
+        self.ready = False
+
+    def ask(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        self.asked.append((request_id, list(hashes)))
+
+    def answer(self, request_id: str) -> list[str] | None:
+        asked = dict(self.asked)[request_id]
+        run = next((n for n, h in enumerate(asked) if h not in self.held), len(asked))
+        return [f"place of {h.decode()}" for h in asked[:run]] if self.ready else None
+
+
 class Pool:
     """vLLM's block pool: references by block id."""
 
@@ -79,7 +96,7 @@ def request(tokens: int, **fields: Any) -> SimpleNamespace:
 class Engine:
     """One request's way through vLLM's scheduler, as far as the connector sees it."""
 
-    def __init__(self, store: Store, req: SimpleNamespace, **options: bool) -> None:
+    def __init__(self, store: Store, req: SimpleNamespace, **options: Any) -> None:
         self.half = SchedulerHalf(store, B, **options)
         self.pool = Pool()
         self.half.bind(self.pool)
@@ -298,3 +315,61 @@ def test_either_direction_can_be_switched_off() -> None:
     mute.step(3 * B, new=True)
     mute.comes_back(3 * B)
     assert mute.step(1).saves == {}
+
+
+def test_slower_tiers_are_asked_once_and_waited_for() -> None:
+    tiers = Tiers(*hashes(4)[2:])
+    engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers)
+    assert [engine.half.matched(engine.request, 0) for _ in range(3)] == [None] * 3
+    assert tiers.asked == [("r", hashes(5)[2:])]
+    tiers.ready = True
+    assert engine.half.matched(engine.request, 0) == 4 * B
+
+
+def test_what_dram_holds_is_asked_of_nobody_else() -> None:
+    tiers = Tiers()
+    engine = Engine(Store(held=set(hashes(5))), request(6 * B), slow=tiers)
+    assert engine.half.matched(engine.request, 0) == 5 * B
+    assert tiers.asked == []
+
+
+def test_the_worker_is_told_where_slower_tiers_hold_a_block() -> None:
+    tiers = Tiers(*hashes(4)[2:])
+    tiers.ready = True
+    engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers)
+    assert engine.admit() == 4 * B
+    load = engine.step(2 * B, new=True).load
+    assert load.hashes == hashes(4)
+    assert load.places == {b"102": "place of 102", b"103": "place of 103"}
+
+
+def test_a_gap_ends_what_slower_tiers_supply() -> None:
+    tiers = Tiers(hashes(5)[2], hashes(5)[4])
+    tiers.ready = True
+    engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers)
+    assert engine.half.matched(engine.request, 0) == 3 * B
+
+
+def test_a_block_that_came_to_dram_meanwhile_counts_as_well() -> None:
+    tiers = Tiers(*hashes(4)[2:])
+    store = Store(held=set(hashes(2)))
+    engine = Engine(store, request(6 * B), slow=tiers)
+    assert engine.half.matched(engine.request, 0) is None
+    store.held.add(hashes(4)[2])
+    tiers.ready = True
+    assert engine.half.matched(engine.request, 0) == 4 * B
+
+
+def test_a_long_prompt_asks_for_no_more_than_staging_holds() -> None:
+    tiers = Tiers()
+    engine = Engine(Store(), request(20 * B), slow=tiers, most_slow=3)
+    engine.half.matched(engine.request, 0)
+    assert tiers.asked == [("r", hashes(3))]
+
+
+def test_a_request_that_ends_while_tiers_are_asked_leaves_nothing() -> None:
+    tiers = Tiers()
+    engine = Engine(Store(), request(4 * B), slow=tiers)
+    engine.half.matched(engine.request, 0)
+    engine.half.finished(engine.request, engine.blocks)
+    assert not (engine.half._asked or engine.half._places or engine.half._offered)

@@ -26,7 +26,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.identity import engine_namespace
+from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
 from headrace_kvstore.connector.settings import StoreSettings
 from headrace_kvstore.connector.worker import WorkerHalf
@@ -43,17 +45,23 @@ class StepMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class SavedMetadata(KVConnectorWorkerMetadata):
-    """From the worker half to the scheduler half: how many workers ended each save job."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """From the worker half to the scheduler half.
+
+    Attributes:
+        jobs: how many workers ended each save job.
+        bad_in_files: hashes of blocks whose bytes in files were not right.
+    """
 
     jobs: dict[int, int]
+    bad_in_files: list[bytes]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, SavedMetadata)
+        assert isinstance(other, WorkerReport)
         jobs = dict(self.jobs)
         for job, workers in other.jobs.items():
             jobs[job] = jobs.get(job, 0) + workers
-        return SavedMetadata(jobs)
+        return WorkerReport(jobs, self.bad_in_files + other.bad_in_files)
 
 
 class HeadraceConnector(KVConnectorBase_V1):
@@ -101,14 +109,20 @@ class HeadraceConnector(KVConnectorBase_V1):
         ]
         rows = [self._arena.namespace(s.digest, self._block_bytes, self._layers) for s in spaces]
         self._scheduler: SchedulerHalf | None = None
+        self._node: NodeTiers | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             logger.info("KV store %s: %s", self._settings.name, spaces[0].describe())
+            # A node's files are written for one rank; several ranks share DRAM only.
+            alone = len(rows) == 1 and self._settings.node and self._settings.load
+            self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
             self._scheduler = SchedulerHalf(
                 ArenaIndex(self._arena, rows, self._settings.lease_s),
                 vllm_config.cache_config.block_size,
                 load=self._settings.load,
                 save=self._settings.save,
+                slow=self._node,
+                most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
             )
             self._workers = len(rows)
             self._ended: dict[int, int] = {}
@@ -143,8 +157,10 @@ class HeadraceConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if not isinstance(meta, SavedMetadata):
+        if not isinstance(meta, WorkerReport):
             return
+        if meta.bad_in_files and self._node is not None:
+            self._node.report_bad(meta.bad_in_files)
         for job, workers in meta.jobs.items():
             self._ended[job] = self._ended.get(job, 0) + workers
             if self._ended[job] >= self._workers:
@@ -169,7 +185,8 @@ class HeadraceConnector(KVConnectorBase_V1):
                 f"{self._block_bytes} that its configuration says"
             )
         cache = HostCache(layout, self._settings.copy_threads)
-        self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings)
+        files = FileTier(cache, self._settings.staging_bytes)
+        self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings, files)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
@@ -197,12 +214,16 @@ class HeadraceConnector(KVConnectorBase_V1):
         return self._worker.failed_blocks() if self._worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        jobs = self._worker.finished_jobs() if self._worker is not None else []
-        return SavedMetadata(dict.fromkeys(jobs, 1)) if jobs else None
+        if self._worker is None:
+            return None
+        jobs, bad = self._worker.finished_jobs(), self._worker.bad_in_files()
+        return WorkerReport(dict.fromkeys(jobs, 1), bad) if jobs or bad else None
 
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._node is not None:
+            self._node.close()
         self._arena.close()
 
     @classmethod

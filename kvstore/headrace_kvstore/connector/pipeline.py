@@ -73,16 +73,22 @@ class LayerPipeline:
         layers: how many.
         threads: runs the loader; one thread serves one pipeline after the other.
         fit: what depth to take, and where measured seconds go.
+        most: what the source can have on its way.
     """
 
     def __init__(
-        self, source: LayerSource, layers: int, threads: ThreadPoolExecutor, fit: DepthFit
+        self,
+        source: LayerSource,
+        layers: int,
+        threads: ThreadPoolExecutor,
+        fit: DepthFit,
+        most: int = MAX_DEPTH,
     ) -> None:
         self._source, self._layers, self._fit = source, layers, fit
         self._ready = [threading.Event() for _ in range(layers)]
         self._resumed_at: float | None = None
         self._error: BaseException | None = None
-        self._done: Future[None] = threads.submit(self._run, fit.depth)
+        self._done: Future[None] = threads.submit(self._run, min(fit.depth, most))
 
     def wait(self, layer: int) -> None:
         """Block until a layer's KV is in place.

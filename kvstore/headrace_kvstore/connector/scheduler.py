@@ -43,6 +43,18 @@ class BlockIndex(Protocol):
         ...
 
 
+class SlowTiers(Protocol):
+    """The node's tiers below DRAM. No call waits."""
+
+    def ask(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Ask which of these blocks, from the first on, can be supplied."""
+        ...
+
+    def answer(self, request_id: str) -> Sequence[Any] | None:
+        """Where they lie, for the worker half, from the first on; None while nobody has said."""
+        ...
+
+
 class BlockPool(Protocol):
     """The two calls of vLLM's block pool that hold blocks."""
 
@@ -54,10 +66,15 @@ class BlockPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks to copy from the store into the engine's cache, by block id and block hash."""
+    """Blocks to copy from the store into the engine's cache, by block id and block hash.
+
+    Attributes:
+        places: where slower tiers hold those that may not be in DRAM, by hash.
+    """
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    places: dict[bytes, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +127,24 @@ class SchedulerHalf:
         index: the store.
         block_tokens: tokens a block, as the engine's cache has them.
         load, save: switch either direction off.
+        slow: the tiers below DRAM.
+        most_slow: blocks that a request may load from there at once.
     """
 
     def __init__(
-        self, index: BlockIndex, block_tokens: int, *, load: bool = True, save: bool = True
+        self,
+        index: BlockIndex,
+        block_tokens: int,
+        *,
+        load: bool = True,
+        save: bool = True,
+        slow: SlowTiers | None = None,
+        most_slow: int = 1024,
     ) -> None:
         self._index = index
+        self._slow, self._most_slow = slow, most_slow
+        self._asked: dict[str, list[bytes]] = {}
+        self._places: dict[str, dict[bytes, Any]] = {}
         self._block_tokens = block_tokens
         self._loads, self._saves = load, save
         self._pool: BlockPool | None = None
@@ -135,27 +164,51 @@ class SchedulerHalf:
         """Whether blocks are held, so that the engine must step on until they are released."""
         return bool(self._held)
 
-    def matched(self, request: Any, computed_tokens: int) -> int:
+    def matched(self, request: Any, computed_tokens: int) -> int | None:
         """Tokens that the store holds behind those that the engine's own cache has.
 
         At least one token is left to compute. Called as often as vLLM likes.
 
         Args:
             computed_tokens: a multiple of the block size.
+
+        Returns:
+            The tokens, or None while a slower tier is being asked.
         """
         if not self._loads or request.skip_reading_prefix_cache:
             return 0
         start = computed_tokens // self._block_tokens
         end = (request.num_tokens - 1) // self._block_tokens
-        hashes = request.block_hashes[start:end]
+        hashes = [bytes(h) for h in request.block_hashes[start:end]]
         if not hashes:
             return 0
+        there = self._index.leading(hashes)
+        slower = self._placed(request.request_id, hashes[there:])
+        if slower is None:
+            return None
         self._offered[request.request_id] = start
-        return self._index.leading(hashes) * self._block_tokens
+        return (there + slower) * self._block_tokens
+
+    def _placed(self, request_id: str, hashes: list[bytes]) -> int | None:
+        """How many of these blocks, from the first on, slower tiers supply; None: not known yet."""
+        if self._slow is None or not hashes:
+            return 0
+        if request_id not in self._places:
+            if request_id not in self._asked:
+                self._asked[request_id] = hashes[: self._most_slow]
+                self._slow.ask(request_id, self._asked[request_id])
+            answer = self._slow.answer(request_id)
+            if answer is None:
+                return None
+            asked = self._asked.pop(request_id)
+            self._places[request_id] = dict(zip(asked, answer, strict=False))
+        places = self._places[request_id]
+        return next((n for n, h in enumerate(hashes) if h not in places), len(hashes))
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine admits a request: what it found in the store will be loaded now."""
         start = self._offered.pop(request.request_id, 0)
+        places = self._places.pop(request.request_id, {})
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
@@ -163,6 +216,7 @@ class SchedulerHalf:
         self._index.lease(hashes)
         self._work.load.blocks.extend(block_ids[start:end])
         self._work.load.hashes.extend(hashes)
+        self._work.load.places.update((h, places[h]) for h in hashes if h in places)
 
     def added(self, request: Any) -> None:
         """A request has come; its blocks become known when it is scheduled."""
@@ -187,6 +241,8 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """A request has ended, well or not; its blocks are about to be freed."""
         self._offered.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
+        self._places.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             known.blocks = list(block_ids)

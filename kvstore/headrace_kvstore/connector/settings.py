@@ -27,6 +27,8 @@ class StoreSettings:
         lease_s: longest time that a load may take before its blocks may be evicted.
         copy_threads: threads that copy blocks in and out.
         depth: layers of a load on their way at once; None measures what it takes.
+        staging_bytes: memory that layers from files pass through.
+        node: ask the node's StoreNode for what is not in DRAM, where there is one.
     """
 
     name: str = "headrace-kv"
@@ -37,6 +39,8 @@ class StoreSettings:
     lease_s: float = 30.0
     copy_threads: int = 1
     depth: int | None = None
+    staging_bytes: int = 256 * 2**20
+    node: bool = True
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> StoreSettings:
@@ -50,8 +54,8 @@ class StoreSettings:
             if key not in known:
                 raise _wrong(key, "is unknown", f"one of {', '.join(sorted(known))}")
         values = dict(extra)
-        if "dram_bytes" in values:
-            values["dram_bytes"] = parse_bytes("dram_bytes", values["dram_bytes"])
+        for name in {"dram_bytes", "staging_bytes"} & set(values):
+            values[name] = parse_bytes(name, values[name])
         if "folder" in values:
             values["folder"] = Path(str(values["folder"]))
         settings = cls(**values)
@@ -61,7 +65,7 @@ class StoreSettings:
     def _check(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]{1,200}", self.name):
             raise _wrong("name", f"is {self.name!r}", "letters, digits, '.', '_' and '-'")
-        for name in ("load", "save"):
+        for name in ("load", "save", "node"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, f"is {getattr(self, name)!r}", "true or false")
         if not _number(self.lease_s) or not 0 < self.lease_s <= 3600:

@@ -13,14 +13,14 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
 from headrace_kvstore.arena import Arena
-from headrace_kvstore.connector.pipeline import DepthFit, LayerPipeline
+from headrace_kvstore.connector.pipeline import MAX_DEPTH, DepthFit, LayerPipeline, LayerSource
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.settings import StoreSettings
 from headrace_kvstore.table import hash_word
@@ -42,6 +42,33 @@ class EngineCache(Protocol):
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray: ...
 
 
+class Part(LayerSource, Protocol):
+    """A source that tells, at the end, which of its blocks failed: `bad`, bool [n]."""
+
+    bad: np.ndarray
+
+
+class FilePart(Part, Protocol):
+    """A part that reads files; `depth` layers of it may be on their way."""
+
+    @property
+    def depth(self) -> int: ...
+
+
+class FileBlocks(Protocol):
+    """Makes sources of blocks in files; see `files.FileTier`."""
+
+    def source(
+        self, places: Sequence[Any], blocks: np.ndarray, seeds: np.ndarray, depth: int
+    ) -> FilePart: ...
+    def settle(self, source: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+Seeds = Callable[[Sequence[bytes]], np.ndarray]
+"""Block hashes -> checksum seeds, u64 [n, layers]."""
+
+
 class WorkerHalf:
     """Carries out what the scheduler half decided, for one worker.
 
@@ -50,19 +77,28 @@ class WorkerHalf:
         cache: the engine's cache.
         seeds: block hashes -> checksum seeds [n, layers].
         settings: of the store.
+        files: blocks in files, for what is not in DRAM.
     """
 
     def __init__(
-        self, arena: Arena, row: int, cache: EngineCache, seeds: Any, settings: StoreSettings
+        self,
+        arena: Arena,
+        row: int,
+        cache: EngineCache,
+        seeds: Seeds,
+        settings: StoreSettings,
+        files: FileBlocks | None = None,
     ) -> None:
         self._arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
+        self._files = files
         self._layer_of = {name: i for i, name in enumerate(cache.layer_names)}
-        self._fit = DepthFit(settings.depth)
+        self._fits = {"dram": DepthFit(settings.depth), "files": DepthFit(settings.depth)}
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save", initializer=_be_nice)
         self._pipeline: LayerPipeline | None = None
-        self._source: _ArenaSource | None = None
+        self._source: _StepSource | None = None
         self._failed: set[int] = set()
+        self._bad_in_files: list[bytes] = []
         self._saves: dict[int, Save] = {}
         self._done: list[int] = []
         self._lock = threading.Lock()
@@ -72,9 +108,10 @@ class WorkerHalf:
         """A step begins; its load starts."""
         self._saves = work.saves
         if work.load.blocks:
-            self._source = _ArenaSource(self._arena, self._row, self._cache, self._seeds, work.load)
+            self._source = source = self._sources(work.load)
+            fit = self._fits["files" if source.files is not None else "dram"]
             layers = len(self._cache.layer_names)
-            self._pipeline = LayerPipeline(self._source, layers, self._loader, self._fit)
+            self._pipeline = LayerPipeline(source, layers, self._loader, fit, source.depth)
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
@@ -107,21 +144,58 @@ class WorkerHalf:
         """Stop; copies under way end first."""
         self._loader.shutdown()
         self._saver.shutdown(cancel_futures=True)
+        if self._files is not None:
+            self._files.close()
         self._arena.close()
 
-    def _settle(self, pipeline: LayerPipeline, source: _ArenaSource) -> None:
+    def bad_in_files(self) -> list[bytes]:
+        """Hashes of blocks whose bytes in files were not right, since the last call."""
+        bad, self._bad_in_files = self._bad_in_files, []
+        return bad
+
+    def _sources(self, load: Load) -> _StepSource:
+        """What stands in DRAM comes from there, what else has a place from its file."""
+        blocks = np.array(load.blocks, np.int64)
+        seeds = self._seeds(load.hashes)
+        slots = self._arena.lookup(self._row, load.hashes)
+        here = np.flatnonzero(slots >= 0)
+        arena = _ArenaSource(self._arena, self._cache, slots[here], blocks[here], seeds[here])
+        source = _StepSource(load, blocks, [(here, arena)])
+        placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
+        if placed and self._files is not None:
+            places: list[Any] = [load.places[load.hashes[i]] for i in placed]
+            depth = self._fits["files"].depth
+            try:
+                files = self._files.source(places, blocks[placed], seeds[placed], depth)
+            except (OSError, ValueError) as error:
+                logger.warning("%d KV blocks are computed, not read: %s", len(placed), error)
+            else:
+                source.parts.append((np.array(placed), files))
+                source.files = files
+        return source
+
+    def _settle(self, pipeline: LayerPipeline, source: _StepSource) -> None:
+        bad = np.ones(len(source.blocks), np.bool_)
+        corrupt: list[bytes] = []
         try:
             pipeline.finish()
-            bad, corrupt = source.bad, source.bad & source.found
+            for indices, part in source.parts:
+                bad[indices] = part.bad
+                wrong = [source.hashes[i] for i in indices[part.bad]]
+                if part is source.files:
+                    self._bad_in_files += wrong
+                else:
+                    corrupt += wrong
         except Exception:
-            logger.exception("loading KV failed; %d blocks are computed", len(source.blocks))
-            bad, corrupt = np.ones_like(source.bad), np.zeros_like(source.bad)
+            logger.exception("loading KV failed; %d blocks are computed", len(bad))
+        if self._files is not None and source.files is not None:
+            self._files.settle(source.files)
         self.blocks_loaded += int((~bad).sum())
         self.blocks_failed += int(bad.sum())
         self._failed.update(source.blocks[bad].tolist())
-        if corrupt.any():
-            logger.warning("%d KV blocks did not match their checksums", int(corrupt.sum()))
-            self._arena.discard(self._row, [source.hashes[i] for i in np.flatnonzero(corrupt)])
+        if corrupt:
+            logger.warning("%d KV blocks did not match their checksums", len(corrupt))
+            self._arena.discard(self._row, corrupt)
 
     def _save(self, job: int, save: Save) -> None:
         try:
@@ -155,29 +229,50 @@ class WorkerHalf:
 
 
 class _ArenaSource:
-    """One step's load from the arena."""
+    """Blocks of one step's load that stand in the arena: `slots`, to `blocks`."""
 
-    def __init__(self, arena: Arena, row: int, cache: EngineCache, seeds: Any, load: Load) -> None:
-        self.hashes = load.hashes
-        self.blocks = np.array(load.blocks, np.int64)
-        slots = arena.lookup(row, load.hashes)
-        self.found = slots >= 0
-        self.bad = ~self.found
-        self._cache = cache
-        self._there = np.flatnonzero(self.found)
-        self._payloads = arena.addresses(slots[self.found]).astype(np.uint64)
-        self._expected = arena.sums(slots[self.found])
-        self._seed = seeds(load.hashes)[self.found]
+    def __init__(
+        self,
+        arena: Arena,
+        cache: EngineCache,
+        slots: np.ndarray,
+        blocks: np.ndarray,
+        seeds: np.ndarray,
+    ) -> None:
+        self._cache, self._blocks, self._seeds = cache, blocks, seeds
+        self._payloads = arena.addresses(slots).astype(np.uint64)
+        self._expected = arena.sums(slots)
+        self.bad = np.zeros(len(blocks), np.bool_)
 
     def begin(self, layer: int) -> None:
         """Memory needs no asking."""
 
     def end(self, layer: int) -> None:
-        there = self._there
-        if not len(there):
-            return
-        sums = self._cache.load(layer, self.blocks[there], self._payloads, self._seed[:, layer])
-        self.bad[there] |= sums != self._expected[:, layer]
+        if len(self._blocks):
+            sums = self._cache.load(layer, self._blocks, self._payloads, self._seeds[:, layer])
+            self.bad |= sums != self._expected[:, layer]
+
+
+class _StepSource:
+    """One step's load: which of its blocks comes from which source; the rest is gone."""
+
+    def __init__(
+        self, load: Load, blocks: np.ndarray, parts: list[tuple[np.ndarray, Part]]
+    ) -> None:
+        self.hashes, self.blocks, self.parts = load.hashes, blocks, parts
+        self.files: FilePart | None = None
+
+    @property
+    def depth(self) -> int:
+        return self.files.depth if self.files is not None else MAX_DEPTH
+
+    def begin(self, layer: int) -> None:
+        for _, part in self.parts:
+            part.begin(layer)
+
+    def end(self, layer: int) -> None:
+        for _, part in self.parts:
+            part.end(layer)
 
 
 def tenant_number(salt: str) -> int:

@@ -1,0 +1,89 @@
+"""`python -m headrace_kvstore node`: a StoreNode by itself, until SIGTERM or Ctrl-C.
+
+    python -m headrace_kvstore node --config store.yaml
+    python -m headrace_kvstore node --set name=headrace-kv --set nvme_folder=/mnt/kv --set warm=true
+    python -m headrace_kvstore stats --set name=headrace-kv
+
+Settings are those of `NodeSettings`; `--set` goes before the file, and its values are read as YAML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import yaml
+import zmq
+
+from headrace_kvstore import wire
+from headrace_kvstore.client import call
+from headrace_kvstore.connector.settings import SettingsError
+from headrace_kvstore.node import NodeRunning, NodeSettings, StoreNode
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0; 1 for a node that is missing or cannot be; 2 for wrong settings."""
+    parser = argparse.ArgumentParser("headrace_kvstore", description=__doc__.partition("\n")[0])
+    parser.add_argument("command", choices=("node", "stats"))
+    parser.add_argument("--config", type=Path, help="YAML or JSON file of settings")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args(arguments)
+    try:
+        settings = _settings(given.config, given.set)
+    except (SettingsError, OSError, yaml.YAMLError) as error:
+        print(f"settings: {error}", file=sys.stderr)
+        return 2
+    return _run(settings) if given.command == "node" else _stats(settings)
+
+
+def _settings(file: Path | None, pairs: list[str]) -> NodeSettings:
+    values = {} if file is None else yaml.safe_load(file.read_text()) or {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"{file}: holds no mapping of names to values")
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {pair}: give NAME=VALUE")
+        values[name] = yaml.safe_load(value)
+    return NodeSettings.parse(values)
+
+
+def _run(settings: NodeSettings) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    try:
+        node = StoreNode(settings).start()
+    except (NodeRunning, OSError, ValueError, zmq.ZMQError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print("ready", flush=True)
+    ended.wait()
+    if not node.close():
+        logging.shutdown()
+        os._exit(0)  # a disk that hangs has threads of ours, and joining them would hang too
+    return 0
+
+
+def _stats(settings: NodeSettings) -> int:
+    try:
+        reply = call(settings.name, wire.GetStats(), socket_folder=settings.socket_folder)
+    except TimeoutError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not isinstance(reply, wire.Stats):
+        print(reply, file=sys.stderr)
+        return 1
+    print(json.dumps(reply.values, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Loading KV blocks straight from the NVMe tier's files, a layer at a time.
+
+A layer of all blocks is read with O_DIRECT into staging memory, then copied into the engine's cache
+and summed on the way, so that a byte is touched twice and no other process handles it. Staging
+holds `depth` layers; the pipeline asks for layer l + depth once layer l is in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.mover import Mover
+from headrace_kvstore.tiers.segment import BlockReader, Location, Read
+
+logger = logging.getLogger("headrace.kvstore")
+
+PAGE_BYTES = 4096
+READ_TIMEOUT_S = 10.0
+"""A disk that takes longer for one layer is given up for this load."""
+
+
+class Staging:
+    """Page-aligned memory that reads land in, registered with a mover.
+
+    Args:
+        mover: that will read.
+        size_bytes: of the memory.
+    """
+
+    def __init__(self, mover: Mover, size_bytes: int) -> None:
+        self._mover = mover
+        self._memory = mmap.mmap(-1, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self.size_bytes = len(self._memory)
+        self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
+        mover.register(self.address, self.size_bytes)
+
+    def layers(self, blocks: int, layer_bytes: int, depth: int) -> np.ndarray:
+        """Room for as many layers of some blocks as fit, `depth` at most: addresses
+        u64 [layers, blocks].
+
+        Raises:
+            ValueError: not one layer fits.
+        """
+        stride = -(-layer_bytes // PAGE_BYTES) * PAGE_BYTES
+        fitting = min(depth, self.size_bytes // max(1, blocks * stride))
+        if not fitting:
+            raise ValueError(f"{blocks} blocks of {layer_bytes} bytes a layer: staging too small")
+        offsets = np.arange(fitting * blocks, dtype=np.uint64) * np.uint64(stride)
+        return np.uint64(self.address) + offsets.reshape(fitting, blocks)
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be reading into it."""
+        self._mover.deregister(self.address, self.size_bytes)
+
+
+class FileTier:
+    """Reads of this process from the tier's files. NIXL starts with the first of them.
+
+    Args:
+        cache: the engine's.
+        staging_bytes: memory that layers pass through.
+    """
+
+    def __init__(self, cache: HostCache, staging_bytes: int) -> None:
+        self._cache, self._staging_bytes = cache, staging_bytes
+        self._mover: Mover | None = None
+        self._reader: BlockReader | None = None
+        self._staging: Staging | None = None
+
+    def source(
+        self, places: Sequence[Location], blocks: np.ndarray, seeds: np.ndarray, depth: int
+    ) -> FileSource:
+        """A source of some blocks; `settle` it before the next.
+
+        Raises:
+            OSError, ValueError: there is no NIXL here, or no room.
+        """
+        if self._mover is None or self._reader is None:
+            self._mover = Mover()
+            self._reader = BlockReader(self._mover)
+        if self._staging is None:
+            self._staging = Staging(self._mover, self._staging_bytes)
+        return FileSource(self._reader, self._staging, self._cache, places, blocks, seeds, depth)
+
+    def settle(self, source: FileSource) -> None:
+        """The source's load is over. Staging that a slow disk may still write to is left to it."""
+        if not source.quiet(READ_TIMEOUT_S):
+            logger.warning("a read from KV files does not end; its staging memory is given up")
+            self._staging = None
+
+    def close(self) -> None:
+        """End all reads."""
+        if self._reader is not None and self._mover is not None:
+            self._reader.close()
+            if self._staging is not None:
+                self._staging.close()
+            self._mover.close()
+
+
+class FileSource:
+    """One step's load of some blocks from files; a `LayerSource`.
+
+    Args:
+        reader: of the tier's files.
+        staging: memory that nothing else uses meanwhile.
+        cache: the engine's.
+        places: where the blocks lie.
+        blocks: int64 [n], their ids in the engine's cache.
+        seeds: u64 [n, layers].
+        depth: layers in flight, at most.
+
+    Attributes:
+        bad: bool [n]: blocks that could not be read, or did not match their checksums.
+    """
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        staging: Staging,
+        cache: HostCache,
+        places: Sequence[Location],
+        blocks: np.ndarray,
+        seeds: np.ndarray,
+        depth: int,
+    ) -> None:
+        self._reader, self._cache, self._places = reader, cache, places
+        self._blocks, self._seeds = blocks, seeds
+        self._layer_bytes = cache.layout.layer_bytes
+        self._room = staging.layers(len(blocks), self._layer_bytes, depth)
+        self._expected = np.array([place.sums for place in places], np.uint64)
+        self._reads: dict[int, Read] = {}
+        self.bad = np.zeros(len(blocks), np.bool_)
+
+    @property
+    def depth(self) -> int:
+        """Layers that may be in flight."""
+        return len(self._room)
+
+    def begin(self, layer: int) -> None:
+        room = self._room[layer % len(self._room)]
+        self._reads[layer] = self._reader.read(self._places, room[:, None], first_layer=layer)
+
+    def end(self, layer: int) -> None:
+        read = self._reads[layer]
+        arrived = read.wait(READ_TIMEOUT_S)
+        del self._reads[layer]
+        # `load` adds the layer's place in a payload to what it is given.
+        before = np.uint64(layer * self._layer_bytes)
+        payloads = self._room[layer % len(self._room)] - before
+        sums = self._cache.load(layer, self._blocks, payloads, self._seeds[:, layer])
+        self.bad |= ~arrived | (sums != self._expected[:, layer])
+
+    def quiet(self, timeout_s: float) -> bool:
+        """Call off what is in flight; whether the staging memory is nobody else's now."""
+        for read in self._reads.values():
+            read.call_off()
+        for read in self._reads.values():
+            try:
+                read.wait(timeout_s)
+            except TimeoutError:
+                return False
+        self._reads.clear()
+        return True

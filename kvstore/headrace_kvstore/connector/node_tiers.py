@@ -1,0 +1,45 @@
+"""The node's slower tiers, as the scheduler half asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace_kvstore.client import NodeClient
+from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.tiers.segment import Location
+
+FORGOTTEN_AT = 1024
+"""Answers that nobody came for, since their requests have ended."""
+
+
+class NodeTiers:
+    """`SlowTiers` over the line to a StoreNode; without one, every answer is: nothing.
+
+    Args:
+        settings: of the store; its name leads to the node.
+        digest: of the engine's namespace.
+    """
+
+    def __init__(self, settings: StoreSettings, digest: bytes) -> None:
+        self._client = NodeClient(settings.name)
+        self._digest, self._lease_s = digest, settings.lease_s
+        self._answers: dict[str, list[Location]] = {}
+
+    def ask(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """Ask the node; returns at once."""
+        self._client.ask_locate(request_id, self._digest, hashes, self._lease_s)
+
+    def answer(self, request_id: str) -> list[Location] | None:
+        """What the node has said, if it has; the client answers for a node that does not."""
+        for answer in self._client.poll():
+            self._answers[answer.request_key] = answer.locations
+        while len(self._answers) > FORGOTTEN_AT:
+            self._answers.pop(next(iter(self._answers)))
+        return self._answers.pop(request_id, None)
+
+    def report_bad(self, hashes: Sequence[bytes]) -> None:
+        """Have the node drop blocks whose bytes were not right."""
+        self._client.report_bad(self._digest, hashes)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,458 @@
+"""StoreNode: what one machine's KV store needs beside the engines that use it.
+
+Engines copy blocks into and out of the arena by themselves; no byte of theirs passes through here.
+The node writes the arena's blocks to NVMe, tells readers where those lie and keeps them there for a
+while, brings blocks back into DRAM ahead of their use, and publishes what each tier holds. It may
+die at any time: engines then do without NVMe and prefetch, and the next node finds arena and files
+as they were.
+
+It is a plain object with threads of its own: by itself `python -m headrace_kvstore node`, or inside
+whatever process wants one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore import wire
+from headrace_kvstore.checksum import prepare
+from headrace_kvstore.events import DRAM, NVME, Change, EventPublisher
+from headrace_kvstore.locking import LockBusyError
+from headrace_kvstore.mover import Mover
+from headrace_kvstore.node_dram import DramWork
+from headrace_kvstore.node_keeper import TierKeeper
+from headrace_kvstore.node_server import NodeRunning, NodeServer
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.node_tiers import NodeTier
+from headrace_kvstore.node_writer import Admit, worth_writing
+from headrace_kvstore.table import hash_word
+from headrace_kvstore.tiers.catalog import use_per_second
+from headrace_kvstore.tiers.nvme import TierEvent
+from headrace_kvstore.tiers.record import padded
+from headrace_kvstore.tiers.segment import Location
+
+logger = logging.getLogger("headrace.kvstore")
+
+TIERS = ("dram", "nvme")
+REMEMBERED_USES = 1 << 16
+"""Blocks of which it is known that one request read them from NVMe."""
+PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
+"""Of prefetches that nobody asked for."""
+CHECK_S = 1.0
+"""Between looks whether the arena was replaced."""
+
+
+class StoreNode:
+    """One machine's node; made by its constructor, running from `start` to `close`. Thread-safe.
+
+    A missing arena or disk is no error: the node does what is left, and `stats` says what is not.
+
+    Args:
+        settings: what is stored where.
+        admit: which stored blocks are worth writing to NVMe.
+        mover: shared with others; None makes one of its own where there is an NVMe tier.
+    """
+
+    def __init__(
+        self, settings: NodeSettings, *, admit: Admit = worth_writing, mover: Mover | None = None
+    ) -> None:
+        self.settings = settings
+        self._admit = admit
+        self._mover, self._owns_mover = mover, mover is None
+        self._uses: OrderedDict[bytes, str] = OrderedDict()
+        self._counts: Counter[str] = Counter()
+        self._dram_lock = threading.Lock()
+        self._dram: DramWork | None = None
+        self._dram_reason = "opening"
+        self._keeper: TierKeeper | None = None
+        self._nvme_reason = "no nvme_folder is given"
+        self._publisher: EventPublisher | None = None
+        self._server: NodeServer | None = None
+        self._slow = ThreadPoolExecutor(1, "kv-node-slow")
+        self._stop = threading.Event()
+        self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
+        self._started_s = time.monotonic()
+
+    def start(self) -> StoreNode:
+        """Begin to work and to listen.
+
+        Raises:
+            NodeRunning: this arena has a node already.
+            zmq.ZMQError: an event endpoint cannot be bound.
+        """
+        settings = self.settings
+        prepare()
+        path = wire.socket_path(settings.name, settings.socket_folder)
+        self._server = NodeServer(path, self._handle)
+        try:
+            if settings.events is not None:
+                self._publisher = EventPublisher(settings.events, settings.replay, self._contents)
+            if settings.nvme_folder is not None:
+                self._open_nvme()
+            self._open_arena()
+        except BaseException:
+            self.close()
+            raise
+        self._checker.start()
+        logger.info("store node of %s listens at %s", settings.name, path)
+        return self
+
+    def _open_nvme(self) -> None:
+        try:
+            if self._mover is None:
+                self._mover = Mover()
+        except (ImportError, RuntimeError) as error:
+            self._nvme_reason = f"no mover of files: {error}"
+            logger.exception("there is no NVMe tier")
+            return
+        self._keeper = TierKeeper(self.settings, self._mover, self._nvme_event, self._nvme_opened)
+
+    def close(self) -> bool:
+        """End within about `close_s`; what was not written by then is not.
+
+        Returns False if a disk hangs: then threads and memory are left behind, and only the end of
+        the process frees them.
+        """
+        deadline = time.monotonic() + self.settings.close_s
+        self._stop.set()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        if self._checker.is_alive():
+            self._checker.join(self.settings.close_s)
+        self._slow.shutdown(wait=False, cancel_futures=True)
+        ended = True
+        with self._dram_lock:
+            dram, self._dram, self._dram_reason = self._dram, None, "closed"
+            if dram is not None:
+                if not self.settings.keep_arena:
+                    dram.arena.unlink()
+                ended &= dram.close(_left(deadline), flush=True)
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            ended &= keeper.close(_left(deadline))
+        if self._owns_mover and self._mover is not None:
+            ended &= self._mover.close(_left(deadline))
+        if self._publisher is not None:
+            self._publisher.close()
+        return ended
+
+    # What clients ask for
+
+    def locate(
+        self, digest: bytes, hashes: Sequence[bytes], lease_s: float = 30.0, request_key: str = ""
+    ) -> list[Location]:
+        """The leading run of these blocks that NVMe has, kept there for `lease_s`.
+
+        With a lease it counts as a use, and a block that a second request uses is brought into DRAM
+        in the background.
+        """
+        tier = self._tier()
+        found: list[Location] = []
+        if tier is not None:
+            for block_hash in hashes:
+                place = tier.locate(digest, block_hash, lease_s)
+                if place is None or (found and place.shape != found[0].shape):
+                    break
+                found.append(place)
+        if lease_s > 0:
+            self._counts["nvme_hits"] += len(found)
+            self._counts["nvme_misses"] += len(hashes) - len(found)
+            self._promote(digest, hashes[: len(found)], request_key)
+        return found
+
+    def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
+        """Have blocks brought from NVMe into DRAM; returns how many were queued."""
+        dram = self._dram
+        return 0 if dram is None else dram.prefetcher.ask(digest, hashes, priority)
+
+    def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str) -> int:
+        """Drop blocks from one tier, whose bytes did not verify; returns how many were there.
+
+        Raises ValueError for a tier that there is not.
+        """
+        _known(tier)
+        self._counts[f"{tier}_reported_bad"] += len(hashes)
+        if tier == "dram":
+            return self._in_dram(digest, lambda dram, row: dram.arena.discard(row, hashes))
+        nvme = self._tier()
+        return 0 if nvme is None else sum(nvme.discard(digest, h, "corrupt") for h in hashes)
+
+    def pin(self, digest: bytes, hashes: Sequence[bytes], pinned: bool = True) -> int:
+        """Keep blocks from eviction in each tier, or let them go; how many were found in any."""
+        found = np.zeros(len(hashes), np.bool_)
+
+        def in_dram(dram: DramWork, row: int) -> int:
+            found[:] = dram.arena.pin(row, hashes, pinned)
+            return 0
+
+        self._in_dram(digest, in_dram)
+        nvme = self._tier()
+        if nvme is not None:
+            found |= [nvme.pin(digest, block_hash, pinned) for block_hash in hashes]
+        return int(found.sum())
+
+    def warm(self) -> int:
+        """Have NVMe's most valuable blocks brought into DRAM's free room; how many were queued."""
+        tier = self._tier()
+        with self._dram_lock:
+            room = 0 if self._dram is None else self._dram.arena.free_bytes()
+        if tier is None or not room:
+            return 0
+        contents = [(digest, rows) for digest, rows in tier.contents()]
+        if not contents:
+            return 0
+        rows = np.concatenate([rows for _, rows in contents])
+        owner = np.repeat(np.arange(len(contents)), [len(rows) for _, rows in contents])
+        best = np.argsort(-use_per_second(rows, time.monotonic()), kind="stable")
+        best = best[np.cumsum(rows["bytes"][best]) <= room]
+        best = best[np.argsort(rows["depth"][best], kind="stable")]
+        queued = 0
+        for i in np.unique(owner[best]).tolist():
+            hashes = [rows["hash"][j].tobytes() for j in best[owner[best] == i]]
+            queued += self.prefetch(contents[i][0], hashes, WARM_PRIORITY)
+        return queued
+
+    def clear(self, digest: bytes | None = None, tiers: Sequence[str] = TIERS) -> int:
+        """Drop all blocks of a namespace, or of all, also pinned and leased ones; how many.
+
+        Raises ValueError for a tier that there is not.
+        """
+        for tier in tiers:
+            _known(tier)
+        dropped = 0
+        nvme = self._tier()
+        if "nvme" in tiers and nvme is not None:
+            for owner, rows in nvme.contents():
+                if digest in (None, owner):
+                    dropped += sum(nvme.discard(owner, row["hash"].tobytes()) for row in rows)
+        if "dram" in tiers:
+            if digest is not None:
+                dropped += self._in_dram(digest, lambda dram, row: dram.arena.clear(row))
+            else:
+                with self._dram_lock:
+                    dropped += 0 if self._dram is None else self._dram.arena.clear()
+        return dropped
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able: each tier's state, sizes and hits, and what the node does."""
+        with self._dram_lock:
+            dram = self._dram
+            if dram is None:
+                of_dram: dict[str, Any] = {"state": "off", "reason": self._dram_reason}
+                work = {}
+            else:
+                arena = dram.arena.stats()
+                of_dram = {"state": "on", "reason": "", **arena, "bytes": arena["held_bytes"]}
+                of_dram |= {"hits": arena["hits_total"], "misses": arena["misses_total"]}
+                of_dram["size_bytes"] = arena["data_bytes"]
+                work = {
+                    "follow": dram.follower.stats(),
+                    "write_behind": dram.writer.stats(),
+                    "prefetch": dram.prefetcher.stats(),
+                }
+        keeper, server = self._keeper, self._server
+        nvme: dict[str, Any] = {"state": "off", "reason": self._nvme_reason}
+        if keeper is not None:
+            nvme = keeper.stats()
+        nvme |= {"hits": self._counts["nvme_hits"], "misses": self._counts["nvme_misses"]}
+        nvme.setdefault("size_bytes", self.settings.nvme_bytes)
+        return {
+            "name": self.settings.name,
+            "pid": os.getpid(),
+            "protocol": wire.PROTOCOL,
+            "uptime_s": time.monotonic() - self._started_s,
+            "tiers": {"dram": {"medium": DRAM, **of_dram}, "nvme": {"medium": NVME, **nvme}},
+            **work,
+            "promoted": self._counts["promoted"],
+            "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
+            "requests": {} if server is None else dict(server.counts),
+            "events": self._publisher.stats() if self._publisher is not None else {},
+        }
+
+    def quiesce(self, timeout_s: float) -> bool:
+        """Wait until everything stored so far is told, and written or dropped; for tests."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            dram = self._dram
+            if dram is not None and dram.idle and (self._keeper is None or self._keeper.tier):
+                return True
+            time.sleep(0.005)
+        return False
+
+    # Requests
+
+    def _handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply]:
+        """What takes microseconds here and now, all else in the slow thread."""
+        match request:
+            case wire.Ping():
+                return wire.Done()
+            case wire.Locate(key, digest, hashes, lease_s):
+                return wire.pack_locations(self.locate(digest, hashes, lease_s, key))
+            case wire.Prefetch(digest, hashes, priority):
+                return wire.Done(self.prefetch(digest, hashes, priority))
+        return self._slow.submit(self._handle_slowly, request)
+
+    def _handle_slowly(self, request: wire.Request) -> wire.Reply:
+        match request:
+            case wire.ReportBad(digest, hashes, tier):
+                return wire.Done(self.report_bad(digest, hashes, tier))
+            case wire.Pin(digest, hashes, pinned):
+                return wire.Done(self.pin(digest, hashes, pinned))
+            case wire.Warm():
+                return wire.Done(self.warm())
+            case wire.Clear(maybe_digest, tiers):
+                return wire.Done(self.clear(maybe_digest, tiers or TIERS))
+            case wire.GetStats():
+                return wire.Stats(self.stats())
+        return wire.Failed(f"nobody answers {type(request).__name__}")
+
+    # Inside
+
+    def _tier(self) -> NodeTier | None:
+        keeper = self._keeper
+        return None if keeper is None else keeper.tier
+
+    def _in_dram(self, digest: bytes, act: Callable[[DramWork, int], int]) -> int:
+        """`act` on a namespace's row of the arena, if there are both."""
+        with self._dram_lock:
+            row = None if self._dram is None else self._dram.arena.row_of(digest)
+            return 0 if self._dram is None or row is None else act(self._dram, row)
+
+    def _promote(self, digest: bytes, hashes: Sequence[bytes], request_key: str) -> None:
+        again = []
+        for block_hash in hashes:
+            key = digest + padded(block_hash)
+            before = self._uses.get(key)
+            if before is None:
+                self._uses[key] = request_key
+            elif before != request_key:
+                del self._uses[key]
+                again.append(block_hash)
+        while len(self._uses) > REMEMBERED_USES:
+            self._uses.popitem(last=False)
+        if again:
+            self._counts["promoted"] += self.prefetch(digest, again, PROMOTION_PRIORITY)
+
+    def _check(self) -> None:
+        """Open the arena once it can be had, and again when it was replaced."""
+        while True:
+            dram = self._dram
+            if self._stop.wait(self.settings.retry_s if dram is None else CHECK_S):
+                return
+            try:
+                if dram is not None and dram.arena.replaced():
+                    logger.warning("arena %s was replaced", self.settings.name)
+                    with self._dram_lock:
+                        self._dram = None
+                        dram.close(self.settings.close_s)
+                if self._dram is None:
+                    self._open_arena()
+            except Exception:
+                logger.exception("looking after the arena failed; it goes on")
+
+    def _open_arena(self) -> None:
+        settings = self.settings
+        try:
+            dram = DramWork(
+                *(settings, self._mover, self._tier, self._admit),
+                *(self._publish, self._resync),
+            )
+        except (OSError, ValueError, LockBusyError) as error:
+            if self._dram_reason != str(error):
+                logger.error("no arena %s: %s; it is tried again", settings.name, error)
+            self._dram_reason = str(error)
+            return
+        self._dram = dram
+        self._resync()
+        if settings.warm:
+            self._slow.submit(self.warm)
+
+    def _nvme_opened(self) -> None:
+        dram = self._dram
+        if dram is not None:
+            dram.follower.sweep_soon()
+        self._resync()
+        if self.settings.warm:
+            self._slow.submit(self.warm)
+
+    def _nvme_event(self, event: TierEvent) -> None:
+        if self._publisher is None or event.reason == "scanned":
+            return
+        parent = 0
+        if event.stored:
+            tier = self._tier()
+            record = None if tier is None else tier.record(event.digest, event.hash)
+            if record is None:
+                return  # gone already; another thread tells so
+            parent = int(record["parent"])
+        self._publish([Change(event.stored, NVME, event.digest, event.hash, parent)])
+
+    def _publish(self, changes: list[Change]) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(changes)
+
+    def _resync(self) -> None:
+        if self._publisher is not None:
+            self._publisher.resync()
+
+    def _contents(self) -> Iterator[Change]:
+        """All blocks of all tiers, each chain in order."""
+        with self._dram_lock:
+            rows, spaces = np.zeros(0), []
+            if self._dram is not None:
+                rows, _ = self._dram.arena.blocks()
+                spaces = self._dram.arena.spaces()
+        for row in _chains(rows):
+            digest = spaces[int(row["namespace"])].digest
+            yield Change(True, DRAM, digest, row["hash"].tobytes(), int(row["parent"]))
+        tier = self._tier()
+        for digest, found in [] if tier is None else tier.contents():
+            for row in _chains(found):
+                yield Change(True, NVME, digest, row["hash"].tobytes(), int(row["parent"]))
+
+
+def _chains(rows: np.ndarray) -> list[np.void]:
+    """Rows of SLOT, each block right after its parent where that has no other child before it."""
+    if not len(rows):
+        return []
+    by_word: dict[tuple[int, int], list[int]] = {}
+    for i, (namespace, parent) in enumerate(
+        zip(rows["namespace"].tolist(), rows["parent"].tolist(), strict=True)
+    ):
+        by_word.setdefault((namespace, parent), []).append(i)
+    ordered: list[int] = []
+    waiting: list[int] = []
+    seen = np.zeros(len(rows), np.bool_)
+    for root in np.argsort(rows["depth"], kind="stable").tolist():
+        waiting.append(root)
+        while waiting:
+            i = waiting.pop()
+            if seen[i]:
+                continue
+            seen[i] = True
+            ordered.append(i)
+            word = hash_word(rows["hash"][i].tobytes())
+            waiting.extend(by_word.get((int(rows["namespace"][i]), word), ()))
+    return [rows[i] for i in ordered]
+
+
+def _known(tier: str) -> None:
+    if tier not in TIERS:
+        raise ValueError(f"{tier!r} is no tier; there are {', '.join(TIERS)}")
+
+
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+__all__ = ["NodeRunning", "NodeSettings", "StoreNode"]

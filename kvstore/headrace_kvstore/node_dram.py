@@ -1,0 +1,83 @@
+"""A node's work on one arena: following it, writing it behind, prefetching into it.
+
+An arena may be replaced under its name (removed, and made anew by an engine). Then this work is
+ended and begun on the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from headrace_kvstore.events import Change
+from headrace_kvstore.mover import Mover
+from headrace_kvstore.node_follow import Follower
+from headrace_kvstore.node_prefetch import Prefetcher
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.node_tiers import NodeArena, NodeTier
+from headrace_kvstore.node_writer import Admit, WriteBehind
+
+logger = logging.getLogger("headrace.kvstore")
+
+_LEFT_BEHIND: list[DramWork] = []
+"""Still mapped, since a disk that hangs may read or write their memory yet."""
+
+
+class DramWork:
+    """Begun by its constructor, on an arena that it opens or makes.
+
+    Raises:
+        OSError, ValueError, LockBusyError: the arena cannot be had.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        mover: Mover | None,
+        tier: Callable[[], NodeTier | None],
+        admit: Admit,
+        publish: Callable[[list[Change]], None],
+        resync: Callable[[], None],
+    ) -> None:
+        self.arena = NodeArena.of(settings)
+        self._mover = mover
+        self._memory = self.arena.base_address, self.arena.geometry.size_bytes
+        if mover is not None:
+            mover.register(*self._memory)
+        self.writer = WriteBehind(
+            self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
+        )
+        self.prefetcher = Prefetcher(self.arena, tier, settings.reading_bytes)
+        self.follower = Follower(self.arena, self.writer, publish, resync, settings.sweep_s)
+
+    @property
+    def idle(self) -> bool:
+        """All that has happened is told, written and read."""
+        return (
+            self.follower.caught_up
+            and self.writer.idle
+            and self.prefetcher.idle
+            and self.follower.caught_up
+        )
+
+    def close(self, timeout_s: float, flush: bool = False) -> bool:
+        """End it; `flush` writes what waits, as far as half of the time allows.
+
+        Returns False if the disk still has some of the arena's memory: then it stays mapped.
+        """
+        deadline = time.monotonic() + timeout_s
+        if flush:
+            self.writer.drain(timeout_s / 2)
+        ended = all(
+            part.close(max(0.05, deadline - time.monotonic()))
+            for part in (self.follower, self.prefetcher, self.writer)
+        )
+        if not ended:
+            logger.warning("a disk that hangs keeps the arena's memory")
+            _LEFT_BEHIND.append(self)
+            return False
+        if self._mover is not None:
+            self._mover.deregister(*self._memory)
+        self.arena.close()
+        return True

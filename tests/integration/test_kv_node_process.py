@@ -1,0 +1,190 @@
+"""A store node in a process of its own: killed, restarted, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headrace_kvstore import wire
+from headrace_kvstore.client import Answer, NodeClient, call
+from headrace_kvstore.mover import Mover
+from tests.support.kvnode import DIGEST, Engine, Reader, keys, settings, until
+
+ROOT = Path(__file__).parents[2]
+
+
+class Node:
+    """`python -m headrace_kvstore node`, with all that it keeps below `folder`."""
+
+    def __init__(self, folder: Path, **values: Any) -> None:
+        self.folder = folder
+        self.settings = settings(folder, **values)
+        config = folder.parent / f"{folder.name}.yaml"
+        plain = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(self.settings).items()
+        }
+        config.write_text(yaml.safe_dump(plain))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "kvstore")},
+        )
+
+    def ready(self) -> Node:
+        """Wait until it listens."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == "ready\n":  # NIXL has its say before
+                return self
+        raise AssertionError(self.process.communicate(timeout=10)[1])
+
+    def kill(self) -> None:
+        """With -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def end(self) -> int:
+        """With SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(10)
+
+    def call(self, request: wire.Request) -> Any:
+        return call(self.settings.name, request, 20.0, self.folder)
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.call(wire.GetStats()).values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "node").mkdir()
+    return tmp_path / "node"
+
+
+@pytest.fixture
+def begin(folder: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def start(**values: Any) -> Node:
+        nodes.append(Node(folder, **values))
+        return nodes[-1].ready()
+
+    yield start
+    for node in nodes:
+        if node.process.poll() is None:
+            node.kill()
+        node.process.communicate(timeout=10)
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[NodeClient]:
+    client = NodeClient("arena", timeout_s=2.0, retry_s=0.05, socket_folder=folder)
+    yield client
+    client.close()
+
+
+def answer(client: NodeClient, *numbers: int) -> Answer:
+    """What the client is told about these blocks."""
+    client.ask_locate("r", DIGEST, keys(*numbers))
+    got: list[Answer] = []
+    until(lambda: bool(got.extend(client.poll()) or got))
+    return got[-1]
+
+
+def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
+    begin: Callable[..., Node], client: NodeClient
+) -> None:
+    node = begin(keep_arena=True)
+    mover = Mover()
+    engine, reader = Engine(node.settings), Reader(mover)
+    until(lambda: client.up)
+    engine.put(*range(12))
+    until(lambda: len(answer(client, *range(12)).locations) == 12)
+
+    node.kill()
+    assert answer(client, 0).locations == []
+    assert not client.prefetch(DIGEST, keys(0))
+    engine.put(20)
+    assert engine.has(0, 20) == [True, True]
+
+    node = begin(keep_arena=True)
+    until(lambda: client.up)
+    until(lambda: len(answer(client, *range(12), 20).locations) == 13)
+    places = answer(client, *range(12)).locations
+    assert reader.read(places, range(12)) == [True] * 12
+    assert engine.has(*range(12), 20) == [True] * 13
+    nvme = node.stats()["tiers"]["nvme"]
+    assert nvme["scan"]["blocks"] == 12 and nvme["writes"] == 1
+
+    engine.arena.clear()
+    assert node.call(wire.Prefetch(DIGEST, keys(3))).blocks == 1
+    until(lambda: engine.has(3) == [True])
+    assert node.end() == 0
+    assert set(os.listdir(node.folder)) == {"nvme", "arena"}
+    reader.close()
+    mover.close()
+    engine.close()
+
+
+def test_a_node_killed_while_it_reads_and_writes_leaves_nothing_wrong(
+    begin: Callable[..., Node],
+) -> None:
+    node = begin(keep_arena=True)
+    engine = Engine(node.settings)
+    for first in range(0, 60, 20):
+        engine.put(*range(first, first + 20))
+        node.call(wire.Prefetch(DIGEST, keys(*range(first))) if first else wire.Ping())
+    node.kill()
+    assert engine.arena.check() == []
+    engine.has(*range(60))  # and compares bytes and checksums
+    node = begin(keep_arena=True)
+    there = [number for number in range(60) if engine.has(number)[0]]
+    for number in there:
+        until(lambda number=number: len(_located(node, number)) == 1)  # type: ignore[misc]
+    engine.arena.clear()
+    node.call(wire.Prefetch(DIGEST, keys(*there[:20])))
+    until(lambda: all(engine.has(*there[:20])))
+    engine.close()
+
+
+def _located(node: Node, number: int) -> list[tuple[int, int]]:
+    places: list[tuple[int, int]] = node.call(wire.Locate("r", DIGEST, keys(number), 1.0)).places
+    return places
+
+
+def test_a_second_node_is_refused_and_sigterm_leaves_nothing_but_files(
+    begin: Callable[..., Node], folder: Path
+) -> None:
+    first = begin()
+    second = Node(folder)
+    _, said = second.process.communicate(timeout=30)
+    assert second.process.returncode == 1 and "another store node" in said
+    assert isinstance(first.call(wire.Ping()), wire.Done)
+    assert {"arena", "headrace-kv-arena.sock", "nvme"} < set(os.listdir(folder))
+    assert first.end() == 0
+    assert set(os.listdir(folder)) == {"nvme"}
+
+
+def test_wrong_settings_are_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace_kvstore", "node", "--set", "nvme_bytes=much"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "kvstore")},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "nvme_bytes: is 'much'" in done.stderr

@@ -1,0 +1,158 @@
+"""An engine's side of a store node, for tests: blocks of known bytes in and out of the arena."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
+from headrace_kvstore.mover import Move, Mover, Operation
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.node_tiers import payload_sums
+from headrace_kvstore.table import hash_word
+from headrace_kvstore.tiers.record import PAGE_BYTES, Shape
+from headrace_kvstore.tiers.scan import page_memory
+from headrace_kvstore.tiers.segment import BlockReader, Location
+
+SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
+DIGEST = SHAPE.digest
+
+
+def key(number: int) -> bytes:
+    """The hash of block `number`."""
+    return random.Random(number).randbytes(32)
+
+
+def keys(*numbers: int) -> list[bytes]:
+    """Hashes."""
+    return [key(number) for number in numbers]
+
+
+def content(number: int) -> np.ndarray:
+    """The bytes of block `number`, u8."""
+    return np.frombuffer(random.Random(~number).randbytes(SHAPE.payload_bytes), np.uint8)
+
+
+def settings(folder: Path, **values: Any) -> NodeSettings:
+    """Of a small node that keeps all it has below `folder`: room for 40 blocks in DRAM."""
+    usual: dict[str, Any] = {
+        "name": "arena",
+        "folder": folder,
+        "dram_bytes": 48 * (SHAPE.payload_bytes + PAGE_BYTES),
+        "block_bytes": SHAPE.payload_bytes,
+        "layers": SHAPE.layers,
+        "nvme_folder": folder / "nvme",
+        "nvme_bytes": 2**24,
+        "segment_bytes": PAGE_BYTES + 16 * SHAPE.record_bytes,
+        "socket_folder": folder,
+        "sweep_s": 0.05,
+        "retry_s": 0.1,
+        "heal_s": 0.1,
+    }
+    return NodeSettings(**(usual | values))
+
+
+class Engine:
+    """Stores chains of blocks: block n's parent is block n - 1, block 0 is a root."""
+
+    def __init__(self, given: NodeSettings) -> None:
+        self.arena = Arena.create_or_attach(
+            given.name,
+            given.dram_bytes,
+            folder=given.folder,
+            block_bytes=given.block_bytes,
+            layers=given.layers,
+        )
+        self.row = self.arena.namespace(DIGEST, SHAPE.payload_bytes, SHAPE.layers)
+
+    def put(self, *numbers: int, tenant: int = 0) -> list[bool]:
+        """Store blocks; which were taken."""
+        parents = [hash_word(key(number - 1)) if number else 0 for number in numbers]
+        slots = self.arena.reserve(self.row, keys(*numbers), parents, numbers, tenant=tenant)
+        for number, slot in zip(numbers, slots.tolist(), strict=True):
+            if slot >= 0:
+                self.arena.view(slot)[:] = content(number)
+        mine = slots[slots >= 0]
+        seeds = [block_seed(DIGEST, key(n)) for n, s in zip(numbers, slots, strict=True) if s >= 0]
+        layers = np.arange(SHAPE.layers) * SHAPE.layer_bytes
+        at = self.arena.addresses(mine)[:, None] + layers
+        sums = checksum(at, SHAPE.layer_bytes, layer_seeds(seeds, SHAPE.layers))
+        self.arena.publish(mine, sums)
+        return [bool(slot >= 0) for slot in slots]
+
+    def has(self, *numbers: int) -> list[bool]:
+        """Which blocks the arena has; their bytes and checksums must be right."""
+        slots = self.arena.lookup(self.row, keys(*numbers))
+        for number, slot in zip(numbers, slots.tolist(), strict=True):
+            if slot >= 0:
+                assert (self.arena.view(slot) == content(number)).all(), number
+                at = self.arena.address(slot) + np.arange(SHAPE.layers) * SHAPE.layer_bytes
+                sums = payload_sums(DIGEST, key(number), 0, at, SHAPE.layer_bytes)
+                assert (sums == self.arena.sums(np.array([slot]))[0]).all(), number
+        return [bool(slot >= 0) for slot in slots]
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        self.arena.close()
+
+
+class Reader:
+    """Reads located blocks as an engine's worker does, in memory of its own."""
+
+    def __init__(self, mover: Mover, blocks: int = 64) -> None:
+        self._mover, self._reader = mover, BlockReader(mover)
+        self._memory, self._address = page_memory(blocks * SHAPE.payload_bytes)
+        mover.register(self._address, len(self._memory))
+
+    def read(self, places: Sequence[Location], numbers: Sequence[int]) -> list[bool]:
+        """Which blocks verify; one that does and has other bytes fails the test."""
+        rows = self._address + np.arange(len(places)) * SHAPE.payload_bytes
+        at = rows[:, None] + np.arange(SHAPE.layers) * SHAPE.layer_bytes
+        ok = self._reader.read(places, at, verify=payload_sums).wait(20)
+        for i, good in enumerate(ok):
+            begin = i * SHAPE.payload_bytes
+            got = self._memory[begin : begin + SHAPE.payload_bytes]
+            assert not good or (got == content(numbers[i])).all(), numbers[i]
+        return [bool(good) for good in ok]
+
+    def close(self) -> None:
+        """Take the memory back."""
+        self._reader.close()
+        self._mover.deregister(self._address, len(self._memory))
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait for it; fails the test if it does not come about."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.005)
+
+
+class HangingMover(Mover):
+    """A disk that starts no write, or no read, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs: str | None = None
+        self.held: list[Move] = []
+
+    def _start(self, operation: Operation, *columns: Any) -> Move:
+        if operation != self.hangs:
+            return super()._start(operation, *columns)
+        arrays = [np.ascontiguousarray(column, np.uint64).reshape(-1) for column in columns]
+        self.held.append(Move(operation, *arrays))
+        return self.held[-1]
+
+    def let_go(self) -> None:
+        """Do it all."""
+        self.hangs = None
+        held, self.held = self.held, []
+        for move in held:
+            self._lanes[move.operation].submit(move)

@@ -1,0 +1,171 @@
+"""Blocks that are not in DRAM come from the tier's files into the engine's cache, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.checksum import block_seed, layer_seeds
+from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.files import FileTier
+from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.worker import WorkerHalf
+from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.mover import Mover
+from headrace_kvstore.tiers import nvme
+from headrace_kvstore.tiers.record import Shape
+from headrace_kvstore.tiers.segment import Location
+
+LAYERS, BLOCKS, LAYER_BYTES = 5, 6, 8192
+DIGEST = b"namespace-digest"
+HASHES = [bytes([n]) * 32 for n in range(1, BLOCKS + 1)]
+NAMES = [f"model.layers.{n}.attn" for n in range(LAYERS)]
+
+
+class Tensor:
+    """The part of torch.Tensor that a layout reads, over numpy memory."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.shape = data, data.shape
+
+    def data_ptr(self) -> int:
+        return int(self.data.ctypes.data)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.data.itemsize for step in self.data.strides)
+
+    def element_size(self) -> int:
+        return self.data.itemsize
+
+
+class Engine:
+    """An engine's cache and its worker half, over an arena of its own."""
+
+    def __init__(self, folder: Path, name: str, fill: int) -> None:
+        rng = np.random.default_rng(fill)
+        self.data = [
+            rng.integers(0, 256, (BLOCKS, LAYER_BYTES), dtype=np.uint8) for _ in range(LAYERS)
+        ]
+        tensors = {name: Tensor(data) for name, data in zip(NAMES, self.data, strict=True)}
+        cache = HostCache(BlockLayout.of_tensors(tensors, BLOCKS))
+        self.arena = Arena.create_or_attach(
+            name, 4 << 20, folder=folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
+        )
+        row = self.arena.namespace(DIGEST, LAYERS * LAYER_BYTES, LAYERS)
+        self.worker = WorkerHalf(
+            self.arena, row, cache, seeds, StoreSettings(), FileTier(cache, 1 << 20)
+        )
+
+    def content(self, block: int) -> bytes:
+        return b"".join(layer[block].tobytes() for layer in self.data)
+
+    def load(self, blocks: list[int], places: dict[bytes, Location]) -> set[int]:
+        names = [HASHES[block] for block in blocks]
+        self.worker.begin(Work(load=Load(blocks, names, places)))
+        for name in NAMES:
+            self.worker.wait(name)
+        self.worker.end()
+        return self.worker.failed_blocks()
+
+
+def seeds(hashes: Sequence[bytes]) -> np.ndarray:
+    return layer_seeds([block_seed(DIGEST, name) for name in hashes], LAYERS)
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    """One that saved its blocks to DRAM, and one on an empty arena."""
+    first, second = Engine(tmp_path, "first", 1), Engine(tmp_path, "second", 2)
+    blocks = list(range(BLOCKS))
+    save = Save(blocks, HASHES, [b"", *HASHES[:-1]], blocks)
+    first.worker.begin(Work(saves={0: save}))
+    first.worker.end()
+    while not first.worker.finished_jobs():
+        pass
+    yield first, second
+    first.worker.close()
+    second.worker.close()
+
+
+@pytest.fixture
+def places(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[dict[bytes, Location]]:
+    """The first engine's blocks in files."""
+    arena = engines[0].arena
+    mover = Mover()
+    tier = nvme.NvmeTier.open(tmp_path / "files", 1 << 22, 1 << 20, mover)
+    slots = arena.lookup(0, HASHES)
+    sums = arena.sums(slots)
+    mover.register(arena.base_address, arena.geometry.size_bytes)
+    saves = [
+        nvme.Save(name, int(address), total)
+        for name, address, total in zip(HASHES, arena.addresses(slots), sums, strict=True)
+    ]
+    written = tier.write(Shape(DIGEST, LAYERS, LAYER_BYTES), saves)
+    assert all(future.result(20) for future in written)
+    found = {name: tier.locate(DIGEST, name) for name in HASHES}
+    yield {name: place for name, place in found.items() if place is not None}
+    tier.close()
+    mover.close()
+
+
+def test_blocks_come_from_files(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    first, second = engines
+    assert second.load([0, 3, 5], places) == set()
+    assert [second.content(n) for n in (0, 3, 5)] == [first.content(n) for n in (0, 3, 5)]
+    assert second.load([1], places) == set()
+
+
+def test_one_load_may_come_from_dram_and_files_and_nowhere(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    first, second = engines
+    first.arena.discard(0, HASHES[2:])
+    truth = [first.content(n) for n in range(4)]
+    for layer in first.data:
+        layer[:] = 0
+    known = {name: places[name] for name in HASHES[2:4]}
+    assert first.load([0, 1, 2, 3, 4], known) == {4}
+    assert [first.content(n) for n in range(4)] == truth
+    assert first.worker.bad_in_files() == []
+    assert second.load([0], {}) == {0}
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_a_flipped_bit_in_a_file_is_seen_and_told(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location], layer: int
+) -> None:
+    _, second = engines
+    place = places[HASHES[4]]
+    with open(place.path, "r+b") as file:
+        file.seek(place.payload_offset + layer * LAYER_BYTES + 99)
+        [byte] = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    assert second.load([3, 4], places) == {4}
+    assert second.worker.bad_in_files() == [HASHES[4]]
+    assert second.worker.bad_in_files() == []
+
+
+def test_a_file_that_is_gone_costs_its_blocks_and_nothing_else(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    _, second = engines
+    for path in {place.path for place in places.values()}:
+        Path(path).unlink()
+    assert second.load([0, 1], places) == {0, 1}
+
+
+def test_more_than_staging_holds_is_computed(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    _, second = engines
+    second.worker._files._staging_bytes = LAYER_BYTES  # type: ignore[union-attr]
+    assert second.load([0, 1], places) == {0, 1}
+    assert second.load([0], places) == set()

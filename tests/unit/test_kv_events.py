@@ -1,0 +1,340 @@
+"""KV events: vLLM's own decoder reads them, and a subscriber that falls behind catches up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from headrace_kvstore import events
+from headrace_kvstore.events import (
+    DRAM,
+    END_SEQ,
+    NVME,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Change,
+    EventBatch,
+    EventMaker,
+    EventPublisher,
+    plain_hash,
+)
+from headrace_kvstore.mover import Mover
+from headrace_kvstore.node import StoreNode
+from headrace_kvstore.table import hash_word
+from tests.support.kvnode import DIGEST, Engine, key, keys, settings, until
+
+OTHER = b"another-digest-!"
+
+
+def came(
+    number: int, medium: str = DRAM, digest: bytes = DIGEST, parent: int | None = None
+) -> Change:
+    """Block `number` came; its parent is the one before unless told."""
+    if parent is None:
+        parent = hash_word(key(number - 1)) if number else 0
+    return Change(True, medium, digest, key(number), parent)
+
+
+def went(number: int, medium: str = DRAM) -> Change:
+    return Change(False, medium, DIGEST, key(number))
+
+
+# Making
+
+
+def test_a_chain_is_one_event_with_its_parent() -> None:
+    maker = EventMaker()
+    [first, second] = maker.events([came(0), came(1), came(5, parent=99), came(6)])
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert (first.block_hashes, first.parent_block_hash) == (keys(0, 1), None)
+    assert (second.block_hashes, second.parent_block_hash) == (keys(5, 6), None)
+    [third] = maker.events([came(2)])
+    assert isinstance(third, BlockStored) and third.parent_block_hash == key(1)
+
+
+def test_brothers_and_unrelated_blocks_are_events_of_their_own() -> None:
+    word = hash_word(key(0))
+    got = EventMaker().events([came(0), came(1), came(7, parent=word), came(8, parent=0)])
+    assert [event.block_hashes for event in got] == [keys(0, 1), keys(7), keys(8)]  # type: ignore[attr-defined]
+    assert got[1].parent_block_hash == key(0)  # type: ignore[attr-defined]
+
+
+def test_media_and_namespaces_are_told_apart_and_order_is_kept() -> None:
+    got = EventMaker().events(
+        [came(0), came(1, NVME), went(0), went(1), went(1, NVME), came(0, digest=OTHER)]
+    )
+    assert [type(event).__name__ for event in got] == [
+        *("BlockStored", "BlockStored", "BlockRemoved", "BlockRemoved", "BlockStored")
+    ]
+    assert [event.medium for event in got] == [DRAM, NVME, DRAM, NVME, DRAM]  # type: ignore[attr-defined]
+    assert got[2].block_hashes == keys(0, 1)  # type: ignore[attr-defined]
+    assert got[4].ownership == OTHER.hex()  # type: ignore[attr-defined]
+
+
+def test_hashes_are_what_vllm_calls_blocks_by() -> None:
+    assert plain_hash(b"s" * 16 + bytes(16)) == b"s" * 16
+    assert plain_hash(b"s" * 31 + b"\0") == b"s" * 31 + b"\0"
+    assert plain_hash(key(0)) == key(0)
+
+
+def test_vllm_s_own_decoder_reads_them_and_writes_the_same_bytes() -> None:
+    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    made = EventMaker().events([came(0), came(1), went(0, NVME)])
+    sent = msgspec.msgpack.encode(EventBatch(1.5, [AllBlocksCleared(), *made], 0))  # type: ignore[list-item]
+    batch = msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode(sent)
+    cleared, stored, removed = batch.events
+    assert isinstance(cleared, kv_events.AllBlocksCleared)
+    assert isinstance(stored, kv_events.BlockStored)
+    assert isinstance(removed, kv_events.BlockRemoved)
+    assert (batch.ts, batch.data_parallel_rank) == (1.5, 0)
+    assert stored.block_hashes == keys(0, 1)
+    assert (stored.medium, stored.token_ids, stored.locality) == (DRAM, [], "LOCAL")
+    assert stored.ownership == removed.ownership == DIGEST.hex()
+    assert msgspec.msgpack.encode(batch) == sent
+    for ours, theirs in (
+        (BlockStored, kv_events.BlockStored),
+        (BlockRemoved, kv_events.BlockRemoved),
+    ):
+        assert ours.__struct_fields__ == theirs.__struct_fields__
+
+
+# Publishing
+
+
+@dataclass
+class Subscriber:
+    """Follows a publisher as vLLM's subscribers do: an index of (medium, hash), gaps replayed."""
+
+    publisher: EventPublisher
+    held: set[tuple[str, Any]] = field(default_factory=set)
+    seqs: list[int] = field(default_factory=list)
+    replayed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(self.publisher.endpoint)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+
+    def read(self, wait_s: float = 0.02) -> None:
+        """What has come; a gap is filled first."""
+        while self.socket.poll(int(1e3 * wait_s)):
+            topic, seq_bytes, payload = self.socket.recv_multipart()
+            assert topic == b""
+            seq = int.from_bytes(seq_bytes, "big")
+            expected = self.seqs[-1] + 1 if self.seqs else 0
+            if seq > expected:
+                self.replay(expected)
+            if not self.seqs or seq > self.seqs[-1]:
+                self.take(seq, payload)
+
+    def replay(self, first: int) -> None:
+        socket = self.context.socket(zmq.DEALER)
+        socket.connect(self.publisher.replay_endpoint)
+        socket.send_multipart((b"", first.to_bytes(8, "big")))
+        while True:
+            assert socket.poll(10_000)
+            _, _, seq_bytes, payload = socket.recv_multipart()
+            if seq_bytes == END_SEQ:
+                break
+            self.replayed.append(int.from_bytes(seq_bytes, "big"))
+            self.take(self.replayed[-1], payload)
+        socket.close(0)
+
+    def take(self, seq: int, payload: bytes) -> None:
+        self.seqs.append(seq)
+        for event in msgspec.msgpack.decode(payload, type=EventBatch).events:
+            if isinstance(event, AllBlocksCleared):
+                self.held.clear()
+            elif isinstance(event, BlockStored):
+                self.held |= {(event.medium, block) for block in event.block_hashes}
+            else:
+                self.held -= {(event.medium, block) for block in event.block_hashes}
+
+
+class Source:
+    """A store of which each change is published."""
+
+    def __init__(self, folder: Path, **limits: int) -> None:
+        self.held: dict[int, Change] = {}
+        self.lock = threading.Lock()
+        ends = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
+        self.publisher = EventPublisher(ends[0], ends[1], self.contents, **limits)
+        self.subscribers: list[Subscriber] = []
+
+    def contents(self) -> list[Change]:
+        with self.lock:
+            return list(self.held.values())
+
+    def put(self, *numbers: int) -> None:
+        with self.lock:
+            self.held |= {number: came(number) for number in numbers}
+        self.publisher.publish([came(number) for number in numbers])
+
+    def drop(self, *numbers: int) -> None:
+        with self.lock:
+            for number in numbers:
+                self.held.pop(number, None)
+        self.publisher.publish([went(number) for number in numbers])
+
+    def subscribe(self) -> Subscriber:
+        self.subscribers.append(Subscriber(self.publisher))
+        return self.subscribers[-1]
+
+    def agrees(self, subscriber: Subscriber) -> bool:
+        subscriber.read()
+        return subscriber.held == {(DRAM, key(number)) for number in self.held}
+
+    def close(self) -> None:
+        for subscriber in self.subscribers:
+            subscriber.context.destroy(0)
+        self.publisher.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Source]:
+    source = Source(tmp_path, kept_batches=20)
+    yield source
+    source.close()
+
+
+def sent(source: Source, batches: int) -> None:
+    until(lambda: source.publisher.stats()["batches"] >= batches)
+
+
+def joined(source: Source) -> Subscriber:
+    """A subscriber that hears what is published from now on."""
+    subscriber = source.subscribe()
+    number = 1000
+    while not subscriber.seqs:
+        number += 1
+        source.put(number)
+        subscriber.read()
+    return subscriber
+
+
+def test_a_subscriber_sees_what_comes_and_goes(source: Source) -> None:
+    subscriber = joined(source)
+    source.put(0, 1, 2)
+    source.drop(1)
+    until(lambda: source.agrees(subscriber))
+    assert subscriber.seqs == sorted(set(subscriber.seqs))
+
+
+def test_a_subscriber_that_comes_late_replays_what_it_missed(source: Source) -> None:
+    source.put(0)
+    source.put(1)
+    source.drop(0)
+    sent(source, 4)
+    subscriber = joined(source)
+    until(lambda: source.agrees(subscriber))
+    assert subscriber.replayed[:4] == [0, 1, 2, 3]
+
+
+def test_a_subscriber_that_falls_behind_replays_from_where_it_was(source: Source) -> None:
+    subscriber = joined(source)
+    subscriber.read(0.1)
+    at = subscriber.seqs[-1]
+    subscriber.socket.setsockopt(zmq.UNSUBSCRIBE, b"")
+    time.sleep(0.1)
+    for number in range(5):
+        source.put(number)
+    sent(source, at + 6)
+    subscriber.socket.setsockopt(zmq.SUBSCRIBE, b"")
+    until(lambda: bool(source.put(7) or source.agrees(subscriber)))
+    assert subscriber.seqs == list(dict.fromkeys(subscriber.seqs))
+    assert set(range(at + 1, at + 6)) <= set(subscriber.seqs)
+
+
+def test_what_is_too_old_to_replay_comes_as_the_whole_state(source: Source) -> None:
+    for number in range(60):
+        source.put(number)
+        if number % 3 == 0:
+            source.drop(number)
+    sent(source, 81)
+    subscriber = source.subscribe()
+    subscriber.replay(0)
+    assert source.agrees(subscriber)
+    assert subscriber.replayed == [source.publisher.stats()["batches"] - 1]
+
+
+def test_who_knows_a_later_number_than_there_is_gets_the_whole_state(source: Source) -> None:
+    """The node was restarted and counts from 0 again."""
+    source.put(0)
+    sent(source, 2)
+    subscriber = source.subscribe()
+    subscriber.held = {(DRAM, key(99))}
+    subscriber.replay(500)
+    assert subscriber.held == {(DRAM, key(0))}
+
+
+def test_a_publisher_that_cannot_keep_up_tells_everything_anew(tmp_path: Path) -> None:
+    source = Source(tmp_path, queued_batches=2)
+    subscriber = joined(source)
+    for number in range(1000):
+        source.put(number)
+        if number % 2:
+            source.drop(number - 1)
+    until(lambda: source.agrees(subscriber))
+    assert source.publisher.dropped_batches > 0 and source.publisher.resyncs > 1
+    source.close()
+
+
+def test_replay_requests_that_are_none_are_ignored(source: Source) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(source.publisher.replay_endpoint)
+    for frames in ([b"x"], [b"", b"short"], [b"", b"a", b"b", b"c"]):
+        socket.send_multipart(frames)
+    socket.send_multipart([b"", bytes(8)])
+    assert socket.poll(10_000)
+    assert socket.recv_multipart()[2] == bytes(8)
+    context.destroy(0)
+
+
+def test_chains_longer_than_an_event_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "CHAIN_BLOCKS", 2)
+    got = EventMaker().events([came(number) for number in range(5)])
+    assert [len(event.block_hashes) for event in got] == [2, 2, 1]  # type: ignore[attr-defined]
+    assert [event.parent_block_hash for event in got] == [None, key(1), key(3)]  # type: ignore[attr-defined]
+
+
+# From a node
+
+
+def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
+    ends = {name: f"ipc://{tmp_path}/{name}" for name in ("events", "replay")}
+    mover = Mover()
+    node = StoreNode(settings(tmp_path, **ends), mover=mover).start()
+    engine = Engine(node.settings)
+    assert node._publisher is not None
+    subscriber = Subscriber(node._publisher)
+
+    def sees(*expected: tuple[str, int]) -> bool:
+        subscriber.read()
+        return subscriber.held == {(medium, key(number)) for medium, number in expected}
+
+    until(lambda: subscriber.read() is None and bool(subscriber.seqs or node._resync()))
+    engine.put(0, 1)
+    until(lambda: sees((DRAM, 0), (DRAM, 1), (NVME, 0), (NVME, 1)))
+    engine.arena.discard(engine.row, keys(0))
+    until(lambda: sees((DRAM, 1), (NVME, 0), (NVME, 1)))
+    node.report_bad(DIGEST, keys(1), "nvme")
+    until(lambda: sees((DRAM, 1), (NVME, 0)))
+    late = Subscriber(node._publisher)
+    late.replay(0)
+    assert late.held == subscriber.held
+    for each in (subscriber, late):
+        each.context.destroy(0)
+    assert node.close() and mover.close()
+    engine.close()

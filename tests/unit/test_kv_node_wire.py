@@ -1,0 +1,336 @@
+"""A node's messages and sockets, and a client that never waits for them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from headrace_kvstore import wire
+from headrace_kvstore.client import NodeClient, call
+from headrace_kvstore.connector.settings import SettingsError
+from headrace_kvstore.node_server import NodeRunning, NodeServer
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.tiers.segment import Location
+from tests.support.kvnode import DIGEST, SHAPE, key, keys, until
+
+RETRY_S = 0.05
+PATIENT_S = 5.0
+"""For tests in which a node does answer, on a machine that may be busy."""
+
+
+def places(count: int) -> list[Location]:
+    """Locations of blocks 0 to `count` - 1, three to a file."""
+    return [
+        Location(
+            f"/kv/{i // 3}", i // 3, i % 3, SHAPE, key(i), np.arange(i, i + 4, dtype=np.uint64)
+        )
+        for i in range(count)
+    ]
+
+
+class Node:
+    """A node's server that locates everything, or answers what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seen: list[wire.Request] = []
+        self.answers = threading.Event()
+        self.answers.set()
+        self.server = NodeServer(wire.socket_path("arena", folder), self.handle)
+
+    def handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply]:
+        self.seen.append(request)
+        if isinstance(request, wire.Locate):
+            if not self.answers.is_set():
+                return Future()
+            return wire.pack_locations(places(len(request.hashes)))
+        if isinstance(request, wire.GetStats):
+            raise RuntimeError("no stats today")
+        return wire.Done(1)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.server.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
+    client = NodeClient("arena", timeout_s=PATIENT_S, retry_s=RETRY_S, socket_folder=tmp_path)
+    until(lambda: client.up)
+    yield client
+    client.close()
+
+
+def answer(client: NodeClient) -> Any:
+    """The one answer that comes."""
+    got: list[Any] = []
+    until(lambda: bool(got.extend(client.poll()) or got))
+    [one] = got
+    return one
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        wire.Ping(),
+        wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
+        wire.Prefetch(DIGEST, keys(0), -3),
+        wire.ReportBad(DIGEST, [b"\0" * 16], "nvme"),
+        wire.Pin(DIGEST, keys(0), False),
+        wire.Warm(),
+        wire.Clear(),
+        wire.Clear(DIGEST, ["dram"]),
+        wire.GetStats(),
+    ],
+)
+def test_requests_come_out_as_they_went_in(request_: wire.Request) -> None:
+    assert wire.decode_request(wire.encode(7, request_)) == (7, request_)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [wire.Done(3), wire.Failed("no"), wire.Stats({"a": [1, None]}), wire.pack_locations(places(5))],
+)
+def test_replies_come_out_as_they_went_in(reply: wire.Reply) -> None:
+    assert wire.decode_reply(wire.encode(7, reply)) == (7, reply)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_locations_come_out_as_they_went_in(count: int) -> None:
+    sent = places(count)
+    got = wire.unpack_locations(wire.pack_locations(sent), DIGEST, keys(*range(10)))
+    for one, other in zip(sent, got, strict=True):
+        assert (one.sums == other.sums).all()
+        assert (one.path, one.segment, one.slot, one.shape, one.hash) == (
+            *(other.path, other.segment, other.slot, other.shape, other.hash),
+        )
+
+
+def test_locations_that_make_no_sense_are_refused() -> None:
+    good = wire.pack_locations(places(2))
+    for bad in (
+        wire.Located(good.layers, good.layer_bytes, [], good.places, good.sums),
+        wire.Located(good.layers, good.layer_bytes, good.files, good.places, good.sums[:-8]),
+        wire.Located(0, good.layer_bytes, good.files, good.places, good.sums),
+    ):
+        with pytest.raises(wire.WireError):
+            wire.unpack_locations(bad, DIGEST, keys(0, 1))
+    with pytest.raises(wire.WireError):
+        wire.unpack_locations(good, DIGEST, keys(0))
+
+
+def test_another_version_and_impossible_fields_are_refused_under_the_request_s_id() -> None:
+    pack = msgspec.msgpack.encode
+    for frame in (
+        pack((wire.PROTOCOL + 1, 9, ["ping"])),
+        pack((wire.PROTOCOL, 9, ["no such thing"])),
+        pack((wire.PROTOCOL, 9, ["locate", "r", b"short", [], 1.0])),
+        pack((wire.PROTOCOL, 9, ["locate", "r", DIGEST, [b"x" * 33], 1.0])),
+        pack((wire.PROTOCOL, 9, ["locate", "r", DIGEST, [], -1.0])),
+        pack((wire.PROTOCOL, 9, 5)),
+    ):
+        with pytest.raises(wire.WireError) as error:
+            wire.decode_request(frame)
+        assert error.value.id == 9
+
+
+@hypothesis_settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_do_more_than_be_refused(frame: bytes) -> None:
+    for decode in (wire.decode_request, wire.decode_reply):
+        with suppress(wire.WireError):
+            decode(frame)
+
+
+@hypothesis_settings(deadline=None)
+@given(st.binary(min_size=1, max_size=4), st.data())
+def test_no_changed_message_does_more_than_be_refused(patch: bytes, data: st.DataObject) -> None:
+    frame = bytearray(wire.encode(7, wire.Locate("r-1", DIGEST, keys(0, 1), 30.0)))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at : at + len(patch)] = patch
+    with suppress(wire.WireError):
+        wire.decode_request(bytes(frame))
+
+
+# Where they meet
+
+
+def test_long_names_stand_as_their_hash_and_stay_apart(tmp_path: Path) -> None:
+    short, long, other = (wire.socket_path(n) for n in ("a", "a" * 200, "a" * 199 + "b"))
+    assert short.name == "headrace-kv-a.sock"
+    assert len({short, long, other}) == 3
+    assert max(len(os.fsencode(path)) for path in (short, long, other)) <= wire.MAX_PATH_BYTES
+    with pytest.raises(ValueError, match="107 bytes"):
+        wire.socket_path("a", "/" + "f" * 100)
+
+
+def test_the_socket_is_its_owner_s_alone_and_leaves_with_the_node(
+    node: Node, tmp_path: Path
+) -> None:
+    path = wire.socket_path("arena", tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.with_suffix(".lock").stat().st_mode) == 0o600
+    node.server.close()
+    assert os.listdir(tmp_path) == []
+    node.server = NodeServer(path, node.handle)
+
+
+def test_a_living_node_s_socket_is_not_taken(node: Node, tmp_path: Path) -> None:
+    with pytest.raises(NodeRunning):
+        Node(tmp_path)
+    assert call("arena", wire.Ping(), socket_folder=tmp_path) == wire.Done(1)
+
+
+def test_what_cannot_be_read_is_answered_and_harms_nobody(node: Node, tmp_path: Path) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(f"ipc://{wire.socket_path('arena', tmp_path)}")
+    deep = b"\x93\x01\x09" + b"\x91" * 10_000
+    for frames in ([b""], [deep], [b"a", b"b"], [msgspec.msgpack.encode((99, 5, None))]):
+        socket.send_multipart(frames)
+        assert socket.poll(5000)
+        assert isinstance(wire.decode_reply(socket.recv())[1], wire.Failed)
+    context.destroy(0)
+    assert call("arena", wire.Ping(), socket_folder=tmp_path) == wire.Done(1)
+    assert node.server.counts["malformed"] == 4
+
+
+def test_a_handler_that_raises_is_answered(node: Node, tmp_path: Path) -> None:
+    reply = call("arena", wire.GetStats(), socket_folder=tmp_path)
+    assert isinstance(reply, wire.Failed) and "no stats today" in reply.reason
+
+
+# The client
+
+
+def test_an_answer_comes_by_polling(client: NodeClient) -> None:
+    client.ask_locate("r-1", DIGEST, keys(0, 1, 2))
+    got = answer(client)
+    assert got.request_key == "r-1"
+    assert [place.hash for place in got.locations] == keys(0, 1, 2)
+    assert client.poll() == []
+
+
+def test_without_a_node_every_question_is_answered_at_once_with_nothing(tmp_path: Path) -> None:
+    client = NodeClient("arena", socket_folder=tmp_path, retry_s=60.0)
+    client.ask_locate("r-1", DIGEST, keys(0))
+    [got] = client.poll()
+    assert (got.request_key, got.locations) == ("r-1", [])
+    assert not client.prefetch(DIGEST, keys(0)) and not client.report_bad(DIGEST, keys(0))
+    hashes, begun = keys(0), time.thread_time()
+    for _ in range(1000):
+        client.ask_locate("r-2", DIGEST, hashes)
+        client.poll()
+    assert time.thread_time() - begun < 0.1  # 100 us each would be far too much
+    client.close()
+    client.ask_locate("r-3", DIGEST, keys(0))
+    assert len(client.poll()) == 1
+
+
+def test_a_node_that_comes_later_is_found(tmp_path: Path) -> None:
+    client = NodeClient("arena", socket_folder=tmp_path, timeout_s=PATIENT_S, retry_s=RETRY_S)
+    assert not client.up
+    node = Node(tmp_path)
+    until(lambda: client.up)
+    client.close()
+    node.server.close()
+
+
+def test_a_node_that_does_not_answer_costs_one_timeout(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    client = NodeClient("arena", socket_folder=tmp_path, timeout_s=0.3, retry_s=60.0)
+    until(lambda: client.up or client.stats()["state"] == "down")
+    if client.stats()["state"] == "down":
+        pytest.skip("the machine is too busy to answer a ping in time")
+    node.answers.clear()
+    client.ask_locate("r-1", DIGEST, keys(0))
+    client.ask_locate("r-2", DIGEST, keys(0))
+    got: list[Any] = []
+    until(lambda: bool(got.extend(client.poll()) or len(got) == 2))
+    assert [one.locations for one in got] == [[], []]
+    client.ask_locate("r-3", DIGEST, keys(0))
+    assert len(client.poll()) == 1 and client.stats()["timeouts"] == 1
+    client.close()
+    node.server.close()
+
+
+def test_a_node_that_was_restarted_is_found_again(
+    client: NodeClient, node: Node, tmp_path: Path
+) -> None:
+    node.server.close()
+    client.timeout_s = 0.05
+    until(lambda: not client.prefetch(DIGEST, keys(0)))
+    client.timeout_s = PATIENT_S
+    node.server = Node(tmp_path).server
+    until(lambda: client.up)
+    client.ask_locate("r-1", DIGEST, keys(0))
+    assert len(answer(client).locations) == 1
+
+
+def test_what_nobody_waits_for_is_not_answered(client: NodeClient, node: Node) -> None:
+    assert client.prefetch(DIGEST, keys(0), 9) and client.report_bad(DIGEST, keys(1))
+    until(lambda: len(node.seen) == 3)
+    assert node.seen[1:] == [
+        wire.Prefetch(DIGEST, keys(0), 9),
+        wire.ReportBad(DIGEST, keys(1), "nvme"),
+    ]
+    client.ask_locate("r-1", DIGEST, [])
+    assert answer(client).locations == []
+
+
+def test_threads_may_share_a_client(client: NodeClient) -> None:
+    got: list[str] = []
+    lock = threading.Lock()
+
+    def ask(thread: int) -> None:
+        for i in range(20):
+            client.ask_locate(f"{thread}-{i}", DIGEST, keys(0))
+            with lock:
+                got.extend(one.request_key for one in client.poll())
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: bool(got.extend(one.request_key for one in client.poll()) or len(got) == 60))
+    assert len(set(got)) == 60
+
+
+# Settings
+
+
+def test_settings_take_sizes_as_text_and_name_what_is_wrong() -> None:
+    got = NodeSettings.parse({"dram_bytes": "1GiB", "nvme_folder": "/mnt/kv"})
+    assert (got.dram_bytes, got.nvme_folder) == (2**30, Path("/mnt/kv"))
+    for values, said in (
+        ({"dram": 1}, "dram: is unknown"),
+        ({"nvme_bytes": "much"}, "nvme_bytes: is 'much'"),
+        ({"name": "a/b"}, "name: is 'a/b'"),
+        ({"warm": "yes"}, "warm: is 'yes'"),
+        ({"retry_s": 0}, "retry_s: is 0"),
+        ({"events": "here"}, "events: is 'here'"),
+        ({"layers": 0}, "layers: is 0"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            NodeSettings.parse(values)

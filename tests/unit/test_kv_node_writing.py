@@ -1,0 +1,274 @@
+"""Write-behind and prefetch: what is written, what is dropped, and a disk that does not answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from headrace_kvstore.node import StoreNode
+from headrace_kvstore.node_writer import CALM, worth_writing
+from headrace_kvstore.table import SLOT
+from tests.support.kvnode import (
+    DIGEST,
+    SHAPE,
+    Engine,
+    HangingMover,
+    Reader,
+    content,
+    keys,
+    settings,
+    until,
+)
+
+Begin = Callable[..., tuple[StoreNode, Engine]]
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[HangingMover]:
+    disk = HangingMover()
+    yield disk
+    assert disk.close()
+
+
+@pytest.fixture
+def begin(tmp_path: Path, disk: HangingMover) -> Iterator[Begin]:
+    made: list[tuple[StoreNode, Engine]] = []
+
+    def start(**values: Any) -> tuple[StoreNode, Engine]:
+        given = settings(tmp_path, close_s=1.0, **values)
+        node = StoreNode(given, mover=disk).start()
+        made.append((node, Engine(given)))
+        until(lambda: node._tier() is not None)
+        return made[-1]
+
+    yield start
+    disk.let_go()
+    for node, engine in made:
+        node.close()
+        engine.close()
+
+
+def writing(node: StoreNode) -> dict[str, Any]:
+    stats: dict[str, Any] = node.stats()["write_behind"]
+    return stats
+
+
+# Admission
+
+
+def test_a_disk_that_keeps_up_writes_everything() -> None:
+    assert worth_writing(np.zeros(3, SLOT), 0.0).all()
+    assert worth_writing(np.zeros(3, SLOT), CALM).all()
+
+
+def test_a_disk_that_does_not_writes_what_was_used_pinned_or_preferred() -> None:
+    rows = np.zeros(5, SLOT)
+    rows["hits"][1], rows["pinned"][2] = 1, 1
+    rows["priority"] = [0, 0, 0, 1, -1]
+    assert worth_writing(rows, CALM + 0.01).tolist() == [False, True, True, True, False]
+
+
+def test_no_blocks_are_no_answer() -> None:
+    assert worth_writing(np.zeros(0, SLOT), 1.0).tolist() == []
+
+
+# A disk that hangs
+
+
+def test_the_backlog_is_bounded_and_what_it_drops_is_written_later(
+    begin: Begin, disk: HangingMover
+) -> None:
+    node, engine = begin(
+        writing_bytes=2 * SHAPE.payload_bytes, backlog_bytes=4 * SHAPE.payload_bytes
+    )
+    disk.hangs = "WRITE"
+    engine.put(0, 1)
+    until(lambda: writing(node)["writing_bytes"] == 2 * SHAPE.payload_bytes)
+    engine.put(*range(2, 12))
+    until(lambda: writing(node)["backlog_blocks"] == 4)
+    until(lambda: writing(node).get("refused", 0) + writing(node)["dropped"] == 6)
+    assert writing(node)["backlog_bytes"] <= 4 * SHAPE.payload_bytes
+    assert engine.has(*range(12)) == [True] * 12  # nobody waits for the disk
+    assert node.locate(DIGEST, keys(0)) == []
+    disk.let_go()
+    until(lambda: len(node.locate(DIGEST, keys(*range(12)), 0.0)) == 12)
+
+
+def test_used_blocks_are_taken_while_others_are_refused(begin: Begin, disk: HangingMover) -> None:
+    node, engine = begin(
+        writing_bytes=SHAPE.payload_bytes, backlog_bytes=10 * SHAPE.payload_bytes, sweep_s=60.0
+    )
+    disk.hangs = "WRITE"
+    engine.put(0)
+    until(lambda: writing(node)["writing_bytes"] > 0)
+    engine.put(*range(1, 7))
+    until(lambda: writing(node)["backlog_blocks"] == 6)
+    engine.put(20, 21)
+    until(lambda: writing(node).get("refused", 0) == 2)
+    engine.arena.lease(engine.row, keys(21), 0.0)
+    dram = node._dram
+    assert dram is not None
+    dram.writer.offer(engine.row, keys(20, 21))
+    assert writing(node)["backlog_blocks"] == 7
+    disk.let_go()
+    until(lambda: len(node.locate(DIGEST, keys(21), 0.0)) == 1)
+    assert node.quiesce(20) and node.locate(DIGEST, keys(20), 0.0) == []
+
+
+def test_a_slot_that_is_given_away_while_it_is_written_leaves_no_record(
+    begin: Begin, disk: HangingMover
+) -> None:
+    node, engine = begin(sweep_s=60.0)
+    disk.hangs = "WRITE"
+    engine.put(0, 1)
+    until(lambda: writing(node)["writing_bytes"] > 0)
+    [slot] = engine.arena.lookup(engine.row, keys(0))
+    engine.arena.discard(engine.row, keys(0))
+    for number in range(10, 60):
+        engine.put(number)
+        if (engine.arena.view(int(slot)) == content(number)).all():
+            break
+    disk.let_go()
+    until(lambda: len(node.locate(DIGEST, keys(1), 0.0)) == 1)
+    assert node.quiesce(20)
+    assert node.locate(DIGEST, keys(0), 0.0) == []
+    assert writing(node)["dropped_overwritten"] == 1
+
+
+def test_blocks_evicted_while_they_wait_are_counted(begin: Begin, disk: HangingMover) -> None:
+    node, engine = begin(writing_bytes=SHAPE.payload_bytes, sweep_s=60.0)
+    disk.hangs = "WRITE"
+    engine.put(0)
+    until(lambda: writing(node)["writing_bytes"] > 0)
+    engine.put(1, 2)
+    until(lambda: writing(node)["backlog_blocks"] == 2)
+    engine.arena.discard(engine.row, keys(1))
+    disk.let_go()
+    until(lambda: len(node.locate(DIGEST, keys(2), 0.0)) == 1)
+    assert writing(node)["dropped_evicted"] == 1
+
+
+@pytest.mark.parametrize("operation", ["WRITE", "READ"])
+def test_a_hanging_disk_holds_up_the_end_for_no_longer_than_that(
+    begin: Begin, disk: HangingMover, operation: str
+) -> None:
+    node, engine = begin()
+    engine.put(0)
+    assert node.quiesce(20)
+    disk.hangs = operation
+    engine.put(1)
+    engine.arena.discard(engine.row, keys(0))
+    node.prefetch(DIGEST, keys(0))
+    until(lambda: bool(disk.held))
+    begun = time.monotonic()
+    assert not node.close()
+    assert time.monotonic() - begun < 4.0
+    disk.let_go()  # into memory that is still mapped
+    assert engine.has(1) == [True]
+
+
+def test_a_prefetch_from_a_hanging_disk_keeps_nobody_waiting(
+    begin: Begin, disk: HangingMover
+) -> None:
+    node, engine = begin(reading_bytes=SHAPE.payload_bytes)
+    engine.put(0, 1)
+    assert node.quiesce(20)
+    engine.arena.clear()
+    disk.hangs = "READ"
+    node.prefetch(DIGEST, keys(0), 5)
+    until(lambda: bool(disk.held))
+    node.prefetch(DIGEST, keys(1))
+    assert engine.has(0) == [False]
+    engine.put(5)
+    until(lambda: len(node.locate(DIGEST, keys(5))) == 1)
+    assert node.stats()["prefetch"]["queued_blocks"] == 1
+    disk.let_go()
+    until(lambda: engine.has(0, 1) == [True, True])
+
+
+def test_higher_priorities_are_read_first(begin: Begin, disk: HangingMover) -> None:
+    node, engine = begin(reading_bytes=1)
+    engine.put(0, 1, 2)
+    assert node.quiesce(20)
+    engine.arena.clear()
+    disk.hangs = "READ"
+    node.prefetch(DIGEST, keys(0))
+    until(lambda: len(disk.held) == 1)
+    node.prefetch(DIGEST, keys(1), -5)
+    node.prefetch(DIGEST, keys(2), 5)
+    disk.let_go()
+    until(lambda: engine.has(0, 1, 2) == [True] * 3)
+    stored = engine.arena.table["stored_s"][engine.arena.lookup(engine.row, keys(1, 2))]
+    assert stored[1] < stored[0]
+
+
+# Whatever happens
+
+
+numbers = st.integers(0, 24)
+steps = st.one_of(
+    st.tuples(st.just("put"), st.lists(numbers, min_size=1, max_size=8, unique=True)),
+    st.tuples(st.just("lose"), st.lists(numbers, max_size=4, unique=True)),
+    st.tuples(st.just("report"), st.lists(numbers, max_size=4, unique=True)),
+    st.tuples(st.just("prefetch"), st.lists(numbers, max_size=8, unique=True)),
+    st.tuples(st.sampled_from(["clear dram", "hang", "let go", "wait"]), st.just([])),
+)
+
+
+@given(st.lists(steps, max_size=12), st.integers(1, 4), st.integers(1, 8))
+@hypothesis_settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_after_quiescence_nvme_has_every_block_with_equal_bytes(
+    disk: HangingMover, script: list[tuple[str, list[int]]], in_flight: int, backlog: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        given = settings(
+            Path(folder),
+            writing_bytes=in_flight * SHAPE.payload_bytes,
+            backlog_bytes=backlog * SHAPE.payload_bytes,
+            sweep_s=0.01,
+        )
+        node = StoreNode(given, mover=disk).start()
+        engine, reader = Engine(given), Reader(disk)
+        dram = node._dram
+        assert dram is not None
+        until(lambda: node._tier() is not None)
+        for step, blocks in script:
+            if step == "put":
+                engine.put(*blocks)
+            elif step == "lose":
+                engine.arena.discard(engine.row, keys(*blocks))
+            elif step == "report":
+                node.report_bad(DIGEST, keys(*blocks), "nvme")
+                dram.writer.missed = True
+            elif step == "prefetch":
+                node.prefetch(DIGEST, keys(*blocks))
+            elif step == "clear dram":
+                engine.arena.clear()
+            elif step == "hang":
+                disk.hangs = "WRITE"
+            elif step == "let go":
+                disk.let_go()
+            else:
+                time.sleep(0.02)
+        disk.let_go()
+        until(lambda: node.quiesce(1) and not dram.writer.missed and node.quiesce(1))
+        there = [number for number in range(25) if engine.has(number)[0]]
+        places = [node.locate(DIGEST, keys(number)) for number in there]
+        assert all(places)
+        assert all(reader.read([place for [place] in places], there))
+        assert engine.arena.check() == []
+        assert engine.arena.stats()["leased"] == engine.arena.stats()["writing"] == 0
+        reader.close()
+        assert node.close()
+        engine.close()
