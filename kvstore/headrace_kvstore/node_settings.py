@@ -74,7 +74,7 @@ class NodeSettings:
             if name not in known:
                 raise SettingsError(f"{name}: is unknown; give one of {', '.join(sorted(known))}")
             if name in _SIZES:
-                read[name] = _size(name, value)
+                read[name] = parse_bytes(name, value)
             elif name in _PATHS:
                 read[name] = None if value is None else Path(str(value))
             else:
@@ -101,10 +101,3 @@ class NodeSettings:
                 raise SettingsError(f"{name}: is {value!r}; give tcp://HOST:PORT or ipc://PATH")
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
             raise SettingsError(f"layers: is {self.layers!r}; give a whole number above 0")
-
-
-def _size(name: str, value: Any) -> int:
-    try:
-        return parse_bytes(name, value)
-    except SettingsError as error:
-        raise SettingsError(str(error).partition("config.")[2]) from error

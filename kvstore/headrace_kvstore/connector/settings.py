@@ -49,6 +49,13 @@ class StoreSettings:
         Raises:
             SettingsError: an unknown or impossible value.
         """
+        try:
+            return cls._read(extra)
+        except SettingsError as error:
+            raise SettingsError(f"kv_connector_extra_config.{error}") from None
+
+    @classmethod
+    def _read(cls, extra: Mapping[str, Any]) -> StoreSettings:
         known = {f.name for f in fields(cls)}
         for key in extra:
             if key not in known:
@@ -99,4 +106,4 @@ def _number(value: Any) -> bool:
 
 
 def _wrong(name: str, what: str, right: str) -> SettingsError:
-    return SettingsError(f"kv_connector_extra_config.{name}: {what}; give {right}")
+    return SettingsError(f"{name}: {what}; give {right}")
