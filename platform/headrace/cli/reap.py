@@ -19,6 +19,8 @@ import psutil
 
 SHM = Path("/dev/shm")
 TOKEN_VARIABLE = "HEADRACE_INSTANCE"
+QUIET_LOOKS = 4
+"""Looks in a row, a tenth of a second apart, that must find nobody."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,15 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     while processes and time.monotonic() < deadline:
         time.sleep(0.1)
         processes = {i: p for i, p in processes.items() if i.process() is not None}
-    # Children that were started meanwhile are found only now, and killed with the stragglers.
+    # Children that were started meanwhile are found only now, and killed with the stragglers. One
+    # look is not enough: a dying parent may have started one behind it, and a process that is just
+    # being executed shows neither command line nor environment.
     deadline = time.monotonic() + kill_s
-    while time.monotonic() < deadline:
+    quiet_looks = 0
+    while quiet_looks < QUIET_LOOKS and time.monotonic() < deadline:
         belongings.pids = list(everyone)
         processes = belongings.processes()
-        if not processes:
-            break
+        quiet_looks = 0 if processes else quiet_looks + 1
         everyone |= processes
         shm |= belongings.shm_files(processes.values())
         for process in processes.values():
