@@ -204,6 +204,7 @@ class Source:
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Source]:
     source = Source(tmp_path, kept_batches=20)
+    sent(source, 1)  # the whole state comes first; changes before that would go into it
     yield source
     source.close()
 
