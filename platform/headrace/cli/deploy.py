@@ -193,7 +193,9 @@ def undeploy(address: str, app: str, timeout_s: float, environment: dict[str, st
 
     def work() -> None:
         with contextlib.suppress(Exception):
-            os.environ.update(environment)
+            # Serve initialises Ray where it finds it shut down, which happens when the time is over
+            # and we leave. Without an address that would start a node of its own, for nobody.
+            os.environ.update({**environment, "RAY_ADDRESS": address})
             import ray
 
             if not ray.is_initialized():
