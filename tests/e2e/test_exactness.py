@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from headrace.model import describe
 from tests.support.app import App, until
-from tests.support.plain import plain_answers
 from tests.support.prompts import ANSWER_TOKENS, LENGTHS, TEXT, exactness_prompts
+from tests.support.stored import stored_answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FLOAT32_BYTES = 4
 TRIES = 10
@@ -50,7 +50,14 @@ def turns(text_ids: list[int]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def truth(model_folder: Path, prompts: list[list[int]], turns: list[list[int]]) -> list[list[int]]:
     """What a plain engine answers to the prompts, then to the turns."""
-    return plain_answers(str(model_folder), [*prompts, *turns], ANSWER_TOKENS)
+    answers = stored_answers(
+        str(model_folder),
+        [*prompts, *turns],
+        None,
+        max_tokens=ANSWER_TOKENS,
+        prefix_caching=False,
+    )
+    return [answer.tokens for answer in answers]
 
 
 @pytest.fixture(scope="module")

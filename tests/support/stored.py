@@ -1,4 +1,4 @@
-"""Greedy answers of one vLLM engine that shares a KV store, with log-probabilities.
+"""Greedy answers of one vLLM engine, plain or with a KV store: a truth to compare with, or a test.
 
 Run as a program, so that the engine leaves with its process:
     python -m tests.support.stored MODEL_FOLDER < task.json > answers.json
@@ -34,13 +34,15 @@ def stored_answers(
     *,
     salts: list[str | None] | None = None,
     max_tokens: int = 8,
-    timeout_s: float = 300.0,
+    prefix_caching: bool = True,
+    timeout_s: float = 800.0,
 ) -> list[Stored]:
     """Answers to prompts of token ids, one after the other, from an engine of its own.
 
     Args:
         store: the connector's `kv_connector_extra_config`; None for an engine without a store.
         salts: a cache salt a prompt.
+        prefix_caching: whether the engine keeps a prompt's KV for the next one, store or not.
 
     Raises:
         RuntimeError: the engine failed; with the end of its log.
@@ -54,7 +56,13 @@ def stored_answers(
         "TORCH_COMPILE_DISABLE": "1",
         "PYTHONPATH": str(ROOT),
     }
-    task = {"prompts": prompts, "salts": salts, "max_tokens": max_tokens, "store": store}
+    task = {
+        "prompts": prompts,
+        "salts": salts,
+        "max_tokens": max_tokens,
+        "store": store,
+        "prefix_caching": prefix_caching,
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.stored", model],
         input=json.dumps(task),
@@ -89,7 +97,7 @@ def _answer(model: str, task: dict[str, Any]) -> list[dict[str, Any]]:
         dtype="float32",
         enforce_eager=True,
         max_model_len=8192,
-        enable_prefix_caching=True,
+        enable_prefix_caching=task["prefix_caching"],
         disable_hybrid_kv_cache_manager=True,
         kv_transfer_config=transfer,
     )
