@@ -284,7 +284,7 @@ class StoreNode:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             dram = self._dram
-            if dram is not None and dram.idle and (self._keeper is None or self._keeper.tier):
+            if dram is not None and dram.idle and (self._keeper is None or self._keeper.ready):
                 return True
             time.sleep(0.005)
         return False

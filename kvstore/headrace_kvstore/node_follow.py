@@ -46,6 +46,7 @@ class Follower:
         self._publish, self._resync, self._sweep_s = publish, resync, sweep_s
         self._seq: int | None = None
         self._swept_s = time.monotonic()
+        self._sweeping = False
         self.lost = self.sweeps = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-follow", daemon=True)
@@ -64,7 +65,9 @@ class Follower:
 
     @property
     def caught_up(self) -> bool:
-        """All that has happened so far was seen."""
+        """All that has happened so far was seen, and no sweep is due."""
+        if self._sweeping or (self._writer.missed and self._may_sweep()):
+            return False
         return self._seq is not None and self._seq == self._arena.next_seq
 
     def stats(self) -> dict[str, Any]:
@@ -123,7 +126,13 @@ class Follower:
 
     def _sweep(self) -> int:
         """Offer every block that is there, those used most and last first; the ring's number."""
-        self._swept_s = time.monotonic()
+        self._swept_s, self._sweeping = time.monotonic(), True
+        try:
+            return self._offer_all()
+        finally:
+            self._sweeping = False
+
+    def _offer_all(self) -> int:
         self._writer.missed = False
         rows, seq = self._arena.blocks()
         rows = rows[np.lexsort((rows["depth"], -rows["used_s"], rows["hits"] == 0))]

@@ -25,7 +25,10 @@ HEAL_LIMIT = 16
 
 
 class TierKeeper:
-    """`tier` is the tier once there is one; `opened` is called whenever it can be used anew."""
+    """`tier` is the tier once there is one; `opened` is called whenever it can be used anew.
+
+    `ready` says that `opened` has returned for the first time.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class TierKeeper:
         opened: Callable[[], None],
     ) -> None:
         self.tier: NodeTier | None = None
+        self.ready = False
         self.reason = "opening"
         self._settings, self._mover = settings, mover
         self._on_event, self._opened = on_event, opened
@@ -112,4 +116,5 @@ class TierKeeper:
             return self._patience()
         self.tier = tier
         self._opened()
+        self.ready = True
         return 0.0
