@@ -61,6 +61,11 @@ class OneReplica:
     async def status(self) -> dict[str, Any]:
         return {}
 
+    async def warm(
+        self, bodies: list[dict[str, Any]], salt: str, pin: bool
+    ) -> list[list[dict[str, Any]]]:
+        return []
+
     async def set_policy(self, policy: str) -> int:
         return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,12 +39,13 @@ async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
     vocabulary = llm.model_config.get_vocab_size()
     params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0.0, ignore_eos=True)
     policy, started = planner.policy, time.perf_counter()
+    salt = f"calibrate-{uuid.uuid4().hex}"  # of this start's own: a store may remember the last one
     try:
         for way in ("local", "remote"):
             planner.policy = way
             for length in sorted({min(n, limit) for n in PROMPT_TOKENS}):
                 ids = [(7919 * (i + length)) % vocabulary for i in range(length)]
-                prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=f"calibrate-{way}-{length}")
+                prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=f"{salt}-{way}")
                 name = f"calibrate-{way}-{length}"
                 async with aclosing(llm.generate(prompt, params, name)) as outputs:
                     async for _ in outputs:

@@ -14,7 +14,7 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,8 +26,10 @@ from ray.util import get_node_ip_address
 from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_decode.warm import warm
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PrefillRequest, PrefillResult
+from headrace_kvstore.keeper import join_store
 from headrace_kvstore.meter import EngineMeter
 
 logger = logging.getLogger("headrace.decode")
@@ -58,10 +60,14 @@ class PrefillAwarePlanner(Planner, Protocol):
 
     policy: str
 
+    @property
+    def block_tokens(self) -> int: ...
     def prefill_up(self) -> None: ...
     def prefill_down(self, why: str) -> None: ...
     def prefill_in_doubt(self) -> bool: ...
     def explain(self, request_id: str) -> dict[str, Any] | None: ...
+    def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
+    def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
 
 
@@ -75,6 +81,8 @@ class DecodeWiring:
     """(asgi app, host, port 0) -> running server; None where nobody relays to that port."""
     internal_token: str = ""
     setup: Callable[[str], None] | None = None
+    system_prompts: tuple[str, ...] = ()
+    """Whose KV is made and pinned when the replica starts."""
     calibrate: bool = True
     """Run a few prompts both ways before serving, so that the first plan rests on measurements."""
 
@@ -83,7 +91,12 @@ class DecodeServer(PDDecodeServer):
     """Ray's decode server with planned prefill, local fallback and an HTTP port of its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, llm_config: Any, *, prefill_server: DeploymentHandle, wiring: DecodeWiring
+        self,
+        llm_config: Any,
+        *,
+        prefill_server: DeploymentHandle,
+        wiring: DecodeWiring,
+        store: DeploymentHandle | None = None,
     ):
         if wiring.setup is not None:
             wiring.setup("decode")
@@ -95,13 +108,15 @@ class DecodeServer(PDDecodeServer):
             llm_config, prefill_server=prefill_server, engine_cls=PlannedVLLMEngine
         )
         self.engine: PlannedVLLMEngine
+        if store is not None:
+            self._tasks.append(asyncio.create_task(join_store(store)))
         self._planner = wiring.make_planner(self.engine.vllm_config, self.engine.meter)
         self._orchestrator = Orchestrator(self._planner)
         self.engine.llm.meter = self.engine.meter
         self.engine.llm.gate = ComputeGate(self.engine.meter)
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
-        app = await self.__serve_build_asgi_app__()
+        self._app = app = await self.__serve_build_asgi_app__()
         if wiring.calibrate:
             await calibrate(self.engine.llm, self._planner)
             await warm_up(app, self._llm_config.model_id)
@@ -109,6 +124,7 @@ class DecodeServer(PDDecodeServer):
         if wiring.listen is not None:
             guarded = InternalOnly(app, wiring.internal_token)
             self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
+        self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
 
     # Orchestration happens below vLLM's OpenAI layer, so both entrances are the plain server's.
 
@@ -186,6 +202,34 @@ class DecodeServer(PDDecodeServer):
                 "seconds": round(orchestrator.own_seconds_total, 6),
             },
         }
+
+    async def headrace_warm(
+        self, bodies: Sequence[dict[str, Any]], salt: str, pin: bool
+    ) -> list[dict[str, Any]]:
+        """Make prompts' KV and have it stored, as `warm.warm` says; pinned if wanted."""
+        planner = self._planner
+        done = await warm(
+            self._app,
+            self._llm_config.model_id,
+            bodies,
+            salt,
+            planner.stored_tokens,
+            planner.block_tokens,
+        )
+        for outcome in done:
+            token_ids = outcome.pop("token_ids", None)
+            if token_ids is not None:
+                outcome["prompt_tokens"] = len(token_ids)
+                outcome["pinned_tokens"] = planner.pin(token_ids, salt) if pin else 0
+        return done
+
+    async def _warm_system_prompts(self) -> None:
+        bodies = [
+            {"messages": [{"role": "system", "content": text}]}
+            for text in self._wiring.system_prompts
+        ]
+        for outcome in await self.headrace_warm(bodies, "", pin=True) if bodies else ():
+            logger.info("a system prompt was warmed: %s", outcome)
 
     async def headrace_set_policy(self, policy: str) -> None:
         """Let plans follow the `cost`, or force them `local` or `remote`, until told otherwise."""

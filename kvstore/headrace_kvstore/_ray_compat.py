@@ -28,6 +28,7 @@ IN_PROCESS_KEY = "headrace_in_process"
 
 
 SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 
 class MeteredVLLMEngine(VLLMEngine):
@@ -45,7 +46,9 @@ class MeteredVLLMEngine(VLLMEngine):
 
     @staticmethod
     def _choose_side_channel(llm_config: Any) -> None:
-        """Give NIXL's handshake ports that are free; whoever pulls is told them with the KV."""
+        """Give NIXL's handshake an address that others reach and ports that are free; whoever pulls
+        is told them with the KV. Ray does the former for connectors that it knows by name only."""
+        os.environ.setdefault(SIDE_CHANNEL_HOST, ray.util.get_node_ip_address())
         if SIDE_CHANNEL_PORT not in os.environ:
             ranks = llm_config.engine_kwargs.get("data_parallel_size", 1)
             count = llm_config.get_engine_config().num_devices + ranks

@@ -8,6 +8,7 @@ in `StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_kvstore.executor import InProcessExecutor
-from headrace_kvstore.meter import EngineMeter, Step, Transfer
+from headrace_kvstore.meter import EngineMeter, Step, StoreLoad, Transfer
 
 
 class MeterStatLogger(StatLoggerBase):
@@ -55,8 +56,14 @@ class MeterStatLogger(StatLoggerBase):
                 meter.step(Step(details.num_ctx_tokens, details.num_generation_requests, seconds))
         elif iteration_stats is not None:
             self._step_between_records(iteration_stats, idle=not (stats.num_running_reqs + waiting))
-        if stats.kv_connector_stats:
-            meter.transfers(*nixl_transfers(stats.kv_connector_stats))
+        for data in connector_stats(stats.kv_connector_stats or {}):
+            if "transfer_duration" in data:
+                meter.transfers(*nixl_transfers(data))
+            else:
+                loads = [StoreLoad(*load) for load in data.get("loads", ())]
+                digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]
+                counts = {k: v for k, v in data.items() if k.startswith("blocks_")}
+                meter.store(counts, loads, digests)
 
     def _step_between_records(self, stats: IterationStats, idle: bool) -> None:
         now = time.monotonic()
@@ -68,6 +75,15 @@ class MeterStatLogger(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         pass
+
+
+def connector_stats(stats: dict[str, Any]) -> list[dict[str, Any]]:
+    """One connector's statistics, or those of each within a MultiConnector."""
+    # A MultiConnector's are objects by their connectors' names; between two processes an object
+    # becomes a mapping of its one field.
+    parts = [value.get("data") if isinstance(value, dict) else None for value in stats.values()]
+    nested = [part for part in parts if isinstance(part, dict)]
+    return nested or ([stats] if stats else [])
 
 
 def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
@@ -124,6 +140,31 @@ def cpu_attention_isa(dtype: Any, block_tokens: int, head_dim: int, kv_dtype: st
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(dtype, block_tokens, head_dim, kv_dtype))
+
+
+class BlockHasher:
+    """vLLM's own hashes of a plain prompt's full blocks, as its engine makes them.
+
+    Args:
+        algorithm: `cache_config.prefix_caching_hash_algo`.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, algorithm: str, block_tokens: int) -> None:
+        self._hash = get_hash_fn_by_name(algorithm)
+        self._root = self._hash(resolve_none_hash_seed(self._hash))
+        self._block_tokens = block_tokens
+
+    def __call__(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Hashes of the blocks of a prompt that has no images, adapter or embeddings."""
+        parent, hashes = self._root, []
+        extra: tuple[str, ...] | None = (salt,) if salt else None
+        for end in range(self._block_tokens, len(token_ids) + 1, self._block_tokens):
+            block = tuple(token_ids[end - self._block_tokens : end])
+            parent = self._hash((parent, block, extra))
+            hashes.append(bytes(parent))
+            extra = None
+        return hashes
 
 
 def hash_seed(algorithm: str) -> str:

@@ -49,8 +49,12 @@ class PrefillResult:
     compute_s: float
     cached_tokens: int
     computed_tokens: int
+    machine: str = ""
+    """Where the prefill engine runs (Ray's node id): on the caller's own, both share one store."""
     steps: tuple[tuple[int, int, float], ...] = ()
     """Engine steps since the last answer: (prompt tokens, decoding sequences, seconds)."""
+    loads: tuple[tuple[str, int, float], ...] = ()
+    """Its loads from the KV store since then: (medium, bytes, seconds)."""
 
 
 class PrefillError(RuntimeError):

@@ -1,7 +1,8 @@
 """What making and moving KV costs on this engine: the measurements behind every price.
 
 An engine reports, at each step, how many prompt tokens it computed, how many sequences it decoded
-and how long that took, and, when NIXL moved KV, how many bytes in how many seconds. `EngineMeter`
+and how long that took, and, when NIXL moved KV or the store supplied some, how many bytes in how
+many seconds. `EngineMeter`
 keeps the present load, totals since start and a short backlog of samples for whoever fits models
 to them. It holds no model itself and imports neither Ray nor vLLM; `_vllm_compat` feeds it.
 """
@@ -9,7 +10,7 @@ to them. It holds no model itself and imports neither Ray nor vLLM; `_vllm_compa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,6 +36,15 @@ class Transfer(NamedTuple):
     seconds: float
 
 
+class StoreLoad(NamedTuple):
+    """One step's load from the KV store."""
+
+    medium: str
+    """`dram` or `nvme`, as in KV events but in small letters."""
+    bytes: int
+    seconds: float
+
+
 @dataclass
 class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
@@ -49,20 +59,29 @@ class EngineMeter:
     transfer_bytes_total: int = 0
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
+    store_totals: dict[str, float] = field(default_factory=dict)
+    """Blocks loaded, saved and failed; bytes and seconds of loads."""
+    store_digests: list[bytes] = field(default_factory=list)
+    """Namespaces of this engine's blocks in the store, one a worker; empty until it has told."""
     _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
+    _loads: deque[StoreLoad] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
     _on_step: list[Callable[[Step], None]] = field(default_factory=list)
     _on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
+    _on_load: list[Callable[[StoreLoad], None]] = field(default_factory=list)
 
     def watch(
         self,
         on_step: Callable[[Step], None] | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
+        on_load: Callable[[StoreLoad], None] | None = None,
     ) -> None:
-        """Call these with each step and each finished transfer from now on."""
+        """Call these with each step, finished transfer and load from now on."""
         if on_step is not None:
             self._on_step.append(on_step)
         if on_transfer is not None:
             self._on_transfer.append(on_transfer)
+        if on_load is not None:
+            self._on_load.append(on_load)
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
         """Take the scheduler's present view: sequences running and waiting, share of KV blocks
@@ -87,11 +106,32 @@ class EngineMeter:
             for watcher in self._on_transfer:
                 watcher(transfer)
 
+    def store(
+        self, counts: Mapping[str, int], loads: Iterable[StoreLoad], digests: Iterable[bytes]
+    ) -> None:
+        """Book what the KV store did since the last call."""
+        self.store_digests.extend(d for d in digests if d not in self.store_digests)
+        totals = self.store_totals
+        for name, count in counts.items():
+            totals[name] = totals.get(name, 0) + count
+        for load in loads:
+            self._loads.append(load)
+            totals["load_bytes"] = totals.get("load_bytes", 0) + load.bytes
+            totals["load_seconds"] = totals.get("load_seconds", 0.0) + load.seconds
+            for watcher in self._on_load:
+                watcher(load)
+
     def take_steps(self) -> list[Step]:
         """Return the steps since the last call (at most `BACKLOG_SAMPLES`) and forget them."""
         steps = list(self._steps)
         self._steps.clear()
         return steps
+
+    def take_loads(self) -> list[StoreLoad]:
+        """As `take_steps`, the loads from the KV store."""
+        loads = list(self._loads)
+        self._loads.clear()
+        return loads
 
     def snapshot(self) -> dict[str, Any]:
         """JSON-able view for status pages."""
@@ -107,4 +147,5 @@ class EngineMeter:
                 "seconds": round(self.transfer_seconds_total, 6),
                 "failures": self.transfer_failures_total,
             },
+            "store": dict(self.store_totals),
         }

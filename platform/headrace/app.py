@@ -4,7 +4,7 @@
     direct             client -> HAProxy -> decode replica: Ray's fast path, nobody can replay
     classic            client -> Serve proxy -> ingress -> actor call: Ray's default
 
-and behind each of them decode -> prefill, as planned per request.
+and behind each of them decode -> prefill, as planned per request, both over one KV store.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace._ray_compat import (
 from headrace.config import AppSection
 from headrace.observability import ProcessSetup
 from headrace.planning import RouterPlanner
+from headrace.store import add_store
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
 from headrace_prefill.server import DPPrefillServer, PrefillServer
 
@@ -54,8 +55,14 @@ def build_app(args: dict[str, Any]) -> Application:
     if section.observability.otlp_endpoint:
         for config in (pd.prefill_config, pd.decode_config):
             _trace_engine(config, section.observability.otlp_endpoint)
+    engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
+    store = add_store(section.store, engines, setup)
     prefill = _deployment(
-        pd.prefill_config, "prefill", PrefillServer, DPPrefillServer, {"setup": setup}
+        pd.prefill_config,
+        "prefill",
+        PrefillServer,
+        DPPrefillServer,
+        {"setup": setup, "store": store},
     )
     token = secrets.token_urlsafe(32)
     wiring = DecodeWiring(
@@ -63,14 +70,15 @@ def build_app(args: dict[str, Any]) -> Application:
         listen=_listen if section.token_path == "relay" else None,
         internal_token=token,
         setup=setup,
+        system_prompts=tuple(section.store.system_prompts) if store is not None else (),
     )
-    bind = {"prefill_server": prefill, "wiring": wiring}
+    bind = {"prefill_server": prefill, "wiring": wiring, "store": store}
     if section.token_path == "direct":
         return _direct(pd, bind)
     decode = _deployment(pd.decode_config, "decode", DecodeServer, DPDecodeServer, bind)
     if section.token_path == "classic":
         return _classic(pd, decode)
-    return _relay(pd, section, decode, prefill, token, setup)
+    return _relay(pd, section, decode, prefill, store, token, setup)
 
 
 def _trace_engine(config: Any, otlp_endpoint: str) -> None:
@@ -106,6 +114,7 @@ def _relay(
     section: AppSection,
     decode: Application,
     prefill: Application,
+    store: Application | None,
     token: str,
     setup: ProcessSetup,
 ) -> Application:
@@ -121,7 +130,7 @@ def _relay(
     return (
         serve.deployment(serve.ingress()(GatewayServer))
         .options(**options)
-        .bind(decode, prefill, section.gateway, token, pd.decode_config.model_id, setup)
+        .bind(decode, prefill, store, section.gateway, token, pd.decode_config.model_id, setup)
     )
 
 

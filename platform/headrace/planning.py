@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from headrace.router import (
     Geometry,
     Plan,
@@ -16,10 +18,11 @@ from headrace.router import (
     RouterSettings,
     StepSample,
 )
+from headrace_kvstore.view import StoreView, store_settings
 
 if TYPE_CHECKING:
     from headrace_kvstore.handoff import PrefillResult
-    from headrace_kvstore.meter import EngineMeter, Step, Transfer
+    from headrace_kvstore.meter import EngineMeter, Step, StoreLoad, Transfer
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,30 @@ class RouterPlanner:
     def __call__(self, vllm_config: Any, meter: EngineMeter) -> ReplicaPlanner:
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         settings = replace(self.settings, max_step_tokens=step_tokens)
-        return ReplicaPlanner(Router(settings, engine_geometry(vllm_config)), meter)
+        router = Router(settings, engine_geometry(vllm_config))
+        machine = ray.get_runtime_context().get_node_id()
+        return ReplicaPlanner(router, meter, store_view(vllm_config, meter), machine)
 
 
 class ReplicaPlanner:
     """A `Router` as a decode replica uses it (`headrace_decode.server.PrefillAwarePlanner`)."""
 
-    def __init__(self, router: Router, meter: EngineMeter):
+    def __init__(
+        self,
+        router: Router,
+        meter: EngineMeter,
+        store: StoreView | None = None,
+        machine: str = "",
+    ):
         from headrace.observability.metrics import RayPlanMetrics
 
         self.router = router
         self.metrics = RayPlanMetrics()
         self._meter = meter
+        self._store = store
+        self._machine, self._prefill_machine = machine, ""
         self._plans: dict[str, Plan] = {}
-        meter.watch(self._on_step, self._on_transfer)
+        meter.watch(self._on_step, self._on_transfer, self._on_load)
 
     @property
     def policy(self) -> str:
@@ -59,7 +72,11 @@ class ReplicaPlanner:
         self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
     ) -> Plan:
         started = time.perf_counter()
-        plan = self.router.plan(PlanRequest(request_id, token_ids, salt, local_only))
+        stored = self.stored_tokens(token_ids, salt) if local_only is None else 0
+        shared = stored if self._prefill_machine == self._machine else 0
+        plan = self.router.plan(
+            PlanRequest(request_id, token_ids, salt, local_only, stored, shared)
+        )
         self._plans[request_id] = plan
         self.metrics.planned(plan.kind, time.perf_counter() - started)
         return plan
@@ -71,8 +88,11 @@ class ReplicaPlanner:
         return plan
 
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
+        self._prefill_machine = result.machine
         for ctx_tokens, gen_requests, seconds in result.steps:
             self.router.observe_step("prefill", StepSample(ctx_tokens, gen_requests, seconds))
+        for _, size_bytes, seconds in result.loads:
+            self.router.observe_load(size_bytes, seconds)
         self.router.prefill_done(
             request_id,
             PrefillReport(
@@ -110,12 +130,39 @@ class ReplicaPlanner:
     def snapshot(self) -> dict[str, Any]:
         return self.router.snapshot()
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block."""
+        return self.router.geometry.block_tokens
+
+    def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int:
+        """Leading tokens of a prompt that this machine's DRAM holds."""
+        return 0 if self._store is None else self._store.held_tokens(token_ids, salt)
+
+    def pin(self, token_ids: Sequence[int], salt: str) -> int:
+        """Keep a prompt's KV in this machine's DRAM; how many tokens of it are there."""
+        return 0 if self._store is None else self._store.pin(token_ids, salt)
+
     def _on_step(self, step: Step) -> None:
         self.router.observe_step("decode", StepSample(*step))
+
+    def _on_load(self, load: StoreLoad) -> None:
+        self.router.observe_load(load.bytes, load.seconds)
 
     def _on_transfer(self, transfer: Transfer) -> None:
         self.router.observe_transfer(transfer.bytes, transfer.seconds)
         self.metrics.transferred(self._meter.transfer_bytes_total)
+
+
+def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:
+    """This machine's KV store as the engine uses it; None for an engine without one."""
+    from headrace_kvstore._vllm_compat import BlockHasher
+
+    settings, cache = store_settings(vllm_config.kv_transfer_config), vllm_config.cache_config
+    if settings is None or not settings.load:
+        return None
+    hasher = BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
+    return StoreView(settings, lambda: meter.store_digests, hasher, cache.block_size)
 
 
 def engine_geometry(vllm_config: Any) -> Geometry:

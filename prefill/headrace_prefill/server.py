@@ -7,6 +7,7 @@ the KV lies and what it cost, so that the caller's models learn from every reque
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from ray import serve
+from ray import get_runtime_context, serve
+from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, PDPrefillServer
 from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -28,6 +30,7 @@ from headrace_kvstore.handoff import (
     PrefillResult,
     produce_params,
 )
+from headrace_kvstore.keeper import join_store
 
 logger = logging.getLogger("headrace.prefill")
 
@@ -38,16 +41,23 @@ class PrefillServer(PDPrefillServer):
     Args:
         llm_config: the prefill `LLMConfig`.
         setup: called once in the replica before the engine starts (logging, tracing).
+        store: the deployment that keeps the machines' StoreNodes; None without a store.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, llm_config: Any, *, setup: Callable[[str], None] | None = None
+        self,
+        llm_config: Any,
+        *,
+        setup: Callable[[str], None] | None = None,
+        store: DeploymentHandle | None = None,
     ):
         if setup is not None:
             setup("prefill")
         await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
         self.engine: MeteredVLLMEngine
         self._gate = ComputeGate(self.engine.meter)
+        self._machine = get_runtime_context().get_node_id()
+        self._joining = asyncio.create_task(join_store(store)) if store is not None else None
 
     async def prefill(self, request: PrefillRequest) -> PrefillResult:
         """Compute a prompt's KV and keep it for the caller's engine to pull.
@@ -70,7 +80,9 @@ class PrefillServer(PDPrefillServer):
             compute_s=max(0.0, times.first_token_ts - times.scheduled_ts) if times else 0.0,
             cached_tokens=cached,
             computed_tokens=len(token_ids) - cached,
+            machine=self._machine,
             steps=tuple(self.engine.meter.take_steps()),
+            loads=tuple(self.engine.meter.take_loads()),
         )
 
     async def _compute(self, request: PrefillRequest, token_ids: list[int]) -> RequestOutput | None:
@@ -95,6 +107,12 @@ class PrefillServer(PDPrefillServer):
         async for step_output in outputs:
             output = step_output
         return output
+
+    async def __del__(self) -> None:
+        joining = getattr(self, "_joining", None)
+        if joining is not None:
+            joining.cancel()
+        await super().__del__()
 
     async def alive(self) -> bool:
         """Answer a caller that wants to know whether this replica works again.

@@ -18,6 +18,7 @@ ORDER = (
     "test_bad_requests",
     "test_hang_up",
     "test_schema",
+    "test_store",
     "test_faults",
     "test_down",
 )

@@ -244,6 +244,8 @@ class Session:
             "ray.temp_dir": str(self.folder),
             "observability.log_level": "DEBUG",
             "observability.otlp_endpoint": self.collector.url,
+            "store.nvme_folder": str(self.folder / "nvme"),
+            "store.nvme_gb": "1",
             **{
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },

@@ -80,6 +80,7 @@ class FakeCluster:
     members: list[FakeReplica] = field(default_factory=list)
     asked: int = 0
     policy: str = "cost"
+    warmed: tuple[list[dict[str, Any]], str, bool] | None = None
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
@@ -87,6 +88,12 @@ class FakeCluster:
 
     async def status(self) -> dict[str, Any]:
         return {"replicas": [member.replica_id for member in self.members]}
+
+    async def warm(
+        self, bodies: list[dict[str, Any]], salt: str, pin: bool
+    ) -> list[list[dict[str, Any]]]:
+        self.warmed = (bodies, salt, pin)
+        return [[{"stored_tokens": 128} for _ in bodies]]
 
     async def set_policy(self, policy: str) -> int:
         self.policy = policy

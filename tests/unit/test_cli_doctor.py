@@ -6,6 +6,7 @@ from headrace.cli import doctor
 from headrace.config import load_config
 
 LAPTOP = load_config()
+WITHOUT_STORE = load_config(overrides=["store.enabled=false"])
 GPU = load_config(preset="gpu-node")
 GIB = 2**30
 
@@ -20,9 +21,10 @@ GIB = 2**30
         (doctor.memory(20 * GIB, LAPTOP), "OK", ""),
         (doctor.memory(4 * GIB, LAPTOP), "WARN", "lower kv_cache_gb"),
         (doctor.memory(1 * GIB, LAPTOP), "FAIL", "lower kv_cache_gb"),
-        (doctor.shm(GIB, LAPTOP), "OK", ""),
-        (doctor.shm(64 * 2**20, LAPTOP), "FAIL", "--shm-size=1g"),
-        (doctor.shm(250 * 10**6, LAPTOP), "WARN", "better"),
+        (doctor.shm(2 * GIB, LAPTOP), "OK", ""),
+        (doctor.shm(GIB, LAPTOP), "FAIL", "--shm-size=2g"),
+        (doctor.shm(GIB, WITHOUT_STORE), "OK", ""),
+        (doctor.shm(GIB + 250 * 10**6, LAPTOP), "WARN", "better"),
         (doctor.open_files(1024, 65536), "WARN", "ulimit -n 65536"),
         (doctor.open_files(1024, 1024), "WARN", "limits.conf"),
         (doctor.open_files(65536, 65536), "OK", ""),

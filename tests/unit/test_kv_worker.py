@@ -112,7 +112,12 @@ def test_what_one_engine_saved_another_loads(node: Node) -> None:
     assert load(second, [0, 2, 5]) == set()
     assert (theirs.data[:, [0, 2, 5]] == ours.data[:, [0, 2, 5]]).all()
     assert not (theirs.data[:, 1] == ours.data[:, 1]).all()
-    assert (first.blocks_saved, second.blocks_loaded) == (3, 3)
+    assert first.take_stats() == {"blocks_saved": 3}
+    told = second.take_stats()
+    [(medium, blocks, seconds)] = told.pop("loads")
+    assert (medium, blocks) == ("dram", 3) and seconds > 0
+    assert told == {"blocks_loaded": 3}
+    assert second.take_stats() == {}, "each is told once"
 
 
 def test_a_block_that_is_gone_is_reported_and_the_others_arrive(node: Node) -> None:
@@ -149,7 +154,7 @@ def test_a_save_without_room_ends_and_costs_nothing(node: Node) -> None:
     slots = arena.reserve(0, many, [0] * len(many), [0] * len(many))
     assert (slots < 0).any()
     save(worker, [3], job=2)
-    assert worker.blocks_saved == 1
+    assert worker.take_stats() == {"blocks_saved": 1}
     arena.abandon(slots)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.meter import BACKLOG_SAMPLES, EngineMeter, Step, Transfer
+from headrace_kvstore.meter import BACKLOG_SAMPLES, EngineMeter, Step, StoreLoad, Transfer
 
 
 def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
@@ -26,6 +26,7 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
         "steps": 2,
         "prompt_tokens_computed": 100,
         "nixl": {"transfers": 2, "bytes": 1500, "seconds": 0.75, "failures": 3},
+        "store": {},
     }
     json.dumps(meter.snapshot())
 
@@ -139,3 +140,25 @@ def test_statistics_without_transfers_are_none() -> None:
 
     assert nixl_transfers({}) == ([], 0)
     assert nixl_transfers({"num_failed_transfers": [1, 1]}) == ([], 2)
+
+
+def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMeter) -> None:
+    loads: list[StoreLoad] = []
+    meter.watch(on_load=loads.append)
+    nixl = {"transfer_duration": [0.1], "bytes_transferred": [100], "num_failed_transfers": []}
+    store = {
+        "blocks_loaded": 2,
+        "loads": [["dram", 4096, 0.5], ["nvme", 1024, 0.25]],
+        "digests": ["ab" * 16],
+    }
+    nested = {"NixlPullConnector": {"data": nixl}, "HeadraceConnector": {"data": store}}
+    logger.record(scheduler_stats(kv_connector_stats=nested), None)
+    logger.record(scheduler_stats(kv_connector_stats=store), None)
+    assert meter.transfer_bytes_total == 100
+    assert loads == 2 * [StoreLoad("dram", 4096, 0.5), StoreLoad("nvme", 1024, 0.25)]
+    assert meter.store_digests == [b"\xab" * 16]
+    assert meter.snapshot()["store"] == {
+        "blocks_loaded": 4,
+        "load_bytes": 2 * 5120,
+        "load_seconds": 1.5,
+    }

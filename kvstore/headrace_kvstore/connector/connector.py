@@ -31,6 +31,7 @@ from headrace_kvstore.connector.identity import engine_namespace
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
 from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.stats import LoadTime, StoreMetrics, StoreStats
 from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 
@@ -129,6 +130,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         else:
             [self._row], [space] = rows, spaces
             self._digest = space.digest
+            self._introduced = False
 
     # Scheduler half
 
@@ -218,6 +220,27 @@ class HeadraceConnector(KVConnectorBase_V1):
             return None
         jobs, bad = self._worker.finished_jobs(), self._worker.bad_in_files()
         return WorkerReport(dict.fromkeys(jobs, 1), bad) if jobs or bad else None
+
+    def get_kv_connector_stats(self) -> StoreStats | None:
+        if self._worker is None:
+            return None
+        data = self._worker.take_stats()
+        if "loads" in data:
+            data["loads"] = [
+                LoadTime(medium, blocks * self._block_bytes, seconds)
+                for medium, blocks, seconds in data["loads"]
+            ]
+        if not self._introduced:
+            data["digests"], self._introduced = [self._digest.hex()], True
+        return StoreStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
+        return StoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> StoreMetrics:
+        return StoreMetrics(*arguments)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -102,7 +103,8 @@ class WorkerHalf:
         self._saves: dict[int, Save] = {}
         self._done: list[int] = []
         self._lock = threading.Lock()
-        self.blocks_loaded = self.blocks_saved = self.blocks_failed = 0
+        self._counts: Counter[str] = Counter()
+        self._loads: list[tuple[str, int, float]] = []
 
     def begin(self, work: Work) -> None:
         """A step begins; its load starts."""
@@ -139,6 +141,16 @@ class WorkerHalf:
         with self._lock:
             done, self._done = self._done, []
         return done
+
+    def take_stats(self) -> dict[str, Any]:
+        """Since the last call: `blocks_loaded`, `_saved`, `_failed`, where not 0; and `loads`:
+        medium, blocks and seconds of each."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        stats: dict[str, Any] = dict(counts)
+        if self._loads:
+            stats["loads"], self._loads = self._loads, []
+        return stats
 
     def close(self) -> None:
         """Stop; copies under way end first."""
@@ -190,8 +202,12 @@ class WorkerHalf:
             logger.exception("loading KV failed; %d blocks are computed", len(bad))
         if self._files is not None and source.files is not None:
             self._files.settle(source.files)
-        self.blocks_loaded += int((~bad).sum())
-        self.blocks_failed += int(bad.sum())
+        loaded = int((~bad).sum())
+        with self._lock:
+            self._counts += Counter(blocks_loaded=loaded, blocks_failed=int(bad.sum()))
+        if loaded:
+            medium = "nvme" if source.files is not None else "dram"
+            self._loads.append((medium, loaded, pipeline.seconds))
         self._failed.update(source.blocks[bad].tolist())
         if corrupt:
             logger.warning("%d KV blocks did not match their checksums", len(corrupt))
@@ -199,7 +215,9 @@ class WorkerHalf:
 
     def _save(self, job: int, save: Save) -> None:
         try:
-            self.blocks_saved += self._copy_out(save)
+            saved = self._copy_out(save)
+            with self._lock:
+                self._counts += Counter(blocks_saved=saved)
         except Exception:
             logger.exception("saving %d KV blocks failed", len(save.blocks))
         with self._lock:

@@ -122,13 +122,16 @@ def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
 
 
 def shm(free_bytes: int, config: HeadraceConfig) -> Finding:
-    """Room in /dev/shm for Ray's object store and the engines' message queues."""
-    wanted = config.ray.object_store_bytes + 256 * 2**20
+    """Room in /dev/shm for the KV store, Ray's object store and the engines' message queues."""
+    held = config.ray.object_store_bytes
+    if config.store.enabled:
+        held += int(config.store.dram_gb * 2**30)
+    wanted = held + 256 * 2**20
     found = f"{human_bytes(free_bytes)} free"
-    if free_bytes < config.ray.object_store_bytes:
+    if free_bytes < held:
         size = human_bytes(wanted)
-        remedy = f"give /dev/shm at least {size} (docker run --shm-size=1g), or "
-        return Finding("/dev/shm", "FAIL", found, remedy + "lower ray.object_store_bytes")
+        remedy = f"give /dev/shm at least {size} (docker run --shm-size=2g), or lower "
+        return Finding("/dev/shm", "FAIL", found, remedy + "store.dram_gb, ray.object_store_bytes")
     if free_bytes < wanted:
         return Finding("/dev/shm", "WARN", found, f"better {human_bytes(wanted)} or more")
     return Finding("/dev/shm", "OK", found)

@@ -51,6 +51,8 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
         )
         return
     out.print(replica_table(replicas))
+    if data.get("store"):
+        out.print(store_table(data["store"]))
     plans = data.get("plans") or {}
     moved = data.get("nixl_bytes")
     words = ", ".join(f"{count} {kind}" for kind, count in plans.items()) or "none yet"
@@ -88,6 +90,28 @@ def replica_table(replicas: list[dict[str, Any]]) -> Table:
             f"{replica.get('steps', 0):,}",
             moved,
         )
+    return table
+
+
+def store_table(nodes: list[dict[str, Any]]) -> Table:
+    """One row a tier of each machine's KV store: blocks, room, hits."""
+    table = Table(title="KV store", title_justify="left")
+    for column in ("machine", "tier", "state"):
+        table.add_column(column)
+    for column in ("blocks", "used", "size", "hits", "misses"):
+        table.add_column(column, justify="right")
+    for node in nodes:
+        machine = str(node.get("machine", "?"))[:8]
+        if "tiers" not in node:
+            table.add_row(machine, "-", f"no node: {node.get('down') or 'it does not answer'}")
+        for name, tier in node.get("tiers", {}).items():
+            state = str(tier.get("state", "?"))
+            if state != "on" and tier.get("reason"):
+                state += f": {tier['reason']}"
+            counts = (f"{tier.get(key, 0):,}" for key in ("blocks", "hits", "misses"))
+            blocks, hits, misses = counts
+            sizes = (human_bytes(tier.get(key, 0)) for key in ("bytes", "size_bytes"))
+            table.add_row(machine, name, state, blocks, *sizes, hits, misses)
     return table
 
 

@@ -13,10 +13,12 @@ from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
 from headrace.gateway.openapi import openapi_document
 from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.warm import WarmRequest
 
 BACKEND_TIMEOUT_S = 10.0
 PLANS = "/headrace/v1/plans/"
 ROUTER = "/headrace/v1/router"
+WARM = "/headrace/v1/warm"
 POLICIES = ("cost", "local", "remote")
 
 _JSON = b"application/json"
@@ -95,6 +97,19 @@ class Admin:
             raise errors.bad_policy(POLICIES)
         return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
 
+    async def warm(self, wanted: Mapping[str, Any], *, may_pin: bool) -> bytes:
+        """Have every decode replica make prompts' KV; the answer says what each has of each.
+
+        Raises:
+            ApiError: 400 when the document is not a `WarmRequest`; 403 when it may not pin, as
+                that takes memory from every tenant.
+        """
+        request = WarmRequest.parse(wanted)
+        if request.pin and not may_pin:
+            raise errors.only_from_here(f"{WARM} with pin")
+        replicas = await self._backend.warm(request.bodies, request.salt, request.pin)
+        return _json({"replicas": replicas})
+
     def model(self, listing: bytes, model_id: str) -> bytes:
         """One model of a replica's list of models.
 
@@ -111,7 +126,7 @@ class Admin:
         return _json(found[0])
 
     async def _index(self, pool: ReplicaPool) -> Answer:
-        paths = [*self._documents, PLANS + "{request_id}", ROUTER]
+        paths = [*self._documents, PLANS + "{request_id}", ROUTER, WARM]
         paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
         index = {
             "name": "headrace",

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from headrace.gateway import errors, limits, tracing
-from headrace.gateway.admin import ROUTER, Admin
+from headrace.gateway.admin import ROUTER, WARM, Admin
 from headrace.gateway.asgi import (
     JSON_TYPE,
     ClientGone,
@@ -170,6 +170,9 @@ class GatewayApp:
         elif path == ROUTER and method == "PUT":
             call.from_here = _is_loopback(scope.get("client"))
             await self._guarded(call, path, receive, send, self._router, seen)
+        elif path == WARM and method == "POST":
+            call.from_here = _is_loopback(scope.get("client"))
+            await self._guarded(call, path, receive, send, self._warm, seen)
         else:
             await self._guarded(call, path, receive, send, self._other, seen)
 
@@ -295,6 +298,25 @@ class GatewayApp:
         body = await self._admin.set_policy(wanted)
         await _answer(call, send, 200, body, JSON_TYPE)
 
+    async def _warm(
+        self,
+        call: Call,
+        path: str,
+        receive: Receive,
+        send: Send,
+        seen: dict[bytes, bytes],
+        interrupts: Interrupts,
+    ) -> None:
+        """Make prompts' KV now."""
+        limits.check_content_type(seen.get(b"content-type"))
+        limits.check_length(seen.get(b"content-length"), self.options.max_body_bytes)
+        interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
+        wanted = limits.parse_object(await limits.read_body(receive, self.options.max_body_bytes))
+        interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
+        interrupts.listen(receive)
+        body = await self._admin.warm(wanted, may_pin=call.from_here)
+        await _answer(call, send, 200, body, JSON_TYPE)
+
     async def _other(
         self,
         call: Call,
@@ -309,6 +331,8 @@ class GatewayApp:
             raise errors.method_not_allowed(call.method, ["POST"])
         if path == ROUTER:
             raise errors.method_not_allowed(call.method, ["PUT"])
+        if path == WARM:
+            raise errors.method_not_allowed(call.method, ["POST"])
         exists = path == MODELS or path.startswith(MODELS + "/")
         document = self._admin.find(path)
         if document is None and not exists:

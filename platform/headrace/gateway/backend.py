@@ -39,6 +39,11 @@ class Backend(Protocol):
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan made for a request, or None when it is unknown or forgotten."""
 
+    async def warm(
+        self, bodies: list[dict[str, Any]], salt: str, pin: bool
+    ) -> list[list[dict[str, Any]]]:
+        """Make prompts' KV and have it stored; what each decode replica says of each."""
+
     async def set_policy(self, policy: str) -> int:
         """Force all plans `local` or `remote`, or let them follow the `cost`; replicas reached."""
 

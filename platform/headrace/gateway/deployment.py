@@ -30,8 +30,13 @@ BROADCAST_TIMEOUT_S = 5.0
 class ServeBackend:
     """What the gateway asks of the cluster, over Serve's handles (`headrace.gateway.Backend`)."""
 
-    def __init__(self, decode: DeploymentHandle, prefill: DeploymentHandle):
-        self._decode, self._prefill = decode, prefill
+    def __init__(
+        self,
+        decode: DeploymentHandle,
+        prefill: DeploymentHandle,
+        store: DeploymentHandle | None = None,
+    ):
+        self._decode, self._prefill, self._store = decode, prefill, store
         self._session: aiohttp.ClientSession | None = None
 
     async def replicas(self) -> list[ReplicaInfo]:
@@ -48,9 +53,10 @@ class ServeBackend:
 
     async def status(self) -> dict[str, Any]:
         """State of every replica, and the app's totals."""
-        decode, prefill = await asyncio.gather(
+        decode, prefill, store = await asyncio.gather(
             _broadcast(self._decode, "headrace_status"),
             _broadcast(self._prefill, "headrace_status"),
+            self._store_status(),
         )
         plans: dict[str, int] = {}
         for replica in decode:
@@ -60,7 +66,15 @@ class ServeBackend:
             "replicas": [*prefill, *decode],
             "plans": plans,
             "nixl_bytes": sum(replica["nixl"]["bytes"] for replica in decode),
+            "store": store,
         }
+
+    async def _store_status(self) -> list[dict[str, Any]]:
+        """What each machine's StoreNode says; none without a store."""
+        if self._store is None:
+            return []
+        nodes = await _broadcast(self._store, "status")
+        return [dict(node) for answer in nodes for node in answer]
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan of a request, from whichever replica made it."""
@@ -68,6 +82,13 @@ class ServeBackend:
             if found is not None:
                 return dict(found)
         return None
+
+    async def warm(
+        self, bodies: list[dict[str, Any]], salt: str, pin: bool
+    ) -> list[list[dict[str, Any]]]:
+        """Every decode replica makes the prompts' KV; those of one machine share it."""
+        answers = await _ask_all(self._decode, "headrace_warm", bodies, salt, pin, timeout_s=None)
+        return [list(answer) for answer in answers]
 
     async def set_policy(self, policy: str) -> int:
         """Force every decode replica's plans, or set them free; returns how many obeyed."""
@@ -85,6 +106,7 @@ class GatewayServer:
 
     Args:
         decode, prefill: handles of the two deployments behind.
+        store: of the one that keeps the KV store's nodes; None without a store.
         settings: the `gateway` section of the configuration.
         internal_token: what the decode replicas' ports ask for.
         model_id: the served model's name.
@@ -95,6 +117,7 @@ class GatewayServer:
         self,
         decode: DeploymentHandle,
         prefill: DeploymentHandle,
+        store: DeploymentHandle | None,
         settings: Any,
         internal_token: str,
         model_id: str,
@@ -103,7 +126,7 @@ class GatewayServer:
         setup("gateway")
         self._app = build_gateway_app(
             settings,
-            ServeBackend(decode, prefill),
+            ServeBackend(decode, prefill, store),
             internal_token,
             model_id,
             metrics=RayGatewayMetrics(),
@@ -140,9 +163,14 @@ async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[
         return []
 
 
-async def _ask_all(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:
+async def _ask_all(
+    handle: DeploymentHandle,
+    method: str,
+    *args: Any,
+    timeout_s: float | None = BROADCAST_TIMEOUT_S,
+) -> list[Any]:
     """Answers of the replicas that gave one."""
     answers = await handle.broadcast(method, *args).results_async(
-        timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True
+        timeout_s=timeout_s, return_exceptions=True
     )
     return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -221,6 +221,32 @@ def _schemas(model_id: str) -> Schema:
             "properties": {"policy": {"type": "string", "enum": ["cost", "local", "remote"]}},
             "additionalProperties": False,
         },
+        "WarmRequest": {
+            "type": "object",
+            "description": "1 to 256 prompts and chats whose KV shall be made now.",
+            "properties": {
+                "prompts": {
+                    "type": "array",
+                    "items": {
+                        "oneOf": [
+                            {"type": "string", "minLength": 1},
+                            {
+                                "type": "array",
+                                "items": {"type": "integer", "minimum": 0},
+                                "minItems": 1,
+                            },
+                        ]
+                    },
+                },
+                "chats": {
+                    "type": "array",
+                    "items": {"type": "array", "items": _ref("Object"), "minItems": 1},
+                },
+                "cache_salt": {"type": "string"},
+                "pin": {"type": "boolean"},
+            },
+            "additionalProperties": False,
+        },
     }
 
 
@@ -309,6 +335,18 @@ def openapi_document(
                 "requestBody": {
                     "required": True,
                     "content": {"application/json": {"schema": _ref("RouterPolicy")}},
+                },
+                "responses": _responses(
+                    {"application/json": {"schema": anything}}, *_CHANGE_REFUSALS
+                ),
+            }
+        },
+        "/headrace/v1/warm": {
+            "post": {
+                "summary": "Make prompts' KV before anybody asks for it.",
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": _ref("WarmRequest")}},
                 },
                 "responses": _responses(
                     {"application/json": {"schema": anything}}, *_CHANGE_REFUSALS

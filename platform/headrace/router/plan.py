@@ -25,6 +25,9 @@ class PlanRequest:
     salt: str = ""
     #: Why this request must stay on the decode engine (e.g. prompt logprobs), or None.
     local_only: str | None = None
+    #: Leading tokens whose KV the store can supply, to the decode and to the prefill engine.
+    stored_decode_tokens: int = 0
+    stored_prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Plan:
     prompt_tokens: int
     cached_decode_tokens: int
     cached_prefill_tokens: int
+    #: Tokens beyond those in the engine's own cache that the chosen engine loads from the store.
+    loaded_tokens: int = 0
     #: Seconds by part for both options: "local.queue", ..., "remote.total".
     predicted: Mapping[str, float] = field(default_factory=dict)
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
@@ -62,6 +67,7 @@ class Plan:
             "prompt_tokens": self.prompt_tokens,
             "cached_decode_tokens": self.cached_decode_tokens,
             "cached_prefill_tokens": self.cached_prefill_tokens,
+            "loaded_tokens": self.loaded_tokens,
             "predicted": dict(self.predicted),
             "timeout_s": self.timeout_s,
             "reasons": list(self.reasons),

@@ -113,18 +113,22 @@ class Router:
         if self._prefill is not None:
             held_p = self._held(self.prefill_index, hashes, n)
         cached_d, cached_p = held_d * g.block_tokens, held_p * g.block_tokens
+        loaded_d = max(0, self._useful(request.stored_decode_tokens, n) - cached_d)
+        loaded_p = max(0, self._useful(request.stored_prefill_tokens, n) - cached_p)
         own_queue_s = self.prefill_load.queue_s(
             self.costs.prefill_step, self.settings.max_step_tokens, now
         )
         s = Situation(
-            uncached_decode_tokens=max(1, n - cached_d),
-            uncached_prefill_tokens=max(1, n - cached_p),
+            uncached_decode_tokens=max(1, n - cached_d - loaded_d),
+            uncached_prefill_tokens=max(1, n - cached_p - loaded_p),
             transfer_bytes=(math.ceil(n / g.block_tokens) - held_d) * g.block_bytes,
             running=self.decode_load.running,
             decode_queue_s=self.decode_load.queue_s(
                 self.costs.decode_step, self.settings.max_step_tokens, now
             ),
             prefill_queue_s=own_queue_s + self._others_wait_s(now),
+            load_decode_bytes=loaded_d * g.kv_bytes_per_token,
+            load_prefill_bytes=loaded_p * g.kv_bytes_per_token,
         )
         p = price(s, self.costs, self.settings)
         remote, reasons = self._decide(request, s, p, now)
@@ -134,6 +138,7 @@ class Router:
             prompt_tokens=n,
             cached_decode_tokens=cached_d,
             cached_prefill_tokens=cached_p,
+            loaded_tokens=loaded_p if remote else loaded_d,
             predicted=p,
             timeout_s=self._timeout_s(p) if remote else 0.0,
             reasons=(*reasons, formula(p)),
@@ -177,8 +182,14 @@ class Router:
         return remote_timeout_s(p, self.costs, self.settings, cold=self._cold)
 
     def _held(self, index: PrefixIndex, hashes: list[bytes], prompt_tokens: int) -> int:
-        """Blocks that spare computation: vLLM always computes at least the last token."""
-        return min(index.match(hashes), max(0, prompt_tokens - 1) // self.geometry.block_tokens)
+        """Blocks in an engine's own cache that spare computation."""
+        block = self.geometry.block_tokens
+        return self._useful(index.match(hashes) * block, prompt_tokens) // block
+
+    def _useful(self, held_tokens: int, prompt_tokens: int) -> int:
+        """Tokens of whole blocks that spare computation: vLLM always computes at least the last."""
+        block = self.geometry.block_tokens
+        return min(held_tokens, max(0, prompt_tokens - 1)) // block * block
 
     def _others_wait_s(self, now: float) -> float:
         """Queue that others make at the prefill engine; halves with each ``remeasure_s`` of age."""
@@ -351,6 +362,10 @@ class Router:
             self._moved["bytes"] += size_bytes
             self._moved["seconds"] += seconds
 
+    def observe_load(self, size_bytes: int, seconds: float) -> None:
+        """One load from the machine's KV store."""
+        self.costs.load.observe(size_bytes, seconds)
+
     def prefill_down(self, why: str) -> None:
         """The prefill side is gone, and its cache with it: all goes local until it is up."""
         self.breaker.down(why, self._clock())
@@ -387,6 +402,7 @@ class Router:
                 "decode_step": c.decode_step.to_dict(),
                 "prefill_step": c.prefill_step.to_dict(),
                 "transfer": c.transfer.to_dict(),
+                "load": c.load.to_dict(),
                 "call": c.call.to_dict(),
                 "handoff": c.handoff.to_dict(),
                 "others": c.others.to_dict(),

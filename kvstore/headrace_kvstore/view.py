@@ -1,0 +1,120 @@
+"""What a machine's DRAM holds of a prompt, as whoever plans on that machine sees it: exactly, and
+for the price of hashing the prompt.
+
+The arena is shared memory, so the planner looks into it as the engines do. Which blocks are its
+engine's own (namespace) the engine tells by its statistics; until then nothing is known to be held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.connector.settings import StoreSettings
+
+logger = logging.getLogger("headrace.kvstore")
+
+Hasher = Callable[[Sequence[int], str], list[bytes]]
+"""(token ids, salt) -> vLLM's hashes of the prompt's full blocks."""
+
+
+class StoreView:
+    """One engine's view of its machine's arena.
+
+    Args:
+        settings: of the engine's store.
+        digests: gives the namespaces of the engine's blocks, one a worker, once they are known.
+        hashes: hashes blocks as the engine does.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        digests: Callable[[], Sequence[bytes]],
+        hashes: Hasher,
+        block_tokens: int,
+    ) -> None:
+        self._settings, self._digests = settings, digests
+        self._hashes, self._block_tokens = hashes, block_tokens
+        self._arena: Arena | None = None
+        self._rows: list[int] = []
+
+    def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
+        """Leading tokens of a prompt that every worker's part of is in DRAM. Never raises."""
+        if len(token_ids) < self._block_tokens or not self._open():
+            return 0
+        try:
+            return self._held(self._hashes(token_ids, salt)) * self._block_tokens
+        except Exception:
+            logger.exception("the arena cannot be looked into")
+            return 0
+
+    def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
+        """Keep a prompt's blocks in DRAM whatever comes, or let them go; how many tokens of it are
+        there."""
+        if not self._open() or self._arena is None:
+            return 0
+        hashes = self._hashes(token_ids, salt)
+        held = [self._arena.pin(row, hashes, pinned) for row in self._rows]
+        return _leading(np.logical_and.reduce(held)) * self._block_tokens
+
+    def stats(self) -> dict[str, Any]:
+        """The arena's own; empty while it is not known."""
+        return self._arena.stats() if self._open() and self._arena is not None else {}
+
+    def close(self) -> None:
+        """Let go of the arena."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    def _held(self, hashes: Sequence[bytes]) -> int:
+        assert self._arena is not None
+        held = [self._arena.lookup(row, hashes) >= 0 for row in self._rows]
+        return _leading(np.logical_and.reduce(held)) if held else 0
+
+    def _open(self) -> bool:
+        """Whether the arena is mapped and the engine's namespaces are in it."""
+        if self._rows:
+            return True
+        digests = self._digests()
+        if not digests:
+            return False
+        if self._arena is None:
+            try:
+                # The engine has made it, or it would have no namespace in it.
+                self._arena = Arena.create_or_attach(
+                    self._settings.name, self._settings.dram_bytes, folder=self._settings.folder
+                )
+            except (OSError, ValueError) as error:
+                logger.error("no view of the arena %s: %s", self._settings.name, error)
+                return False
+        known = {
+            space["digest"]: row for row, space in enumerate(self._arena.stats()["namespaces"])
+        }
+        if all(digest.hex() in known for digest in digests):
+            self._rows = [known[digest.hex()] for digest in digests]
+        return bool(self._rows)
+
+
+def store_settings(transfer: Any) -> StoreSettings | None:
+    """The store's settings in vLLM's KVTransferConfig, alone or beside other connectors."""
+    if transfer is None:
+        return None
+    extra = transfer.kv_connector_extra_config or {}
+    if transfer.kv_connector == "HeadraceConnector":
+        return StoreSettings.parse(extra)
+    for child in extra.get("connectors", ()):
+        if child.get("kv_connector") == "HeadraceConnector":
+            return StoreSettings.parse(child.get("kv_connector_extra_config") or {})
+    return None
+
+
+def _leading(held: np.ndarray) -> int:
+    """How many are True before the first that is not."""
+    return int(len(held) if held.all() else held.argmin())

@@ -1,0 +1,71 @@
+"""Puts the KV store into an app: into each engine's connectors, and a StoreNode onto each node.
+
+An engine that moves KV over NIXL gets the store beside it (`HeadracePDConnector`); one that the
+user gave other connectors is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+from ray import serve
+from ray.serve.deployment import Application
+
+from headrace.config.schema import StoreSection
+from headrace.observability import ProcessSetup
+from headrace_kvstore.keeper import StoreKeeper
+
+logger = logging.getLogger("headrace.store")
+
+_CONNECTOR_FIELDS = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+
+
+def add_store(
+    store: StoreSection, engines: list[dict[str, Any]], setup: ProcessSetup
+) -> Application | None:
+    """Add the store to engines' arguments; the deployment that keeps the nodes' StoreNodes.
+
+    Args:
+        store: the configuration's section.
+        engines: `engine_kwargs` of all roles; changed in place.
+        setup: prepares the store's processes (logs, traces).
+
+    Returns:
+        None where no engine takes the store.
+    """
+    if not store.enabled:
+        return None
+    name = store.name or f"headrace-kv-{secrets.token_hex(4)}"
+    taken = [_add(engine, store.engine_settings(name)) for engine in engines]
+    if not any(taken):
+        logger.warning("store: no engine uses NixlConnector alone, so none gets the KV store")
+        return None
+    options = {"name": "store", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    return serve.deployment(StoreKeeper).options(**options).bind(store.node_settings(name), setup)
+
+
+def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
+    transfer = engine.get("kv_transfer_config")
+    if not isinstance(transfer, dict) or transfer.get("kv_connector") != "NixlConnector":
+        return False
+    recompute = {"kv_load_failure_policy": "recompute"}
+    stored = {
+        "kv_connector": "HeadraceConnector",
+        "kv_connector_module_path": "headrace_kvstore.connector.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+    engine["kv_transfer_config"] = {
+        **{k: v for k, v in transfer.items() if k not in _CONNECTOR_FIELDS},
+        **recompute,
+        "kv_connector": "HeadracePDConnector",
+        "kv_connector_module_path": "headrace_kvstore.connector.composite",
+        "kv_connector_extra_config": {
+            "connectors": [{**transfer, **recompute}, {**stored, **recompute}]
+        },
+    }
+    # vLLM would switch it off by itself, with a warning: the store keeps one kind of block.
+    engine.setdefault("disable_hybrid_kv_cache_manager", True)
+    return True
