@@ -1,11 +1,29 @@
-"""An engine's KV cache in host memory: blocks in and out, one pass a byte, checksums on the way."""
+"""An engine's KV cache, as the store sees it, and the one in host memory: blocks in and out, one
+pass a byte, checksums on the way."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from headrace_kvstore.checksum import copy_sum, prepare
 from headrace_kvstore.layout import BlockLayout
+
+
+class EngineCache(Protocol):
+    """Blocks in and out of an engine; arguments as `HostCache` says."""
+
+    layout: BlockLayout
+
+    @property
+    def layer_names(self) -> Sequence[str]: ...
+    def fence(self) -> None: ...
+    def load(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> np.ndarray: ...
+    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray: ...
 
 
 class HostCache:
@@ -25,6 +43,9 @@ class HostCache:
     def layer_names(self) -> tuple[str, ...]:
         """In payload order."""
         return self.layout.names
+
+    def fence(self) -> None:
+        """Nothing: what has been computed in host memory is there."""
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray

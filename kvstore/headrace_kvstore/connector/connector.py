@@ -25,7 +25,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.cache import EngineCache, HostCache
+from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.identity import engine_namespace
 from headrace_kvstore.connector.node_tiers import NodeTiers
@@ -186,7 +187,12 @@ class HeadraceConnector(KVConnectorBase_V1):
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "
                 f"{self._block_bytes} that its configuration says"
             )
-        cache = HostCache(layout, self._settings.copy_threads)
+        device = next(iter(kv_caches.values())).device
+        cache: EngineCache
+        if device.type == "cpu":
+            cache = HostCache(layout, self._settings.copy_threads)
+        else:
+            cache = DeviceCache(kv_caches, layout, self._settings.copy_threads)
         files = FileTier(cache, self._settings.staging_bytes)
         self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings, files)
 

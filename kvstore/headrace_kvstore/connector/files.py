@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.tiers.segment import BlockReader, Location, Read
 
@@ -66,7 +66,7 @@ class FileTier:
         staging_bytes: memory that layers pass through.
     """
 
-    def __init__(self, cache: HostCache, staging_bytes: int) -> None:
+    def __init__(self, cache: EngineCache, staging_bytes: int) -> None:
         self._cache, self._staging_bytes = cache, staging_bytes
         self._mover: Mover | None = None
         self._reader: BlockReader | None = None
@@ -122,7 +122,7 @@ class FileSource:
         self,
         reader: BlockReader,
         staging: Staging,
-        cache: HostCache,
+        cache: EngineCache,
         places: Sequence[Location],
         blocks: np.ndarray,
         seeds: np.ndarray,

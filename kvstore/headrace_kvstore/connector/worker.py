@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace_kvstore.arena import Arena
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.pipeline import MAX_DEPTH, DepthFit, LayerPipeline, LayerSource
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.settings import StoreSettings
@@ -30,17 +31,6 @@ logger = logging.getLogger("headrace.kvstore")
 
 SAVE_NICENESS = 5
 """Of the saving thread: the engine's computing thread goes first where both want a core."""
-
-
-class EngineCache(Protocol):
-    """An engine's KV cache; see `cache.HostCache`."""
-
-    @property
-    def layer_names(self) -> Sequence[str]: ...
-    def load(
-        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
-    ) -> np.ndarray: ...
-    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray: ...
 
 
 class Part(LayerSource, Protocol):
@@ -110,6 +100,7 @@ class WorkerHalf:
         """A step begins; its load starts."""
         self._saves = work.saves
         if work.load.blocks:
+            self._cache.fence()
             self._source = source = self._sources(work.load)
             fit = self._fits["files" if source.files is not None else "dram"]
             layers = len(self._cache.layer_names)

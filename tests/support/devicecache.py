@@ -1,0 +1,72 @@
+"""What must hold of a `DeviceCache` on any device; the CPU's `HostCache` is the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.device_cache import DeviceCache
+from headrace_kvstore.layout import BlockLayout
+
+
+def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str) -> None:
+    """Save from and load to `device`, in parts, and compare with the same on the host.
+
+    Args:
+        caches: on the CPU, strided as on the device.
+        blocks: the scheduler's block count.
+    """
+    for tensor in caches.values():
+        _bytes(tensor).copy_(torch.randint(0, 255, _bytes(tensor).shape, dtype=torch.uint8))
+    theirs = _moved(caches, device)
+    host_layout = BlockLayout.of_tensors(caches, blocks)
+    layout = BlockLayout.of_tensors(theirs, blocks)
+    host = HostCache(host_layout)
+    cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
+    assert (cache.layer_names, layout.axes) == (host.layer_names, host_layout.axes)
+
+    ids = np.array([3, 0, 4, 1, 5])
+    seeds = np.arange(len(ids) * len(caches), dtype=np.uint64).reshape(len(ids), -1)
+    wanted, payloads = _payloads(host_layout, len(ids))
+    sums = host.save(ids, payloads, seeds)
+    found, addresses = _payloads(layout, len(ids))
+    cache.fence()
+    assert (cache.save(ids, addresses, seeds) == sums).all()
+    assert (found == wanted).all()
+
+    # As whole numbers: random bytes hold NaNs, which equal nothing.
+    before = {name: tensor.clone().view(torch.int16) for name, tensor in theirs.items()}
+    order = np.array([1, 5, 0, 3, 4])  # each payload into another block than it came from
+    for layer in range(len(caches)):
+        assert (cache.load(layer, order, addresses, seeds[:, layer]) == sums[:, layer]).all()
+    again, back = _payloads(layout, len(ids))
+    cache.save(order, back, seeds)
+    assert (again == wanted).all()
+    kernel = next(iter(theirs.values())).shape[0] // blocks
+    for name, tensor in theirs.items():
+        untouched = slice(2 * kernel, 3 * kernel)
+        assert torch.equal(tensor.view(torch.int16)[untouched], before[name][untouched])
+
+
+def _payloads(layout: BlockLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
+    memory = np.zeros((count, layout.block_bytes), np.uint8)
+    starts = memory.ctypes.data + np.arange(count, dtype=np.uint64) * np.uint64(layout.block_bytes)
+    return memory, starts
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _moved(caches: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """The caches on a device; those that share one storage there do so here."""
+    storages: dict[int, torch.Tensor] = {}
+    moved = {}
+    for name, tensor in caches.items():
+        key = tensor.untyped_storage().data_ptr()
+        if key not in storages:
+            storages[key] = _bytes(tensor).to(device, copy=True)
+        base = storages[key].view(tensor.dtype)
+        moved[name] = base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return moved
