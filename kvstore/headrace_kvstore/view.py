@@ -18,6 +18,8 @@ from headrace_kvstore.connector.settings import StoreSettings
 
 logger = logging.getLogger("headrace.kvstore")
 
+SMALLEST_BLOCK_BYTES = 4096
+
 Hasher = Callable[[Sequence[int], str], list[bytes]]
 """(token ids, salt) -> vLLM's hashes of the prompt's full blocks."""
 
@@ -87,9 +89,13 @@ class StoreView:
             return False
         if self._arena is None:
             try:
-                # The engine has made it, or it would have no namespace in it.
+                # The engine has made it, or it would have no namespace in it: its cut stands.
                 self._arena = Arena.create_or_attach(
-                    self._settings.name, self._settings.dram_bytes, folder=self._settings.folder
+                    self._settings.name,
+                    self._settings.dram_bytes,
+                    folder=self._settings.folder,
+                    block_bytes=SMALLEST_BLOCK_BYTES,
+                    layers=1,
                 )
             except (OSError, ValueError) as error:
                 logger.error("no view of the arena %s: %s", self._settings.name, error)

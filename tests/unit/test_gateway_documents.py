@@ -92,6 +92,33 @@ async def test_plans_can_be_forced_only_from_the_gateways_own_machine() -> None:
     assert sent[0]["status"] == 403
 
 
+async def test_prompts_are_warmed_and_nothing_else_is_taken() -> None:
+    chat = [{"role": "system", "content": "You are kind."}]
+    async with gateway_over(answer) as bench:
+        body = {"prompts": ["a", [1, 2]], "chats": [chat], "cache_salt": "t", "pin": True}
+        async with bench.client.post("/headrace/v1/warm", json=body) as response:
+            assert response.status == 200
+            assert await response.json() == {"replicas": [[{"stored_tokens": 128}] * 3]}
+        bodies = [{"prompt": "a"}, {"prompt": [1, 2]}, {"messages": chat}]
+        assert bench.cluster.warmed == (bodies, "t", True)
+        for wrong, field in (
+            ({}, "prompts"),
+            ({"prompts": [""]}, "prompts"),
+            ({"prompts": [[1, True]]}, "prompts"),
+            ({"prompts": ["a"] * 257}, "prompts"),
+            ({"chats": [[]]}, "chats"),
+            ({"chats": [["hello"]]}, "chats"),
+            ({"prompts": ["a"], "pin": 1}, "pin"),
+            ({"prompts": ["a"], "cache_salt": 1}, "cache_salt"),
+            ({"prompt": "a"}, "prompt"),
+        ):
+            async with bench.client.post("/headrace/v1/warm", json=wrong) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["param"] == field
+        async with bench.client.get("/headrace/v1/warm") as response:
+            assert (response.status, response.headers["allow"]) == (405, "POST")
+
+
 async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
     class Broken(FakeCluster):
         async def status(self) -> dict[str, Any]:

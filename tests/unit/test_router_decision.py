@@ -225,3 +225,23 @@ def test_the_formula_names_every_part_with_its_number() -> None:
 def test_an_impossible_setting_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         RouterSettings(**{field: value})  # type: ignore[arg-type]
+
+
+def test_what_the_store_supplies_costs_only_what_outlasts_the_computation() -> None:
+    hidden = price(replace(IDLE, load_decode_bytes=10_000_000), Costs(), SETTINGS)
+    assert hidden["local.load"] == 0.0, "15 ms of loading under 0.77 s of computing"
+    seen = price(
+        replace(IDLE, uncached_decode_tokens=1, load_decode_bytes=10**9, running=2),
+        Costs(),
+        SETTINGS,
+    )
+    step = Costs().decode_step
+    assert seen["local.load"] == pytest.approx(1.005 - step.seconds(1, 2))
+    assert seen["local.stall"] == pytest.approx(2 * (1.005 - step.seconds(0, 2)))
+
+
+def test_a_prefix_in_the_store_of_the_prefill_engines_machine_draws_the_request_there() -> None:
+    there = replace(IDLE, uncached_prefill_tokens=1, load_prefill_bytes=100_000_000)
+    p = price(there, Costs(), SETTINGS)
+    assert p["remote.load"] == pytest.approx(0.105 - p["remote.compute"])
+    assert p["remote.total"] < p["local.total"]

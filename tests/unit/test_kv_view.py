@@ -1,0 +1,114 @@
+"""What the planner sees of the arena: exactly what its engine could load, and never an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import Request
+
+from headrace_kvstore._vllm_compat import BlockHasher
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.view import StoreView
+
+BLOCK, BLOCK_BYTES, LAYERS = 4, 4096, 2
+DIGESTS = [b"a" * 16, b"b" * 16]
+
+
+def hashes(token_ids: Sequence[int], salt: str) -> list[bytes]:
+    chain, found = salt.encode(), []
+    for end in range(BLOCK, len(token_ids) + 1, BLOCK):
+        chain = bytes([*chain[:8], *token_ids[end - BLOCK : end]]).ljust(32, b".")[:32]
+        found.append(chain)
+    return found
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> StoreSettings:
+    return StoreSettings(name="arena", dram_bytes=2**20, folder=tmp_path)
+
+
+@pytest.fixture
+def arena(settings: StoreSettings) -> Iterator[Arena]:
+    """As the engine made it."""
+    with Arena.create_or_attach(
+        "arena", 2**20, folder=settings.folder, block_bytes=BLOCK_BYTES, layers=LAYERS
+    ) as arena:
+        for digest in DIGESTS:
+            arena.namespace(digest, BLOCK_BYTES, LAYERS)
+        yield arena
+
+
+def put(arena: Arena, row: int, names: Sequence[bytes]) -> None:
+    slots = arena.reserve(row, names, [0] * len(names), range(len(names)))
+    arena.publish(slots, np.zeros((len(names), LAYERS), np.uint64))
+
+
+def test_the_leading_blocks_that_every_worker_stored_are_held(
+    arena: Arena, settings: StoreSettings
+) -> None:
+    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+    prompt = list(range(18))
+    assert view.held_tokens(prompt, "") == 0
+    put(arena, 0, hashes(prompt, "")[:3])
+    assert view.held_tokens(prompt, "") == 0, "the other worker's part is missing"
+    put(arena, 1, hashes(prompt, "")[:2])
+    assert view.held_tokens(prompt, "") == 2 * BLOCK
+    assert view.held_tokens(prompt, "tenant") == 0
+    assert view.held_tokens(prompt[:3], "") == 0, "less than a block"
+    arena.discard(1, hashes(prompt, "")[:1])
+    assert view.held_tokens(prompt, "") == 0, "a prefix begins at its beginning"
+    view.close()
+
+
+def test_pinned_blocks_stay(arena: Arena, settings: StoreSettings) -> None:
+    view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
+    prompt = list(range(12))
+    put(arena, 0, hashes(prompt, "")[:2])
+    assert view.pin(prompt, "") == 2 * BLOCK
+    assert arena.stats()["pinned"] == 2
+    assert view.pin(prompt, "", pinned=False) == 2 * BLOCK
+    assert arena.stats()["pinned"] == 0
+    view.close()
+
+
+def test_until_the_engine_has_told_its_namespaces_nothing_is_held_and_no_arena_made(
+    settings: StoreSettings,
+) -> None:
+    known: list[bytes] = []
+    view = StoreView(settings, lambda: known, hashes, BLOCK)
+    assert (view.held_tokens(range(8), ""), view.pin(range(8), ""), view.stats()) == (0, 0, {})
+    assert not (settings.folder / "arena").exists()
+
+
+def test_an_arena_that_cannot_be_mapped_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "arena").write_bytes(b"no arena" * 1000)
+    settings = StoreSettings(name="arena", dram_bytes=2**20, folder=tmp_path)
+    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+    assert view.held_tokens(range(8), "") == 0
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("salt", ["", "tenant-a"])
+def test_blocks_are_hashed_as_vllm_does(algorithm: str, salt: str) -> None:
+    from vllm import SamplingParams
+
+    function = get_hash_fn_by_name(algorithm)
+    kv_cache_utils.init_none_hash(function)
+    prompt = list(range(100, 171))
+    request = Request(
+        "r",
+        prompt,
+        SamplingParams(max_tokens=1),
+        None,
+        cache_salt=salt or None,
+        block_hasher=kv_cache_utils.get_request_block_hasher(16, function),
+    )
+    found = BlockHasher(algorithm, 16)(prompt, salt)
+    assert len(found) == 4
+    assert found == [bytes(block) for block in request.block_hashes]

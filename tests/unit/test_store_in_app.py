@@ -1,0 +1,104 @@
+"""How the KV store gets into an app's engines, and what its section of the configuration takes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from headrace.config import ConfigError, load_config
+from headrace.config.schema import StoreSection
+from headrace.observability import ProcessSetup
+from headrace.store import add_store
+from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.view import store_settings
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+
+
+def engine(**transfer: Any) -> dict[str, Any]:
+    return {"dtype": "float32", "kv_transfer_config": {**NIXL, **transfer}}
+
+
+class Transfer:
+    """vLLM's KVTransferConfig, as far as it is read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.kv_connector = values["kv_connector"]
+        self.kv_connector_extra_config = values.get("kv_connector_extra_config", {})
+
+
+def test_an_engine_with_nixl_gets_the_store_beside_it() -> None:
+    changed = engine(kv_connector_extra_config={"backends": ["UCX"]})
+    before = copy.deepcopy(changed["kv_transfer_config"])
+    assert add_store(StoreSection(name="kv"), [changed], ProcessSetup()) is not None
+    transfer = changed["kv_transfer_config"]
+    assert transfer["kv_connector"] == "HeadracePDConnector"
+    assert (transfer["kv_role"], transfer["kv_buffer_device"]) == ("kv_both", "cpu")
+    nixl, store = transfer["kv_connector_extra_config"]["connectors"]
+    assert nixl == {**before, "kv_load_failure_policy": "recompute"}
+    assert store["kv_connector"] == "HeadraceConnector"
+    assert transfer["kv_load_failure_policy"] == store["kv_load_failure_policy"] == "recompute"
+    found = store_settings(Transfer(transfer))
+    assert found == StoreSettings(name="kv", dram_bytes=2**30)
+
+
+def test_all_engines_of_an_app_share_one_name_that_no_other_app_has() -> None:
+    def names() -> set[str]:
+        engines = [engine(), engine()]
+        add_store(StoreSection(), engines, ProcessSetup())
+        found = [store_settings(Transfer(e["kv_transfer_config"])) for e in engines]
+        return {settings.name for settings in found if settings is not None}
+
+    [first], [second] = names(), names()
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "transfer", [{"kv_connector": "MultiConnector"}, {"kv_connector": "LMCacheConnectorV1"}]
+)
+def test_an_engine_with_other_connectors_is_left_as_it_is(transfer: dict[str, str]) -> None:
+    given = engine(**transfer)
+    before = copy.deepcopy(given)
+    assert add_store(StoreSection(), [given], ProcessSetup()) is None
+    assert given == before
+    assert store_settings(Transfer(given["kv_transfer_config"])) is None
+
+
+def test_without_the_store_nothing_changes() -> None:
+    given = engine()
+    before = copy.deepcopy(given)
+    assert add_store(StoreSection(enabled=False), [given], ProcessSetup()) is None
+    assert given == before
+
+
+def test_each_side_gets_its_own_settings_and_the_shared_ones() -> None:
+    section = StoreSection(
+        dram_gb=0.5, nvme_folder="/kv", nvme_gb=2, engine={"depth": 3}, node={"warm": True}
+    )
+    assert StoreSettings.parse(section.engine_settings("n")) == StoreSettings(
+        name="n", dram_bytes=2**29, depth=3
+    )
+    node = NodeSettings.parse(section.node_settings("n"))
+    assert (node.name, node.dram_bytes, node.nvme_bytes, node.warm) == ("n", 2**29, 2**31, True)
+    assert str(node.nvme_folder) == "/kv"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("store.engine={depht: 3}", "depht: is unknown"),
+        ("store.engine={depth: 0}", "engine.depth: is 0"),
+        ("store.node={dram_bytes: 5}", "set store.dram_gb instead"),
+        ("store.node={heal_s: -1}", "node.heal_s: is -1"),
+        ("store.nvme_folder=kv", "must be an absolute path"),
+        ("store.name=a/b", "store.name"),
+        ("store.dram_gb=0", "store.dram_gb"),
+    ],
+)
+def test_what_cannot_be_says_where_and_what_would_be_right(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides=[override])
+    assert "store" in str(refused.value) and words in str(refused.value)
