@@ -118,19 +118,18 @@ def test_a_killed_store_node_costs_no_request_and_comes_back_with_its_disk(app: 
         answers = [ask(app, prompt, salt)[0]]
         saved(app, before, 4)
         until(
-            lambda: store(app)["tiers"]["nvme"]["blocks"] >= store(app)["tiers"]["dram"]["blocks"],
-            30.0,
+            lambda: store(app)["write_behind"]["backlog_blocks"] == 0,
+            60.0,
             "all blocks on disk",
-            lambda: store(app)["tiers"],
+            lambda: store(app)["write_behind"],
         )
-        on_disk = store(app)["tiers"]["nvme"]["blocks"]
         os.kill(node["pid"], signal.SIGKILL)
         answers += [ask(app, noise(300, 306 + n), salt)[0] for n in range(3)]
         answers.append(ask(app, prompt, salt)[0])
     assert answers[0] == answers[-1] and all(answers)
     until(lambda: store(app)["pid"] != node["pid"], 60.0, "another store node")
     until(
-        lambda: store(app)["tiers"]["nvme"].get("blocks", 0) >= on_disk,
+        lambda: store(app)["tiers"]["nvme"]["scan"]["blocks"] >= 4,
         60.0,
         "the disk's blocks found again",
         lambda: store(app)["tiers"],
