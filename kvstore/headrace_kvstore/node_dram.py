@@ -15,6 +15,7 @@ from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_follow import Follower
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.node_sources import NvmeSource
 from headrace_kvstore.node_tiers import NodeArena, NodeTier
 from headrace_kvstore.node_writer import Admit, WriteBehind
 
@@ -48,7 +49,7 @@ class DramWork:
         self.writer = WriteBehind(
             self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
         )
-        self.prefetcher = Prefetcher(self.arena, tier, settings.reading_bytes)
+        self.prefetcher = Prefetcher(self.arena, NvmeSource(tier), settings.reading_bytes)
         self.follower = Follower(self.arena, self.writer, publish, resync, settings.sweep_s)
 
     @property

@@ -12,9 +12,8 @@ empty, `missed` tells that a sweep through the arena may find what was dropped a
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.node_loop import MoveLoop
 from headrace_kvstore.node_tiers import NodeArena, NodeTier, Space
 from headrace_kvstore.table import READY
 from headrace_kvstore.tiers.nvme import Save
@@ -33,7 +33,6 @@ CALM = 0.5
 """Share of the backlog's limit up to which the disk counts as keeping up."""
 HOLD_S = 60.0
 BATCH_BLOCKS = 32
-ERROR_PAUSE_S = 0.5
 
 Admit = Callable[[np.ndarray, float], np.ndarray]
 """(rows of SLOT (n,), backlog as a share of its limit) -> which blocks to write, bool (n,)."""
@@ -68,7 +67,7 @@ class _Batch:
         return len(self.hashes) * self.space.block_bytes
 
 
-class WriteBehind:
+class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
     """Writes an arena's blocks to whatever `tier()` is.
 
     Args:
@@ -86,25 +85,21 @@ class WriteBehind:
         writing_bytes: int,
         admit: Admit = worth_writing,
     ) -> None:
+        super().__init__("kv-write-behind")
         self.missed = False
         """Blocks that were to be written may stand in the arena unwritten."""
         self._arena, self._tier, self._admit = arena, tier, admit
         self._backlog_limit, self._writing_limit = backlog_bytes, writing_bytes
         self._spaces: list[Space] = []
-        self._wake = threading.Condition()
         self._backlog: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        self._backlog_bytes = self._writing_bytes = 0
-        self._landed: deque[_Batch] = deque()
-        self._counts: Counter[str] = Counter()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kv-write-behind", daemon=True)
-        self._thread.start()
+        self._backlog_bytes = 0
+        self._begin()
 
     @property
     def idle(self) -> bool:
         """Nothing waits, nothing is being written."""
         with self._wake:
-            return not self._backlog and not self._writing_bytes
+            return not self._backlog and not self._moving_bytes
 
     @property
     def has_time(self) -> bool:
@@ -151,18 +146,6 @@ class WriteBehind:
             time.sleep(0.005)
         return self.idle
 
-    def close(self, timeout_s: float) -> bool:
-        """Write no more; False if the disk still has some of the arena's memory after that time."""
-        deadline = time.monotonic() + timeout_s
-        with self._wake:
-            self._stopping = True
-            self._counts["dropped_end"] += len(self._backlog)
-            self._backlog.clear()
-            self._backlog_bytes = 0
-            self._wake.notify()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
-
     def stats(self) -> dict[str, Any]:
         """JSON-able sizes and counts."""
         with self._wake:
@@ -170,54 +153,24 @@ class WriteBehind:
                 "backlog_blocks": len(self._backlog),
                 "backlog_bytes": self._backlog_bytes,
                 "backlog_limit_bytes": self._backlog_limit,
-                "writing_bytes": self._writing_bytes,
-                "dropped": sum(n for name, n in self._counts.items() if name.startswith("dropped")),
-                **self._counts,
+                "writing_bytes": self._moving_bytes,
+                **self._totals(),
             }
 
-    # The thread
-
-    def _run(self) -> None:
-        while True:
-            try:
-                if not self._turn():
-                    return
-            except Exception:
-                logger.exception("write-behind failed; it goes on")
-                time.sleep(ERROR_PAUSE_S)
-
-    def _turn(self) -> bool:
-        """End what has landed, start what there is room for; False when all is over."""
-        with self._wake:
-            while not self._landed and not self._may_start():
-                if self._stopping and not self._writing_bytes:
-                    return False
-                self._wake.wait()
-            landed = list(self._landed)
-            self._landed.clear()
-            row, hashes = self._take() if self._may_start() else (0, [])
-        for batch in landed:
-            self._end(batch)
-        if hashes:
-            try:
-                self._start(row, hashes)
-            except Exception:
-                self._count("dropped_failed", len(hashes))
-                raise
-        return True
+    # Called by the loop
 
     def _may_start(self) -> bool:
-        if not self._backlog or self._stopping:
+        if not self._backlog:
             return False
         row, _ = next(iter(self._backlog))
         size = self._space(row).block_bytes
-        return not self._writing_bytes or self._writing_bytes + size <= self._writing_limit
+        return not self._moving_bytes or self._moving_bytes + size <= self._writing_limit
 
     def _take(self) -> tuple[int, list[bytes]]:
         """Oldest blocks of one namespace, as many as may be written now."""
         row, _ = next(iter(self._backlog))
         size = self._space(row).block_bytes
-        room = max(1, min(BATCH_BLOCKS, (self._writing_limit - self._writing_bytes) // size))
+        room = max(1, min(BATCH_BLOCKS, (self._writing_limit - self._moving_bytes) // size))
         hashes: list[bytes] = []
         for key in self._backlog:
             if key[0] != row or len(hashes) == room:
@@ -228,7 +181,20 @@ class WriteBehind:
         self._backlog_bytes -= size * len(hashes)
         return row, hashes
 
-    def _start(self, row: int, hashes: list[bytes]) -> None:
+    def _start(self, task: tuple[int, list[bytes]]) -> None:
+        row, hashes = task
+        try:
+            self._write(row, hashes)
+        except Exception:
+            self._count("dropped_failed", len(hashes))
+            raise
+
+    def _drop_all(self) -> None:
+        self._counts["dropped_end"] += len(self._backlog)
+        self._backlog.clear()
+        self._backlog_bytes = 0
+
+    def _write(self, row: int, hashes: list[bytes]) -> None:
         space, tier = self._space(row), self._tier()
         if tier is None or tier.state != "on":
             self._count("dropped_off", len(hashes))
@@ -261,8 +227,7 @@ class WriteBehind:
         ]
         shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
         batch = _Batch(space, hashes, slots, rows["generation"].copy(), [], len(hashes))
-        with self._wake:
-            self._writing_bytes += batch.bytes
+        self._fly(batch)
         try:
             batch.futures = tier.write(shape, saves)
         except Exception:
@@ -275,16 +240,11 @@ class WriteBehind:
         with self._wake:
             batch.unfinished -= 1
             if not batch.unfinished:
-                self._landed.append(batch)
-                self._wake.notify()
+                self._land(batch)
 
     def _end(self, batch: _Batch) -> None:
-        try:
-            self._judge(batch)
-            self._arena.release(batch.slots)
-        finally:
-            with self._wake:
-                self._writing_bytes -= batch.bytes
+        self._judge(batch)
+        self._arena.release(batch.slots)
 
     def _judge(self, batch: _Batch) -> None:
         written = np.array([future.result() for future in batch.futures], np.bool_)
@@ -299,10 +259,9 @@ class WriteBehind:
         self._count("dropped_overwritten", int((written & ~same).sum()))
 
     def _count(self, name: str, blocks: int) -> None:
+        super()._count(name, blocks)
         if blocks:
-            with self._wake:
-                self._counts[name] += blocks
-                self.missed |= name in ("dropped_failed", "dropped_off", "dropped_overwritten")
+            self.missed |= name in ("dropped_failed", "dropped_off", "dropped_overwritten")
 
     def _space(self, row: int) -> Space:
         if row >= len(self._spaces):
