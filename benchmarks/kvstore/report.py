@@ -13,6 +13,7 @@ TARGETS = {
     "dram.load_unverified_vs_memcpy": (">=", 0.9),
     "dram.save_vs_memcpy": (">=", 0.6),
     "nvme.load_vs_raw": (">=", 0.9),
+    "remote.load_vs_raw": (">=", 0.9),
     "mooncake.get_ratio": (">=", 1.5),
     "mooncake.put_ratio": (">=", 1.5),
     "ttft.dram_vs_cold": ("<=", 0.12),

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import zmq
@@ -40,6 +40,8 @@ class _Asked:
     digest: bytes
     hashes: list[bytes]
     until_s: float
+    found: list[Location] | None = None
+    """Said already, while a peer's blocks are being pulled into DRAM."""
 
 
 class NodeClient:
@@ -83,14 +85,23 @@ class NodeClient:
             return self._state == "up"
 
     def ask_locate(
-        self, request_key: str, digest: bytes, hashes: Sequence[bytes], lease_s: float = 30.0
+        self,
+        request_key: str,
+        digest: bytes,
+        hashes: Sequence[bytes],
+        lease_s: float = 30.0,
+        compute_s: float = 0.0,
     ) -> None:
-        """Ask which leading blocks can be read from NVMe, and to keep those for `lease_s`."""
+        """Ask which leading blocks can be read from NVMe, and to keep those for `lease_s`.
+
+        If the node has more of them pulled into DRAM from a peer, the answer comes once that is
+        over, or no longer worth waiting for. compute_s: what computing a block takes; 0: unknown.
+        """
         with self._lock:
             self._turn()
             names = [bytes(name) for name in hashes]
             lease_s = min(lease_s, wire.MAX_LEASE_S)
-            id = self._send(wire.Locate(request_key, digest, names, lease_s), reply=True)
+            id = self._send(wire.Locate(request_key, digest, names, lease_s, compute_s), reply=True)
             if id is None:
                 self._answers.append(Answer(request_key, []))
             else:
@@ -146,9 +157,19 @@ class NodeClient:
                 self._ping()
             if now_s > self._try_until_s:
                 self._go_down(now_s)
-        elif self._asked and now_s > next(iter(self._asked.values())).until_s:
-            self._counts["timeouts"] += 1
-            self._go_down(now_s)
+        else:
+            self._give_up(now_s)
+
+    def _give_up(self, now_s: float) -> None:
+        """Wait no longer for what is overdue: for a pull without the node being to blame."""
+        for id, asked in [each for each in self._asked.items() if now_s > each[1].until_s]:
+            if asked.found is None:
+                self._counts["timeouts"] += 1
+                self._go_down(now_s)
+                return
+            self._counts["pull_timeouts"] += 1
+            del self._asked[id]
+            self._answers.append(Answer(asked.request_key, asked.found))
 
     def _dial(self, now_s: float) -> None:
         """Look for a node: its socket must be there, and this user's."""
@@ -194,11 +215,18 @@ class NodeClient:
         if asked is None:
             return
         locations: list[Location] = []
+        waits = False
         try:
             if isinstance(body, wire.Located):
                 locations = wire.unpack_locations(body, asked.digest, asked.hashes)
+                waits = body.pulling > 0
         finally:
-            self._answers.append(Answer(asked.request_key, locations))
+            if not waits:
+                self._answers.append(Answer(asked.request_key, locations))
+        if isinstance(body, wire.Located) and waits:
+            until_s = time.monotonic() + min(body.wait_s, wire.MAX_LEASE_S)
+            self._asked[id] = replace(asked, until_s=until_s, found=locations)
+            return
         self._counts["answers"] += 1
 
     def _send(self, body: wire.Message, reply: bool) -> int | None:

@@ -237,6 +237,11 @@ class EventPublisher:
         """Tell everything anew: somebody may have missed changes."""
         self._behind.set()
 
+    @property
+    def next_seq(self) -> int:
+        """The number that the next batch will have."""
+        return self._next_seq
+
     def stats(self) -> dict[str, Any]:
         """JSON-able counts."""
         return {

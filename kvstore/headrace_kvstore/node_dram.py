@@ -1,4 +1,5 @@
-"""A node's work on one arena: following it, writing it behind, prefetching into it.
+"""A node's work on one arena: following it, writing it behind, prefetching into it, sharing it with
+peers.
 
 An arena may be replaced under its name (removed, and made anew by an engine). Then this work is
 ended and begun on the new one.
@@ -18,6 +19,8 @@ from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_sources import NvmeSource
 from headrace_kvstore.node_tiers import NodeArena, NodeTier
 from headrace_kvstore.node_writer import Admit, WriteBehind
+from headrace_kvstore.remote.peers import Peers
+from headrace_kvstore.remote.work import RemoteWork
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -40,6 +43,7 @@ class DramWork:
         admit: Admit,
         publish: Callable[[list[Change]], None],
         resync: Callable[[], None],
+        peers: Peers | None = None,
     ) -> None:
         self.arena = NodeArena.of(settings)
         self._mover = mover
@@ -50,6 +54,14 @@ class DramWork:
             self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
         )
         self.prefetcher = Prefetcher(self.arena, NvmeSource(tier), settings.reading_bytes)
+        self.remote: RemoteWork | None = None
+        self.remote_reason = "neither listen nor peers are given"
+        if peers is not None:
+            try:
+                self.remote = RemoteWork(settings, self.arena, tier, self.prefetcher, peers)
+            except (ImportError, RuntimeError) as error:
+                self.remote_reason = str(error)
+                logger.exception("no blocks are shared with peers")
         self.follower = Follower(self.arena, self.writer, publish, resync, settings.sweep_s)
 
     @property
@@ -59,23 +71,25 @@ class DramWork:
             self.follower.caught_up
             and self.writer.idle
             and self.prefetcher.idle
+            and (self.remote is None or self.remote.puller.idle)
             and self.follower.caught_up
         )
 
     def close(self, timeout_s: float, flush: bool = False) -> bool:
         """End it; `flush` writes what waits, as far as half of the time allows.
 
-        Returns False if the disk still has some of the arena's memory: then it stays mapped.
+        Returns False if a disk or a peer still has some of the arena's memory: then it stays
+        mapped.
         """
         deadline = time.monotonic() + timeout_s
         if flush:
             self.writer.drain(timeout_s / 2)
+        parts = (self.follower, self.prefetcher, self.writer, self.remote)
         ended = all(
-            part.close(max(0.05, deadline - time.monotonic()))
-            for part in (self.follower, self.prefetcher, self.writer)
+            part.close(max(0.05, deadline - time.monotonic())) for part in parts if part is not None
         )
         if not ended:
-            logger.warning("a disk that hangs keeps the arena's memory")
+            logger.warning("a disk or a peer that hangs keeps the arena's memory")
             _LEFT_BEHIND.append(self)
             return False
         if self._mover is not None:

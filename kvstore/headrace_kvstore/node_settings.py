@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace_kvstore.connector.settings import SettingsError, parse_bytes
+from headrace_kvstore.wire import MAX_LEASE_S
 
 _SIZES = (
     *("dram_bytes", "nvme_bytes", "segment_bytes", "block_bytes"),
-    *("backlog_bytes", "writing_bytes", "reading_bytes"),
+    *("backlog_bytes", "writing_bytes", "reading_bytes", "pulling_bytes"),
 )
 _PATHS = ("folder", "nvme_folder", "socket_folder")
 
@@ -34,6 +35,11 @@ class NodeSettings:
         sweep_s: least time between looks through the arena for blocks that were not written.
         warm: fill the arena's free room from NVMe at start.
         events, replay: ZeroMQ endpoints to publish KV events at, and to replay them.
+        listen: HOST:PORT for peers; port 0 takes a free one. None: this node's blocks stay its own.
+        peers: HOST:PORT of other nodes to pull blocks from; may name this one too.
+        pulling_bytes: on their way from peers at once.
+        pull_limit_s: until a pull counts as too slow, and nobody waits for it any more.
+        peer_lease_s: for how long blocks are leased from a peer; longer than `pull_limit_s`.
         socket_folder: of the node's own socket; None for the system's temporary folder.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
@@ -56,6 +62,11 @@ class NodeSettings:
     warm: bool = False
     events: str | None = None
     replay: str | None = None
+    listen: str | None = None
+    peers: tuple[str, ...] = ()
+    pulling_bytes: int = 256 * 2**20
+    pull_limit_s: float = 5.0
+    peer_lease_s: float = 20.0
     socket_folder: Path | None = None
     retry_s: float = 5.0
     heal_s: float = 60.0
@@ -75,6 +86,8 @@ class NodeSettings:
                 raise SettingsError(f"{name}: is unknown; give one of {', '.join(sorted(known))}")
             if name in _SIZES:
                 read[name] = parse_bytes(name, value)
+            elif name == "peers":
+                read[name] = _addresses(value)
             elif name in _PATHS:
                 read[name] = None if value is None else Path(str(value))
             else:
@@ -91,7 +104,7 @@ class NodeSettings:
         for name in ("keep_arena", "warm"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name}: is {getattr(self, name)!r}; give true or false")
-        for name in ("sweep_s", "retry_s", "heal_s", "close_s"):
+        for name in ("sweep_s", "retry_s", "heal_s", "close_s", "pull_limit_s", "peer_lease_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise SettingsError(f"{name}: is {value!r}; give seconds above 0")
@@ -99,5 +112,30 @@ class NodeSettings:
             value = getattr(self, name)
             if value is not None and not re.match(r"(tcp|ipc|inproc)://.", str(value)):
                 raise SettingsError(f"{name}: is {value!r}; give tcp://HOST:PORT or ipc://PATH")
+        if self.peer_lease_s <= self.pull_limit_s or self.peer_lease_s > MAX_LEASE_S:
+            raise SettingsError(
+                f"peer_lease_s: is {self.peer_lease_s!r}; give more than pull_limit_s "
+                f"({self.pull_limit_s!r}) and at most {MAX_LEASE_S:g}"
+            )
+        if self.listen is not None and not is_address(self.listen, least_port=0):
+            raise SettingsError(f"listen: is {self.listen!r}; give HOST:PORT")
+        for address in self.peers:
+            if not is_address(address):
+                raise SettingsError(f"peers: {address!r} is no HOST:PORT")
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
             raise SettingsError(f"layers: is {self.layers!r}; give a whole number above 0")
+
+
+def is_address(address: object, least_port: int = 1) -> bool:
+    """Whether it is HOST:PORT; an IPv6 host stands in brackets."""
+    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", str(address))
+    return match is not None and least_port <= int(match[1]) < 65536
+
+
+def _addresses(value: Any) -> tuple[str, ...]:
+    """A list, or text with commas."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise SettingsError(f"peers: is {value!r}; give a list of HOST:PORT")
+    return tuple(str(each) for each in value)

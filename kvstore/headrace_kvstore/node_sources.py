@@ -1,4 +1,4 @@
-"""Where a prefetcher gets blocks from: what every source below DRAM offers, and the NVMe tier as one.
+"""Where a prefetcher gets blocks from: what each one offers, and the NVMe tier as one.
 
 A source is asked twice. `open` says which of some blocks it has and what stands beside them (shape,
 checksums, place in the prefix), and keeps them there; that may take a round trip, so it is a

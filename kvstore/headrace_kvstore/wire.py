@@ -27,7 +27,7 @@ from headrace_kvstore.table import HASH_BYTES
 from headrace_kvstore.tiers.record import DIGEST_BYTES, Shape, padded
 from headrace_kvstore.tiers.segment import Location
 
-PROTOCOL = 1
+PROTOCOL = 2
 """One more whenever a message changes its meaning; another version is answered by `Failed`."""
 NO_REPLY = 0
 """The id of a request whose sender waits for nothing."""
@@ -57,15 +57,17 @@ class Ping(Message):
 
 
 class Locate(Message):
-    """Which leading blocks can be read from NVMe? Answered by `Located`.
+    """Which leading blocks can be read from NVMe? Answered by `Located`, twice if peers have more.
 
     `request_key` names the request that asks: a block that two requests asked for is reused.
+    `compute_s`: what computing one of the blocks takes the engine, 0 if it does not know.
     """
 
     request_key: str
     digest: Digest
     hashes: list[Hash]
     lease_s: Annotated[float, Meta(ge=0.0, le=MAX_LEASE_S)]
+    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
 
 
 class Prefetch(Message):
@@ -103,11 +105,25 @@ class Clear(Message):
     tiers: list[str] = []
 
 
+class AddPeer(Message):
+    """Pull blocks from another node, HOST:PORT, too. `Done`: how many peers there are now."""
+
+    address: Annotated[str, Meta(max_length=300)]
+
+
+class RemovePeer(Message):
+    """Pull no more from another node. `Done`: how many peers there are now."""
+
+    address: Annotated[str, Meta(max_length=300)]
+
+
 class GetStats(Message):
     """Answered by `Stats`."""
 
 
-Request = Ping | Locate | Prefetch | ReportBad | Pin | Warm | Clear | GetStats
+Request = (
+    Ping | Locate | Prefetch | ReportBad | Pin | Warm | Clear | AddPeer | RemovePeer | GetStats
+)
 
 
 class Done(Message):
@@ -120,7 +136,9 @@ class Located(Message):
     """A leading run of blocks of one shape.
 
     `files`: path and segment number; `places`: of each block the index in `files`, and its slot;
-    `sums`: u64 (blocks, layers), little-endian.
+    `sums`: u64 (blocks, layers), little-endian. `pulling`: so many blocks behind them are being
+    pulled into DRAM from a peer; another `Located` follows under the same id when that is over, and
+    is worth `wait_s` of waiting.
     """
 
     layers: int = 0
@@ -128,6 +146,8 @@ class Located(Message):
     files: list[tuple[str, int]] = []
     places: list[tuple[int, int]] = []
     sums: bytes = b""
+    pulling: int = 0
+    wait_s: float = 0.0
 
 
 class Stats(Message):
@@ -164,17 +184,18 @@ def encode(id: int, body: Message) -> bytes:
 
 def decode_request(frame: bytes) -> tuple[int, Request]:
     """Id and body of a frame that a client sent. Raises WireError."""
-    id, body = _open(frame, _requests)
+    id, body = open_frame(frame, _requests)
     return id, body
 
 
 def decode_reply(frame: bytes) -> tuple[int, Reply]:
     """Id and body of a frame that a node sent. Raises WireError."""
-    id, body = _open(frame, _replies)
+    id, body = open_frame(frame, _replies)
     return id, body
 
 
-def _open(frame: bytes, decoder: Any) -> tuple[int, Any]:
+def open_frame(frame: bytes, decoder: Any) -> tuple[int, Any]:
+    """Id and body of a frame, the body read by a msgspec decoder. Raises WireError."""
     try:
         envelope = _envelopes.decode(frame)
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,120 @@
+"""The node that `remote` pulls from: a program, see `child`. Its blocks' bytes come from a seed.
+
+Beside the node it has a NIXL agent of its own on the same arena, for reads by NIXL alone; nobody
+needs to poll that one but while a reader connects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.kvstore.child import serve
+from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
+from headrace_kvstore.node import StoreNode
+from headrace_kvstore.node_settings import NodeSettings
+
+DIGEST = b"benchmark-remote"
+
+
+class Owner:
+    """A node that lends, with all blocks in its arena."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        block_bytes = args.layers * args.layer_bytes
+        folder = Path(args.folder)
+        self._node = StoreNode(
+            NodeSettings(
+                name=args.name,
+                dram_bytes=int(2.3 * args.blocks * (block_bytes + 4096)) + (8 << 20),
+                block_bytes=block_bytes,
+                layers=args.layers,
+                listen="127.0.0.1:0",
+                socket_folder=folder,
+            )
+        ).start()
+        dram = self._node._dram
+        assert dram is not None, "no arena"
+        self._arena = arena = dram.arena
+        row = arena.namespace(DIGEST, block_bytes, args.layers)
+        self._hashes = hashes(args.blocks)
+        slots = arena.reserve(row, self._hashes, [0] * args.blocks, list(range(args.blocks)))
+        rng = np.random.default_rng(0)
+        for slot in slots.tolist():
+            arena.view(slot)[:] = rng.integers(0, 256, block_bytes, dtype=np.uint8)
+        self._addresses = arena.addresses(slots)
+        rows = self._addresses[:, None] + np.arange(args.layers) * args.layer_bytes
+        seeds = layer_seeds([block_seed(DIGEST, each) for each in self._hashes], args.layers)
+        arena.publish(slots, checksum(rows, args.layer_bytes, seeds))
+        self._raw: Any = None
+        self._connecting = threading.Event()
+
+    def where(self) -> dict[str, Any]:
+        """The node's address for peers."""
+        return {"address": self._node.peer_address}
+
+    def raw(self) -> dict[str, Any]:
+        """Metadata of the other agent, and where the blocks are."""
+        self._raw = raw_agent(self._arena.base_address, self._arena.geometry.size_bytes)
+        self._connecting.set()
+        threading.Thread(target=self._poll, daemon=True).start()
+        return {
+            "metadata": base64.b64encode(self._raw.get_agent_metadata()).decode(),
+            "addresses": self._addresses.tolist(),
+        }
+
+    def connected(self) -> None:
+        """The reader has read once."""
+        self._connecting.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Of the node's remote part."""
+        remote: dict[str, Any] = self._node.stats()["remote"]
+        return remote
+
+    def close(self) -> None:
+        """End the node, and remove its arena."""
+        self._connecting.clear()
+        self._node.close()
+
+    def _poll(self) -> None:
+        while self._connecting.is_set():
+            self._raw.get_new_notifs()
+            time.sleep(50e-6)
+
+
+def hashes(blocks: int) -> list[bytes]:
+    """The blocks' hashes."""
+    rng = np.random.default_rng(1)
+    return [rng.bytes(32) for _ in range(blocks)]
+
+
+def raw_agent(address: int, size_bytes: int) -> Any:
+    """A NIXL agent with UCX on some memory, as the node's own, and nothing else."""
+    import uuid
+
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent(
+        f"bench-{uuid.uuid4()}", nixl_agent_config(enable_prog_thread=False, backends=[])
+    )
+    agent.create_backend("UCX", {})
+    agent.register_memory([(address, size_bytes, 0, "")], mem_type="DRAM")
+    return agent
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name")
+    parser.add_argument("--folder")
+    for name in ("blocks", "layers", "layer-bytes"):
+        parser.add_argument(f"--{name}", type=int)
+    given = parser.parse_args()
+    serve(lambda: Owner(given))

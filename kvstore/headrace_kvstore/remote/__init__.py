@@ -1,0 +1,1 @@
+"""Blocks of other nodes: leased from their owner, read one-sided over NIXL into this arena."""

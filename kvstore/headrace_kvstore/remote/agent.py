@@ -1,0 +1,259 @@
+"""One NIXL agent with UCX on one thread: lets peers read a piece of memory, and reads theirs.
+
+NIXL's own progress thread never sleeps, so it is off, and this thread polls instead, while
+something is on its way or while somebody may be reading (`serving`), and sleeps otherwise. Reads
+through shared memory (UCX's CMA) are done within the call that posts them and need nothing of the
+owner but the first connection; over TCP the owner has a part in each.
+
+What is in flight cannot be taken back. A read that takes too long has its connection cut, and is
+over only once UCX has given it up; until then its memory may still be written to. NIXL gives up a
+connection whose peer has died with an error on whatever touches it next, and forgets the peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger("headrace.kvstore")
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 20e-6, 500e-6
+FLYING = 4
+"""Pulls posted at once."""
+
+
+class PullError(OSError):
+    """A read from a peer failed; the text is one word for the metrics: lost, slow, refused."""
+
+
+class Pull(Future[None]):
+    """Pieces on their way from a peer; raises `PullError`."""
+
+    def __init__(self, peer: str, columns: tuple[np.ndarray, ...], until_s: float) -> None:
+        super().__init__()
+        self.peer, self.columns, self.until_s = peer, columns, until_s
+        self.called_off = False
+        self.slow = False
+        self.bytes = int(columns[2].sum())
+        self.posted_s = self.landed_s = 0.0
+        self.set_running_or_notify_cancel()
+
+
+@dataclass
+class _Flight:
+    pull: Pull
+    handle: Any
+
+
+class Agent:
+    """Made with its memory: `length` bytes at `address`, which must outlive it.
+
+    Args:
+        serving: whether a peer may be reading, so that this side must poll.
+
+    Raises:
+        ImportError, RuntimeError: no NIXL, or no UCX.
+    """
+
+    def __init__(self, address: int, length: int, serving: Callable[[], bool]) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self.name = f"headrace-{uuid.uuid4()}"
+        self._serving = serving
+        config = nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent = nixl_agent(self.name, config)
+        try:
+            self._agent.create_backend("UCX", {})
+            self._memory = self._agent.register_memory([(address, length, 0, "")], mem_type="DRAM")
+        except Exception as error:
+            raise RuntimeError(f"NIXL backend UCX cannot be made: {error!r}") from error
+        self.metadata: bytes = self._agent.get_agent_metadata()
+        self._wake = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._queue: deque[Pull] = deque()
+        self._flying: list[_Flight] = []
+        self._known: set[str] = set()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kv-remote", daemon=True)
+        self._thread.start()
+
+    def meet(self, metadata: bytes) -> Future[str]:
+        """Learn how a peer's memory is read; the future gives the name to read it by."""
+        met: Future[str] = Future()
+
+        def meet() -> None:
+            try:
+                name = self._agent.add_remote_agent(metadata)
+                text = name.decode() if isinstance(name, bytes) else str(name)
+                self._known.add(text)
+                met.set_result(text)
+            except Exception as error:
+                met.set_exception(PullError(f"NIXL refuses the peer's metadata: {error!r}"))
+
+        self._call(meet, met)
+        return met
+
+    def forget(self, peer: str) -> None:
+        """Cut the connection."""
+        self._call(lambda: self._forget(peer))
+
+    def read(
+        self, peer: str, local: np.ndarray, remote: np.ndarray, lengths: np.ndarray, limit_s: float
+    ) -> Pull:
+        """Start filling local memory; each column is one address or size a piece.
+
+        limit_s: time from now until the peer counts as too slow.
+        """
+        columns = tuple(np.ascontiguousarray(c, np.uint64) for c in (local, remote, lengths))
+        pull = Pull(peer, columns, time.monotonic() + limit_s)
+        with self._wake:
+            if not self._stopping:
+                self._queue.append(pull)
+                self._wake.notify()
+                return pull
+        pull.set_exception(PullError("off"))
+        return pull
+
+    def wake(self) -> None:
+        """`serving` may have become true."""
+        with self._wake:
+            self._wake.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        """End it; False if bytes may still arrive after that time."""
+        with self._wake:
+            self._stopping = True
+            for pull in self._queue:
+                pull.called_off = True
+            self._wake.notify()
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def _call(self, call: Callable[[], None], answer: Future[Any] | None = None) -> None:
+        with self._wake:
+            if not self._stopping:
+                self._calls.append(call)
+                self._wake.notify()
+                return
+        if answer is not None:
+            answer.set_exception(PullError("off"))
+
+    # The thread
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            with self._wake:
+                while not (self._busy() or self._stopping):
+                    self._wake.wait()
+                if self._stopping and not (self._flying or self._queue):
+                    break
+                calls = list(self._calls)
+                self._calls.clear()
+            for call in calls:
+                call()
+            if calls or self._post() | self._poll():
+                pause_s = FIRST_PAUSE_S
+                continue
+            self._progress()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        for peer in list(self._known):
+            self._forget(peer)
+        try:
+            self._agent.deregister_memory(self._memory)
+        except Exception:
+            logger.exception("the arena cannot be taken back from NIXL")
+        del self._agent
+
+    def _busy(self) -> bool:
+        return bool(self._calls or self._queue or self._flying) or self._serving()
+
+    def _progress(self) -> None:
+        try:
+            self._agent.get_new_notifs()
+        except Exception:
+            logger.exception("NIXL makes no progress")
+            time.sleep(0.1)
+
+    def _post(self) -> bool:
+        with self._wake:
+            if not self._queue or len(self._flying) >= FLYING:
+                return False
+            pull = self._queue.popleft()
+        if pull.called_off:
+            pull.set_exception(PullError("off"))
+            return True
+        if time.monotonic() > pull.until_s:
+            pull.set_exception(PullError("slow"))
+            return True
+        local, remote, lengths = pull.columns
+        zeros = np.zeros(len(lengths), np.uint64)
+        agent = self._agent
+        pull.posted_s = time.monotonic()
+        try:
+            handle = agent.initialize_xfer(
+                "READ",
+                agent.get_xfer_descs(np.stack([local, lengths, zeros], axis=1), mem_type="DRAM"),
+                agent.get_xfer_descs(np.stack([remote, lengths, zeros], axis=1), mem_type="DRAM"),
+                pull.peer,
+            )
+        except Exception:  # the peer is unknown by now, or its memory is
+            pull.set_exception(PullError("refused" if pull.peer in self._known else "lost"))
+            return True
+        flight = _Flight(pull, handle)
+        try:
+            state = agent.transfer(handle)
+        except Exception:
+            state = "ERR"
+        if state == "PROC":
+            self._flying.append(flight)
+        else:
+            self._landed(flight, state)
+        return True
+
+    def _poll(self) -> bool:
+        now_s, landed = time.monotonic(), False
+        for flight in list(self._flying):
+            try:
+                state = self._agent.check_xfer_state(flight.handle)
+            except Exception:
+                state = "ERR"
+            if state != "PROC":
+                self._flying.remove(flight)
+                self._landed(flight, state)
+                landed = True
+            elif now_s > flight.pull.until_s and not flight.pull.slow:
+                flight.pull.slow = True
+                self._forget(flight.pull.peer)
+        return landed
+
+    def _landed(self, flight: _Flight, state: str) -> None:
+        pull = flight.pull
+        pull.landed_s = time.monotonic()
+        try:
+            flight.handle.release()
+        except Exception:
+            flight.handle._released = True  # a few bytes leak
+        if state == "DONE":
+            pull.set_result(None)
+        else:
+            self._forget(pull.peer)
+            pull.set_exception(PullError("slow" if pull.slow else "lost"))
+
+    def _forget(self, peer: str) -> None:
+        if peer in self._known:
+            self._known.discard(peer)
+            try:
+                self._agent.remove_remote_agent(peer)
+            except Exception as error:  # NIXL has forgotten it by itself
+                logger.debug("peer %s is gone: %r", peer, error)

@@ -1,0 +1,89 @@
+"""What a node does with its peers on one arena: lends its blocks, and pulls theirs.
+
+An arena that is replaced gets another agent and another generation, so that nobody reads the old
+one's addresses.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.node_prefetch import Prefetcher
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.node_tiers import NodeArena, NodeTier, Space
+from headrace_kvstore.remote.agent import Agent
+from headrace_kvstore.remote.lender import Lender
+from headrace_kvstore.remote.messages import Hello, Lease, PeerRequest, Release, Welcome
+from headrace_kvstore.remote.peers import Peers
+from headrace_kvstore.remote.source import PullLimits, RemoteSource
+from headrace_kvstore.wire import Done
+
+
+class RemoteWork:
+    """Begun by its constructor.
+
+    Args:
+        tier: the NVMe tier, or None while there is none.
+        below: brings blocks from there into the arena.
+
+    Raises:
+        ImportError, RuntimeError: no NIXL with UCX.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        arena: NodeArena,
+        tier: Callable[[], NodeTier | None],
+        below: Prefetcher,
+        peers: Peers,
+    ) -> None:
+        def on_nvme(digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+            nvme = tier()
+            if nvme is None:
+                return np.zeros(len(hashes), np.bool_)
+            return nvme.contains(digest, hashes)
+
+        def space(digest: bytes) -> Space | None:
+            return next((s for s in arena.spaces() if s.digest == digest), None)
+
+        self.generation = uuid.uuid4().hex
+        self.lender = Lender(arena, self.generation, on_nvme, below)
+        self.agent = Agent(arena.base_address, arena.geometry.size_bytes, self.lender.serving)
+        limits = PullLimits(settings.pull_limit_s, settings.peer_lease_s)
+        self.source = RemoteSource(peers, self.agent, space, limits)
+        self.puller = Prefetcher(arena, self.source, settings.pulling_bytes, "kv-pull")
+
+    def answer(self, request: PeerRequest, batches: int, ports: tuple[int, int]) -> Any:
+        """What a peer is answered. batches: of events so far; ports: of events and their replay."""
+        match request:
+            case Hello():
+                return Welcome(self.generation, self.agent.metadata, *ports, batches)
+            case Lease():
+                reply = self.lender.lease(request)
+                if isinstance(reply, Future):
+                    reply.add_done_callback(lambda _: self.agent.wake())
+                self.agent.wake()
+                return reply
+            case Release(lease, bad):
+                self.lender.release(lease, bad)
+        return Done()
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        return {
+            "generation": self.generation,
+            "pull": {**self.puller.stats(), **self.source.counts},
+            "lend": self.lender.stats(),
+        }
+
+    def close(self, timeout_s: float) -> bool:
+        """End it; False if bytes may still arrive after that time."""
+        self.lender.close()
+        ended = self.puller.close(timeout_s)
+        return self.agent.close(timeout_s) and ended
