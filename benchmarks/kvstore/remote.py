@@ -98,8 +98,6 @@ class Pair:
         self._agent = raw_agent(self._arena.base_address, self._arena.geometry.size_bytes)
         name_or_bytes = self._agent.add_remote_agent(base64.b64decode(there["metadata"]))
         self._peer = name_or_bytes
-        self.raw()
-        self._owner.do("connected")
         self._wait_until_known()
 
     def load(self) -> float:

@@ -1,7 +1,7 @@
 """The node that `remote` pulls from: a program, see `child`. Its blocks' bytes come from a seed.
 
-Beside the node it has a NIXL agent of its own on the same arena, for reads by NIXL alone; nobody
-needs to poll that one but while a reader connects.
+Beside the node it has a NIXL agent of its own on the same arena, for reads by NIXL alone, polled as
+the node polls its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import threading
-import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from benchmarks.kvstore.child import serve
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.remote.agent import LAST_PAUSE_S
 
 DIGEST = b"benchmark-remote"
 
@@ -54,7 +55,7 @@ class Owner:
         seeds = layer_seeds([block_seed(DIGEST, each) for each in self._hashes], args.layers)
         arena.publish(slots, checksum(rows, args.layer_bytes, seeds))
         self._raw: Any = None
-        self._connecting = threading.Event()
+        self._closing = threading.Event()
 
     def where(self) -> dict[str, Any]:
         """The node's address for peers."""
@@ -63,16 +64,11 @@ class Owner:
     def raw(self) -> dict[str, Any]:
         """Metadata of the other agent, and where the blocks are."""
         self._raw = raw_agent(self._arena.base_address, self._arena.geometry.size_bytes)
-        self._connecting.set()
         threading.Thread(target=self._poll, daemon=True).start()
         return {
             "metadata": base64.b64encode(self._raw.get_agent_metadata()).decode(),
             "addresses": self._addresses.tolist(),
         }
-
-    def connected(self) -> None:
-        """The reader has read once."""
-        self._connecting.clear()
 
     def stats(self) -> dict[str, Any]:
         """Of the node's remote part."""
@@ -81,13 +77,12 @@ class Owner:
 
     def close(self) -> None:
         """End the node, and remove its arena."""
-        self._connecting.clear()
+        self._closing.set()
         self._node.close()
 
     def _poll(self) -> None:
-        while self._connecting.is_set():
+        while not self._closing.wait(LAST_PAUSE_S):
             self._raw.get_new_notifs()
-            time.sleep(50e-6)
 
 
 def hashes(blocks: int) -> list[bytes]:
@@ -98,8 +93,6 @@ def hashes(blocks: int) -> list[bytes]:
 
 def raw_agent(address: int, size_bytes: int) -> Any:
     """A NIXL agent with UCX on some memory, as the node's own, and nothing else."""
-    import uuid
-
     from nixl._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(
