@@ -19,7 +19,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,13 +31,12 @@ from headrace_kvstore.locking import LockBusyError
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_keeper import TierKeeper
-from headrace_kvstore.node_server import FrameServer, NodeRunning, NodeServer, Staged
+from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_tiers import NodeTier
 from headrace_kvstore.node_writer import Admit, worth_writing
-from headrace_kvstore.remote.messages import PeerRequest, decode_request
+from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.remote.price import choose
 from headrace_kvstore.table import hash_word
 from headrace_kvstore.tiers.catalog import use_per_second
 from headrace_kvstore.tiers.nvme import TierEvent
@@ -51,18 +50,8 @@ REMEMBERED_USES = 1 << 16
 """Blocks of which it is known that one request read them from NVMe."""
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that nobody asked for."""
-PULL_PRIORITY = 0
 CHECK_S = 1.0
 """Between looks whether the arena was replaced."""
-
-
-class Pulling(NamedTuple):
-    """Blocks on their way from a peer: how many, how long they are worth waiting for, and a future
-    of how many have come."""
-
-    blocks: int
-    wait_s: float
-    done: Future[int]
 
 
 class StoreNode:
@@ -91,8 +80,7 @@ class StoreNode:
         self._nvme_reason = "no nvme_folder is given"
         self._publisher: EventPublisher | None = None
         self._server: NodeServer | None = None
-        self._peers: Peers | None = None
-        self._peer_server: FrameServer | None = None
+        self._neighbours: Neighbours | None = None
         self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self._stop = threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
@@ -116,7 +104,7 @@ class StoreNode:
                 events, replay = events or anywhere, replay or anywhere
             if events is not None:
                 self._publisher = EventPublisher(events, replay, self._contents)
-            self._meet_peers()
+            self._neighbours = Neighbours(settings, lambda: self._dram, lambda: self._publisher)
             if settings.nvme_folder is not None:
                 self._open_nvme()
             self._open_arena()
@@ -126,23 +114,6 @@ class StoreNode:
         self._checker.start()
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
-
-    def _meet_peers(self) -> None:
-        settings = self.settings
-        if settings.listen is None and not settings.peers:
-            return
-        self._peers = Peers(settings.peers, self._is_own, settings.heal_s)
-        if settings.listen is not None:
-            endpoint = f"tcp://{settings.listen}"
-            self._peer_server = FrameServer(
-                lambda socket: socket.bind(endpoint), decode_request, self._answer_peer, "kv-lend"
-            )
-
-    @property
-    def peer_address(self) -> str | None:
-        """HOST:PORT that peers reach this node at; None if it lends nothing."""
-        server = self._peer_server
-        return None if server is None else server.endpoint.removeprefix("tcp://")
 
     def _open_nvme(self) -> None:
         try:
@@ -165,8 +136,9 @@ class StoreNode:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-        if self._peer_server is not None:
-            self._peer_server.close()
+        neighbours, self._neighbours = self._neighbours, None
+        if neighbours is not None:
+            neighbours.deafen()
         if self._checker.is_alive():
             self._checker.join(self.settings.close_s)
         self._slow.shutdown(wait=False, cancel_futures=True)
@@ -177,8 +149,8 @@ class StoreNode:
                 if not self.settings.keep_arena:
                     dram.arena.unlink()
                 ended &= dram.close(_left(deadline), flush=True)
-        if self._peers is not None:
-            self._peers.close()
+        if neighbours is not None:
+            neighbours.close()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             ended &= keeper.close(_left(deadline))
@@ -212,35 +184,17 @@ class StoreNode:
             self._promote(digest, hashes[: len(found)], request_key)
         return found
 
+    @property
+    def peer_address(self) -> str | None:
+        """HOST:PORT that peers reach this node at; None if it lends nothing."""
+        return None if self._neighbours is None else self._neighbours.address
+
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
     ) -> Pulling | None:
-        """Have the leading run of these blocks brought into DRAM from the peer that saves most.
-
-        compute_s: what computing a block takes, 0 if that is not known. None if no peer has any, or
-        computing is predicted to be as fast. See `remote.price`.
-        """
-        dram, peers = self._dram, self._peers
-        if dram is None or dram.remote is None or peers is None or not hashes:
-            return None
-        row = dram.arena.row_of(digest)
-        if row is None:
-            return None
-        absent = dram.arena.lookup(row, hashes) < 0
-        wanted = [name for name, gone in zip(hashes, absent, strict=True) if gone]
-        runs = peers.runs(digest, wanted)
-        if not runs:
-            return None
-        limit_s = self.settings.pull_limit_s
-        choice = choose(runs, dram.arena.spaces()[row].block_bytes, compute_s, limit_s)
-        if choice is None:
-            self._counts["pulls_not_worth_it"] += 1
-            return None
-        if compute_s > 0:
-            limit_s = min(limit_s, compute_s * choice.blocks)
-        self._counts["pulls"] += 1
-        done = dram.remote.puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
-        return Pulling(choice.blocks, limit_s, done)
+        """Have the leading run of blocks brought into DRAM from a peer, if that is worth it."""
+        neighbours = self._neighbours
+        return None if neighbours is None else neighbours.pull(digest, hashes, compute_s)
 
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
         """Have blocks brought from NVMe into DRAM; returns how many were queued."""
@@ -345,24 +299,11 @@ class StoreNode:
             "uptime_s": time.monotonic() - self._started_s,
             "tiers": {"dram": {"medium": DRAM, **of_dram}, "nvme": {"medium": NVME, **nvme}},
             **work,
-            "remote": self._remote_stats(dram),
+            "remote": {} if self._neighbours is None else self._neighbours.stats(),
             "promoted": self._counts["promoted"],
             "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
             "events": self._publisher.stats() if self._publisher is not None else {},
-        }
-
-    def _remote_stats(self, dram: DramWork | None) -> dict[str, Any]:
-        work = None if dram is None else dram.remote
-        reason = self._dram_reason if dram is None else dram.remote_reason
-        return {
-            "state": "off" if work is None else "on",
-            "reason": "" if work is not None else reason,
-            "address": self.peer_address,
-            "peers": {} if self._peers is None else self._peers.stats(),
-            "pulls": self._counts["pulls"],
-            "pulls_not_worth_it": self._counts["pulls_not_worth_it"],
-            **({} if work is None else work.stats()),
         }
 
     def quiesce(self, timeout_s: float) -> bool:
@@ -386,30 +327,10 @@ class StoreNode:
                 located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
                 pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
                 return located if pulling is None else _staged(located, pulling)
-            case wire.AddPeer(address) | wire.RemovePeer(address):
-                if self._peers is None:
-                    return wire.Failed("this node has no peers: start it with listen or peers")
-                change = (
-                    self._peers.add if isinstance(request, wire.AddPeer) else self._peers.remove
-                )
-                return wire.Done(change(address))
-            case wire.Prefetch(digest, hashes, priority):
-                return wire.Done(self.prefetch(digest, hashes, priority))
+            case wire.AddPeer() | wire.RemovePeer():
+                neighbours = self._neighbours
+                return wire.Failed("closed") if neighbours is None else neighbours.change(request)
         return self._slow.submit(self._handle_slowly, request)
-
-    def _answer_peer(self, request: PeerRequest) -> wire.Message | Future[Any]:
-        dram, publisher = self._dram, self._publisher
-        if dram is None or dram.remote is None or publisher is None:
-            return wire.Failed("there is no arena to lend from")
-        ports = tuple(
-            int(str(endpoint).rpartition(":")[2] if "tcp://" in str(endpoint) else 0)
-            for endpoint in (publisher.endpoint, publisher.replay_endpoint)
-        )
-        return dram.remote.answer(request, publisher.next_seq, (ports[0], ports[1]))
-
-    def _is_own(self, generation: str) -> bool:
-        dram = self._dram
-        return dram is not None and dram.remote is not None and dram.remote.generation == generation
 
     def _handle_slowly(self, request: wire.Request) -> wire.Reply:
         match request:
@@ -474,7 +395,7 @@ class StoreNode:
         try:
             dram = DramWork(
                 *(settings, self._mover, self._tier, self._admit),
-                *(self._publish, self._resync, self._peers),
+                *(self._publish, self._resync, self._peers()),
             )
         except (OSError, ValueError, LockBusyError) as error:
             if self._dram_reason != str(error):
@@ -485,6 +406,9 @@ class StoreNode:
         self._resync()
         if settings.warm:
             self._slow.submit(self.warm)
+
+    def _peers(self) -> Peers | None:
+        return None if self._neighbours is None else self._neighbours.peers
 
     def _nvme_opened(self) -> None:
         dram = self._dram

@@ -45,7 +45,7 @@ class Tiers:
         self.asked: list[tuple[str, list[bytes]]] = []
         self.ready = False
 
-    def ask(self, request_id: str, hashes: Sequence[bytes]) -> None:
+    def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
         self.asked.append((request_id, list(hashes)))
 
     def answer(self, request_id: str) -> list[str] | None:

@@ -25,9 +25,9 @@ class NodeTiers:
         self._digest, self._lease_s = digest, settings.lease_s
         self._answers: dict[str, list[Location]] = {}
 
-    def ask(self, request_id: str, hashes: Sequence[bytes]) -> None:
+    def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
         """Ask the node; returns at once."""
-        self._client.ask_locate(request_id, self._digest, hashes, self._lease_s)
+        self._client.ask_locate(request_id, self._digest, hashes, self._lease_s, compute_s)
 
     def answer(self, request_id: str) -> list[Location] | None:
         """What the node has said, if it has; the client answers for a node that does not."""

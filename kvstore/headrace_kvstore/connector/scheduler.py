@@ -17,9 +17,12 @@ aborted as they would without a store.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from headrace_kvstore.connector.pace import Pace
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -46,12 +49,14 @@ class BlockIndex(Protocol):
 class SlowTiers(Protocol):
     """The node's tiers below DRAM. No call waits."""
 
-    def ask(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Ask which of these blocks, from the first on, can be supplied."""
+    def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
+        """Ask which of these blocks, from the first on, can be supplied; computing one takes
+        `compute_s`, 0 if that is not known."""
         ...
 
     def answer(self, request_id: str) -> Sequence[Any] | None:
-        """Where they lie, for the worker half, from the first on; None while nobody has said."""
+        """Where they lie, for the worker half, from the first on; None while nobody has said, or
+        while it is worth waiting for blocks that come to DRAM."""
         ...
 
 
@@ -146,6 +151,7 @@ class SchedulerHalf:
         self._asked: dict[str, list[bytes]] = {}
         self._places: dict[str, dict[bytes, Any]] = {}
         self._block_tokens = block_tokens
+        self._pace = Pace(block_tokens)
         self._loads, self._saves = load, save
         self._pool: BlockPool | None = None
         self._requests: dict[str, _Request] = {}
@@ -196,14 +202,16 @@ class SchedulerHalf:
         if request_id not in self._places:
             if request_id not in self._asked:
                 self._asked[request_id] = hashes[: self._most_slow]
-                self._slow.ask(request_id, self._asked[request_id])
+                self._slow.ask(request_id, self._asked[request_id], self._pace.block_s)
             answer = self._slow.answer(request_id)
             if answer is None:
                 return None
             asked = self._asked.pop(request_id)
             self._places[request_id] = dict(zip(asked, answer, strict=False))
         places = self._places[request_id]
-        return next((n for n, h in enumerate(hashes) if h not in places), len(hashes))
+        lacking = self._index.lacking(hashes)
+        missing = (n for n, h in enumerate(hashes) if lacking[n] and h not in places)
+        return next(missing, len(hashes))
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine admits a request: what it found in the store will be loaded now."""
@@ -228,6 +236,7 @@ class SchedulerHalf:
         Args:
             output: vLLM's SchedulerOutput.
         """
+        self._pace.step(output.num_scheduled_tokens, time.monotonic())
         self._follow(output)
         for request_id in output.num_scheduled_tokens:
             if request_id in self._requests:

@@ -1,0 +1,152 @@
+"""The part of a StoreNode that other nodes see: its port, its peers, and pulls that engines want.
+
+Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from headrace_kvstore import wire
+from headrace_kvstore.events import EventPublisher
+from headrace_kvstore.node_dram import DramWork
+from headrace_kvstore.node_server import FrameServer
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.remote.messages import PeerRequest, decode_request
+from headrace_kvstore.remote.peers import Peers
+from headrace_kvstore.remote.price import choose
+
+PULL_PRIORITY = 0
+
+
+class Pulling(NamedTuple):
+    """Blocks on their way from a peer: how many, how long they are worth waiting for, and a future
+    of how many have come."""
+
+    blocks: int
+    wait_s: float
+    done: Future[int]
+
+
+class Neighbours:
+    """Begun by its constructor.
+
+    Args:
+        dram: the work on the arena, None while there is none.
+        publisher: of the events that peers follow.
+
+    Raises:
+        zmq.ZMQError: `listen` cannot be bound.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        dram: Callable[[], DramWork | None],
+        publisher: Callable[[], EventPublisher | None],
+    ) -> None:
+        self._settings, self._dram, self._publisher = settings, dram, publisher
+        self.peers: Peers | None = None
+        self._server: FrameServer | None = None
+        self._counts: Counter[str] = Counter()
+        if settings.listen is None and not settings.peers:
+            return
+        self.peers = Peers(settings.peers, self._is_own, settings.heal_s)
+        if settings.listen is not None:
+            endpoint = f"tcp://{settings.listen}"
+            try:
+                self._server = FrameServer(
+                    lambda socket: socket.bind(endpoint), decode_request, self._answer, "kv-lend"
+                )
+            except BaseException:
+                self.peers.close()
+                raise
+
+    @property
+    def address(self) -> str | None:
+        """HOST:PORT that peers reach this node at; None if it lends nothing."""
+        return None if self._server is None else self._server.endpoint.removeprefix("tcp://")
+
+    def pull(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
+    ) -> Pulling | None:
+        """Have the leading run of these blocks brought into DRAM from the peer that saves most.
+
+        compute_s: what computing a block takes, 0 if that is not known. None if no peer has any, or
+        computing is predicted to be as fast. See `remote.price`.
+        """
+        dram, peers = self._dram(), self.peers
+        row = None if dram is None or dram.remote is None else dram.arena.row_of(digest)
+        if dram is None or dram.remote is None or peers is None or row is None or not hashes:
+            return None
+        absent = dram.arena.lookup(row, hashes) < 0
+        wanted = [name for name, gone in zip(hashes, absent, strict=True) if gone]
+        runs = peers.runs(digest, wanted)
+        if not runs:
+            return None
+        limit_s = self._settings.pull_limit_s
+        choice = choose(runs, dram.arena.spaces()[row].block_bytes, compute_s, limit_s)
+        if choice is None:
+            self._counts["pulls_not_worth_it"] += 1
+            return None
+        if compute_s > 0:
+            limit_s = min(limit_s, compute_s * choice.blocks)
+        self._counts["pulls"] += 1
+        done = dram.remote.puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
+        return Pulling(choice.blocks, limit_s, done)
+
+    def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:
+        """Add a peer, or drop one."""
+        if self.peers is None:
+            return wire.Failed("this node has no peers: start it with listen or peers")
+        try:
+            adds = isinstance(request, wire.AddPeer)
+            return wire.Done((self.peers.add if adds else self.peers.remove)(request.address))
+        except ValueError as error:
+            return wire.Failed(str(error))
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able."""
+        dram = self._dram()
+        work = None if dram is None else dram.remote
+        return {
+            "state": "off" if work is None else "on",
+            "reason": "no arena" if dram is None else dram.remote_reason if work is None else "",
+            "address": self.address,
+            "peers": {} if self.peers is None else self.peers.stats(),
+            "pulls": self._counts["pulls"],
+            "pulls_not_worth_it": self._counts["pulls_not_worth_it"],
+            **({} if work is None else work.stats()),
+        }
+
+    def deafen(self) -> None:
+        """Lend no more."""
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        """Hang up, after `deafen` and the work on the arena."""
+        if self.peers is not None:
+            self.peers.close()
+
+    def _answer(self, request: PeerRequest) -> wire.Message | Future[Any]:
+        dram, publisher = self._dram(), self._publisher()
+        if dram is None or dram.remote is None or publisher is None:
+            return wire.Failed("there is no arena to lend from")
+        ports = _port(publisher.endpoint), _port(publisher.replay_endpoint)
+        reply: wire.Message | Future[Any] = dram.remote.answer(request, publisher.next_seq, ports)
+        return reply
+
+    def _is_own(self, generation: str) -> bool:
+        dram = self._dram()
+        work = None if dram is None else dram.remote
+        return work is not None and work.generation == generation
+
+
+def _port(endpoint: str | None) -> int:
+    """Of a TCP endpoint; 0 for another one, which no peer can follow."""
+    text = endpoint or ""
+    return int(text.rpartition(":")[2]) if text.startswith("tcp://") else 0
