@@ -120,6 +120,8 @@ class Link:
             self._hello_at_s = now_s + (RETRY_S if id is None else HELLO_S)
             if id is not None:
                 self._hello = id, now_s + ANSWER_S
+            elif self.state == "up":
+                self._go_down("is not there")
 
     def lost(self) -> None:
         """Its memory is gone, or its connection: greet it anew before it is asked again."""

@@ -1,0 +1,301 @@
+"""Two store nodes in processes of their own: one pulls what the other holds, over real NIXL (UCX),
+and every fault on the way is a miss with a name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace_kvstore import wire
+from headrace_kvstore.client import Answer, NodeClient
+from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, until
+from tests.support.kvprocess import Node
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PATIENT_S = 120.0
+FAST = {"heal_s": 0.2, "keep_arena": True, "nvme_folder": None}
+OVER_TCP = {"UCX_TLS": "tcp,self"}
+"""Where the owner has a part in each read, as between machines without RDMA."""
+
+Begin = Callable[..., Node]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    nodes: list[Node] = []
+
+    def start(name: str, environment: dict[str, str] | None = None, **values: Any) -> Node:
+        node = Node(tmp_path / name, environment, **(FAST | values))
+        nodes.append(node)
+        return node.ready()
+
+    yield start
+    for node in nodes:
+        if node.process.poll() is None:
+            node.kill()
+        node.process.communicate(timeout=10)
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Callable[[Node], Engine]]:
+    engines: list[Engine] = []
+
+    def engine(node: Node) -> Engine:
+        engines.append(Engine(node.settings))
+        return engines[-1]
+
+    yield engine
+    for each in engines:
+        each.close()
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[[Node], NodeClient]]:
+    clients: list[NodeClient] = []
+
+    def client(node: Node) -> NodeClient:
+        one = NodeClient("arena", timeout_s=PATIENT_S, retry_s=0.05, socket_folder=node.folder)
+        clients.append(one)
+        until(lambda: one.up)
+        return one
+
+    yield client
+    for each in clients:
+        each.close()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def remote(node: Node) -> dict[str, Any]:
+    return dict(node.stats()["remote"])
+
+
+def peer(node: Node) -> dict[str, Any]:
+    """What a node says of its only peer."""
+    [one] = remote(node)["peers"].values()
+    return dict(one)
+
+
+def knows(node: Node, blocks: int, medium: str = "DRAM") -> None:
+    """Wait until a node knows so many blocks of its peer's."""
+    until(lambda: peer(node)["blocks"][medium] == blocks, PATIENT_S)
+
+
+def answer(client: NodeClient, *numbers: int, compute_s: float = 0.0) -> Answer:
+    """What an engine is told once it need wait no more."""
+    client.ask_locate("r", DIGEST, keys(*numbers), 30.0, compute_s)
+    got: list[Answer] = []
+    until(lambda: bool(got.extend(client.poll()) or got), PATIENT_S)
+    return got[-1]
+
+
+def nothing_leaks(owner: Node, reader: Node) -> None:
+    """No lease is left, and no slot that is being written."""
+    until(lambda: remote(owner)["lend"]["leases"] == 0, PATIENT_S)
+    for node in (owner, reader):
+        until(lambda node=node: node.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)  # type: ignore[misc]
+    assert owner.stats()["tiers"]["dram"]["leased"] == 0
+
+
+def pair(
+    begin: Begin, environment: dict[str, str] | None = None, **values: Any
+) -> tuple[Node, Node]:
+    """An owner, and a reader that knows it as its peer."""
+    owner = begin("owner", environment, listen="127.0.0.1:0", **values)
+    reader = begin("reader", environment, peers=(remote(owner)["address"],), **values)
+    return owner, reader
+
+
+@pytest.mark.parametrize("environment", [None, OVER_TCP], ids=["shared memory", "tcp"])
+def test_what_one_node_holds_its_neighbour_s_engine_finds_in_dram(
+    begin: Begin,
+    engine_of: Callable[[Node], Engine],
+    client_of: Callable[[Node], NodeClient],
+    environment: dict[str, str] | None,
+) -> None:
+    owner, reader = pair(begin, environment, pull_limit_s=60.0, peer_lease_s=90.0)
+    ours, theirs = engine_of(owner), engine_of(reader)
+    client = client_of(reader)
+    ours.put(*range(20))
+    knows(reader, 20)
+    assert answer(client, *range(22)).locations == []
+    assert theirs.has(*range(22)) == [True] * 20 + [False] * 2
+    nothing_leaks(owner, reader)
+    assert remote(reader)["pull"]["pulled_bytes"] == 20 * SHAPE.payload_bytes
+    assert remote(owner)["lend"]["released"] == 20
+
+    ours.arena.clear()
+    knows(reader, 0)
+    theirs.arena.clear()
+    answer(client, *range(20))
+    assert theirs.has(0) == [False]
+
+
+def test_blocks_that_the_owner_has_on_nvme_only_are_pulled_too(
+    begin: Begin,
+    engine_of: Callable[[Node], Engine],
+    client_of: Callable[[Node], NodeClient],
+    tmp_path: Path,
+) -> None:
+    owner = begin("owner", listen="127.0.0.1:0", nvme_folder=tmp_path / "nvme")
+    reader = begin(
+        "reader", peers=(remote(owner)["address"],), pull_limit_s=60.0, peer_lease_s=90.0
+    )
+    ours, theirs = engine_of(owner), engine_of(reader)
+    ours.put(*range(6))
+    until(lambda: owner.stats()["tiers"]["nvme"]["blocks"] == 6, PATIENT_S)
+    ours.arena.clear()
+    knows(reader, 6, "NVME")
+    knows(reader, 0)
+    answer(client_of(reader), *range(6))
+    assert theirs.has(*range(6)) == [True] * 6
+    assert remote(owner)["lend"]["raised_from_nvme"] == 6
+    nothing_leaks(owner, reader)
+
+
+def test_what_is_computed_faster_than_pulled_is_not_pulled(
+    begin: Begin, engine_of: Callable[[Node], Engine], client_of: Callable[[Node], NodeClient]
+) -> None:
+    owner, reader = pair(begin)
+    ours, theirs = engine_of(owner), engine_of(reader)
+    ours.put(0, 1)
+    knows(reader, 2)
+    answer(client_of(reader), 0, 1, compute_s=1e-9)
+    assert theirs.has(0, 1) == [False, False]
+    assert remote(reader)["pulls_not_worth_it"] == 1
+
+
+def test_a_flipped_bit_is_a_miss_and_the_owner_drops_the_block(
+    begin: Begin, engine_of: Callable[[Node], Engine], client_of: Callable[[Node], NodeClient]
+) -> None:
+    owner, reader = pair(begin, pull_limit_s=60.0, peer_lease_s=90.0)
+    ours, theirs = engine_of(owner), engine_of(reader)
+    ours.put(*range(5))
+    knows(reader, 5)
+    [slot] = ours.arena.lookup(ours.row, keys(3))
+    ours.arena.view(slot)[1234] ^= 16
+    answer(client_of(reader), *range(5))
+    assert theirs.has(*range(5)) == [True, True, True, False, True]
+    nothing_leaks(owner, reader)
+    until(lambda: ours.has(3) == [False], PATIENT_S)
+    assert remote(reader)["pull"]["failed_corrupt"] == 1
+    assert remote(owner)["lend"]["corrupt_here"] == 1
+    knows(reader, 4)
+
+
+@pytest.mark.parametrize("environment", [None, OVER_TCP], ids=["shared memory", "tcp"])
+def test_an_owner_killed_during_pulls_costs_hits_and_comes_back_as_another(
+    begin: Begin,
+    engine_of: Callable[[Node], Engine],
+    client_of: Callable[[Node], NodeClient],
+    environment: dict[str, str] | None,
+) -> None:
+    port = free_port()
+    limits = {"pull_limit_s": 5.0, "peer_lease_s": 10.0}
+    owner = begin("owner", environment, listen=f"127.0.0.1:{port}", **limits)
+    reader = begin("reader", environment, peers=(f"127.0.0.1:{port}",), **limits)
+    ours, theirs = engine_of(owner), engine_of(reader)
+    client = client_of(reader)
+    ours.put(*range(30))
+    knows(reader, 30)
+    before = peer(reader)["generation"]
+    answer(client, 0, 1)
+    for first in range(2, 30, 4):
+        client.ask_locate(f"r{first}", DIGEST, keys(*range(first, first + 4)))
+    owner.kill()
+    got: list[Answer] = []
+    until(lambda: len(got.extend(client.poll()) or got) == 7, PATIENT_S)
+    theirs.has(*range(30))  # compares bytes and checksums of what is there
+    until(lambda: peer(reader)["state"] == "down", PATIENT_S)
+    until(lambda: reader.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)
+    theirs.arena.clear()
+    assert answer(client, 0).locations == [] and theirs.has(0) == [False]
+
+    owner = begin("owner", environment, listen=f"127.0.0.1:{port}", **limits)
+    knows(reader, 30)
+    assert peer(reader)["generation"] != before
+
+    def pulled() -> bool:
+        answer(client, *range(10))
+        return all(theirs.has(*range(10)))
+
+    until(pulled, PATIENT_S)
+    nothing_leaks(owner, reader)
+
+
+def test_an_owner_that_stands_still_is_given_up_and_left_alone(
+    begin: Begin, engine_of: Callable[[Node], Engine], client_of: Callable[[Node], NodeClient]
+) -> None:
+    owner, reader = pair(begin, OVER_TCP, pull_limit_s=1.0, peer_lease_s=2.0)
+    ours, theirs = engine_of(owner), engine_of(reader)
+    client = client_of(reader)
+    ours.put(*range(10))
+    knows(reader, 10)
+
+    owner.process.send_signal(signal.SIGSTOP)
+    try:
+        assert answer(client, *range(10)).locations == []
+        assert not any(theirs.has(*range(10)))
+        until(lambda: reader.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)
+        until(lambda: peer(reader)["state"] == "down", PATIENT_S)
+        said = peer(reader)
+        assert said.get("failed_slow", 0) + said.get("failed_lost", 0) >= 1
+    finally:
+        owner.process.send_signal(signal.SIGCONT)
+
+    def pulled() -> bool:
+        answer(client, *range(10))
+        return all(theirs.has(*range(10)))
+
+    until(pulled, PATIENT_S)
+    nothing_leaks(owner, reader)
+
+
+def test_an_arena_that_was_replaced_is_met_anew(
+    begin: Begin, engine_of: Callable[[Node], Engine], client_of: Callable[[Node], NodeClient]
+) -> None:
+    owner, reader = pair(begin, pull_limit_s=60.0, peer_lease_s=90.0)
+    ours, theirs = engine_of(owner), engine_of(reader)
+    client = client_of(reader)
+    ours.put(*range(4))
+    knows(reader, 4)
+    before = peer(reader)["generation"]
+    answer(client, 0)
+    os.unlink(owner.folder / "arena")
+    ours = engine_of(owner)
+    ours.put(10, 11)
+    until(lambda: peer(reader)["generation"] not in ("", before), PATIENT_S)
+    knows(reader, 2)
+    answer(client, 10, 11)
+    assert theirs.has(10, 11) == [True, True]
+    nothing_leaks(owner, reader)
+
+
+def test_peers_come_and_go_and_a_node_is_no_peer_of_its_own(
+    begin: Begin, engine_of: Callable[[Node], Engine]
+) -> None:
+    owner = begin("owner", listen="127.0.0.1:0")
+    reader = begin("reader", listen="127.0.0.1:0")
+    engine_of(owner).put(0)
+    there = remote(owner)["address"]
+    assert reader.call(wire.AddPeer(there)) == wire.Done(1)
+    assert reader.call(wire.AddPeer(remote(reader)["address"])) == wire.Done(2)
+    assert isinstance(reader.call(wire.AddPeer("nowhere")), wire.Failed)
+    until(lambda: remote(reader)["peers"][there]["blocks"]["DRAM"] == 1, PATIENT_S)
+    itself = remote(reader)["address"]
+    until(lambda: "itself" in remote(reader)["peers"][itself]["reason"], PATIENT_S)
+    assert reader.call(wire.RemovePeer(there)) == wire.Done(1)
+    assert list(remote(reader)["peers"]) == [itself]
+    assert owner.end() == 0 and reader.end() == 0

@@ -1,0 +1,72 @@
+"""A store node in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace_kvstore import wire
+from headrace_kvstore.client import call
+from tests.support.kvnode import settings
+
+ROOT = Path(__file__).parents[2]
+
+
+class Node:
+    """`python -m headrace_kvstore node`, with all that it keeps below `folder`."""
+
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str] | None = None, **values: Any
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.settings = settings(folder, **values)
+        config = folder.parent / f"{folder.name}.yaml"
+        plain = {
+            name: str(value)
+            if isinstance(value, Path)
+            else list(value)
+            if name == "peers"
+            else value
+            for name, value in asdict(self.settings).items()
+        }
+        config.write_text(yaml.safe_dump(plain))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "kvstore"), **(environment or {})},
+        )
+
+    def ready(self) -> Node:
+        """Wait until it listens."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line == "ready\n":  # NIXL has its say before
+                return self
+        raise AssertionError(self.process.communicate(timeout=10)[1])
+
+    def kill(self) -> None:
+        """With -9."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def end(self) -> int:
+        """With SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(10)
+
+    def call(self, request: wire.Request) -> Any:
+        return call(self.settings.name, request, 20.0, self.folder)
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.call(wire.GetStats()).values)

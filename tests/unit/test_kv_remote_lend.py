@@ -1,0 +1,284 @@
+"""Leases on the owner's side: what is lent, to whom it is refused, and how a lease ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from headrace_kvstore.node_tiers import NodeArena, payload_sums
+from headrace_kvstore.remote import messages
+from headrace_kvstore.remote.lender import LENT_SHARE, Lender
+from headrace_kvstore.remote.messages import Failed, Lease, Leased, Release, Row, Welcome
+from headrace_kvstore.wire import WireError, encode
+from tests.support.kvnode import DIGEST, SHAPE, Engine, content, keys, settings
+
+GENERATION = "g1"
+
+
+class Below:
+    """The NVMe tier and the prefetcher above it: brings blocks when told to."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self.asked: list[tuple[list[bytes], Future[int]]] = []
+
+    def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+        return np.array([h in self.held for h in hashes], np.bool_)
+
+    def fetch(self, digest: bytes, hashes: Sequence[bytes], priority: int) -> Future[int]:
+        self.asked.append((list(hashes), Future()))
+        return self.asked[-1][1]
+
+
+class Owner:
+    """An arena that lends, with a clock that the arena and the lender share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 1000.0
+        given = settings(folder, nvme_folder=None)
+        self.engine = Engine(given)
+        self.arena = NodeArena.of(given)
+        self.arena._clock = lambda: self.now_s
+        self.engine.arena._clock = lambda: self.now_s
+        self.below = Below()
+        below: Any = self.below
+        self.lender = Lender(self.arena, GENERATION, self.below.contains, below, lambda: self.now_s)
+
+    def ask(self, *numbers: int, lease_s: float = 10.0, **fields: Any) -> Any:
+        request = {
+            "generation": GENERATION,
+            "digest": DIGEST,
+            "layers": SHAPE.layers,
+            "layer_bytes": SHAPE.layer_bytes,
+        }
+        return self.lender.lease(
+            Lease(**(request | fields), hashes=keys(*numbers), lease_s=lease_s)
+        )
+
+    @property
+    def leased(self) -> int:
+        return sum(self.arena.table["lease_until_s"] > self.now_s)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.arena.unlink()
+        self.arena.close()
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Owner]:
+    owner = Owner(tmp_path)
+    yield owner
+    owner.close()
+
+
+def test_what_is_there_is_lent_with_addresses_sums_and_its_place_in_the_prefix(
+    owner: Owner,
+) -> None:
+    owner.engine.put(0, 1, 3)
+    leased = owner.ask(0, 1, 2, 3)
+    assert [row.index for row in leased.rows] == [0, 1, 3]
+    assert [row.depth for row in leased.rows] == [0, 1, 3]
+    sums = np.frombuffer(leased.sums, "<u8").reshape(3, SHAPE.layers)
+    for row, number, its in zip(leased.rows, (0, 1, 3), sums, strict=True):
+        offset = row.address - owner.arena.base_address
+        assert (owner.arena._bytes[offset : offset + SHAPE.payload_bytes] == content(number)).all()
+        at = row.address + np.arange(SHAPE.layers) * SHAPE.layer_bytes
+        expected = payload_sums(DIGEST, keys(number)[0], 0, at, SHAPE.layer_bytes)
+        assert (its == expected).all()
+    assert owner.lender.serving() and owner.leased == 3
+    assert owner.lender.stats()["absent"] == 1
+
+
+def test_lent_blocks_are_not_evicted_and_released_ones_are(owner: Owner) -> None:
+    owner.engine.put(0, 1)
+    leased = owner.ask(0, 1)
+    owner.now_s += 1
+    owner.engine.put(*range(100, 160))
+    assert owner.engine.has(0, 1) == [True, True]
+    owner.lender.release(leased.lease, [])
+    owner.lender.release(leased.lease, [])
+    assert owner.leased == 0 and not owner.lender.serving()
+    owner.now_s += 1
+    owner.engine.put(*range(200, 260))
+    assert owner.engine.has(0, 1) == [False, False]
+
+
+def test_a_lease_that_nobody_ends_runs_out(owner: Owner) -> None:
+    owner.engine.put(0)
+    leased = owner.ask(0, lease_s=5.0)
+    owner.now_s += 5.1
+    assert not owner.lender.serving() and owner.leased == 0
+    assert owner.lender.stats()["ran_out"] == 1
+    again = owner.ask(0, lease_s=5.0)
+    owner.lender.release(leased.lease, [])  # late: it must not end the other one
+    assert owner.leased == 1
+    owner.lender.release(again.lease, [])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "count"),
+    [
+        ("generation", "g0", "refused_generation"),
+        ("layers", 5, "refused_shape"),
+        ("layer_bytes", 64, "refused_shape"),
+    ],
+)
+def test_a_reader_that_knows_another_arena_or_shape_is_refused(
+    owner: Owner, field: str, value: Any, count: str
+) -> None:
+    owner.engine.put(0)
+    assert isinstance(owner.ask(0, **{field: value}), Failed)
+    assert owner.lender.stats()[count] == 1 and owner.leased == 0
+
+
+def test_another_namespace_has_nothing(owner: Owner) -> None:
+    owner.engine.put(0)
+    assert owner.ask(0, digest=b"another-digest-!") == Leased()
+
+
+def test_no_more_than_a_share_of_the_arena_is_lent(owner: Owner) -> None:
+    owner.engine.put(*range(40))
+    room = int(LENT_SHARE * owner.arena.geometry.size_bytes) // SHAPE.payload_bytes
+    first = owner.ask(*range(40))
+    assert len(first.rows) == min(room, 40)
+    assert owner.ask(*range(room, 40)).rows == []
+    assert owner.lender.stats()["refused_full"] == 2 * (40 - room)
+    owner.lender.release(first.lease, [])
+    assert len(owner.ask(0).rows) == 1
+
+
+def test_what_is_on_nvme_is_brought_to_dram_before_it_is_lent(owner: Owner) -> None:
+    owner.engine.put(0)
+    owner.below.held = set(keys(1, 2))
+    answer = owner.ask(0, 1, 2, 5)
+    assert isinstance(answer, Future) and not answer.done() and owner.leased == 0
+    [(asked, done)] = owner.below.asked
+    assert asked == keys(1, 2)
+    owner.engine.put(1)
+    done.set_result(1)
+    assert [row.index for row in answer.result(0).rows] == [0, 1]
+
+
+def test_a_block_that_is_wrong_here_too_is_dropped_and_a_right_one_stays(owner: Owner) -> None:
+    owner.engine.put(0, 1)
+    leased = owner.ask(0, 1)
+    [slot] = owner.arena.lookup(owner.engine.row, keys(0))
+    owner.arena.view(slot)[77] ^= 4
+    owner.lender.release(leased.lease, [0, 1, 99, -1])
+    assert owner.engine.has(0, 1) == [False, True]
+    stats = owner.lender.stats()
+    assert (stats["corrupt_here"], stats["corrupt_at_reader"]) == (1, 1)
+
+
+def test_closing_ends_all_leases(owner: Owner) -> None:
+    owner.engine.put(0, 1)
+    owner.ask(0)
+    owner.ask(0, 1)
+    owner.lender.close()
+    assert owner.leased == 0
+
+
+numbers = st.lists(st.integers(0, 7), max_size=4, unique=True)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("lease"), numbers, st.sampled_from([1.0, 5.0])),
+        st.tuples(st.just("release"), st.integers(0, 5), st.just(0.0)),
+        st.tuples(st.just("wait"), st.just(0), st.sampled_from([0.5, 2.0])),
+    ),
+    max_size=25,
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    owner = Owner(tmp_path_factory.mktemp("lend"))
+    owner.engine.put(*range(6))
+    yield owner
+    owner.close()
+
+
+@hypothesis_settings(max_examples=100, deadline=None)
+@given(steps)
+def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
+    shared: Owner, script: list[tuple[str, Any, float]]
+) -> None:
+    shared.now_s += 100.0
+    out: list[tuple[int, set[int], float]] = []
+    for step, what, seconds in script:
+        if step == "lease":
+            leased = shared.ask(*what, lease_s=seconds)
+            got = {what[row.index] for row in leased.rows}
+            assert got == {n for n in what if n < 6}
+            if got:
+                out.append((leased.lease, got, shared.now_s + seconds))
+        elif step == "release" and what < len(out):
+            shared.lender.release(out.pop(what)[0], [])
+        elif step == "wait":
+            shared.now_s += seconds
+        out = [each for each in out if each[2] > shared.now_s]
+        held = set().union(*(blocks for _, blocks, _ in out))
+        slots = shared.arena.lookup(shared.engine.row, keys(*range(6)))
+        until_s = shared.arena.table["lease_until_s"][slots]
+        # The arena ends a block's leases together, with the last one's: never too early.
+        assert held <= set(np.flatnonzero(until_s > shared.now_s).tolist())
+        assert shared.lender.serving() == bool(out)
+        assert shared.lender.stats()["leases"] == len(out)
+    shared.now_s += 100.0
+    assert not shared.lender.serving() and shared.leased == 0
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [messages.Hello(), Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0), Release(4, [1, 2])],
+)
+def test_requests_come_out_as_they_went_in(request_: Any) -> None:
+    assert messages.decode_request(encode(3, request_)) == (3, request_)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Welcome("g", b"\0\1", 1, 2, 3),
+        Leased(1, [Row(0, 2**47, 2**64 - 1, 1, 2, -3, 0.5)], b"12345678"),
+        Failed("no"),
+    ],
+)
+def test_replies_come_out_as_they_went_in(reply: Any) -> None:
+    assert messages.decode_reply(encode(3, reply)) == (3, reply)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        encode(3, Lease("g", b"short", 4, 64, [], 3.0)),
+        encode(3, Lease("g", DIGEST, 4, 64, [b""], 3.0)),
+        encode(3, Lease("g", DIGEST, 4, 64, [], -1.0)),
+        encode(3, Lease("g" * 65, DIGEST, 4, 64, [], 1.0)),
+        encode(3, Failed("a reply is no request")),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        messages.decode_request(frame)
+
+
+def test_an_engine_s_requests_are_not_heard_from_peers() -> None:
+    from headrace_kvstore import wire
+
+    for request in (wire.Clear(), wire.Pin(DIGEST, keys(0)), wire.GetStats()):
+        with pytest.raises(WireError):
+            messages.decode_request(encode(1, request))

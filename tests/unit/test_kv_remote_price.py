@@ -1,0 +1,121 @@
+"""What a pull is predicted to cost, when it is worth it, and when a peer is left alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_kvstore.connector.pace import Pace
+from headrace_kvstore.remote.breaker import FAILURES, LONGEST, Breaker
+from headrace_kvstore.remote.price import LineFit, PullCost, Run, choose
+
+MIB = 2**20
+
+
+def line(fixed_s: float, gib_s: float) -> LineFit:
+    return LineFit(fixed_s, 1 / (gib_s * 2**30), 2**26)
+
+
+def run(peer: str, blocks: int, cost: LineFit, medium: str = "DRAM") -> Run:
+    return Run(peer, ((medium, blocks, cost),))
+
+
+def test_pulls_of_two_sizes_tell_latency_and_bandwidth() -> None:
+    cost = PullCost()
+    for _ in range(60):
+        for size in (MIB, 64 * MIB):
+            cost.observe(size, 0.004 + size / 2e9)
+    assert cost.fixed_s == pytest.approx(0.004, rel=0.02)
+    assert 1 / cost.each_s == pytest.approx(2e9, rel=0.02)
+
+
+def test_a_peer_that_becomes_slow_is_known_as_slow_soon() -> None:
+    cost = PullCost()
+    for _ in range(30):
+        cost.observe(64 * MIB, 0.03)
+    for _ in range(30):
+        cost.observe(64 * MIB, 3.0)
+    assert cost.seconds(64 * MIB) == pytest.approx(3.0, rel=0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1e9), st.floats(0, 10)),
+        max_size=30,
+    ),
+    st.floats(0, 1e9),
+)
+def test_no_prediction_is_negative(seen: list[tuple[float, float]], amount: float) -> None:
+    cost = PullCost()
+    for size, seconds in seen:
+        cost.observe(size, seconds)
+    assert cost.fixed_s >= 0 and cost.each_s >= 0 and cost.seconds(amount) >= 0
+
+
+def test_the_pull_that_saves_most_seconds_is_chosen() -> None:
+    near, far = line(0.001, 4), line(0.001, 0.1)
+    choice = choose([run("far", 10, far), run("near", 8, near)], 8 * MIB, 0.1, 5.0)
+    assert choice is not None and (choice.peer, choice.blocks) == ("near", 8)
+
+
+def test_what_is_computed_as_fast_is_not_pulled() -> None:
+    cost = line(0.0, 1)
+    pull_s = cost.seconds(MIB)
+    assert choose([run("a", 1, cost)], MIB, 0.99 * pull_s, 5.0) is None
+    assert choose([run("a", 1, cost)], MIB, 1.01 * pull_s, 5.0) is not None
+
+
+def test_what_cannot_come_in_time_is_not_pulled() -> None:
+    assert choose([run("a", 100, line(0.0, 0.1))], 8 * MIB, 10.0, 5.0) is None
+
+
+def test_who_has_no_price_pulls_the_longest_run_and_the_cheaper_of_equals() -> None:
+    slow, fast = line(0.0, 1), line(0.0, 4)
+    choice = choose([run("a", 3, fast), run("b", 4, slow), run("c", 4, fast)], MIB, 0.0, 5.0)
+    assert choice is not None and choice.peer == "c"
+    assert choose([], MIB, 0.0, 5.0) is None
+    assert choose([run("a", 0, fast)], MIB, 0.0, 5.0) is None
+
+
+def test_each_medium_of_a_run_has_its_price() -> None:
+    both = Run("a", (("DRAM", 2, line(0.001, 1)), ("NVME", 1, line(0.02, 1))))
+    assert both.blocks == 3
+    assert both.pull_s(2**30) == pytest.approx(3.021)
+
+
+def test_a_breaker_opens_after_failures_in_a_row_for_longer_each_time() -> None:
+    breaker = Breaker(10.0)
+    for _ in range(FAILURES - 1):
+        breaker.failure(0.0)
+    breaker.success()
+    for _ in range(FAILURES - 1):
+        breaker.failure(0.0)
+    assert breaker.allows(0.0)
+    breaker.failure(0.0)
+    assert not breaker.allows(9.9) and breaker.allows(10.0)
+    breaker.failure(10.0)
+    assert not breaker.allows(29.9) and breaker.allows(30.0)
+    for _ in range(20):
+        breaker.failure(0.0)
+    assert breaker.allows(10.0 * LONGEST)
+    breaker.success()
+    assert breaker.opened == 22
+
+
+def test_an_engine_s_pace_is_the_slope_of_its_prefill_steps() -> None:
+    pace, now_s = Pace(128), 0.0
+    for tokens in (512, 128, 256, 512, 384):
+        assert pace.block_s == 0.0 or pace.block_s == pytest.approx(0.128, rel=0.3)
+        pace.step({"r": tokens}, now_s)
+        now_s += 0.02 + 0.001 * tokens
+    assert pace.block_s == pytest.approx(0.128, rel=0.3)
+
+
+def test_pauses_and_decodes_say_nothing_of_prefill() -> None:
+    pace = Pace(128)
+    pace.step({"a": 512}, 0.0)
+    pace.step({"b": 512}, 100.0)
+    for i in range(10):
+        pace.step({"b": 1}, 101.0 + i)
+    assert pace.block_s == 0.0
