@@ -227,9 +227,9 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
             self._count("dropped_no_room", len(refused) - there)
         which = [i for i, g in zip(group, given, strict=True) if g]
         slots = slots[given]
-        size = max(1, self._source.fill_bytes // shape.payload_bytes)
         started: set[bytes] = set()
-        for first in range(0, len(slots), size):
+        first = 0
+        for size in self._source.split(len(slots), shape.payload_bytes):
             part, its = slots[first : first + size], which[first : first + size]
             try:
                 self._fill(use, its, part, shape.layers, shape.layer_bytes)
@@ -238,6 +238,7 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
                 self._count("dropped_failed", len(slots) - first)
                 raise
             started.update(use.offer.found[i].hash for i in its)
+            first += size
         return started
 
     def _reserve(self, found: Sequence[Found]) -> np.ndarray:

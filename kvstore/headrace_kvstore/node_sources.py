@@ -85,9 +85,8 @@ class Source(Protocol):
         """Blocks asked for at once, at most."""
         ...
 
-    @property
-    def fill_bytes(self) -> int:
-        """How much one `read` should take: one is verified while the next ones come."""
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """How many blocks each `read` should take: one is verified while the next one comes."""
         ...
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
@@ -106,10 +105,13 @@ class NvmeSource:
     """The node's NVMe tier, whatever `tier()` is."""
 
     batch_blocks = 32
-    fill_bytes = 1 << 62  # a disk wants it all
 
     def __init__(self, tier: Callable[[], NodeTier | None]) -> None:
         self._tier = tier
+
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """All at once: a disk wants a deep queue."""
+        return [blocks]
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
         """As `Source`."""
