@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from headrace_kvstore import wire
 from headrace_kvstore.client import NodeClient, call
 from headrace_kvstore.connector.settings import SettingsError
-from headrace_kvstore.node_server import NodeRunning, NodeServer
+from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.tiers.segment import Location
 from tests.support.kvnode import DIGEST, SHAPE, key, keys, until
@@ -50,13 +50,21 @@ class Node:
         self.seen: list[wire.Request] = []
         self.answers = threading.Event()
         self.answers.set()
+        self.pulls: list[Future[wire.Reply]] = []
+        self.wait_s = 0.0
+        """How long the node says a pull is worth waiting for; 0: it pulls nothing."""
         self.server = NodeServer(wire.socket_path("arena", folder), self.handle)
 
-    def handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply]:
+    def handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
         self.seen.append(request)
         if isinstance(request, wire.Locate):
             if not self.answers.is_set():
                 return Future()
+            if self.wait_s:
+                self.pulls.append(Future())
+                now = wire.pack_locations(places(1))
+                now.pulling, now.wait_s = len(request.hashes) - 1, self.wait_s
+                return Staged(now, self.pulls[-1])
             return wire.pack_locations(places(len(request.hashes)))
         if isinstance(request, wire.GetStats):
             raise RuntimeError("no stats today")
@@ -100,6 +108,8 @@ def answer(client: NodeClient) -> Any:
         wire.Warm(),
         wire.Clear(),
         wire.Clear(DIGEST, ["dram"]),
+        wire.AddPeer("host:1"),
+        wire.RemovePeer("host:1"),
         wire.GetStats(),
     ],
 )
@@ -231,6 +241,46 @@ def test_an_answer_comes_by_polling(client: NodeClient) -> None:
     assert client.poll() == []
 
 
+def test_while_a_peer_s_blocks_are_pulled_the_answer_waits_for_them(
+    node: Node, client: NodeClient
+) -> None:
+    node.wait_s = PATIENT_S
+    client.ask_locate("r-1", DIGEST, keys(0, 1, 2), compute_s=0.5)
+    until(lambda: bool(node.pulls))
+    assert node.seen[-1] == wire.Locate("r-1", DIGEST, keys(0, 1, 2), 30.0, 0.5)
+    assert client.poll() == []
+    node.wait_s = 0.0
+    client.ask_locate("r-2", DIGEST, keys(0))
+    assert answer(client).request_key == "r-2"
+    node.pulls[0].set_result(wire.pack_locations(places(1)))
+    got = answer(client)
+    assert got.request_key == "r-1" and len(got.locations) == 1
+
+
+def test_a_pull_that_is_not_worth_waiting_for_any_more_costs_the_pull_only(
+    node: Node, client: NodeClient
+) -> None:
+    node.wait_s = 0.05
+    client.ask_locate("r-1", DIGEST, keys(0, 1, 2))
+    got = answer(client)
+    assert [place.hash for place in got.locations] == keys(0)
+    assert client.up and client.stats()["pull_timeouts"] == 1
+    node.pulls[0].set_result(wire.pack_locations(places(1)))
+    node.wait_s = 0.0
+    client.ask_locate("r-2", DIGEST, keys(0))
+    assert answer(client).request_key == "r-2"
+
+
+def test_a_node_that_dies_during_a_pull_is_answered_for(node: Node, client: NodeClient) -> None:
+    node.wait_s = PATIENT_S
+    client.ask_locate("r-1", DIGEST, keys(0, 1))
+    until(lambda: bool(node.pulls))
+    until(lambda: not client.poll() and next(iter(client._asked.values())).found is not None)
+    with client._lock:
+        client._go_down(time.monotonic())
+    assert [a.request_key for a in client.poll()] == ["r-1"]
+
+
 def test_without_a_node_every_question_is_answered_at_once_with_nothing(tmp_path: Path) -> None:
     client = NodeClient("arena", socket_folder=tmp_path, retry_s=60.0)
     client.ask_locate("r-1", DIGEST, keys(0))
@@ -331,6 +381,17 @@ def test_settings_take_sizes_as_text_and_name_what_is_wrong() -> None:
         ({"retry_s": 0}, "retry_s: is 0"),
         ({"events": "here"}, "events: is 'here'"),
         ({"layers": 0}, "layers: is 0"),
+        ({"listen": "7611"}, "listen: is '7611'"),
+        ({"peers": "a:1, b"}, "peers: 'b' is no HOST:PORT"),
+        ({"peers": ["a:0"]}, "peers: 'a:0' is no HOST:PORT"),
+        ({"peers": 5}, "peers: is 5"),
+        ({"pull_limit_s": 20}, "peer_lease_s: is 20.0; give more than pull_limit_s"),
     ):
         with pytest.raises(SettingsError, match=said):
             NodeSettings.parse(values)
+
+
+@pytest.mark.parametrize("given", ["a:1, [::1]:65535", ["a:1", "[::1]:65535"]])
+def test_peers_are_a_list_or_text_with_commas(given: Any) -> None:
+    assert NodeSettings.parse({"peers": given}).peers == ("a:1", "[::1]:65535")
+    assert NodeSettings.parse({"listen": "0.0.0.0:0"}).listen == "0.0.0.0:0"

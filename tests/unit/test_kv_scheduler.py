@@ -360,6 +360,16 @@ def test_a_block_that_came_to_dram_meanwhile_counts_as_well() -> None:
     assert engine.half.matched(engine.request, 0) == 4 * B
 
 
+def test_blocks_that_came_to_dram_behind_those_in_files_count_as_well() -> None:
+    tiers = Tiers(*hashes(3)[2:])
+    store = Store(held=set(hashes(2)))
+    engine = Engine(store, request(6 * B), slow=tiers)
+    assert engine.half.matched(engine.request, 0) is None
+    store.held |= set(hashes(5)[3:])  # pulled from a peer meanwhile
+    tiers.ready = True
+    assert engine.half.matched(engine.request, 0) == 5 * B
+
+
 def test_a_long_prompt_asks_for_no_more_than_staging_holds() -> None:
     tiers = Tiers()
     engine = Engine(Store(), request(20 * B), slow=tiers, most_slow=3)
