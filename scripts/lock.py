@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = ("--override", "requirements/cpu-overrides.txt")
 # dev first: the runtime lock is cut from it, so that tests run on what is deployed.
 LOCKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("dev", (*OVERRIDES, "--extra", "cpu", "--extra", "otlp", "--extra", "dev")),
+    (
+        "dev",
+        (*OVERRIDES, "--extra", "cpu", "--extra", "object", "--extra", "otlp", "--extra", "dev"),
+    ),
     (
         "cpu",
         (
@@ -23,13 +26,15 @@ LOCKS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "--extra",
             "cpu",
             "--extra",
+            "object",
+            "--extra",
             "otlp",
             "--no-annotate",
             "-c",
             "requirements/dev.lock",
         ),
     ),
-    ("gpu", ("--extra", "gpu", "--extra", "otlp")),
+    ("gpu", ("--extra", "gpu", "--extra", "object", "--extra", "otlp")),
 )
 
 

@@ -1,0 +1,153 @@
+"""The few requests that the object tier makes, with a name for each way in which they fail.
+
+The client is obstore (Apache Arrow's object_store): S3 and what speaks like it, `gs://`, `az://`,
+a folder (`file:///...`), and memory (`memory:///`, for tests). Each request has a time limit and at
+most one more try. An answer lands in memory of its own, so one that comes too late harms nobody.
+
+NIXL 1.3.2 has a plugin for S3, OBJ. It works against the same servers, and was left out after
+trying: it cannot list or delete; it has no time limit, so an endpoint that hangs keeps arena memory
+for a minute, also after its handle was released; it calls a read past an object's end done; and it
+was no faster, though what is here also compares checksums (docs/kvstore.md).
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+LIST_CHUNK = 1000
+CONNECT_S = 3.0
+_DENIED = ("PermissionDeniedError", "UnauthenticatedError", "PermissionError")
+_NO_RANGE = re.compile(r"range was invalid|Invalid range")
+
+
+class ObjectError(Exception):
+    """A request failed. `reason`: "absent", "denied", "timeout", "unreachable" or "failed"."""
+
+    def __init__(self, reason: str, text: str = "") -> None:
+        super().__init__(f"{reason}: {text}" if text else reason)
+        self.reason = reason
+
+    @property
+    def endpoint(self) -> bool:
+        """Whether it tells about the endpoint, and not about one object."""
+        return self.reason != "absent"
+
+
+class Listed(NamedTuple):
+    """One object. `modified_s`: seconds of the server's time.time()."""
+
+    name: str
+    size_bytes: int
+    modified_s: float
+
+
+class ObjectClient(Protocol):
+    """Names are below the prefix that the client was made for. Everything raises ObjectError."""
+
+    def list(self) -> Iterator[Listed]:
+        """All objects."""
+        ...
+
+    def get(self, name: str, offset: int, length: int) -> memoryview:
+        """These bytes, or as many of them as there are."""
+        ...
+
+    def put(self, name: str, data: memoryview) -> None:
+        """Make an object, whole or not at all."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        ...
+
+
+class StoreClient:
+    """obstore below one URL. Thread-safe.
+
+    Args:
+        url: such as `s3://bucket/prefix`. Credentials, region and endpoint come from the usual
+            environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, ...) or from instance metadata.
+        options: obstore's own, which win over the environment: `endpoint`, `region`, ...
+        timeout_s: of one request.
+
+    Raises:
+        ImportError: obstore is not installed (`pip install headrace[object]`).
+        ValueError: no URL or option that obstore knows.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+
+        known: dict[str, Any] = dict(options)
+        if url.startswith("file:"):
+            known.setdefault("mkdir", True)
+        elif not url.startswith("memory:"):
+            limit = timedelta(seconds=timeout_s)
+            connect = timedelta(seconds=min(CONNECT_S, timeout_s))
+            plain = str(known.get("endpoint", "")).startswith("http:")
+            known["client_options"] = {
+                "timeout": limit,
+                "connect_timeout": connect,
+                "allow_http": bool(known.pop("allow_http", plain)),
+            }
+            known["retry_config"] = {"max_retries": 1, "retry_timeout": limit}
+        try:
+            self._store: Any = from_url(url, **known)
+        except (BaseError, TypeError, ValueError) as error:
+            raise ValueError(f"{url}: {str(error).splitlines()[0]}") from error
+
+    def list(self) -> Iterator[Listed]:
+        """As `ObjectClient`."""
+        try:
+            for chunk in self._store.list(chunk_size=LIST_CHUNK):
+                for meta in chunk:
+                    modified_s = meta["last_modified"].timestamp()
+                    yield Listed(meta["path"], meta["size"], modified_s)
+        except Exception as error:
+            raise named(error) from error
+
+    def get(self, name: str, offset: int, length: int) -> memoryview:
+        """As `ObjectClient`."""
+        try:
+            return memoryview(self._store.get_range(name, start=offset, length=length))
+        except Exception as error:
+            raise named(error) from error
+
+    def put(self, name: str, data: memoryview) -> None:
+        """As `ObjectClient`."""
+        try:
+            self._store.put(name, data, use_multipart=False)
+        except Exception as error:
+            raise named(error) from error
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `ObjectClient`."""
+        try:
+            self._store.delete(builtins.list(names))
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise named(error) from error
+
+
+def named(error: Exception) -> ObjectError:
+    """The reason behind what obstore raised; its text tells what its types do not."""
+    text = str(error)
+    status = re.search(r"status code: (\d{3})", text)
+    code = int(status[1]) if status else 0
+    if isinstance(error, FileNotFoundError) or code in (404, 416) or _NO_RANGE.search(text):
+        reason = "absent"
+    elif code in (401, 403) or type(error).__name__ in _DENIED:
+        reason = "denied"
+    elif "kind: Timeout" in text:
+        reason = "timeout"
+    elif "kind: Connect" in text:
+        reason = "unreachable"
+    else:
+        reason = "failed"
+    return ObjectError(reason, text.split("\n\n", 1)[0][:300])
