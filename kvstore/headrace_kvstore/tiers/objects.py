@@ -450,11 +450,12 @@ class ObjectTier:
         always: bool = False,
     ) -> None:
         self._count(f"{what}_{error.reason}", count)
-        if breaker is not None:
-            if always or error.endpoint:
-                breaker.failure(time.monotonic())
-            else:
+        if not (always or error.endpoint):
+            if breaker is not None:
                 breaker.success()
+            return
+        if breaker is not None:
+            breaker.failure(time.monotonic())
         with self._lock:
             known, self._last_error = self._last_error, error.reason
         if known != error.reason:
