@@ -8,8 +8,8 @@ the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEv
             ("", topic, number, batch) for each batch, and ("", "", -1, "") in the end
 
 What the fields hold here:
-- `medium`: "DRAM" or "NVME". `locality`: "LOCAL". `ownership`: the namespace's digest in hex, since
-  equal hashes in two namespaces are different blocks.
+- `medium`: "DRAM", "NVME" or "OBJECT". `locality`: "LOCAL". `ownership`: the namespace's digest in
+  hex, since equal hashes in two namespaces are different blocks.
 - `token_ids`: empty, `block_size`: 0, as the store knows blocks by hash only. The hashes suffice:
   vLLM's block hash covers all tokens up to the block's end, so whoever hashes a prompt's blocks
   finds them in an index of hashes. They are the bytes that vLLM calls them by.
@@ -39,7 +39,7 @@ from headrace_kvstore.table import HASH_BYTES, hash_word
 
 logger = logging.getLogger("headrace.kvstore")
 
-DRAM, NVME = "DRAM", "NVME"
+DRAM, NVME, OBJECT = "DRAM", "NVME", "OBJECT"
 LOCAL = "LOCAL"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 KEPT_BATCHES = 10_000

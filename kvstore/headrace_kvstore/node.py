@@ -25,27 +25,31 @@ import msgspec
 import numpy as np
 
 from headrace_kvstore import wire
+from headrace_kvstore.chains import chains
 from headrace_kvstore.checksum import prepare
-from headrace_kvstore.events import DRAM, NVME, Change, EventPublisher
+from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
 from headrace_kvstore.locking import LockBusyError
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_keeper import TierKeeper
+from headrace_kvstore.node_objects import open_tier
 from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_tiers import NodeTier
 from headrace_kvstore.node_writer import Admit, worth_writing
 from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.table import hash_word
 from headrace_kvstore.tiers.catalog import use_per_second
 from headrace_kvstore.tiers.nvme import TierEvent
+from headrace_kvstore.tiers.objects import ObjectTier
 from headrace_kvstore.tiers.record import padded
 from headrace_kvstore.tiers.segment import Location
 
 logger = logging.getLogger("headrace.kvstore")
 
 TIERS = ("dram", "nvme")
+CLEARABLE = (*TIERS, "object")
+"""The object tier only by name: others may share what is there."""
 REMEMBERED_USES = 1 << 16
 """Blocks of which it is known that one request read them from NVMe."""
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
@@ -78,6 +82,8 @@ class StoreNode:
         self._dram_reason = "opening"
         self._keeper: TierKeeper | None = None
         self._nvme_reason = "no nvme_folder is given"
+        self._objects: ObjectTier | None = None
+        self._objects_reason = "no object_url is given"
         self._publisher: EventPublisher | None = None
         self._server: NodeServer | None = None
         self._neighbours: Neighbours | None = None
@@ -91,6 +97,7 @@ class StoreNode:
 
         Raises:
             NodeRunning: this arena has a node already.
+            ValueError: the object store's URL or options are wrong.
             zmq.ZMQError: an event endpoint cannot be bound.
         """
         settings = self.settings
@@ -107,6 +114,8 @@ class StoreNode:
             self._neighbours = Neighbours(settings, lambda: self._dram, lambda: self._publisher)
             if settings.nvme_folder is not None:
                 self._open_nvme()
+            if settings.object_url is not None:
+                self._open_objects()
             self._open_arena()
         except BaseException:
             self.close()
@@ -124,6 +133,13 @@ class StoreNode:
             logger.exception("there is no NVMe tier")
             return
         self._keeper = TierKeeper(self.settings, self._mover, self._nvme_event, self._nvme_opened)
+
+    def _open_objects(self) -> None:
+        try:
+            self._objects = open_tier(self.settings, self._object_event, self._tier_opened)
+        except ImportError as error:
+            self._objects_reason = f"{error}: pip install headrace[object]"
+            logger.exception("there is no object tier")
 
     def close(self) -> bool:
         """End within about `close_s`; what was not written by then is not.
@@ -151,6 +167,8 @@ class StoreNode:
                 ended &= dram.close(_left(deadline), flush=True)
         if neighbours is not None:
             neighbours.close()
+        if self._objects is not None:
+            ended &= self._objects.close(_left(deadline))
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             ended &= keeper.close(_left(deadline))
@@ -192,14 +210,26 @@ class StoreNode:
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
     ) -> Pulling | None:
-        """Have the leading run of blocks brought into DRAM from a peer, if that is worth it."""
+        """Have the leading run of blocks brought into DRAM, from a peer or from objects, if that is
+        worth it."""
         neighbours = self._neighbours
         return None if neighbours is None else neighbours.pull(digest, hashes, compute_s)
 
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
-        """Have blocks brought from NVMe into DRAM; returns how many were queued."""
-        dram = self._dram
-        return 0 if dram is None else dram.prefetcher.ask(digest, hashes, priority)
+        """Have blocks brought from NVMe into DRAM, those that only objects hold from there; returns
+        how many were queued."""
+        dram, nvme = self._dram, self._tier()
+        if dram is None:
+            return 0
+        if dram.objects is None:
+            return dram.prefetcher.ask(digest, hashes, priority)
+        fetched = dram.objects.tier.contains(digest, hashes)
+        if nvme is not None:
+            fetched &= ~nvme.contains(digest, hashes)
+        there = [name for name, far in zip(hashes, fetched, strict=True) if not far]
+        far = [name for name, far in zip(hashes, fetched, strict=True) if far]
+        queued = dram.prefetcher.ask(digest, there, priority)
+        return queued + dram.objects.fetcher.ask(digest, far, priority)
 
     def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str) -> int:
         """Drop blocks from one tier, whose bytes did not verify; returns how many were there.
@@ -225,17 +255,17 @@ class StoreNode:
         nvme = self._tier()
         if nvme is not None:
             found |= [nvme.pin(digest, block_hash, pinned) for block_hash in hashes]
+        if self._objects is not None:
+            found |= [self._objects.pin(digest, block_hash, pinned) for block_hash in hashes]
         return int(found.sum())
 
     def warm(self) -> int:
-        """Have NVMe's most valuable blocks brought into DRAM's free room; how many were queued."""
-        tier = self._tier()
+        """Have the most valuable blocks of NVMe and the objects brought into DRAM's free room; how
+        many were queued."""
         with self._dram_lock:
             room = 0 if self._dram is None else self._dram.arena.free_bytes()
-        if tier is None or not room:
-            return 0
-        contents = [(digest, rows) for digest, rows in tier.contents()]
-        if not contents:
+        contents = list(self._below_dram())
+        if not contents or not room:
             return 0
         rows = np.concatenate([rows for _, rows in contents])
         owner = np.repeat(np.arange(len(contents)), [len(rows) for _, rows in contents])
@@ -248,14 +278,30 @@ class StoreNode:
             queued += self.prefetch(contents[i][0], hashes, WARM_PRIORITY)
         return queued
 
+    def _below_dram(self) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Namespace digest and rows, SLOT (n,), of the blocks of slower tiers, each block once."""
+        nvme = self._tier()
+        if nvme is not None:
+            yield from nvme.contents()
+        if self._objects is not None:
+            for digest, rows in self._objects.contents():
+                if nvme is not None:
+                    hashes = [row["hash"].tobytes() for row in rows]
+                    rows = rows[~nvme.contains(digest, hashes)]
+                if len(rows):
+                    yield digest, rows
+
     def clear(self, digest: bytes | None = None, tiers: Sequence[str] = TIERS) -> int:
-        """Drop all blocks of a namespace, or of all, also pinned and leased ones; how many.
+        """Drop all blocks of a namespace, or of all, also pinned and leased ones; how many. Of
+        objects, where "object" is named, those that this node's writer made.
 
         Raises ValueError for a tier that there is not.
         """
         for tier in tiers:
-            _known(tier)
+            _known(tier, CLEARABLE)
         dropped = 0
+        if "object" in tiers and self._objects is not None:
+            dropped += self._objects.clear(digest)
         nvme = self._tier()
         if "nvme" in tiers and nvme is not None:
             for owner, rows in nvme.contents():
@@ -297,7 +343,11 @@ class StoreNode:
             "pid": os.getpid(),
             "protocol": wire.PROTOCOL,
             "uptime_s": time.monotonic() - self._started_s,
-            "tiers": {"dram": {"medium": DRAM, **of_dram}, "nvme": {"medium": NVME, **nvme}},
+            "tiers": {
+                "dram": {"medium": DRAM, **of_dram},
+                "nvme": {"medium": NVME, **nvme},
+                "object": {"medium": OBJECT, **self._object_stats(dram)},
+            },
             **work,
             "remote": {} if self._neighbours is None else self._neighbours.stats(),
             "promoted": self._counts["promoted"],
@@ -305,6 +355,12 @@ class StoreNode:
             "requests": {} if server is None else dict(server.counts),
             "events": self._publisher.stats() if self._publisher is not None else {},
         }
+
+    def _object_stats(self, dram: DramWork | None) -> dict[str, Any]:
+        if self._objects is None:
+            return {"state": "off", "reason": self._objects_reason, "blocks": 0, "bytes": 0}
+        work = None if dram is None else dram.objects
+        return self._objects.stats() | ({} if work is None else work.stats())
 
     def quiesce(self, timeout_s: float) -> bool:
         """Wait until everything stored so far is told, and written or dropped; for tests."""
@@ -395,7 +451,7 @@ class StoreNode:
         try:
             dram = DramWork(
                 *(settings, self._mover, self._tier, self._admit),
-                *(self._publish, self._resync, self._peers()),
+                *(self._publish, self._resync, self._peers(), self._objects),
             )
         except (OSError, ValueError, LockBusyError) as error:
             if self._dram_reason != str(error):
@@ -414,9 +470,7 @@ class StoreNode:
         dram = self._dram
         if dram is not None:
             dram.follower.sweep_soon()
-        self._resync()
-        if self.settings.warm:
-            self._slow.submit(self.warm)
+        self._tier_opened()
 
     def _nvme_event(self, event: TierEvent) -> None:
         if self._publisher is None or event.reason == "scanned":
@@ -429,6 +483,22 @@ class StoreNode:
                 return  # gone already; another thread tells so
             parent = int(record["parent"])
         self._publish([Change(event.stored, NVME, event.digest, event.hash, parent)])
+
+    def _tier_opened(self) -> None:
+        """A tier that others or an earlier node filled can be read."""
+        self._resync()
+        if self.settings.warm:
+            self._slow.submit(self.warm)
+
+    def _object_event(self, event: TierEvent) -> None:
+        tier = self._objects
+        if self._publisher is None or tier is None:
+            return
+        place = tier.find(event.digest, event.hash) if event.stored else None
+        if event.stored and place is None:
+            return  # gone already; another thread tells so
+        parent = 0 if place is None else int.from_bytes(place.block.parent[:8], "little")
+        self._publish([Change(event.stored, OBJECT, event.digest, event.hash, parent)])
 
     def _publish(self, changes: list[Change]) -> None:
         if self._publisher is not None:
@@ -445,38 +515,16 @@ class StoreNode:
             if self._dram is not None:
                 rows, _ = self._dram.arena.blocks()
                 spaces = self._dram.arena.spaces()
-        for row in _chains(rows):
+        for row in chains(rows):
             digest = spaces[int(row["namespace"])].digest
             yield Change(True, DRAM, digest, row["hash"].tobytes(), int(row["parent"]))
         tier = self._tier()
         for digest, found in [] if tier is None else tier.contents():
-            for row in _chains(found):
+            for row in chains(found):
                 yield Change(True, NVME, digest, row["hash"].tobytes(), int(row["parent"]))
-
-
-def _chains(rows: np.ndarray) -> list[np.void]:
-    """Rows of SLOT, each block right after its parent where that has no other child before it."""
-    if not len(rows):
-        return []
-    by_word: dict[tuple[int, int], list[int]] = {}
-    for i, (namespace, parent) in enumerate(
-        zip(rows["namespace"].tolist(), rows["parent"].tolist(), strict=True)
-    ):
-        by_word.setdefault((namespace, parent), []).append(i)
-    ordered: list[int] = []
-    waiting: list[int] = []
-    seen = np.zeros(len(rows), np.bool_)
-    for root in np.argsort(rows["depth"], kind="stable").tolist():
-        waiting.append(root)
-        while waiting:
-            i = waiting.pop()
-            if seen[i]:
-                continue
-            seen[i] = True
-            ordered.append(i)
-            word = hash_word(rows["hash"][i].tobytes())
-            waiting.extend(by_word.get((int(rows["namespace"][i]), word), ()))
-    return [rows[i] for i in ordered]
+        for digest, found in [] if self._objects is None else self._objects.contents():
+            for row in chains(found):
+                yield Change(True, OBJECT, digest, row["hash"].tobytes(), int(row["parent"]))
 
 
 def _staged(located: wire.Located, pulling: Pulling) -> Staged:
@@ -487,9 +535,9 @@ def _staged(located: wire.Located, pulling: Pulling) -> Staged:
     return Staged(now, later)
 
 
-def _known(tier: str) -> None:
-    if tier not in TIERS:
-        raise ValueError(f"{tier!r} is no tier; there are {', '.join(TIERS)}")
+def _known(tier: str, tiers: Sequence[str] = TIERS) -> None:
+    if tier not in tiers:
+        raise ValueError(f"{tier!r} is no tier; there are {', '.join(tiers)}")
 
 
 def _left(deadline: float) -> float:

@@ -1,5 +1,5 @@
 """A node's work on one arena: following it, writing it behind, prefetching into it, sharing it with
-peers.
+peers and with whoever reads the object store.
 
 An arena may be replaced under its name (removed, and made anew by an engine). Then this work is
 ended and begun on the new one.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from headrace_kvstore.events import Change
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_follow import Follower
+from headrace_kvstore.node_objects import ObjectWork
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_sources import NvmeSource
@@ -21,6 +22,7 @@ from headrace_kvstore.node_tiers import NodeArena, NodeTier
 from headrace_kvstore.node_writer import Admit, WriteBehind
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.work import RemoteWork
+from headrace_kvstore.tiers.objects import ObjectTier
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -44,6 +46,7 @@ class DramWork:
         publish: Callable[[list[Change]], None],
         resync: Callable[[], None],
         peers: Peers | None = None,
+        objects: ObjectTier | None = None,
     ) -> None:
         self.arena = NodeArena.of(settings)
         self._mover = mover
@@ -62,6 +65,7 @@ class DramWork:
             except (ImportError, RuntimeError) as error:
                 self.remote_reason = str(error)
                 logger.exception("no blocks are shared with peers")
+        self.objects = None if objects is None else ObjectWork(settings, self.arena, objects)
         self.follower = Follower(self.arena, self.writer, publish, resync, settings.sweep_s)
 
     @property
@@ -72,6 +76,7 @@ class DramWork:
             and self.writer.idle
             and self.prefetcher.idle
             and (self.remote is None or self.remote.puller.idle)
+            and (self.objects is None or self.objects.fetcher.idle)
             and self.follower.caught_up
         )
 
@@ -84,7 +89,7 @@ class DramWork:
         deadline = time.monotonic() + timeout_s
         if flush:
             self.writer.drain(timeout_s / 2)
-        parts = (self.follower, self.prefetcher, self.writer, self.remote)
+        parts = (self.follower, self.prefetcher, self.writer, self.remote, self.objects)
         ended = all(
             part.close(max(0.05, deadline - time.monotonic())) for part in parts if part is not None
         )

@@ -8,6 +8,7 @@ written is found by the next look; nothing is held meanwhile but one object bein
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +18,26 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.chains import chains
+from headrace_kvstore.events import OBJECT
+from headrace_kvstore.node_prefetch import Prefetcher
+from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_sources import Fill, Found, Offer, Unavailable
 from headrace_kvstore.node_tiers import NodeArena, Space
-from headrace_kvstore.tiers.nvme import Save
+from headrace_kvstore.remote.price import LineFit, Run
+from headrace_kvstore.tiers.nvme import Save, TierEvent
 from headrace_kvstore.tiers.object_catalog import Place
+from headrace_kvstore.tiers.object_client import StoreClient
 from headrace_kvstore.tiers.object_format import most_blocks
 from headrace_kvstore.tiers.object_pack import Packed
 from headrace_kvstore.tiers.objects import ObjectTier
 from headrace_kvstore.tiers.record import Shape, padded
 
 logger = logging.getLogger("headrace.kvstore")
+
+OBJECTS = "object store"
+"""Among the peers of a `Run`."""
+FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
+"""Assumed before the first fetch, with the weight of one."""
 
 SharedAdmit = Callable[[np.ndarray], np.ndarray]
 """Rows of SLOT (n,) -> which blocks to share, bool (n,)."""
@@ -42,20 +53,28 @@ def worth_sharing(rows: np.ndarray) -> np.ndarray:
     return wanted
 
 
+class FetchCost(LineFit):
+    """Seconds of fetching bytes, fitted to the fetches of this node; in the beginning a guess."""
+
+    def __init__(self) -> None:
+        super().__init__(FIRST_LATENCY_S, 1 / FIRST_BYTES_PER_S, 2**26)
+
+
 class ObjectSource:
-    """The object tier as a `node_sources.Source`."""
+    """The object tier as a `node_sources.Source`; `cost` is learned from what it reads."""
 
     batch_blocks = 64
     fill_bytes = 32 * 2**20
 
     def __init__(self, tier: ObjectTier) -> None:
         self._tier = tier
+        self.cost = FetchCost()
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
         """As `Source`."""
         answer: Future[Offer] = Future()
         if self._tier.may_read:
-            answer.set_result(ObjectOffer(self._tier, digest, hashes))
+            answer.set_result(ObjectOffer(self._tier, self.cost, digest, hashes))
         else:
             answer.set_exception(Unavailable("breaker"))
         return answer
@@ -64,15 +83,27 @@ class ObjectSource:
 class ObjectOffer:
     """Blocks in objects; one that is removed meanwhile is a miss."""
 
-    def __init__(self, tier: ObjectTier, digest: bytes, hashes: Sequence[bytes]) -> None:
-        self._tier = tier
+    def __init__(
+        self, tier: ObjectTier, cost: FetchCost, digest: bytes, hashes: Sequence[bytes]
+    ) -> None:
+        self._tier, self._cost = tier, cost
         found = [tier.find(digest, block_hash) for block_hash in hashes]
         self._places: list[Place] = [place for place in found if place is not None]
         self.found = [_found(place) for place in self._places]
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
         """As `Offer`."""
-        return self._tier.read([self._places[i] for i in which], addresses)
+        began_s = time.monotonic()
+        read = self._tier.read([self._places[i] for i in which], addresses)
+
+        def learn() -> None:
+            good = int(read.wait(0.0).sum())
+            if good == len(which):
+                size = good * self._places[0].bundle.name.shape.payload_bytes
+                self._cost.observe(size, time.monotonic() - began_s)
+
+        read.when_done(learn)
+        return read
 
     def close(self, bad: Sequence[int]) -> None:
         """The tier itself has dropped what was bad."""
@@ -197,3 +228,66 @@ class ObjectWriter:
             for row, address, layer_sums in zip(rows, addresses, sums, strict=True)
         ]
         return self._tier.pack(shape, saves)
+
+
+class ObjectWork:
+    """One arena's part in the object tier: blocks fetched into it, blocks shared from it."""
+
+    def __init__(self, settings: NodeSettings, arena: NodeArena, tier: ObjectTier) -> None:
+        self.tier = tier
+        self._source = ObjectSource(tier)
+        self.fetcher = Prefetcher(arena, self._source, settings.reading_bytes, "kv-fetch")
+        self._writer = ObjectWriter(
+            *(arena, tier, settings.object_part_bytes),
+            *(settings.object_bytes_per_s, settings.object_sweep_s),
+        )
+
+    def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
+        """The leading run of these blocks that objects hold, priced as a peer's; none while the
+        endpoint fails."""
+        here = self.tier.contains(digest, hashes)
+        count = len(here) if here.all() else int(here.argmin())
+        if not count or not self.tier.may_read:
+            return []
+        return [Run(OBJECTS, ((OBJECT, count, self._source.cost),))]
+
+    def close(self, timeout_s: float) -> bool:
+        """End it; False if the arena's memory may still be used after that time."""
+        deadline = time.monotonic() + timeout_s
+        ended = self.fetcher.close(timeout_s)
+        return self._writer.close(max(0.05, deadline - time.monotonic())) and ended
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able sizes and counts."""
+        cost = self._source.cost
+        return {
+            "fetch": self.fetcher.stats(),
+            "share": self._writer.stats(),
+            "latency_s": cost.fixed_s,
+            "s_per_byte": cost.each_s,
+        }
+
+
+def open_tier(
+    settings: NodeSettings,
+    on_event: Callable[[TierEvent], None],
+    ready: Callable[[], None],
+) -> ObjectTier:
+    """The settings' object tier, at work; `ready` is called once it knows what there is.
+
+    Raises:
+        ImportError: the client is not installed.
+        ValueError: a URL or option that it does not know.
+    """
+    assert settings.object_url is not None
+    client = StoreClient(settings.object_url, settings.object_options, settings.object_timeout_s)
+    writer = settings.object_writer or re.sub(r"[^A-Za-z0-9_-]", "-", settings.name)[:64]
+    return ObjectTier(
+        client,
+        writer,
+        settings.object_bytes,
+        refresh_s=settings.object_refresh_s,
+        timeout_s=settings.object_timeout_s,
+        events=[on_event],
+        ready=ready,
+    ).start()

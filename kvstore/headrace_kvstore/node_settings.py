@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from headrace_kvstore.connector.settings import SettingsError, parse_bytes
+from headrace_kvstore.tiers.object_format import WRITER
 from headrace_kvstore.wire import MAX_LEASE_S
 
 _SIZES = (
     *("dram_bytes", "nvme_bytes", "segment_bytes", "block_bytes"),
     *("backlog_bytes", "writing_bytes", "reading_bytes", "pulling_bytes"),
+    *("object_bytes", "object_part_bytes", "object_bytes_per_s"),
+)
+_TIMES = (
+    *("sweep_s", "retry_s", "heal_s", "close_s", "pull_limit_s", "peer_lease_s"),
+    *("object_sweep_s", "object_refresh_s", "object_timeout_s"),
 )
 _PATHS = ("folder", "nvme_folder", "socket_folder")
 
@@ -40,6 +46,16 @@ class NodeSettings:
         pulling_bytes: on their way from peers at once.
         pull_limit_s: until a pull counts as too slow, and nobody waits for it any more.
         peer_lease_s: for how long blocks are leased from a peer; longer than `pull_limit_s`.
+        object_url: such as s3://BUCKET/PREFIX or file:///FOLDER; None for no object tier.
+        object_options: of its client, such as `endpoint` and `region`; before the environment.
+        object_writer: whose objects count as this node's own; None takes `name`. Nodes of one
+            writer share `object_bytes` and may remove each other's objects.
+        object_bytes: what its own objects may take.
+        object_part_bytes: size of one object, about; at least one block.
+        object_bytes_per_s: what writing them may take of the line, in the mean.
+        object_sweep_s: between looks through the arena for blocks worth writing there.
+        object_refresh_s: between looks for what others have written.
+        object_timeout_s: of one request.
         socket_folder: of the node's own socket; None for the system's temporary folder.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
@@ -67,6 +83,15 @@ class NodeSettings:
     pulling_bytes: int = 256 * 2**20
     pull_limit_s: float = 5.0
     peer_lease_s: float = 20.0
+    object_url: str | None = None
+    object_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    object_writer: str | None = None
+    object_bytes: int = 64 * 2**30
+    object_part_bytes: int = 16 * 2**20
+    object_bytes_per_s: int = 64 * 2**20
+    object_sweep_s: float = 10.0
+    object_refresh_s: float = 30.0
+    object_timeout_s: float = 10.0
     socket_folder: Path | None = None
     retry_s: float = 5.0
     heal_s: float = 60.0
@@ -79,7 +104,7 @@ class NodeSettings:
         Raises:
             SettingsError: an unknown or impossible value.
         """
-        known = {field.name: field for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         read: dict[str, Any] = {}
         for name, value in values.items():
             if name not in known:
@@ -104,7 +129,7 @@ class NodeSettings:
         for name in ("keep_arena", "warm"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name}: is {getattr(self, name)!r}; give true or false")
-        for name in ("sweep_s", "retry_s", "heal_s", "close_s", "pull_limit_s", "peer_lease_s"):
+        for name in _TIMES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise SettingsError(f"{name}: is {value!r}; give seconds above 0")
@@ -117,6 +142,7 @@ class NodeSettings:
                 f"peer_lease_s: is {self.peer_lease_s!r}; give more than pull_limit_s "
                 f"({self.pull_limit_s!r}) and at most {MAX_LEASE_S:g}"
             )
+        self._check_objects()
         if self.listen is not None and not is_address(self.listen, least_port=0):
             raise SettingsError(f"listen: is {self.listen!r}; give HOST:PORT")
         for address in self.peers:
@@ -124,6 +150,19 @@ class NodeSettings:
                 raise SettingsError(f"peers: {address!r} is no HOST:PORT")
         if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
             raise SettingsError(f"layers: is {self.layers!r}; give a whole number above 0")
+
+    def _check_objects(self) -> None:
+        if self.object_url is not None and not re.match(r"[a-z0-9]+://", str(self.object_url)):
+            raise SettingsError(
+                f"object_url: is {self.object_url!r}; give s3://BUCKET/PREFIX or file:///FOLDER"
+            )
+        if not isinstance(self.object_options, Mapping):
+            raise SettingsError("object_options: is no mapping; give names and values")
+        if self.object_writer is not None and not re.fullmatch(WRITER, str(self.object_writer)):
+            raise SettingsError(
+                f"object_writer: is {self.object_writer!r}; give letters, digits, '_' and '-', "
+                "64 at most"
+            )
 
 
 def is_address(address: object, least_port: int = 1) -> bool:

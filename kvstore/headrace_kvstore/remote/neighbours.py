@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from headrace_kvstore import wire
 from headrace_kvstore.events import EventPublisher
 from headrace_kvstore.node_dram import DramWork
+from headrace_kvstore.node_objects import OBJECTS
 from headrace_kvstore.node_server import FrameServer
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.remote.messages import PeerRequest, decode_request
@@ -23,8 +24,8 @@ PULL_PRIORITY = 0
 
 
 class Pulling(NamedTuple):
-    """Blocks on their way from a peer: how many, how long they are worth waiting for, and a future
-    of how many have come."""
+    """Blocks on their way from a peer, or from objects: how many, how long they are worth waiting
+    for, and a future of how many have come."""
 
     blocks: int
     wait_s: float
@@ -73,18 +74,23 @@ class Neighbours:
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
     ) -> Pulling | None:
-        """Have the leading run of these blocks brought into DRAM from the peer that saves most.
+        """Have the leading run of these blocks brought into DRAM, from the peer or the objects that
+        save most.
 
-        compute_s: what computing a block takes, 0 if that is not known. None if no peer has any, or
+        compute_s: what computing a block takes, 0 if that is not known. None if nobody has any, or
         computing is predicted to be as fast. See `remote.price`.
         """
         dram, peers = self._dram(), self.peers
-        row = None if dram is None or dram.remote is None else dram.arena.row_of(digest)
-        if dram is None or dram.remote is None or peers is None or row is None or not hashes:
+        row = None if dram is None else dram.arena.row_of(digest)
+        if dram is None or row is None or not hashes:
             return None
         absent = dram.arena.lookup(row, hashes) < 0
         wanted = [name for name, gone in zip(hashes, absent, strict=True) if gone]
-        runs = peers.runs(digest, wanted)
+        runs = []
+        if dram.remote is not None and peers is not None:
+            runs += peers.runs(digest, wanted)
+        if dram.objects is not None:
+            runs += dram.objects.runs(digest, wanted)
         if not runs:
             return None
         limit_s = self._settings.pull_limit_s
@@ -95,7 +101,12 @@ class Neighbours:
         if compute_s > 0:
             limit_s = min(limit_s, compute_s * choice.blocks)
         self._counts["pulls"] += 1
-        done = dram.remote.puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
+        if dram.objects is not None and choice.peer == OBJECTS:
+            puller = dram.objects.fetcher
+        else:
+            assert dram.remote is not None
+            puller = dram.remote.puller
+        done = puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
         return Pulling(choice.blocks, limit_s, done)
 
     def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:

@@ -61,6 +61,7 @@ class ObjectTier:
         timeout_s: of one request of the client.
         events: called with each `TierEvent`; reasons are "found", "written"; "evicted", "gone",
             "corrupt", "truncated".
+        ready: called once the first listing is known.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class ObjectTier:
         run_bytes: int = RUN_BYTES,
         breaker: Callable[[], Breaker] = Breaker,
         events: Sequence[Callable[[TierEvent], None]] = (),
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.writer, self.size_bytes = writer, size_bytes
         self.events = list(events)
         self.refreshed = threading.Event()
         """Set once the first listing is known."""
-        self._client = client
+        self._client, self._ready = client, ready
         self._refresh_s, self._timeout_s, self._run_bytes = refresh_s, timeout_s, run_bytes
         self._reads, self._writes = breaker(), breaker()
         self._lock = threading.RLock()
@@ -355,7 +357,9 @@ class ObjectTier:
             ]
         self._learn_all(sorted(fresh, key=lambda each: -each.modified_s))
         self._make_room(0)
-        self.refreshed.set()
+        if not self.refreshed.is_set():
+            self.refreshed.set()
+            self._ready()
         return True
 
     def _learn_all(self, fresh: Sequence[Listed]) -> None:
