@@ -6,6 +6,7 @@ Parts, each described in its module:
     dram: arena and worker half against a plain copy
     nvme: the NVMe tier against the same NIXL backend alone
     remote: blocks of another node against the same NIXL backend alone
+    object: the object tier against its client's bare requests
     mooncake: the arena against Mooncake's store
     ttft, idle, itl: real vLLM engines; `engine` stands for the three
     overlap: loading under the computation; in an engine too, unless --quick
@@ -30,7 +31,7 @@ from types import FrameType
 from benchmarks.kvstore.report import document, table
 from benchmarks.kvstore.timing import CannotRun, Figures
 
-PARTS = ("dram", "nvme", "remote", "mooncake", "ttft", "idle", "itl", "overlap")
+PARTS = ("dram", "nvme", "remote", "object", "mooncake", "ttft", "idle", "itl", "overlap")
 GROUPS = {"engine": ("ttft", "idle", "itl")}
 
 

@@ -34,6 +34,7 @@ from headrace_kvstore.tiers.record import Shape, padded
 
 logger = logging.getLogger("headrace.kvstore")
 
+READ_BYTES = 32 * 2**20
 OBJECTS = "object store"
 """Among the peers of a `Run`."""
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
@@ -64,11 +65,15 @@ class ObjectSource:
     """The object tier as a `node_sources.Source`; `cost` is learned from what it reads."""
 
     batch_blocks = 64
-    fill_bytes = 32 * 2**20
 
     def __init__(self, tier: ObjectTier) -> None:
         self._tier = tier
         self.cost = FetchCost()
+
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """Reads of `READ_BYTES`, so that the first blocks are there before the last are asked."""
+        size = max(1, READ_BYTES // block_bytes)
+        return [min(size, blocks - first) for first in range(0, blocks, size)]
 
     def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
         """As `Source`."""
