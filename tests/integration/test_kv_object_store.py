@@ -134,7 +134,8 @@ def test_an_upload_that_is_cut_leaves_nothing(
     tier = begin(refresh_s=60.0)
     line.set("dead")
     assert not blocks.write(tier, 0)
-    assert tier.stats()["writes_unreachable"] + tier.stats().get("writes_failed", 0) == 1
+    stats = tier.stats()
+    assert stats.get("writes_unreachable", 0) + stats.get("writes_failed", 0) == 1
     assert list(direct.list()) == []
     line.set("whole")
     until(lambda: blocks.write(tier, 0))
