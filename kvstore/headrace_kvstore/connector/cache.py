@@ -26,6 +26,11 @@ class HostCache:
         """In payload order."""
         return self.layout.names
 
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Bytes of one layer of one payload."""
+        return self.layout.layer_bytes
+
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:

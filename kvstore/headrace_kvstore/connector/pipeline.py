@@ -74,6 +74,9 @@ class LayerPipeline:
         threads: runs the loader; one thread serves one pipeline after the other.
         fit: what depth to take, and where measured seconds go.
         most: what the source can have on its way.
+
+    Attributes:
+        seconds: that the whole load took; 0 until it has ended.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class LayerPipeline:
         self._ready = [threading.Event() for _ in range(layers)]
         self._resumed_at: float | None = None
         self._error: BaseException | None = None
+        self.seconds = 0.0
         self._done: Future[None] = threads.submit(self._run, min(fit.depth, most))
 
     def wait(self, layer: int) -> None:
@@ -121,6 +125,7 @@ class LayerPipeline:
                 self._source.end(layer)
                 self._fit.loaded(time.perf_counter() - begun[layer])
                 self._ready[layer].set()
+            self.seconds = time.perf_counter() - begun[0]
         except BaseException as error:
             self._error = error
             for event in self._ready:

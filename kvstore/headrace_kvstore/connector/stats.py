@@ -1,0 +1,90 @@
+"""What became of an engine's KV blocks, as vLLM's connector statistics and Prometheus counters.
+
+One counter, `vllm:headrace_kv_blocks`, by `event`:
+
+    loaded_dram, loaded_nvme                    copied into the engine's cache, verified
+    lost_gone                                   evicted between the offer and the load
+    lost_corrupt_dram, lost_corrupt_nvme        the checksum did not match
+    lost_unreadable_nvme                        the disk or the file failed
+    lost_slow_nvme                              not there in the time that computing takes
+    lost_error                                  the load as a whole failed; the log says why
+    declined_nvme                               computing was predicted to be faster
+    saved, save_failed
+    save_not_needed                             another engine had stored it meanwhile
+    save_refused                                no room, or another engine is writing it
+
+Whatever was lost or declined was computed: no request fails for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+COUNTER = "vllm:headrace_kv_blocks"
+
+
+class StoreStats(KVConnectorStats):
+    """Blocks by event since the last report: `data` is {event: blocks}."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for event, blocks in other.data.items():
+            self.data[event] = self.data.get(event, 0) + blocks
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Reporter:
+    """Turns counts that only grow into what has come since the last report."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, int] = {}
+
+    def report(self, counts: Mapping[str, int]) -> StoreStats | None:
+        """What is new in `counts`, or None. Other threads may be counting."""
+        now = dict(counts)
+        if now == self._told:
+            return None
+        before, self._told = self._told, now
+        new = {event: n - before.get(event, 0) for event, n in now.items()}
+        new = {event: n for event, n in new.items() if n}
+        return StoreStats(new) if new else None
+
+
+class StorePromMetrics(KVConnectorPromMetrics):
+    """The counter in vLLM's own export."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._blocks = self._counter_cls(
+            name=COUNTER,
+            documentation="KV blocks by what became of them in the store.",
+            labelnames=[*labelnames, "event"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for event, blocks in transfer_stats_data.items():
+            labels = [*self.per_engine_labelvalues[engine_idx], event]
+            self._blocks.labels(*labels).inc(blocks)
