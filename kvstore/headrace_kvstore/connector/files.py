@@ -88,7 +88,7 @@ class FileTier:
         """A source of some blocks; `settle` it before the next. The rest as `FileSource`.
 
         Raises:
-            OSError, RuntimeError, ValueError: there is no NIXL here, or no room.
+            ImportError, OSError, RuntimeError, ValueError: there is no NIXL here, or no room.
         """
         if self._unsettled is not None:
             if not self._unsettled.quiet():

@@ -219,7 +219,7 @@ class WorkerHalf:
             limit_s = min(sum(load.limits_s) or self._lease_s, self._lease_s)
             try:
                 files = self._files.source(places, blocks[placed], seeds[placed], depth, limit_s)
-            except (OSError, RuntimeError, ValueError) as error:
+            except (ImportError, OSError, RuntimeError, ValueError) as error:
                 logger.warning("%d KV blocks are computed, not read: %s", len(placed), error)
             else:
                 source.parts.append((np.array(placed), files))
