@@ -56,13 +56,15 @@ class Child:
         Raises:
             RuntimeError: it failed, or ended.
         """
+        self.ask(action, **parameters)
+        return self.answer()
+
+    def ask(self, action: str, **parameters: Any) -> None:
+        """Have it do something; `answer` gives the answer, one for each."""
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps({"do": action, **parameters}).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        return self.answer()
 
     def answer(self) -> Any:
         """Its next answer; the first tells that its object was made."""
@@ -75,6 +77,16 @@ class Child:
                 if isinstance(reply, dict) and "answer" in reply:
                     return reply["answer"]
         raise RuntimeError(f"it ended: {self._log.read_text(errors='replace')[-1500:]}")
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it with SIGKILL, if it has not ended."""
+        self._process.kill()
+        self._process.wait()
 
     def end(self) -> None:
         """Close it; kill it if it does not go."""

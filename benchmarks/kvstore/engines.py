@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kvstore.child import Child
+from benchmarks.kvstore.child import ROOT, Child, stop
 from benchmarks.kvstore.timing import CannotRun
 
 ENVIRONMENT = {
@@ -22,6 +25,8 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 MODEL = "smollm2-135m-instruct"
+NODE_START_S = 30.0
+DISK_FOLDER = Path(os.environ.get("TMPDIR", "/var/tmp"))
 
 
 @contextlib.contextmanager
@@ -68,3 +73,61 @@ def engines(*stores: dict[str, Any] | None) -> Iterator[Sequence[Child]]:
         finally:
             for engine in started:
                 engine.end()
+
+
+@contextlib.contextmanager
+def node(store: dict[str, Any], nvme_bytes: str = "4GiB") -> Iterator[NodeTool]:
+    """A StoreNode in a process of its own, over this store's arena and a folder on disk.
+
+    Raises:
+        CannotRun: it does not start, or has no NVMe tier.
+    """
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=DISK_FOLDER) as folder:
+        settings = {**store, "keep_arena": True, "nvme_folder": folder, "nvme_bytes": nvme_bytes}
+        command = [sys.executable, "-m", "headrace_kvstore", "node"]
+        command += [f"--set={name}={value}" for name, value in settings.items()]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            tool = NodeTool(store["name"])
+            tool.wait_for(lambda stats: stats["tiers"]["nvme"]["state"] == "on", NODE_START_S)
+            yield tool
+        finally:
+            stop(process)
+
+
+class NodeTool:
+    """Asks a StoreNode."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def stats(self) -> dict[str, Any]:
+        """As `StoreNode.stats`; empty while nobody answers."""
+        from headrace_kvstore import wire
+        from headrace_kvstore.client import call
+
+        with contextlib.suppress(TimeoutError):
+            reply = call(self._name, wire.GetStats(), 1.0)
+            if isinstance(reply, wire.Stats):
+                return reply.values
+        return {}
+
+    def forget_dram(self) -> None:
+        """Drop everything from the arena."""
+        from headrace_kvstore import wire
+        from headrace_kvstore.client import call
+
+        call(self._name, wire.Clear(None, ["dram"]))
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> None:
+        """Until the node's stats are so. Raises CannotRun if they never are."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            stats = self.stats()
+            if stats and condition(stats):
+                return
+            if time.monotonic() > deadline:
+                raise CannotRun(f"the store node does not get there: {stats or 'no answer'}")
+            time.sleep(0.1)

@@ -17,6 +17,7 @@ TARGETS = {
     "mooncake.get_ratio": (">=", 1.5),
     "mooncake.put_ratio": (">=", 1.5),
     "ttft.dram_vs_cold": ("<=", 0.12),
+    "ttft.nvme_vs_cold": ("<=", 0.2),
     "overlap.total_vs_max": ("<=", 1.15),
     "idle.step_overhead": ("<=", 1.01),
     "save.itl_p99_vs_off": ("<=", 1.05),

@@ -62,7 +62,7 @@ class MeterStatLogger(StatLoggerBase):
             else:
                 loads = [StoreLoad(*load) for load in data.get("loads", ())]
                 digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]
-                counts = {k: v for k, v in data.items() if k.startswith("blocks_")}
+                counts = {k: v for k, v in data.items() if isinstance(v, int)}
                 meter.store(counts, loads, digests)
 
     def _step_between_records(self, stats: IterationStats, idle: bool) -> None:

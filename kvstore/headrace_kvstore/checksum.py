@@ -31,7 +31,9 @@ more, the first of each later process loads that in about 0.2 s: `prepare` does 
 from __future__ import annotations
 
 import hashlib
-import threading
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -46,7 +48,9 @@ STREAM_FROM_BYTES = 1 << 20
 """Batches from here on write past the caches: faster in all, though the bytes are then read from
 memory. Smaller ones fit the second-level cache and are faster there for whoever reads them next."""
 THREADS_FROM_BYTES = 4 << 20
-"""Smaller batches are not worth a thread's start."""
+"""Smaller batches are not worth waking a thread."""
+MOST_THREADS = 64
+"""Kept between batches, in all; they are started as they are needed."""
 
 _PERSON = b"headrace-kv-seed"
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -158,12 +162,20 @@ def _share(
         kernels.run_batch(mode, stream, *addresses, work[3][first:last], sums[first:last])
 
     parts = list(pairwise(bounds))
-    others = [threading.Thread(target=part, args=bound) for bound in parts[1:]]
-    for thread in others:
-        thread.start()
+    others = [_team().submit(part, *bound) for bound in parts[1:]]
     part(*parts[0])
-    for thread in others:
-        thread.join()
+    for other in others:
+        other.result()
+
+
+@cache
+def _team() -> ThreadPoolExecutor:
+    """Threads of this process that share batches; a layer's copy is too short to start them anew.
+    A forked child has none of them and makes its own."""
+    return ThreadPoolExecutor(MOST_THREADS, "kv-copy")
+
+
+os.register_at_fork(after_in_child=_team.cache_clear)
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:

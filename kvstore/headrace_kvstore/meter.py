@@ -60,7 +60,7 @@ class EngineMeter:
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
     store_totals: dict[str, float] = field(default_factory=dict)
-    """Blocks loaded, saved and failed; bytes and seconds of loads."""
+    """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
     """Namespaces of this engine's blocks in the store, one a worker; empty until it has told."""
     _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))

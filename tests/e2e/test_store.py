@@ -55,13 +55,13 @@ def test_the_prefill_engine_loads_what_the_decode_engine_computed(app: App) -> N
     assert (plan["kind"], plan["loaded_tokens"]) == ("local", 0)
     saved(app, before, 5)
     computed_before = app.replica("prefill")["prompt_tokens_computed"]
-    loaded_before = app.replica("prefill")["store"].get("blocks_loaded", 0)
+    loaded_before = app.replica("prefill")["store"].get("loaded_dram", 0)
     with app.policy("remote"):
         loaded, plan = ask(app, prompt, salt)
     assert (plan["kind"], plan["loaded_tokens"]) == ("remote", 5 * BLOCK)
     assert loaded == computed
     prefill = app.replica("prefill")
-    assert prefill["store"]["blocks_loaded"] - loaded_before == 5
+    assert prefill["store"]["loaded_dram"] - loaded_before == 5
     assert prefill["prompt_tokens_computed"] - computed_before == 40
 
 

@@ -1,92 +1,377 @@
-"""Two real vLLM engines, one after the other, over one store: what one computed the other loads."""
+"""Real vLLM engines over one store: what one computed the others load, whatever dies meanwhile.
+
+One module, one story, since an engine takes half a minute to start: the first engine computes the
+prompts and saves them, the second finds them in DRAM, then on NVMe, and lives through faults; then
+everything is gone but the NVMe files, and a third one, under a node of its own, finds all again.
+"""
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.model import resolve
 from headrace_kvstore.arena import Arena
-from headrace_kvstore.table import READY
+from headrace_kvstore.table import READY, WRITING
+from headrace_kvstore.writers import WRITER_TIMEOUT_S
 from tests.support.prompts import noise
-from tests.support.stored import Stored, stored_answers
+from tests.support.stored import Stored, StoredEngine
+from tests.support.storenode import StoreNodeProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-BLOCK = 128
-LENGTHS = [127, 128, 129, 1000, 2500]
+BLOCK, LAYERS = 128, 30
+BLOCK_BYTES = LAYERS * 196_608
+DRAM_BYTES = 768 << 20
+LENGTHS = [127, 128, 129, 1000, 2500, 7000]
+FOUND = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+"""Tokens of each prompt in full blocks, but for the last token."""
 LOGPROB_TOLERANCE = 1e-4
 """Nats. The cold run computes a prompt in one step, the warm one its last block only: float32 sums
 in another order."""
+PATIENCE_S = 200.0
 
 PROMPTS = [noise(length, seed) for seed, length in enumerate(LENGTHS)]
+MIDDLE, LONG = 3, 4
+"""The prompts of 1,000 and of 2,500 tokens."""
+
+
+class Story:
+    """One arena, one folder of NVMe files, a node, and the engines there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"headrace-test-{uuid.uuid4().hex[:12]}"
+        self.node = StoreNodeProcess(
+            name=self.name,
+            dram_bytes=DRAM_BYTES,
+            block_bytes=BLOCK_BYTES,
+            layers=LAYERS,
+            keep_arena=True,
+            nvme_folder=folder,
+            nvme_bytes=4 << 30,
+        )
+        self.engines: list[StoredEngine] = []
+
+    def engine(self, **settings: Any) -> StoredEngine:
+        """Starts; `ready` waits for it."""
+        store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
+        store |= {"lease_s": 20.0, **settings}
+        self.engines.append(StoredEngine(str(resolve("smollm2-135m-instruct")), store))
+        return self.engines[-1]
+
+    def arena(self) -> Arena:
+        """The arena, as any process may open it."""
+        return Arena.create_or_attach(self.name, DRAM_BYTES)
+
+    def forget_dram(self) -> None:
+        """Leave what is on NVMe."""
+        with self.arena() as arena:
+            arena.clear()
+
+    def remove_dram(self) -> None:
+        """As a restart of the machine does."""
+        (Path("/dev/shm") / self.name).unlink(missing_ok=True)
+
+    def from_nvme(self, engine: StoredEngine, number: int, salt: str | None = None) -> Stored:
+        """A prompt's answer with all that can be found, none of it in DRAM; asked again as long as
+        the node was slow to answer."""
+        answers: list[Stored] = []
+
+        def found() -> bool:
+            self.forget_dram()
+            answers[:] = engine.answers([PROMPTS[number]], [salt], anew=True)
+            return answers[0].cached == FOUND[number]
+
+        until(found)
+        return answers[0]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for it; fails the test if it does not come about."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.05)
+
+
+def assert_same(answers: Sequence[Stored], cold: Sequence[Stored]) -> None:
+    """Same tokens, and log-probabilities within the tolerance."""
+    for answer, truth in zip(answers, cold, strict=True):
+        assert answer.tokens == truth.tokens
+        assert answer.logprobs == pytest.approx(truth.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[dict[str, str]]:
-    name = f"headrace-test-{uuid.uuid4().hex[:12]}"
-    yield {"name": name, "dram_bytes": "512MiB"}
-    (Path("/dev/shm") / name).unlink(missing_ok=True)
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    story = Story(tmp_path_factory.mktemp("nvme"))
+    try:
+        yield story
+    finally:
+        for engine in story.engines:
+            engine.kill()
+        story.node.kill()
+        story.remove_dram()
 
 
 @pytest.fixture(scope="module")
-def cold(store: dict[str, str]) -> list[Stored]:
+def engines(story: Story) -> tuple[StoredEngine, StoredEngine]:
+    """Two that live at once; they take from files without asking what computing would cost."""
+    first, second = story.engine(priced=False), story.engine(priced=False)
+    first.ready()
+    second.ready()
+    return first, second
+
+
+@pytest.fixture(scope="module")
+def cold(engines: tuple[StoredEngine, StoredEngine], story: Story) -> list[Stored]:
     """The first engine's answers; it has nothing to load and saves all."""
-    answers = stored_answers(
-        str(resolve("smollm2-135m-instruct")),
-        [*PROMPTS, PROMPTS[3]],
-        store,
-        salts=[None] * len(PROMPTS) + ["tenant-a"],
-    )
+    prompts = [*PROMPTS, PROMPTS[MIDDLE]]
+    answers = engines[0].answers(prompts, [None] * len(PROMPTS) + ["tenant-a"])
     assert [answer.cached for answer in answers] == [0] * len(answers)
-    return answers
+    computed = [len(prompt) + len(answers[0].tokens) - 1 for prompt in prompts]
+    until(lambda: ready_blocks(story) == sum(tokens // BLOCK for tokens in computed))
+    return answers[: len(PROMPTS)]
+
+
+def ready_blocks(story: Story) -> int:
+    with story.arena() as arena:
+        return int((arena.table["state"] == READY).sum())
 
 
 @pytest.fixture(scope="module")
-def flipped(cold: list[Stored], store: dict[str, str]) -> Iterator[Arena]:
-    """The store, one bit of the longest prompt's last block flipped."""
-    with Arena.create_or_attach(store["name"], 2**29) as arena:
+def flipped(cold: list[Stored], story: Story) -> Iterator[Arena]:
+    """The arena, one bit of the last block of the prompt of 2,500 tokens flipped."""
+    with story.arena() as arena:
         ready = (arena.table["state"] == READY).nonzero()[0]
-        deepest = max(ready, key=lambda slot: arena.table["depth"][slot])
-        assert arena.table["depth"][deepest] == (LENGTHS[4] - 1) // BLOCK - 1
+        at = [s for s in ready if arena.table["depth"][s] == FOUND[LONG] // BLOCK - 1]
+        chains = [chain(arena, int(slot)) for slot in at]
+        [deepest] = [slot for slot, length in zip(at, chains, strict=True) if not length]
         arena.view(int(deepest))[100_000] ^= 1
         yield arena
 
 
+def chain(arena: Arena, slot: int) -> int:
+    """How many blocks stand right behind this one."""
+    word = arena.table["hash"][slot].tobytes()[:8]
+    return int((arena.table["parent"] == np.frombuffer(word, np.uint64)[0]).sum())
+
+
 @pytest.fixture(scope="module")
-def warm(flipped: Arena, store: dict[str, str]) -> list[Stored]:
-    """Another engine's answers to the same, in another process."""
-    return stored_answers(
-        str(resolve("smollm2-135m-instruct")),
-        [*PROMPTS, PROMPTS[3], PROMPTS[3]],
-        store,
-        salts=[None] * len(PROMPTS) + ["tenant-a", "tenant-b"],
-    )
+def warm(
+    flipped: Arena, engines: tuple[StoredEngine, StoredEngine]
+) -> tuple[list[Stored], list[Stored]]:
+    """The second engine's answers out of DRAM; those of two tenants."""
+    answers = engines[1].answers(PROMPTS)
+    return answers, engines[1].answers([PROMPTS[MIDDLE]] * 2, ["tenant-a", "tenant-b"])
 
 
-def test_what_one_engine_computed_the_next_one_loads(warm: list[Stored]) -> None:
-    found = [answer.cached for answer in warm[: len(PROMPTS)]]
-    assert found == [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+class TestDram:
+    def test_what_one_engine_computed_another_loads(
+        self, warm: tuple[list[Stored], list[Stored]], cold: list[Stored]
+    ) -> None:
+        assert [answer.cached for answer in warm[0]] == FOUND
+        assert_same(warm[0], cold)
+
+    def test_a_flipped_bit_is_found_named_and_its_block_computed(
+        self,
+        warm: tuple[list[Stored], list[Stored]],
+        flipped: Arena,
+        engines: tuple[StoredEngine, StoredEngine],
+    ) -> None:
+        assert flipped.stats()["discarded_total"] == 1
+        assert engines[1].events()["lost_corrupt_dram"] == 1
+
+    def test_a_salt_finds_its_own_blocks_and_no_other_does(
+        self, warm: tuple[list[Stored], list[Stored]], cold: list[Stored]
+    ) -> None:
+        own, other = warm[1]
+        assert (own.cached, other.cached) == (FOUND[MIDDLE], 0)
+        assert own.tokens == other.tokens == cold[MIDDLE].tokens
 
 
-def test_a_flipped_bit_is_found_and_its_block_dropped(warm: list[Stored], flipped: Arena) -> None:
-    """vLLM computes it instead; that the answer is right is tested below."""
-    assert flipped.stats()["discarded_total"] == 1
+@pytest.fixture(scope="module")
+def on_disk(warm: tuple[list[Stored], list[Stored]], story: Story) -> Story:
+    """A node came, and wrote all that is in DRAM."""
+    story.node.start()
+    blocks = ready_blocks(story)
+    until(lambda: story.node.stats()["tiers"]["nvme"]["blocks"] >= blocks)
+    return story
 
 
-@pytest.mark.parametrize("number", range(len(PROMPTS)), ids=[str(n) for n in LENGTHS])
-def test_the_answer_is_the_cold_one(cold: list[Stored], warm: list[Stored], number: int) -> None:
-    assert warm[number].tokens == cold[number].tokens
-    assert warm[number].logprobs == pytest.approx(cold[number].logprobs, abs=LOGPROB_TOLERANCE)
+class TestNvme:
+    @pytest.mark.parametrize("number", range(1, len(PROMPTS)), ids=map(str, LENGTHS[1:]))
+    def test_what_is_on_disk_only_is_loaded_from_there(
+        self,
+        on_disk: Story,
+        engines: tuple[StoredEngine, StoredEngine],
+        cold: list[Stored],
+        number: int,
+    ) -> None:
+        assert_same([on_disk.from_nvme(engines[1], number)], [cold[number]])
+
+    def test_it_came_from_there(
+        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine]
+    ) -> None:
+        assert engines[1].events()["loaded_nvme"] > 0
+
+    def test_a_salt_finds_its_own_blocks_and_no_other_does(
+        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+    ) -> None:
+        own = on_disk.from_nvme(engines[1], MIDDLE, "tenant-a")
+        on_disk.forget_dram()
+        [other] = engines[1].answers([PROMPTS[MIDDLE]], ["tenant-d"], anew=True)
+        assert other.cached == 0
+        assert own.tokens == other.tokens == cold[MIDDLE].tokens
 
 
-def test_a_salt_finds_its_own_blocks_and_no_other_does(
-    cold: list[Stored], warm: list[Stored]
-) -> None:
-    own, other = warm[-2], warm[-1]
-    assert own.cached == (LENGTHS[3] - 1) // BLOCK * BLOCK
-    assert other.cached == 0
-    assert own.tokens == other.tokens == cold[3].tokens
+class TestFaults:
+    def test_a_node_killed_under_load_costs_hits_only_and_they_come_back(
+        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+    ) -> None:
+        _, engine = engines
+        on_disk.forget_dram()
+        numbers = [MIDDLE, 0, LONG, 1, 2]
+        engine.ask([PROMPTS[n] for n in numbers], together=True, anew=True)
+        on_disk.node.kill()
+        assert_same(engine.answer(), [cold[n] for n in numbers])
+        on_disk.forget_dram()
+        [alone] = engine.answers([PROMPTS[MIDDLE]], anew=True)
+        assert (alone.cached, alone.tokens) == (0, cold[MIDDLE].tokens)
+        on_disk.node.start()
+        assert_same([on_disk.from_nvme(engine, MIDDLE)], [cold[MIDDLE]])
+
+    def test_an_arena_full_of_leased_blocks_takes_no_more_and_harms_nobody(
+        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+    ) -> None:
+        _, engine = engines
+        engine.answers([PROMPTS[LONG]], anew=True)
+        with on_disk.arena() as arena:
+            rows, _ = arena.blocks()
+            leased = arena.lease(0, [row["hash"].tobytes() for row in rows], 600.0)
+            names = [bytes([255]) + n.to_bytes(31, "big") for n in range(1000)]
+            held = arena.reserve(0, names, [0] * len(names), [0] * len(names))
+            assert (held < 0).any()
+            before = engine.events()
+            answers = engine.answers([PROMPTS[MIDDLE]] * 2, ["t-1", "t-2"], together=True)
+            assert [answer.tokens for answer in answers] == [cold[MIDDLE].tokens] * 2
+            until(lambda: (engine.events() - before)["save_refused"] >= 2 * FOUND[MIDDLE] // BLOCK)
+            arena.abandon(held)
+            arena.release(leased)
+            [again] = engine.answers([PROMPTS[LONG]], anew=True)
+            assert again.cached == FOUND[LONG]
+
+    def test_two_engines_that_compute_one_prompt_at_once_store_it_once(
+        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine]
+    ) -> None:
+        before = [engine.events() for engine in engines]
+        fresh = noise(3 * BLOCK + 1, seed=78)
+        for engine in engines:
+            engine.ask([fresh], anew=True)
+        one, other = [engine.answer() for engine in engines]
+        assert_same(one, other)
+
+        def saved() -> int:
+            pairs = zip(engines, before, strict=True)
+            return sum((engine.events() - old)["saved"] for engine, old in pairs)
+
+        until(lambda: saved() >= 3)
+        assert saved() == 3
+
+    def test_an_engine_killed_while_it_reads_and_writes_leaves_nothing_behind(
+        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+    ) -> None:
+        victim, engine = engines
+        fresh = noise(2 * BLOCK + 1, seed=77)
+        engine.answers([PROMPTS[MIDDLE]], anew=True)
+        with on_disk.arena() as arena:
+            victim.hold()
+            victim.ask([fresh, PROMPTS[MIDDLE]], anew=True)
+            until(lambda: int((arena.table["state"] == WRITING).sum()) == 2)
+            until(lambda: bool((arena.table["lease_until_s"] > time.monotonic()).any()))
+            engine.ask([PROMPTS[MIDDLE], PROMPTS[LONG]], together=True, anew=True)
+            victim.kill()
+            assert_same(engine.answer(), [cold[MIDDLE], cold[LONG]])
+            left = arena.table["state"] == WRITING
+            arena.table["stored_s"][left] -= WRITER_TIMEOUT_S  # so long ago
+            until(lambda: engine.answers([fresh], anew=True)[0].cached == 2 * BLOCK)
+            assert int((arena.table["state"] == WRITING).sum()) == 0
+            assert arena.check() == []
+
+
+@pytest.fixture(scope="module")
+def restarted(
+    on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+) -> StoredEngine:
+    """Everything was gone but the files; a node and an engine came anew."""
+    for engine in engines:
+        engine.kill()
+    on_disk.node.kill()
+    on_disk.remove_dram()
+    engine, lossy = on_disk.engine(), on_disk.engine(codec="fp8", node=False)
+    on_disk.node.start()
+    lossy.ready()
+    return engine.ready()
+
+
+@pytest.fixture(scope="module")
+def lossy(restarted: StoredEngine, on_disk: Story) -> StoredEngine:
+    """An engine that stores fp8, over the same arena."""
+    return on_disk.engines[-1]
+
+
+class TestRestart:
+    @pytest.mark.parametrize("number", range(len(PROMPTS) - 1, -1, -1), ids=map(str, LENGTHS[::-1]))
+    def test_all_is_found_again_on_disk(
+        self, on_disk: Story, restarted: StoredEngine, cold: list[Stored], number: int
+    ) -> None:
+        assert_same([on_disk.from_nvme(restarted, number)], [cold[number]])
+
+    def test_it_came_from_there(self, restarted: StoredEngine) -> None:
+        assert restarted.events()["loaded_nvme"] >= sum(FOUND) // BLOCK
+
+    def test_a_disk_slower_than_computing_is_left_and_found_again_when_it_has_recovered(
+        self, on_disk: Story, restarted: StoredEngine, cold: list[Stored]
+    ) -> None:
+        restarted.slow_disk(bytes_per_s=2e6)
+
+        def ask() -> None:
+            on_disk.forget_dram()
+            answers = restarted.answers([PROMPTS[MIDDLE]], anew=True)
+            assert answers[0].tokens == cold[MIDDLE].tokens
+
+        before = restarted.events()
+        ask()
+        until(lambda: bool(ask() or (restarted.events() - before)["declined_nvme"]))
+        seen = restarted.events() - before
+        assert seen["lost_slow_nvme"] > 0 and seen["loaded_nvme"] == 0
+        restarted.slow_disk(None)
+        until(lambda: bool(ask() or (restarted.events() - before)["loaded_nvme"]))
+        assert_same([on_disk.from_nvme(restarted, MIDDLE)], [cold[MIDDLE]])
+
+
+class TestCodec:
+    def test_a_lossy_codec_shares_nothing_with_the_exact_one_and_tells_its_error(
+        self,
+        lossy: StoredEngine,
+        cold: list[Stored],
+        record_property: Callable[[str, object], None],
+    ) -> None:
+        [first] = lossy.answers([PROMPTS[MIDDLE]])
+        assert (first.cached, first.tokens) == (0, cold[MIDDLE].tokens)
+        answers: list[Stored] = []
+
+        def found() -> bool:
+            answers[:] = lossy.answers([PROMPTS[MIDDLE]], anew=True)
+            return answers[0].cached == FOUND[MIDDLE]
+
+        until(found)
+        error = abs(answers[0].logprobs[0] - cold[MIDDLE].logprobs[0])
+        record_property("fp8_logprob_error_nats", error)
+        print(f"fp8: the first token's log-probability is off by {error:.4f} nats")
+        assert LOGPROB_TOLERANCE < error < 1.0

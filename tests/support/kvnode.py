@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -156,3 +157,26 @@ class HangingMover(Mover):
         held, self.held = self.held, []
         for move in held:
             self._lanes[move.operation].submit(move)
+
+
+class SlowMover(Mover):
+    """A disk that reads no faster than `bytes_per_s`, one move after the other; None: as it can."""
+
+    bytes_per_s: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._free_at_s = 0.0
+
+    def _start(self, operation: Operation, *columns: Any) -> Move:
+        if self.bytes_per_s is None or operation != "READ":
+            return super()._start(operation, *columns)
+        arrays = [np.ascontiguousarray(column, np.uint64).reshape(-1) for column in columns]
+        move = Move(operation, *arrays)
+        now_s = time.monotonic()
+        self._free_at_s = max(now_s, self._free_at_s) + move.bytes / self.bytes_per_s
+        wait_s = self._free_at_s - now_s
+        timer = threading.Timer(wait_s, self._lanes[operation].submit, [move])
+        timer.daemon = True
+        timer.start()
+        return move

@@ -1,21 +1,25 @@
-"""Greedy answers of one vLLM engine, plain or with a KV store: a truth to compare with, or a test.
+"""One vLLM engine in its own process, plain or with a KV store: a truth to compare with, or a test.
 
-Run as a program, so that the engine leaves with its process:
-    python -m tests.support.stored MODEL_FOLDER < task.json > answers.json
+Driven by JSON lines, as `benchmarks.kvstore.child` says.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import subprocess
-import sys
+import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.kvstore.child import ROOT, Child, serve
+from headrace_kvstore.connector import files
+from tests.support.kvnode import SlowMover
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,98 @@ class Stored:
     cached: int
 
 
+class StoredEngine:
+    """An engine that starts now and is there once `ready` returns.
+
+    Args:
+        model: its folder.
+        store: the connector's `kv_connector_extra_config`; None for an engine without a store.
+        prefix_caching: whether the engine keeps a prompt's KV for the next one, store or not.
+    """
+
+    def __init__(
+        self, model: str, store: dict[str, Any] | None, prefix_caching: bool = True
+    ) -> None:
+        self._folder = TemporaryDirectory()
+        self._log = Path(self._folder.name) / "log"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        options = {
+            "model": model,
+            "store": json.dumps(store),
+            "prefix_caching": int(prefix_caching),
+        }
+        self._child = Child("stored", options, environment, self._log, "tests.support.")
+
+    def ready(self) -> StoredEngine:
+        """Wait until it has started. Raises RuntimeError with the end of its log."""
+        self._child.answer()
+        return self
+
+    def answers(
+        self,
+        prompts: Sequence[list[int]],
+        salts: Sequence[str | None] | None = None,
+        *,
+        max_tokens: int = 8,
+        together: bool = False,
+        anew: bool = False,
+    ) -> list[Stored]:
+        """Greedy answers to prompts of token ids, one after the other, or all at once.
+
+        Args:
+            salts: a cache salt a prompt.
+            anew: the engine forgets its own prefix cache first.
+        """
+        self.ask(prompts, salts, max_tokens=max_tokens, together=together, anew=anew)
+        return self.answer()
+
+    def ask(
+        self,
+        prompts: Sequence[list[int]],
+        salts: Sequence[str | None] | None = None,
+        *,
+        max_tokens: int = 8,
+        together: bool = False,
+        anew: bool = False,
+    ) -> None:
+        """As `answers`, without waiting for them: `answer` does."""
+        task = {"prompts": prompts, "salts": salts, "max_tokens": max_tokens}
+        self._child.ask("answers", **task, together=together, anew=anew)
+
+    def answer(self) -> list[Stored]:
+        """What was asked for last. Raises RuntimeError if the engine failed or is gone."""
+        return [Stored(**answer) for answer in self._child.answer()]
+
+    def events(self) -> Counter[str]:
+        """Blocks by what became of them, as vLLM exports it (`connector.stats`)."""
+        return Counter(self._child.do("events"))
+
+    def hold(self) -> None:
+        """From now on stop in the middle of each save, and of each load."""
+        self._child.do("hold")
+
+    def slow_disk(self, bytes_per_s: float | None) -> None:
+        """Read files no faster than this from now on; None as fast as they are."""
+        self._child.do("slow_disk", bytes_per_s=bytes_per_s)
+
+    def kill(self) -> None:
+        """With -9."""
+        self._child.kill()
+
+    def end(self) -> None:
+        """Have it end as engines do."""
+        self._child.end()
+        self._folder.cleanup()
+
+
 def stored_answers(
     model: str,
     prompts: list[list[int]],
@@ -35,96 +131,126 @@ def stored_answers(
     salts: list[str | None] | None = None,
     max_tokens: int = 8,
     prefix_caching: bool = True,
-    timeout_s: float = 800.0,
 ) -> list[Stored]:
-    """Answers to prompts of token ids, one after the other, from an engine of its own.
-
-    Args:
-        store: the connector's `kv_connector_extra_config`; None for an engine without a store.
-        salts: a cache salt a prompt.
-        prefix_caching: whether the engine keeps a prompt's KV for the next one, store or not.
+    """Answers of an engine that is there for these only.
 
     Raises:
         RuntimeError: the engine failed; with the end of its log.
     """
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    task = {
-        "prompts": prompts,
-        "salts": salts,
-        "max_tokens": max_tokens,
-        "store": store,
-        "prefix_caching": prefix_caching,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.stored", model],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
-    if done.returncode != 0 or not lines:
-        raise RuntimeError(f"the engine failed: {done.stderr[-3000:]}")
-    return [Stored(**answer) for answer in json.loads(lines[-1])["answers"]]
+    engine = StoredEngine(model, store, prefix_caching)
+    try:
+        return engine.ready().answers(prompts, salts, max_tokens=max_tokens)
+    finally:
+        engine.end()
 
 
-def _answer(model: str, task: dict[str, Any]) -> list[dict[str, Any]]:
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
+class Engine:
+    """The engine's own process."""
 
-    transfer = None
-    if task["store"] is not None:
-        transfer = KVTransferConfig(
-            kv_connector="HeadraceConnector",
-            kv_connector_module_path="headrace_kvstore.connector.connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=task["store"],
+    def __init__(self, model: str, store: dict[str, Any] | None, prefix_caching: bool) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        files.Mover = SlowMover  # type: ignore[misc]
+        transfer = None
+        if store is not None:
+            transfer = KVTransferConfig(
+                kv_connector="HeadraceConnector",
+                kv_connector_module_path="headrace_kvstore.connector.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=store,
+            )
+        self._llm = LLM(
+            model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=8192,
+            enable_prefix_caching=prefix_caching,
+            disable_hybrid_kv_cache_manager=True,
+            disable_log_stats=False,
+            kv_transfer_config=transfer,
         )
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=8192,
-        enable_prefix_caching=task["prefix_caching"],
-        disable_hybrid_kv_cache_manager=True,
-        kv_transfer_config=transfer,
-    )
-    params = SamplingParams(max_tokens=task["max_tokens"], temperature=0.0, logprobs=0)
-    answers = []
-    for prompt, salt in zip(
-        task["prompts"], task["salts"] or [None] * len(task["prompts"]), strict=True
-    ):
-        inputs: dict[str, Any] = {"prompt_token_ids": prompt}
-        if salt is not None:
-            inputs["cache_salt"] = salt
-        [result] = llm.generate(inputs, params, use_tqdm=False)
-        [output] = result.outputs
-        answers.append(
-            {
-                "tokens": list(output.token_ids),
-                "logprobs": [
-                    step[token].logprob
-                    for step, token in zip(output.logprobs, output.token_ids, strict=True)
-                ],
-                "cached": result.num_cached_tokens,
-            }
-        )
-    time.sleep(0.5)
-    llm.llm_engine.engine_core.shutdown()
-    return answers
+
+    def answers(
+        self,
+        prompts: list[list[int]],
+        salts: list[str | None] | None = None,
+        max_tokens: int = 8,
+        together: bool = False,
+        anew: bool = False,
+    ) -> list[dict[str, Any]]:
+        if anew:
+            assert self._llm.reset_prefix_cache()
+        inputs: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for given, salt in zip(inputs, salts or [], strict=bool(salts)):
+            if salt is not None:
+                given["cache_salt"] = salt
+        turns = [inputs] if together else [[given] for given in inputs]
+        return [answer for turn in turns for answer in self._turn(turn, max_tokens)]
+
+    def _turn(self, inputs: list[dict[str, Any]], max_tokens: int) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0)
+        answers = []
+        for result in self._llm.generate(inputs, params, use_tqdm=False):
+            [output] = result.outputs
+            assert output.logprobs is not None
+            logprobs = [
+                step[token].logprob
+                for step, token in zip(output.logprobs, output.token_ids, strict=True)
+            ]
+            answers.append(
+                {
+                    "tokens": list(output.token_ids),
+                    "logprobs": logprobs,
+                    "cached": result.num_cached_tokens,
+                }
+            )
+        return answers
+
+    def events(self) -> dict[str, float]:
+        from headrace_kvstore.connector.stats import COUNTER
+
+        found = [metric for metric in self._llm.get_metrics() if metric.name == COUNTER]
+        return {metric.labels["event"]: metric.value for metric in found}
+
+    def hold(self) -> None:
+        cache = _worker()._cache
+        load = cache.load
+
+        def stop(*_: Any) -> Any:
+            threading.Event().wait()
+
+        def load_half(layer: int, *arguments: Any) -> Any:
+            return stop() if layer == len(cache.layer_names) // 2 else load(layer, *arguments)
+
+        cache.load, cache.save = load_half, stop
+
+    def slow_disk(self, bytes_per_s: float | None) -> None:
+        SlowMover.bytes_per_s = bytes_per_s
+
+    def close(self) -> None:
+        time.sleep(0.5)  # for saves under way
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _worker() -> Any:
+    """The connector's worker half in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._worker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--store", type=json.loads, required=True)
+    parser.add_argument("--prefix-caching", type=int, required=True)
+    args = parser.parse_args()
+    serve(lambda: Engine(args.model, args.store, bool(args.prefix_caching)))
 
 
 if __name__ == "__main__":
-    print(json.dumps({"answers": _answer(sys.argv[1], json.load(sys.stdin))}), flush=True)
+    main()

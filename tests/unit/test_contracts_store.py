@@ -33,9 +33,17 @@ def test_the_connectors_calls_are_vllms() -> None:
         ("get_finished", "finished_req_ids"),
         ("get_block_ids_with_load_errors",),
         ("build_connector_worker_meta",),
+        ("bind_connector_metadata", "connector_metadata"),
+        ("get_kv_connector_stats",),
         ("shutdown",),
     ):
         assert_takes(f"{BASE}.{method}", CONNECTOR, "self", *wanted)
+
+
+def test_the_connectors_statistics_are_vllms() -> None:
+    assert_takes(f"{BASE}.build_kv_connector_stats", CONNECTOR, "data")
+    wanted = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
+    assert_takes(f"{BASE}.build_prom_metrics", CONNECTOR, *wanted)
 
 
 def test_blocks_can_be_held() -> None:
@@ -65,9 +73,13 @@ def test_a_steps_tokens_count_as_computed_only_behind_the_connectors_turn() -> N
 
 def test_a_step_names_its_requests_and_their_blocks() -> None:
     output = "vllm.v1.core.sched.output"
-    assert_fields(f"{output}:NewRequestData", SCHEDULER, "req_id", "block_ids")
     assert_fields(
-        f"{output}:CachedRequestData", SCHEDULER, "req_ids", "resumed_req_ids", "new_block_ids"
+        f"{output}:NewRequestData", SCHEDULER, "req_id", "block_ids", "num_computed_tokens"
+    )
+    assert_fields(
+        f"{output}:CachedRequestData",
+        SCHEDULER,
+        *("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     )
     assert_fields(
         f"{output}:SchedulerOutput",
@@ -75,6 +87,7 @@ def test_a_step_names_its_requests_and_their_blocks() -> None:
         "scheduled_new_reqs",
         "scheduled_cached_reqs",
         "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
     )
 
 

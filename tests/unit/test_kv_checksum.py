@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -107,6 +108,20 @@ def test_any_number_of_threads_gives_the_same() -> None:
         shared = sums.copy_sum(dst.address + at, src.address + at, sizes, seeds, threads=threads)
         assert shared.tolist() == alone.tolist()
         assert dst.get() == src.get()
+
+
+def test_a_forked_child_shares_batches_too() -> None:
+    """It has none of its parent's threads."""
+    size = 2 * sums.THREADS_FROM_BYTES
+    src = Memory(size)
+    sizes = np.full(2, size // 2)
+    at = src.address + np.array([0, size // 2])
+    here = sums.checksum(at, sizes, np.arange(2), threads=2)
+    child = os.fork()
+    if not child:
+        there = sums.checksum(at, sizes, np.arange(2), threads=2)
+        os._exit(0 if (there == here).all() else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_other_threads_run_while_a_batch_does() -> None:

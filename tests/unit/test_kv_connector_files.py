@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,12 +17,13 @@ from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.settings import StoreSettings
-from headrace_kvstore.connector.worker import WorkerHalf
+from headrace_kvstore.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.tiers import nvme
 from headrace_kvstore.tiers.record import Shape
-from headrace_kvstore.tiers.segment import Location
+from headrace_kvstore.tiers.segment import BlockReader, Location
+from tests.support.kvnode import SlowMover, until
 
 LAYERS, BLOCKS, LAYER_BYTES = 5, 6, 8192
 DIGEST = b"namespace-digest"
@@ -64,9 +68,11 @@ class Engine:
     def content(self, block: int) -> bytes:
         return b"".join(layer[block].tobytes() for layer in self.data)
 
-    def load(self, blocks: list[int], places: dict[bytes, Location]) -> set[int]:
+    def load(
+        self, blocks: list[int], places: dict[bytes, Location], limit_s: float = math.inf
+    ) -> set[int]:
         names = [HASHES[block] for block in blocks]
-        self.worker.begin(Work(load=Load(blocks, names, places)))
+        self.worker.begin(Work(load=Load(blocks, names, places, [limit_s])))
         for name in NAMES:
             self.worker.wait(name)
         self.worker.end()
@@ -160,6 +166,79 @@ def test_a_file_that_is_gone_costs_its_blocks_and_nothing_else(
     for path in {place.path for place in places.values()}:
         Path(path).unlink()
     assert second.load([0, 1], places) == {0, 1}
+
+
+def slow(engine: Engine, mover: SlowMover) -> FileTier:
+    """Give the engine a disk of this speed."""
+    files = engine.worker._files
+    assert isinstance(files, FileTier)
+    files._mover, files._reader = mover, BlockReader(mover)
+    return files
+
+
+def test_a_load_that_takes_longer_than_computing_is_given_up_and_its_blocks_stay_on_disk(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    _, second = engines
+    mover = SlowMover()
+    slow(second, mover)
+    mover.bytes_per_s = LAYER_BYTES / 0.3
+    assert second.load([0, 1], places, limit_s=0.05) == {0, 1}
+    assert second.worker.counts == Counter(lost_slow_nvme=2)
+    assert second.worker.bad_in_files() == []
+    [sample] = second.worker.samples()
+    assert isinstance(sample, LoadSample)
+    assert sample.blocks == 2 and sample.seconds >= 0.05 * LAYERS
+
+
+def test_no_load_begins_before_the_reads_of_one_that_was_given_up_have_landed(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    first, second = engines
+    mover = SlowMover()
+    slow(second, mover)
+    mover.bytes_per_s = LAYER_BYTES / 0.3
+    second.load([0, 1], places, limit_s=0.05)
+    mover.bytes_per_s = None
+    assert second.load([2], places) == {2}, "the memory may be written to yet"
+    until(lambda: second.load([2], places) == set())
+    assert second.content(2) == first.content(2)
+
+
+def test_what_stands_in_dram_is_loaded_though_the_disk_is_late(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    first, _ = engines
+    first.arena.discard(0, HASHES[2:])
+    truth = [first.content(n) for n in range(2)]
+    for layer in first.data:
+        layer[:] = 0
+    mover = SlowMover()
+    slow(first, mover)
+    mover.bytes_per_s = LAYER_BYTES / 0.3
+    assert first.load([0, 1, 2, 3], places, limit_s=0.05) == {2, 3}
+    assert [first.content(n) for n in range(2)] == truth
+
+
+def test_a_file_cut_short_is_unreadable_and_told(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location]
+) -> None:
+    _, second = engines
+    place = places[HASHES[4]]
+    os.truncate(place.path, place.payload_offset + LAYER_BYTES)
+    assert 4 in second.load([0, 4], places)
+    assert second.worker.counts["lost_unreadable_nvme"] > 0
+    assert HASHES[4] in second.worker.bad_in_files()
+
+
+def test_a_load_is_measured(engines: tuple[Engine, Engine], places: dict[bytes, Location]) -> None:
+    _, second = engines
+    second.worker.open()
+    second.load([0, 1], places)
+    [sample] = second.worker.samples()
+    assert isinstance(sample, LoadSample)
+    assert sample[:2] == ("nvme", 2) and sample.seconds > 0
+    assert second.worker.samples() == []
 
 
 def test_more_than_staging_holds_is_computed(

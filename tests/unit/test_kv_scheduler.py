@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from headrace_kvstore.connector.price import Price, pairs
 from headrace_kvstore.connector.scheduler import (
     MAX_SAVES_IN_FLIGHT,
     Load,
     Save,
     SchedulerHalf,
     Work,
+    medium_of,
 )
 
 B = 16
@@ -111,11 +113,17 @@ class Engine:
         return external
 
     def step(self, tokens: int, *, new: bool = False, resumed: bool = False) -> Work:
-        cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+        cached = SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+        )
         news = []
+        computed = self.request.num_computed_tokens
         if new:
-            news.append(SimpleNamespace(req_id="r", block_ids=(self.blocks,)))
+            news.append(
+                SimpleNamespace(req_id="r", block_ids=(self.blocks,), num_computed_tokens=computed)
+            )
         else:
+            cached.num_computed_tokens = [computed]
             cached.req_ids, cached.new_block_ids = ["r"], [(self.blocks,) if resumed else None]
             cached.resumed_req_ids = {"r"} if resumed else set()
         work = self.half.step(
@@ -123,6 +131,7 @@ class Engine:
                 scheduled_new_reqs=news,
                 scheduled_cached_reqs=cached,
                 num_scheduled_tokens={"r": tokens},
+                total_num_scheduled_tokens=tokens,
             )
         )
         self.request.num_computed_tokens += tokens
@@ -163,6 +172,14 @@ def test_the_longest_run_behind_the_local_hit_is_offered(
     store = Store(held=set(hashes(held)))
     half = SchedulerHalf(store, B)
     assert half.matched(request(tokens), local * B) == offered * B
+
+
+@pytest.mark.parametrize(("window", "offered"), [(0, 5), (1, 5), (16, 5), (17, 4), (999, 0)])
+def test_a_prompts_last_tokens_are_computed_where_a_codec_should_not_touch_them(
+    window: int, offered: int
+) -> None:
+    half = SchedulerHalf(Store(held=set(hashes(6))), B, window_tokens=window)
+    assert half.matched(request(6 * B), 0) == offered * B
 
 
 def test_being_asked_changes_nothing() -> None:
@@ -382,4 +399,55 @@ def test_a_request_that_ends_while_tiers_are_asked_leaves_nothing() -> None:
     engine = Engine(Store(), request(4 * B), slow=tiers)
     engine.half.matched(engine.request, 0)
     engine.half.finished(engine.request, engine.blocks)
-    assert not (engine.half._asked or engine.half._places or engine.half._offered)
+    assert not (engine.half._asked or engine.half._taken or engine.half._offered)
+
+
+def priced(compute_s: float, load_s: float | None) -> Price:
+    """Of an engine that takes `compute_s` a token, and of a medium that takes `load_s` a block."""
+    price = Price(B, layers=4)
+    price.computed(1000, pairs(0, 1000), 1000 * compute_s)
+    if load_s is not None:
+        price.loaded("nvme", 1, load_s)
+    return price
+
+
+def offer(price: Price) -> Engine:
+    """Two blocks in DRAM, the next two in a file."""
+    tiers = Tiers(*hashes(4)[2:])
+    tiers.ready = True
+    return Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers, price=price)
+
+
+def test_a_tier_that_is_faster_than_computing_is_taken_and_given_as_long_as_computing() -> None:
+    engine = offer(priced(compute_s=0.01, load_s=0.001))
+    assert engine.admit() == 4 * B
+    load = engine.step(2 * B, new=True).load
+    assert len(load.places) == 2
+    assert load.limits_s == [pytest.approx(2 * B * 0.01)]
+
+
+def test_a_tier_that_is_slower_than_computing_is_left() -> None:
+    engine = offer(priced(compute_s=0.01, load_s=10.0))
+    assert engine.admit() == 2 * B
+    load = engine.step(4 * B, new=True).load
+    assert (load.places, load.limits_s) == ({}, [])
+    assert engine.half.counts == {"declined_nvme": 2}
+
+
+def test_the_decision_stands_however_often_vllm_asks() -> None:
+    price = priced(compute_s=0.01, load_s=10.0)
+    engine = offer(price)
+    assert [engine.half.matched(engine.request, 0) for _ in range(200)] == [2 * B] * 200
+
+
+def test_a_step_with_a_prompt_tells_what_it_computes_and_one_without_nothing() -> None:
+    engine = offer(priced(0.01, 0.001))
+    engine.admit()
+    work = engine.step(2 * B, new=True)
+    assert (work.tokens, work.pairs) == (2 * B, pairs(4 * B, 6 * B))
+    assert engine.step(1).tokens == 0
+
+
+def test_a_place_says_its_medium_or_is_in_a_file() -> None:
+    assert medium_of(SimpleNamespace(medium="remote")) == "remote"
+    assert medium_of("place") == "nvme"

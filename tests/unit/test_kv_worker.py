@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.settings import StoreSettings
-from headrace_kvstore.connector.worker import WorkerHalf, tenant_number
+from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
 
 LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
@@ -115,12 +116,10 @@ def test_what_one_engine_saved_another_loads(node: Node) -> None:
     assert load(second, [0, 2, 5]) == set()
     assert (theirs.data[:, [0, 2, 5]] == ours.data[:, [0, 2, 5]]).all()
     assert not (theirs.data[:, 1] == ours.data[:, 1]).all()
-    assert first.take_stats() == {"blocks_saved": 3}
-    told = second.take_stats()
-    [(medium, blocks, seconds)] = told.pop("loads")
+    assert first.counts == Counter(saved=3) and second.counts == Counter(loaded_dram=3)
+    [(medium, blocks, seconds)] = second.loads()
     assert (medium, blocks) == ("dram", 3) and seconds > 0
-    assert told == {"blocks_loaded": 3}
-    assert second.take_stats() == {}, "each is told once"
+    assert second.loads() == [], "each is told once"
 
 
 def test_a_block_that_is_gone_is_reported_and_the_others_arrive(node: Node) -> None:
@@ -157,7 +156,7 @@ def test_a_save_without_room_ends_and_costs_nothing(node: Node) -> None:
     slots = arena.reserve(0, many, [0] * len(many), [0] * len(many))
     assert (slots < 0).any()
     save(worker, [3], job=2)
-    assert worker.take_stats() == {"blocks_saved": 1}
+    assert (worker.counts["saved"], worker.counts["save_refused"]) == (1, 1)
     arena.abandon(slots)
 
 
@@ -178,6 +177,31 @@ def test_a_cache_that_fails_loses_no_step(
     monkeypatch.undo()
     save(worker, [2], job=3)
     assert load(worker, [0, 2]) == set()
+
+
+def test_a_step_that_computes_a_prompt_is_measured_without_its_waits(node: Node) -> None:
+    worker, _, _ = node.engine(1)
+    worker.open()
+    worker.begin(Work(tokens=100, pairs=5050))
+    worker.end()
+    [sample] = worker.samples()
+    assert isinstance(sample, StepSample)
+    assert sample[:2] == (100, 5050) and sample.seconds > 0
+    worker.open()
+    worker.begin(Work())
+    worker.end()
+    assert worker.samples() == []
+
+
+def test_what_another_writer_stored_first_is_not_copied_twice(node: Node) -> None:
+    first, _, arena = node.engine(1)
+    second, _, _ = node.engine(2)
+    slots = arena.reserve(0, [HASHES[1]], [0], [1])
+    save(first, [0, 1])
+    assert first.counts == Counter(saved=1, save_refused=1)
+    arena.abandon(slots)
+    save(second, [0, 1])
+    assert second.counts == Counter(saved=1, save_not_needed=1)
 
 
 def test_layers_that_are_not_ours_are_not_waited_for(node: Node) -> None:

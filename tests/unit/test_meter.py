@@ -147,7 +147,7 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
     meter.watch(on_load=loads.append)
     nixl = {"transfer_duration": [0.1], "bytes_transferred": [100], "num_failed_transfers": []}
     store = {
-        "blocks_loaded": 2,
+        "loaded_dram": 2,
         "loads": [["dram", 4096, 0.5], ["nvme", 1024, 0.25]],
         "digests": ["ab" * 16],
     }
@@ -158,7 +158,7 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
     assert loads == 2 * [StoreLoad("dram", 4096, 0.5), StoreLoad("nvme", 1024, 0.25)]
     assert meter.store_digests == [b"\xab" * 16]
     assert meter.snapshot()["store"] == {
-        "blocks_loaded": 4,
+        "loaded_dram": 4,
         "load_bytes": 2 * 5120,
         "load_seconds": 1.5,
     }

@@ -18,6 +18,8 @@ class EngineCache(Protocol):
     layout: BlockLayout
 
     @property
+    def stored_layer_bytes(self) -> int: ...
+    @property
     def layer_names(self) -> Sequence[str]: ...
     def fence(self) -> None: ...
     def load(
@@ -43,6 +45,11 @@ class HostCache:
     def layer_names(self) -> tuple[str, ...]:
         """In payload order."""
         return self.layout.names
+
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Bytes of one layer of one payload."""
+        return self.layout.layer_bytes
 
     def fence(self) -> None:
         """Nothing: what has been computed in host memory is there."""

@@ -21,19 +21,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
+from headrace_kvstore.codec import LayerShape, codec
 from headrace_kvstore.connector.cache import EngineCache, HostCache
+from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_layer_bytes
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
-from headrace_kvstore.connector.identity import engine_namespace
+from headrace_kvstore.connector.identity import device_identity, engine_namespace
 from headrace_kvstore.connector.node_tiers import NodeTiers
+from headrace_kvstore.connector.price import Price
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
 from headrace_kvstore.connector.settings import StoreSettings
-from headrace_kvstore.connector.stats import LoadTime, StoreMetrics, StoreStats
-from headrace_kvstore.connector.worker import WorkerHalf
+from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
+from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 
 logger = logging.getLogger("headrace.kvstore")
@@ -53,17 +62,21 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         jobs: how many workers ended each save job.
         bad_in_files: hashes of blocks whose bytes in files were not right.
+        samples: what steps and loads took.
     """
 
     jobs: dict[int, int]
     bad_in_files: list[bytes]
+    samples: list[StepSample | LoadSample]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
         jobs = dict(self.jobs)
         for job, workers in other.jobs.items():
             jobs[job] = jobs.get(job, 0) + workers
-        return WorkerReport(jobs, self.bad_in_files + other.bad_in_files)
+        return WorkerReport(
+            jobs, self.bad_in_files + other.bad_in_files, self.samples + other.samples
+        )
 
 
 class HeadraceConnector(KVConnectorBase_V1):
@@ -93,7 +106,15 @@ class HeadraceConnector(KVConnectorBase_V1):
             )
         [group] = kv_cache_config.kv_cache_groups
         self._layers = len(group.layer_names)
-        self._block_bytes = self._layers * group.kv_cache_spec.page_size_bytes
+        spec = group.kv_cache_spec
+        self._codec = codec(self._settings.codec)
+        self._shape: LayerShape | None = None
+        layer_bytes = spec.page_size_bytes
+        if not self._codec.identity:
+            self._shape = layer_shape(spec, device_identity(vllm_config))
+            layer_bytes = stored_layer_bytes(self._codec, self._shape)
+        self._block_bytes = self._layers * layer_bytes
+        self._engine_block_bytes = self._layers * spec.page_size_bytes
         self._num_blocks = kv_cache_config.num_blocks
         self._arena = Arena.create_or_attach(
             self._settings.name,
@@ -107,10 +128,13 @@ class HeadraceConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.WORKER:
             ranks = range(parallel.rank % len(ranks), parallel.rank % len(ranks) + 1)
         spaces = [
-            engine_namespace(vllm_config, kv_cache_config.kv_cache_layout, rank) for rank in ranks
+            engine_namespace(vllm_config, kv_cache_config.kv_cache_layout, rank, self._codec)
+            for rank in ranks
         ]
         rows = [self._arena.namespace(s.digest, self._block_bytes, self._layers) for s in spaces]
+        self._reporter = Reporter()
         self._scheduler: SchedulerHalf | None = None
+        self._price: Price | None = None
         self._node: NodeTiers | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -118,13 +142,18 @@ class HeadraceConnector(KVConnectorBase_V1):
             # A node's files are written for one rank; several ranks share DRAM only.
             alone = len(rows) == 1 and self._settings.node and self._settings.load
             self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
+            block_tokens = vllm_config.cache_config.block_size
+            if self._node is not None and self._settings.priced:
+                self._price = Price(block_tokens, self._layers)
             self._scheduler = SchedulerHalf(
                 ArenaIndex(self._arena, rows, self._settings.lease_s),
-                vllm_config.cache_config.block_size,
+                block_tokens,
                 load=self._settings.load,
                 save=self._settings.save,
                 slow=self._node,
                 most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
+                price=self._price,
+                window_tokens=self._codec.window_tokens,
             )
             self._workers = len(rows)
             self._ended: dict[int, int] = {}
@@ -164,6 +193,12 @@ class HeadraceConnector(KVConnectorBase_V1):
             return
         if meta.bad_in_files and self._node is not None:
             self._node.report_bad(meta.bad_in_files)
+        if self._price is not None:
+            for sample in meta.samples:
+                if isinstance(sample, StepSample):
+                    self._price.computed(*sample)
+                else:
+                    self._price.loaded(*sample)
         for job, workers in meta.jobs.items():
             self._ended[job] = self._ended.get(job, 0) + workers
             if self._ended[job] >= self._workers:
@@ -182,19 +217,26 @@ class HeadraceConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = BlockLayout.of_tensors(kv_caches, self._num_blocks)
-        if layout.block_bytes != self._block_bytes:
+        if layout.block_bytes != self._engine_block_bytes:
             raise ValueError(
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "
-                f"{self._block_bytes} that its configuration says"
+                f"{self._engine_block_bytes} that its configuration says"
             )
         device = next(iter(kv_caches.values())).device
         cache: EngineCache
-        if device.type == "cpu":
+        if self._shape is not None:
+            cache = CodedCache(layout, self._codec, self._shape)
+        elif device.type == "cpu":
             cache = HostCache(layout, self._settings.copy_threads)
         else:
             cache = DeviceCache(kv_caches, layout, self._settings.copy_threads)
         files = FileTier(cache, self._settings.staging_bytes)
         self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings, files)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.open()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
@@ -225,28 +267,42 @@ class HeadraceConnector(KVConnectorBase_V1):
         if self._worker is None:
             return None
         jobs, bad = self._worker.finished_jobs(), self._worker.bad_in_files()
-        return WorkerReport(dict.fromkeys(jobs, 1), bad) if jobs or bad else None
-
-    def get_kv_connector_stats(self) -> StoreStats | None:
-        if self._worker is None:
+        samples = self._worker.samples()
+        if not (jobs or bad or samples):
             return None
-        data = self._worker.take_stats()
-        if "loads" in data:
-            data["loads"] = [
-                LoadTime(medium, blocks * self._block_bytes, seconds)
-                for medium, blocks, seconds in data["loads"]
-            ]
+        return WorkerReport(dict.fromkeys(jobs, 1), bad, samples)
+
+    # Both halves
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._worker is None:
+            return None if self._scheduler is None else self._reporter.report(self._half.counts)
+        stats = self._reporter.report(self._worker.counts) or StoreStats({})
+        loads = [
+            LoadTime(medium, blocks * self._engine_block_bytes, seconds)
+            for medium, blocks, seconds in self._worker.loads()
+        ]
+        if loads:
+            stats.data["loads"] = loads
         if not self._introduced:
-            data["digests"], self._introduced = [self._digest.hex()], True
-        return StoreStats(data) if data else None
+            stats.data["digests"], self._introduced = [self._digest.hex()], True
+        return None if stats.is_empty() else stats
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
-        return StoreStats(data or {})
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return StoreStats(dict(data or {}))
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> StoreMetrics:
-        return StoreMetrics(*arguments)
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return StorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._worker is not None:

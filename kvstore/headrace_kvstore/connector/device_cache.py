@@ -51,6 +51,11 @@ class DeviceCache:
         """In payload order."""
         return self.layout.names
 
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Bytes of one layer of one payload."""
+        return self.layout.layer_bytes
+
     def fence(self) -> None:
         """Loads from here on wait for what the calling thread has launched on the device."""
         self._in.wait_for_current()

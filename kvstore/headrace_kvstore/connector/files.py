@@ -3,25 +3,28 @@
 A layer of all blocks is read with O_DIRECT into staging memory, then copied into the engine's cache
 and summed on the way, so that a byte is touched twice and no other process handles it. Staging
 holds `depth` layers; the pipeline asks for layer l + depth once layer l is in place.
+
+A load has a time limit: what has not come by then is computed. Reads that are still in flight keep
+the staging memory, and no other load begins before they have landed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.mover import Mover
-from headrace_kvstore.tiers.segment import BlockReader, Location, Read
+from headrace_kvstore.tiers.segment import BlockReader, Location, Read, readable
 
 logger = logging.getLogger("headrace.kvstore")
 
 PAGE_BYTES = 4096
-READ_TIMEOUT_S = 10.0
-"""A disk that takes longer for one layer is given up for this load."""
 
 
 class Staging:
@@ -71,35 +74,50 @@ class FileTier:
         self._mover: Mover | None = None
         self._reader: BlockReader | None = None
         self._staging: Staging | None = None
+        self._unsettled: FileSource | None = None
 
     def source(
-        self, places: Sequence[Location], blocks: np.ndarray, seeds: np.ndarray, depth: int
+        self,
+        places: Sequence[Location],
+        blocks: np.ndarray,
+        seeds: np.ndarray,
+        depth: int,
+        limit_s: float = math.inf,
     ) -> FileSource:
-        """A source of some blocks; `settle` it before the next.
+        """A source of some blocks; `settle` it before the next. The rest as `FileSource`.
 
         Raises:
-            OSError, ValueError: there is no NIXL here, or no room.
+            OSError, RuntimeError, ValueError: there is no NIXL here, or no room.
         """
+        if self._unsettled is not None:
+            if not self._unsettled.quiet():
+                raise ValueError("reads that were given up are still in flight")
+            self._unsettled = None
         if self._mover is None or self._reader is None:
             self._mover = Mover()
             self._reader = BlockReader(self._mover)
         if self._staging is None:
             self._staging = Staging(self._mover, self._staging_bytes)
-        return FileSource(self._reader, self._staging, self._cache, places, blocks, seeds, depth)
+        return FileSource(
+            *(self._reader, self._staging, self._cache, places, blocks, seeds, depth, limit_s)
+        )
 
     def settle(self, source: FileSource) -> None:
-        """The source's load is over. Staging that a slow disk may still write to is left to it."""
-        if not source.quiet(READ_TIMEOUT_S):
-            logger.warning("a read from KV files does not end; its staging memory is given up")
-            self._staging = None
+        """The source's load is over."""
+        if not source.quiet():
+            self._unsettled = source
 
     def close(self) -> None:
         """End all reads."""
-        if self._reader is not None and self._mover is not None:
-            self._reader.close()
-            if self._staging is not None:
-                self._staging.close()
-            self._mover.close()
+        if self._reader is None or self._mover is None:
+            return
+        if self._unsettled is not None and not self._unsettled.quiet():
+            self._mover.close()  # waits for what is in flight
+            return
+        self._reader.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._mover.close()
 
 
 class FileSource:
@@ -113,10 +131,15 @@ class FileSource:
         blocks: int64 [n], their ids in the engine's cache.
         seeds: u64 [n, layers].
         depth: layers in flight, at most.
+        limit_s: seconds from the first layer's asking on; what has not come by then is bad.
 
     Attributes:
         bad: bool [n]: blocks that could not be read, or did not match their checksums.
+        late: whether the limit ended it.
+        layers_read: how many came before that.
     """
+
+    medium = "nvme"
 
     def __init__(
         self,
@@ -127,10 +150,13 @@ class FileSource:
         blocks: np.ndarray,
         seeds: np.ndarray,
         depth: int,
+        limit_s: float = math.inf,
     ) -> None:
         self._reader, self._cache, self._places = reader, cache, places
+        self._limit_s, self._until_s = limit_s, math.inf
+        self.late, self.layers_read = False, 0
         self._blocks, self._seeds = blocks, seeds
-        self._layer_bytes = cache.layout.layer_bytes
+        self._layer_bytes = cache.stored_layer_bytes
         self._room = staging.layers(len(blocks), self._layer_bytes, depth)
         self._expected = np.array([place.sums for place in places], np.uint64)
         self._reads: dict[int, Read] = {}
@@ -142,27 +168,42 @@ class FileSource:
         return len(self._room)
 
     def begin(self, layer: int) -> None:
+        if self.late:
+            return
+        if not self._reads and not self.layers_read:
+            self._until_s = time.monotonic() + self._limit_s
         room = self._room[layer % len(self._room)]
         self._reads[layer] = self._reader.read(self._places, room[:, None], first_layer=layer)
 
     def end(self, layer: int) -> None:
-        read = self._reads[layer]
-        arrived = read.wait(READ_TIMEOUT_S)
+        if self.late:
+            return
+        left_s = None if self._until_s == math.inf else self._until_s - time.monotonic()
+        try:
+            arrived = self._reads[layer].wait(left_s if left_s is None else max(0.0, left_s))
+        except TimeoutError:
+            self.late = True
+            self.bad[:] = True
+            return
         del self._reads[layer]
         # `load` adds the layer's place in a payload to what it is given.
         before = np.uint64(layer * self._layer_bytes)
         payloads = self._room[layer % len(self._room)] - before
         sums = self._cache.load(layer, self._blocks, payloads, self._seeds[:, layer])
         self.bad |= ~arrived | (sums != self._expected[:, layer])
+        self.layers_read += 1
 
-    def quiet(self, timeout_s: float) -> bool:
+    def cause(self) -> str:
+        """Why blocks are bad: "slow", "unreadable" or "corrupt"."""
+        if self.late:
+            return "slow"
+        # NIXL's Linux AIO tells of no failed read; one look at the file does.
+        first = self._places[int(np.argmax(self.bad))]
+        return "corrupt" if readable(first) else "unreadable"
+
+    def quiet(self) -> bool:
         """Call off what is in flight; whether the staging memory is nobody else's now."""
         for read in self._reads.values():
             read.call_off()
-        for read in self._reads.values():
-            try:
-                read.wait(timeout_s)
-            except TimeoutError:
-                return False
-        self._reads.clear()
-        return True
+        self._reads = {layer: read for layer, read in self._reads.items() if not read.done()}
+        return not self._reads

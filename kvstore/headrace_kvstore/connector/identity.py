@@ -12,18 +12,22 @@ from typing import Any
 
 from headrace_kvstore._vllm_compat import cpu_attention_isa, hash_seed, vllm_version
 from headrace_kvstore.address import Namespace, namespace
+from headrace_kvstore.codec import Codec, Raw, tag
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
-def engine_namespace(vllm_config: Any, cache_layout: str | None, rank: int) -> Namespace:
+def engine_namespace(
+    vllm_config: Any, cache_layout: str | None, rank: int, codec: Codec | None = None
+) -> Namespace:
     """The namespace of one worker's blocks.
 
     Args:
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
         rank: of the worker among the tensor-parallel ones.
+        codec: that blocks are stored under; a lossy one has a namespace of its own.
 
     Raises:
         ValueError: the engine's blocks cannot be shared; the text says why.
@@ -34,6 +38,7 @@ def engine_namespace(vllm_config: Any, cache_layout: str | None, rank: int) -> N
         raise ValueError("the KV store does not serve engines with pipeline parallelism")
     name, revision = model_identity(model)
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+    codec = codec or Raw()
     attention = vllm_config.attention_config.backend
     return namespace(
         model=name,
@@ -49,6 +54,9 @@ def engine_namespace(vllm_config: Any, cache_layout: str | None, rank: int) -> N
         device=device_identity(vllm_config),
         hash_algorithm=cache.prefix_caching_hash_algo,
         hash_seed=hash_seed(cache.prefix_caching_hash_algo),
+        codec=tag(codec),
+        codec_version=codec.version,
+        technique=tag(codec) if codec.lossy else "",
     )
 
 

@@ -76,7 +76,7 @@ class LayerPipeline:
         most: what the source can have on its way.
 
     Attributes:
-        seconds: that the whole load took, once `finish` has returned.
+        seconds: that the whole load took; 0 until it has ended.
     """
 
     def __init__(
@@ -117,7 +117,6 @@ class LayerPipeline:
 
     def _run(self, depth: int) -> None:
         begun: list[float] = []
-        started = time.perf_counter()
         try:
             for layer in range(self._layers):
                 while len(begun) < min(layer + depth, self._layers):
@@ -126,7 +125,7 @@ class LayerPipeline:
                 self._source.end(layer)
                 self._fit.loaded(time.perf_counter() - begun[layer])
                 self._ready[layer].set()
-            self.seconds = time.perf_counter() - started
+            self.seconds = time.perf_counter() - begun[0]
         except BaseException as error:
             self._error = error
             for event in self._ready:

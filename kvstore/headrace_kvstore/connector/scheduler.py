@@ -9,6 +9,8 @@ that request has come back and they lie below
 
     confirmed tokens = num_computed_tokens - num_in_flight_tokens
 
+What slower tiers offer is taken as far as `price.Price` finds it worth its seconds.
+
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
 request holds its own. Nothing else has to wait for a copy: requests finish, are preempted or
 aborted as they would without a store.
@@ -17,12 +19,16 @@ aborted as they would without a store.
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 from headrace_kvstore.connector.pace import Pace
+from headrace_kvstore.connector.price import Price, Run, pairs
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -75,11 +81,13 @@ class Load:
 
     Attributes:
         places: where slower tiers hold those that may not be in DRAM, by hash.
+        limits_s: of each request that loads from there, how long that may take.
     """
 
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     places: dict[bytes, Any] = field(default_factory=dict)
+    limits_s: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +111,17 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the worker half does in one step: `saves` by job number."""
+    """What the worker half does in one step: `saves` by job number.
+
+    Attributes:
+        tokens: that the step computes, 0 where none is a prompt's.
+        pairs: sum over these of the tokens that each attends to.
+    """
 
     load: Load = field(default_factory=Load)
     saves: dict[int, Save] = field(default_factory=dict)
+    tokens: int = 0
+    pairs: int = 0
 
 
 @dataclass(slots=True)
@@ -125,6 +140,14 @@ class _Request:
     saved: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What slower tiers supply to a request: `limit_s` as in `price.Choice`."""
+
+    places: dict[bytes, Any] = field(default_factory=dict)
+    limit_s: float = math.inf
+
+
 class SchedulerHalf:
     """Decides loads and saves of one engine.
 
@@ -134,6 +157,12 @@ class SchedulerHalf:
         load, save: switch either direction off.
         slow: the tiers below DRAM.
         most_slow: blocks that a request may load from there at once.
+        price: decides how much of what they offer is taken; None takes it all.
+        window_tokens: of a prompt, at its end, that are computed whatever the store holds: what a
+            lossy codec should not touch.
+
+    Attributes:
+        counts: blocks by what became of them, since the start.
     """
 
     def __init__(
@@ -145,11 +174,15 @@ class SchedulerHalf:
         save: bool = True,
         slow: SlowTiers | None = None,
         most_slow: int = 1024,
+        price: Price | None = None,
+        window_tokens: int = 0,
     ) -> None:
         self._index = index
-        self._slow, self._most_slow = slow, most_slow
+        self._slow, self._most_slow, self._price = slow, most_slow, price
+        self._left_tokens = max(1, window_tokens)
+        self.counts: Counter[str] = Counter()
         self._asked: dict[str, list[bytes]] = {}
-        self._places: dict[str, dict[bytes, Any]] = {}
+        self._taken: dict[str, _Taken] = {}
         self._block_tokens = block_tokens
         self._pace = Pace(block_tokens)
         self._loads, self._saves = load, save
@@ -184,39 +217,58 @@ class SchedulerHalf:
         if not self._loads or request.skip_reading_prefix_cache:
             return 0
         start = computed_tokens // self._block_tokens
-        end = (request.num_tokens - 1) // self._block_tokens
-        hashes = [bytes(h) for h in request.block_hashes[start:end]]
+        end = (request.num_tokens - self._left_tokens) // self._block_tokens
+        hashes = [bytes(h) for h in request.block_hashes[start : max(start, end)]]
         if not hashes:
             return 0
         there = self._index.leading(hashes)
-        slower = self._placed(request.request_id, hashes[there:])
+        slower = self._placed(request, start + there, hashes[there:])
         if slower is None:
             return None
         self._offered[request.request_id] = start
         return (there + slower) * self._block_tokens
 
-    def _placed(self, request_id: str, hashes: list[bytes]) -> int | None:
-        """How many of these blocks, from the first on, slower tiers supply; None: not known yet."""
+    def _placed(self, request: Any, first: int, hashes: list[bytes]) -> int | None:
+        """How many of these blocks, from the first on, slower tiers supply; None: not known yet.
+
+        Args:
+            first: how many blocks of the prompt stand before them.
+        """
         if self._slow is None or not hashes:
             return 0
-        if request_id not in self._places:
-            if request_id not in self._asked:
-                self._asked[request_id] = hashes[: self._most_slow]
-                self._slow.ask(request_id, self._asked[request_id], self._pace.block_s)
-            answer = self._slow.answer(request_id)
+        name = request.request_id
+        if name not in self._taken:
+            if name not in self._asked:
+                self._asked[name] = hashes[: self._most_slow]
+                self._slow.ask(name, self._asked[name], self._pace.block_s)
+            answer = self._slow.answer(name)
             if answer is None:
                 return None
-            asked = self._asked.pop(request_id)
-            self._places[request_id] = dict(zip(asked, answer, strict=False))
-        places = self._places[request_id]
-        lacking = self._index.lacking(hashes)
+            asked = self._asked.pop(name)
+            self._taken[name] = self._take(asked, answer, first, request.num_tokens)
+        places = self._taken[name].places
+        lacking = self._index.lacking(hashes)  # a peer's blocks have come into DRAM meanwhile
         missing = (n for n, h in enumerate(hashes) if lacking[n] and h not in places)
         return next(missing, len(hashes))
+
+    def _take(self, asked: list[bytes], answer: Sequence[Any], first: int, tokens: int) -> _Taken:
+        """What to load of what is offered."""
+        if self._price is None or not answer:
+            return _Taken(dict(zip(asked, answer, strict=False)))
+        media = [medium_of(place) for place in answer]
+        runs = [Run(medium, len(list(run))) for medium, run in groupby(media)]
+        choice = self._price.choose(first, runs, tokens)
+        for medium in media[choice.blocks :]:
+            self.counts[f"declined_{medium}"] += 1
+        return _Taken(
+            dict(zip(asked, answer[: choice.blocks], strict=False)),
+            choice.limit_s,
+        )
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine admits a request: what it found in the store will be loaded now."""
         start = self._offered.pop(request.request_id, 0)
-        places = self._places.pop(request.request_id, {})
+        taken = self._taken.pop(request.request_id, _Taken())
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
@@ -224,7 +276,9 @@ class SchedulerHalf:
         self._index.lease(hashes)
         self._work.load.blocks.extend(block_ids[start:end])
         self._work.load.hashes.extend(hashes)
-        self._work.load.places.update((h, places[h]) for h in hashes if h in places)
+        self._work.load.places.update((h, taken.places[h]) for h in hashes if h in taken.places)
+        if taken.places:
+            self._work.load.limits_s.append(taken.limit_s)
 
     def added(self, request: Any) -> None:
         """A request has come; its blocks become known when it is scheduled."""
@@ -245,13 +299,17 @@ class SchedulerHalf:
             if request_id in self._requests:
                 self._requests[request_id].scheduled += tokens
         work, self._work = self._work, Work()
+        if self._price is not None:
+            tokens = output.total_num_scheduled_tokens
+            if tokens > len(output.num_scheduled_tokens):
+                work = replace(work, tokens=tokens, pairs=_step_pairs(output))
         return work
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
         """A request has ended, well or not; its blocks are about to be freed."""
         self._offered.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
-        self._places.pop(request.request_id, None)
+        self._taken.pop(request.request_id, None)
         known = self._requests.pop(request.request_id, None)
         if known is not None:
             known.blocks = list(block_ids)
@@ -317,3 +375,20 @@ class SchedulerHalf:
     def snapshot(self) -> Mapping[str, int]:
         """For `headrace status`."""
         return {"saves_in_flight": len(self._saving)}
+
+
+def medium_of(place: Any) -> str:
+    """Which tier a place is in: what it says itself, else the node's files."""
+    return str(getattr(place, "medium", "nvme"))
+
+
+def _step_pairs(output: Any) -> int:
+    """`pairs` of all that a step computes."""
+    cached = output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return sum(
+        pairs(before[name], before[name] + tokens)
+        for name, tokens in output.num_scheduled_tokens.items()
+        if name in before
+    )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from headrace_kvstore.codec import CODECS
+
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
@@ -29,6 +31,10 @@ class StoreSettings:
         depth: layers of a load on their way at once; None measures what it takes.
         staging_bytes: memory that layers from files pass through.
         node: ask the node's StoreNode for what is not in DRAM, where there is one.
+        node_timeout_s: longest wait for what it has; other requests go on meanwhile.
+        codec: how blocks are stored: raw is exact; fp8 and int4 are not, and shared only with
+            engines that say the same.
+        priced: load from below DRAM only what is predicted to take fewer seconds than computing.
     """
 
     name: str = "headrace-kv"
@@ -41,6 +47,9 @@ class StoreSettings:
     depth: int | None = None
     staging_bytes: int = 256 * 2**20
     node: bool = True
+    node_timeout_s: float = 0.25
+    priced: bool = True
+    codec: str = "raw"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> StoreSettings:
@@ -70,13 +79,17 @@ class StoreSettings:
         return settings
 
     def _check(self) -> None:
+        if self.codec not in CODECS:
+            raise _wrong("codec", f"is {self.codec!r}", f"one of {', '.join(CODECS)}")
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]{1,200}", self.name):
             raise _wrong("name", f"is {self.name!r}", "letters, digits, '.', '_' and '-'")
-        for name in ("load", "save", "node"):
+        for name in ("load", "save", "node", "priced"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, f"is {getattr(self, name)!r}", "true or false")
-        if not _number(self.lease_s) or not 0 < self.lease_s <= 3600:
-            raise _wrong("lease_s", f"is {self.lease_s!r}", "seconds from 0 to 3600")
+        for name, most_s in (("lease_s", 3600), ("node_timeout_s", 60)):
+            value = getattr(self, name)
+            if not _number(value) or not 0 < value <= most_s:
+                raise _wrong(name, f"is {value!r}", f"seconds from 0 to {most_s}")
         for name, low, high in (("copy_threads", 1, 64), ("depth", 1, 1024)):
             value = getattr(self, name)
             if name == "depth" and value is None:

@@ -1,25 +1,35 @@
-"""What an engine's store did, on its way from the worker to whoever plans and to Prometheus.
+"""What became of an engine's KV blocks, as vLLM's connector statistics and Prometheus counters.
 
-vLLM carries a connector's statistics from the worker's step to the engine's front end, beside those
-of other connectors. Ours are plain numbers and lists, summed over workers and steps.
+One counter, `vllm:headrace_kv_blocks`, by `event`:
+
+    loaded_dram, loaded_nvme                    copied into the engine's cache, verified
+    lost_gone                                   evicted between the offer and the load
+    lost_corrupt_dram, lost_corrupt_nvme        the checksum did not match
+    lost_unreadable_nvme                        the disk or the file failed
+    lost_slow_nvme                              not there in the time that computing takes
+    lost_error                                  the load as a whole failed; the log says why
+    declined_nvme                               computing was predicted to be faster
+    saved, save_failed
+    save_not_needed                             another engine had stored it meanwhile
+    save_refused                                no room, or another engine is writing it
+
+Whatever was lost or declined was computed: no request fails for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
+    PromMetric,
+    PromMetricT,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
-COUNTS = {
-    "blocks_loaded": "KV blocks loaded from the store",
-    "blocks_saved": "KV blocks saved to the store",
-    "blocks_failed": "KV blocks that were gone, late or wrong, and were computed",
-}
+COUNTER = "vllm:headrace_kv_blocks"
 
 
 class LoadTime(NamedTuple):
@@ -30,17 +40,15 @@ class LoadTime(NamedTuple):
     seconds: float
 
 
-@dataclass
 class StoreStats(KVConnectorStats):
-    """Counts since the last report, loads one by one, and under which namespaces blocks stand.
+    """What has come since the last report.
 
-    data: the counts of `COUNTS`; `loads`, lists as `LoadTime`; `digests`, one a worker, in hex.
+    `data` is {event: blocks}, and for whoever plans `loads`, lists as `LoadTime`, and once
+    `digests`, the namespaces of the worker's blocks in hex.
     """
 
-    data: dict[str, Any] = field(default_factory=dict)
-
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
@@ -48,35 +56,52 @@ class StoreStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: self.data.get(name, 0) for name in COUNTS}
+        return dict(sorted(blocks_by_event(self.data).items()))
 
     def is_empty(self) -> bool:
         return not self.data
 
 
-class StoreMetrics(KVConnectorPromMetrics):
-    """The counts, and loaded bytes and seconds, as Prometheus counters."""
+def blocks_by_event(data: Mapping[str, Any]) -> dict[str, int]:
+    """The counts among a report's data."""
+    return {event: blocks for event, blocks in data.items() if isinstance(blocks, int)}
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(f"vllm:headrace_store_{name}", text, self._labelnames),
-                self.per_engine_labelvalues,
-            )
-            for name, text in {
-                **COUNTS,
-                "load_bytes": "Bytes loaded from the store",
-                "load_seconds": "Seconds that loads from the store took, computing beside them",
-            }.items()
-        }
+
+class Reporter:
+    """Turns counts that only grow into what has come since the last report."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, int] = {}
+
+    def report(self, counts: Mapping[str, int]) -> StoreStats | None:
+        """What is new in `counts`, or None. Other threads may be counting."""
+        now = dict(counts)
+        if now == self._told:
+            return None
+        before, self._told = self._told, now
+        new = {event: n - before.get(event, 0) for event, n in now.items()}
+        new = {event: n for event, n in new.items() if n}
+        return StoreStats(new) if new else None
+
+
+class StorePromMetrics(KVConnectorPromMetrics):
+    """The counter in vLLM's own export."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._blocks = self._counter_cls(
+            name=COUNTER,
+            documentation="KV blocks by what became of them in the store.",
+            labelnames=[*labelnames, "event"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        data = transfer_stats_data
-        loads = [LoadTime(*load) for load in data.get("loads", ())]
-        amounts = {name: data.get(name, 0) for name in COUNTS}
-        amounts["load_bytes"] = sum(load.bytes for load in loads)
-        amounts["load_seconds"] = sum(load.seconds for load in loads)
-        for name, amount in amounts.items():
-            if amount:
-                self._counters[name][engine_idx].inc(amount)
+        for event, blocks in blocks_by_event(transfer_stats_data).items():
+            labels = [*self.per_engine_labelvalues[engine_idx], event]
+            self._blocks.labels(*labels).inc(blocks)

@@ -2,8 +2,9 @@
 
 This is the worker half of the connector without its vLLM shell. Loads run layer by layer under the
 step that needs them; each (block, layer) is compared with its checksum before the step may use it,
-and a block that fails, or is gone, is reported, so that vLLM computes it. Saves run in a thread of
-their own after the step that found them.
+and a block that fails, is late, or is gone, is reported, so that vLLM computes it. Saves run in a
+thread of their own after the step that found them. What steps and loads took is measured on the
+way, for `price`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -40,17 +42,27 @@ class Part(LayerSource, Protocol):
 
 
 class FilePart(Part, Protocol):
-    """A part that reads files; `depth` layers of it may be on their way."""
+    """A part that reads files; see `files.FileSource`."""
+
+    medium: str
+    late: bool
+    layers_read: int
 
     @property
     def depth(self) -> int: ...
+    def cause(self) -> str: ...
 
 
 class FileBlocks(Protocol):
     """Makes sources of blocks in files; see `files.FileTier`."""
 
     def source(
-        self, places: Sequence[Any], blocks: np.ndarray, seeds: np.ndarray, depth: int
+        self,
+        places: Sequence[Any],
+        blocks: np.ndarray,
+        seeds: np.ndarray,
+        depth: int,
+        limit_s: float,
     ) -> FilePart: ...
     def settle(self, source: Any) -> None: ...
     def close(self) -> None: ...
@@ -58,6 +70,22 @@ class FileBlocks(Protocol):
 
 Seeds = Callable[[Sequence[bytes]], np.ndarray]
 """Block hashes -> checksum seeds, u64 [n, layers]."""
+
+
+class StepSample(NamedTuple):
+    """What a step that computed prompts took, waits for KV left out."""
+
+    tokens: int
+    pairs: int
+    seconds: float
+
+
+class LoadSample(NamedTuple):
+    """What a load from a slow tier took, or would have taken: from one medium, so many blocks."""
+
+    medium: str
+    blocks: int
+    seconds: float
 
 
 class WorkerHalf:
@@ -69,6 +97,9 @@ class WorkerHalf:
         seeds: block hashes -> checksum seeds [n, layers].
         settings: of the store.
         files: blocks in files, for what is not in DRAM.
+
+    Attributes:
+        counts: blocks by what became of them, since the start.
     """
 
     def __init__(
@@ -93,12 +124,20 @@ class WorkerHalf:
         self._saves: dict[int, Save] = {}
         self._done: list[int] = []
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
         self._loads: list[tuple[str, int, float]] = []
+        self._lease_s = settings.lease_s
+        self._work = Work()
+        self._opened_s = self._waited_s = 0.0
+        self._samples: list[StepSample | LoadSample] = []
+        self.counts: Counter[str] = Counter()
+
+    def open(self) -> None:
+        """vLLM turns to a step."""
+        self._opened_s, self._waited_s = time.perf_counter(), 0.0
 
     def begin(self, work: Work) -> None:
-        """A step begins; its load starts."""
-        self._saves = work.saves
+        """A step's load starts; the step may have computed already if it loads nothing."""
+        self._work, self._saves = work, work.saves
         if work.load.blocks:
             self._cache.fence()
             self._source = source = self._sources(work.load)
@@ -110,14 +149,20 @@ class WorkerHalf:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
         layer = self._layer_of.get(layer_name)
         if self._pipeline is not None and layer is not None:
+            began_s = time.perf_counter()
             with contextlib.suppress(Exception):  # `end` reports what failed
                 self._pipeline.wait(layer)
+            self._waited_s += time.perf_counter() - began_s
 
     def end(self) -> None:
         """The step has computed, or there was nothing to compute; its saves start."""
         if self._pipeline is not None and self._source is not None:
             self._settle(self._pipeline, self._source)
             self._pipeline = self._source = None
+        if self._work.tokens and self._opened_s:
+            seconds = time.perf_counter() - self._opened_s - self._waited_s
+            self._samples.append(StepSample(self._work.tokens, self._work.pairs, seconds))
+        self._work = Work()
         saves, self._saves = self._saves, {}
         for job, save in saves.items():
             self._saver.submit(self._save, job, save)
@@ -133,15 +178,15 @@ class WorkerHalf:
             done, self._done = self._done, []
         return done
 
-    def take_stats(self) -> dict[str, Any]:
-        """Since the last call: `blocks_loaded`, `_saved`, `_failed`, where not 0; and `loads`:
-        medium, blocks and seconds of each."""
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-        stats: dict[str, Any] = dict(counts)
-        if self._loads:
-            stats["loads"], self._loads = self._loads, []
-        return stats
+    def loads(self) -> list[tuple[str, int, float]]:
+        """Loads since the last call: medium, blocks that came, seconds."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def samples(self) -> list[StepSample | LoadSample]:
+        """What was measured since the last call."""
+        samples, self._samples = self._samples, []
+        return samples
 
     def close(self) -> None:
         """Stop; copies under way end first."""
@@ -168,9 +213,10 @@ class WorkerHalf:
         if placed and self._files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
             depth = self._fits["files"].depth
+            limit_s = min(sum(load.limits_s) or self._lease_s, self._lease_s)
             try:
-                files = self._files.source(places, blocks[placed], seeds[placed], depth)
-            except (OSError, ValueError) as error:
+                files = self._files.source(places, blocks[placed], seeds[placed], depth, limit_s)
+            except (OSError, RuntimeError, ValueError) as error:
                 logger.warning("%d KV blocks are computed, not read: %s", len(placed), error)
             else:
                 source.parts.append((np.array(placed), files))
@@ -179,42 +225,60 @@ class WorkerHalf:
 
     def _settle(self, pipeline: LayerPipeline, source: _StepSource) -> None:
         bad = np.ones(len(source.blocks), np.bool_)
+        lost = Counter({"gone": len(bad)})
         corrupt: list[bytes] = []
         try:
             pipeline.finish()
+        except Exception:
+            logger.exception("loading KV failed; %d blocks are computed", len(bad))
+            lost = Counter({"error": len(bad)})
+        else:
             for indices, part in source.parts:
                 bad[indices] = part.bad
                 wrong = [source.hashes[i] for i in indices[part.bad]]
+                medium, cause = "dram", "corrupt"
                 if part is source.files:
-                    self._bad_in_files += wrong
+                    medium = source.files.medium
+                    if wrong:
+                        cause = source.files.cause()
+                    if cause != "slow":
+                        self._bad_in_files += wrong
                 else:
                     corrupt += wrong
-        except Exception:
-            logger.exception("loading KV failed; %d blocks are computed", len(bad))
+                lost["gone"] -= len(indices)
+                lost[f"{cause}_{medium}"] += len(wrong)
+                self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
         if self._files is not None and source.files is not None:
             self._files.settle(source.files)
+            self._measure(source.files, pipeline.seconds)
+        self.counts.update({f"lost_{cause}": n for cause, n in lost.items() if n})
         loaded = int((~bad).sum())
-        with self._lock:
-            self._counts += Counter(blocks_loaded=loaded, blocks_failed=int(bad.sum()))
         if loaded:
-            medium = "nvme" if source.files is not None else "dram"
+            medium = "dram" if source.files is None else source.files.medium
             self._loads.append((medium, loaded, pipeline.seconds))
         self._failed.update(source.blocks[bad].tolist())
+        if bad.any():
+            logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
         if corrupt:
-            logger.warning("%d KV blocks did not match their checksums", len(corrupt))
             self._arena.discard(self._row, corrupt)
+
+    def _measure(self, files: FilePart, seconds: float) -> None:
+        """Learn from a load that came to its end, or from how far a late one came."""
+        if not seconds or (files.bad.any() and not files.late):
+            return
+        share = max(1, files.layers_read) / len(self._cache.layer_names)
+        self._samples.append(LoadSample(files.medium, len(files.bad), seconds / share))
 
     def _save(self, job: int, save: Save) -> None:
         try:
-            saved = self._copy_out(save)
-            with self._lock:
-                self._counts += Counter(blocks_saved=saved)
+            self._copy_out(save)
         except Exception:
             logger.exception("saving %d KV blocks failed", len(save.blocks))
+            self.counts["save_failed"] += len(save.blocks)
         with self._lock:
             self._done.append(job)
 
-    def _copy_out(self, save: Save) -> int:
+    def _copy_out(self, save: Save) -> None:
         slots = self._arena.reserve(
             self._row,
             save.hashes,
@@ -224,8 +288,13 @@ class WorkerHalf:
         )
         given = slots >= 0
         slots = slots[given]
+        refused = [h for h, g in zip(save.hashes, given, strict=True) if not g]
+        if refused:
+            there = int((self._arena.lookup(self._row, refused) >= 0).sum())
+            self.counts["save_not_needed"] += there
+            self.counts["save_refused"] += len(refused) - there
         if not len(slots):
-            return 0
+            return
         try:
             blocks = np.array(save.blocks, np.int64)[given]
             hashes = [h for h, g in zip(save.hashes, given, strict=True) if g]
@@ -234,7 +303,9 @@ class WorkerHalf:
         except BaseException:
             self._arena.abandon(slots)
             raise
-        return int(self._arena.publish(slots, sums).sum())
+        published = int(self._arena.publish(slots, sums).sum())
+        self.counts["saved"] += published
+        self.counts["save_failed"] += len(slots) - published
 
 
 class _ArenaSource:

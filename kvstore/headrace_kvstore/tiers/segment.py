@@ -194,7 +194,7 @@ class Read:
                 sums = self._verify(shape.digest, place.hash, self._first, rows, shape.layer_bytes)
                 wanted = place.sums[self._first : self._first + len(rows)]
                 if not np.array_equal(sums, wanted):
-                    ok[i], bad[i] = False, "corrupt" if _readable(place) else "unreadable"
+                    ok[i], bad[i] = False, "corrupt" if readable(place) else "unreadable"
         if self._on_bad is not None:
             for i, reason in bad.items():
                 self._on_bad(self._locations[i], reason)
@@ -293,7 +293,7 @@ def plan_pieces(
     return blocks, flat[first], payload_offsets[blocks] + layers[first] * layer_bytes, lengths
 
 
-def _readable(place: Location) -> bool:
+def readable(place: Location) -> bool:
     """Whether the disk gives the payload at all: NIXL's Linux AIO reads fail silently."""
     with suppress(OSError), open(place.path, "rb") as file:
         file.seek(place.payload_offset)

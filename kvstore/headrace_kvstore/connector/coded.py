@@ -1,0 +1,113 @@
+"""An engine's KV cache in host memory whose blocks are stored under a codec.
+
+Checksums are those of the stored bytes. A load copies these into memory of its own first and
+decodes from there, so that the bytes that were summed are the bytes that are decoded, whoever
+writes to the slot meanwhile. Stored layers are rounded up to whole pages, which is what reading
+files past the page cache asks for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.checksum import checksum, copy, copy_sum, prepare
+from headrace_kvstore.codec import Codec, LayerShape, Order, warm
+from headrace_kvstore.layout import BlockLayout
+
+PAGE_BYTES = 4096
+
+
+def stored_layer_bytes(codec: Codec, shape: LayerShape) -> int:
+    """Bytes of one stored layer, in whole pages; ValueError for a shape the codec does not take."""
+    return -(-codec.stored_bytes(shape) // PAGE_BYTES) * PAGE_BYTES
+
+
+def layer_shape(spec: Any, device: str) -> LayerShape:
+    """What a layer of one block means, from vLLM's cache specification.
+
+    Args:
+        spec: vLLM's AttentionSpec.
+        device: as `identity.device_identity` names it.
+
+    Raises:
+        ValueError: the order of the cache on this device is not known here.
+    """
+    if device != "cpu/vec":
+        raise ValueError(f"codec: is known for vLLM's CPU layout `vec`, not for {device}; give raw")
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return LayerShape(spec.num_kv_heads, spec.block_size, spec.head_size, dtype, Order.VEC)
+
+
+class CodedCache:
+    """As `cache.HostCache`, with a codec between engine and payload.
+
+    Args:
+        layout: of the engine's cache.
+        codec, shape: how a layer is stored.
+
+    Raises:
+        ValueError: the layers are not of that shape.
+    """
+
+    def __init__(self, layout: BlockLayout, codec: Codec, shape: LayerShape) -> None:
+        if layout.layer_bytes != shape.layer_bytes:
+            raise ValueError(f"layers of {layout.layer_bytes} bytes are not {shape}")
+        self.layout, self._coder = layout, codec.bind(shape)
+        self.stored_layer_bytes = stored_layer_bytes(codec, shape)
+        prepare()
+        warm(self._coder)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """In payload order."""
+        return self.layout.names
+
+    def fence(self) -> None:
+        """Nothing: what has been computed in host memory is there."""
+
+    def load(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> np.ndarray:
+        """Decode one layer of n blocks; arguments and checksums as `HostCache.load`."""
+        size = self.stored_layer_bytes
+        stored = np.empty((len(blocks), size), np.uint8)
+        whole = np.empty(self._coder.layer_bytes, np.uint8)
+        into = stored.ctypes.data + np.arange(len(blocks), dtype=np.uint64) * np.uint64(size)
+        sums = copy_sum(
+            into, np.asarray(payloads, np.uint64) + np.uint64(layer * size), size, seeds
+        )
+        targets = self.layout.engine_addresses(blocks)[:, layer]
+        pieces = self.layout.payload_addresses([whole.ctypes.data])[0, 0]
+        for row, target in zip(stored, targets, strict=True):
+            self._coder.decode(row[: self._coder.stored_bytes], whole)
+            copy(target[None], pieces[None], self.layout.piece_bytes)
+        return sums
+
+    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Encode n blocks, all layers; arguments and checksums as `HostCache.save`.
+
+        Raises:
+            Unfit: a layer holds values that the codec refuses.
+        """
+        layers, size = len(self.layout.layers), self.stored_layer_bytes
+        whole = np.empty(self._coder.layer_bytes, np.uint8)
+        pieces = self.layout.payload_addresses([whole.ctypes.data])[0, 0]
+        sources = self.layout.engine_addresses(blocks)
+        starts = np.asarray(payloads, np.uint64)[:, None] + np.arange(
+            layers, dtype=np.uint64
+        ) * np.uint64(size)
+        for block in range(len(blocks)):
+            for layer in range(layers):
+                copy(pieces[None], sources[block, layer][None], self.layout.piece_bytes)
+                stored = _bytes_at(int(starts[block, layer]), size)
+                self._coder.encode(whole, stored[: self._coder.stored_bytes])
+                stored[self._coder.stored_bytes :] = 0
+        return checksum(starts, size, seeds)
+
+
+def _bytes_at(address: int, size_bytes: int) -> np.ndarray:
+    """Memory as an array; the caller keeps it alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

@@ -1,0 +1,149 @@
+"""Whether a slow tier's KV is loaded or computed: the models, the choice, and the way back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from headrace_kvstore.connector.price import PROBE_SHARE, NonNegativeFit, Price, Run, pairs
+
+B, LAYERS = 128, 32
+
+
+def engine(
+    token_s: float = 1e-3, pair_s: float = 1e-7, nvme_s: float | None = None, fixed_s: float = 0.0
+) -> Price:
+    """A price that has seen prompts of many lengths, and loads of two sizes."""
+    price = Price(B, LAYERS)
+    for tokens in (64, 500, 1000, 4000, 7000):
+        work = pairs(0, tokens)
+        price.computed(tokens, work, 0.02 + token_s * tokens + pair_s * work)
+    for blocks in (2, 40):
+        if nvme_s is not None:
+            price.loaded("nvme", blocks, fixed_s + nvme_s * blocks)
+    return price
+
+
+def test_pairs_are_counted() -> None:
+    assert pairs(0, 4) == 1 + 2 + 3 + 4
+    assert pairs(3, 5) == 4 + 5
+
+
+class TestFit:
+    def test_it_finds_what_made_the_samples(self) -> None:
+        fit = NonNegativeFit(3)
+        for x in ((1.0, 2.0, 1.0), (5.0, 1.0, 1.0), (9.0, 30.0, 1.0), (100.0, 3.0, 1.0)):
+            fit.learn(x, 2.0 * x[0] + 0.5 * x[1] + 0.25)
+        assert fit.theta() == pytest.approx([2.0, 0.5, 0.25])
+
+    def test_without_samples_it_says_nothing(self) -> None:
+        assert NonNegativeFit(2).predict((1.0, 1.0)) is None
+
+    def test_one_sample_is_in_proportion_to_the_first_feature(self) -> None:
+        fit = NonNegativeFit(2)
+        fit.learn((10.0, 1.0), 5.0)
+        assert fit.predict((20.0, 1.0)) == pytest.approx(10.0)
+
+    def test_no_coefficient_is_below_zero(self) -> None:
+        fit = NonNegativeFit(2)
+        for x, seconds in ((1.0, 1.0), (10.0, 20.0), (20.0, 45.0)):
+            fit.learn((x, 1.0), seconds)
+        theta = fit.theta()
+        assert theta is not None and (theta >= 0).all() and theta[0] > 1.2
+
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+    def test_a_time_that_is_none_is_left_out(self, seconds: float) -> None:
+        fit = NonNegativeFit(2)
+        fit.learn((1.0, 1.0), seconds)
+        assert fit.samples == 0
+
+    def test_what_is_long_ago_counts_for_little(self) -> None:
+        fit = NonNegativeFit(1)
+        for seconds in [1.0] * 50 + [2.0] * 50:
+            fit.learn((1.0,), seconds)
+        assert fit.predict((1.0,)) == pytest.approx(2.0, rel=0.1)
+
+
+class TestChoice:
+    def test_a_fast_tier_is_taken_whole(self) -> None:
+        choice = engine(nvme_s=1e-3).choose(0, [Run("nvme", 46)], 6000)
+        assert choice.blocks == 46
+
+    def test_it_may_take_as_long_as_computing_its_blocks(self) -> None:
+        price = engine(nvme_s=1e-3)
+        limit_s = price.choose(2, [Run("nvme", 10)], 6000).limit_s
+        assert limit_s == pytest.approx(1.28 + 1e-7 * pairs(2 * B, 12 * B), rel=1e-3)
+
+    def test_a_tier_slower_than_computing_is_left(self) -> None:
+        assert engine(nvme_s=1.0).choose(0, [Run("nvme", 4)], 6000).blocks == 4
+        assert engine(nvme_s=1.0).choose(0, [Run("nvme", 4)], 4 * B + 1).blocks == 0
+
+    def test_deep_blocks_are_worth_loading_where_shallow_ones_are_not(self) -> None:
+        """128 tokens take 0.13 s at the root, and 0.22 s behind 7,000 others."""
+        price = engine(nvme_s=0.18)
+        assert price.choose(0, [Run("nvme", 1)], B + 1).blocks == 0
+        assert price.choose(55, [Run("nvme", 1)], 56 * B + 1).blocks == 1
+
+    def test_loading_under_the_rest_of_the_prompt_is_nearly_free(self) -> None:
+        price = engine(nvme_s=0.14)
+        assert price.choose(0, [Run("nvme", 4)], 4 * B + 1).blocks == 0
+        assert price.choose(0, [Run("nvme", 4)], 4 * B + 2000).blocks == 4
+
+    def test_a_fixed_cost_is_spread_over_many_blocks(self) -> None:
+        price = engine(nvme_s=1e-3, fixed_s=1.0)
+        assert price.choose(0, [Run("nvme", 2)], 2 * B + 1).blocks == 0
+        assert price.choose(0, [Run("nvme", 40)], 40 * B + 1).blocks == 40
+
+    def test_a_slow_medium_behind_a_fast_one_is_cut_off(self) -> None:
+        price = engine(nvme_s=1e-3)
+        price.loaded("object", 10, 60.0)
+        assert price.choose(0, [Run("nvme", 20), Run("object", 10)], 31 * B).blocks == 20
+
+    def test_a_slow_medium_before_a_fast_one_is_borne_where_it_pays(self) -> None:
+        price = engine(nvme_s=1e-3)
+        price.loaded("object", 1, 1.0)
+        assert price.choose(0, [Run("object", 1), Run("nvme", 40)], 42 * B).blocks == 41
+        assert price.choose(0, [Run("object", 1), Run("nvme", 2)], 4 * B).blocks == 0
+
+    def test_a_tier_that_nobody_measured_is_tried(self) -> None:
+        choice = engine().choose(0, [Run("nvme", 46)], 6000)
+        assert choice.blocks == 46 and choice.limit_s < math.inf
+
+    def test_an_engine_that_never_computed_loads(self) -> None:
+        price = Price(B, LAYERS)
+        choice = price.choose(0, [Run("nvme", 46)], 6000)
+        assert (choice.blocks, choice.limit_s) == (46, math.inf)
+
+    def test_nothing_offered_is_nothing_loaded(self) -> None:
+        assert engine().choose(0, [], 6000).blocks == 0
+
+
+class TestWayBack:
+    def test_a_tier_that_lost_is_tried_with_one_block_once_that_is_paid_for(self) -> None:
+        price = engine(nvme_s=10.0)
+        chosen = [price.choose(0, [Run("nvme", 8)], 8 * B + 1).blocks for _ in range(40)]
+        assert 1 in chosen
+        tries = [n for n, blocks in enumerate(chosen) if blocks]
+        declined_s = price.compute_s(0, 8 * B)
+        one_s = price.compute_s(0, B)
+        assert declined_s is not None and one_s is not None
+        assert tries[1] - tries[0] >= one_s / (PROBE_SHARE * declined_s) - 1
+
+    def test_a_tier_that_recovered_is_taken_after_one_try(self) -> None:
+        price = engine(nvme_s=10.0)
+        price.loaded("nvme", 1, 5e-3)
+        assert price.choose(0, [Run("nvme", 46)], 6000).blocks == 46
+
+    def test_a_tier_that_became_slow_is_left_after_one_load(self) -> None:
+        price = engine(nvme_s=1e-3)
+        price.loaded("nvme", 46, 100 * 46e-3)
+        assert price.choose(0, [Run("nvme", 1)], B + 1).blocks == 1  # 100 times slower, still less
+        price.loaded("nvme", 46, 1000 * 46e-3)
+        assert price.choose(0, [Run("nvme", 4)], 4 * B + 1).blocks == 0
+
+    def test_a_hiccup_changes_little(self) -> None:
+        price = engine(nvme_s=1e-3)
+        price.loaded("nvme", 40, 3 * 40e-3)
+        load_s = price.load_s("nvme", 40)
+        assert load_s is not None and load_s < 2.2 * 40e-3
