@@ -15,7 +15,7 @@ from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_follow import Follower
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.node_tiers import NodeArena, NodeTier
+from headrace_kvstore.node_tiers import NodeTier, open_arena
 from headrace_kvstore.node_writer import Admit, WriteBehind
 
 logger = logging.getLogger("headrace.kvstore")
@@ -40,7 +40,7 @@ class DramWork:
         publish: Callable[[list[Change]], None],
         resync: Callable[[], None],
     ) -> None:
-        self.arena = NodeArena.of(settings)
+        self.arena = open_arena(settings)
         self._mover = mover
         self._memory = self.arena.base_address, self.arena.geometry.size_bytes
         if mover is not None:

@@ -28,6 +28,7 @@ from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.identity import engine_namespace
+from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
 from headrace_kvstore.connector.settings import StoreSettings
@@ -99,6 +100,8 @@ class HeadraceConnector(KVConnectorBase_V1):
             folder=self._settings.folder,
             block_bytes=self._block_bytes,
             layers=self._layers,
+            policy=self._settings.policy,
+            **self._settings.quotas.options,
         )
         parallel = vllm_config.parallel_config
         ranks = range(parallel.tensor_parallel_size)
@@ -109,6 +112,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         ]
         rows = [self._arena.namespace(s.digest, self._block_bytes, self._layers) for s in spaces]
         self._scheduler: SchedulerHalf | None = None
+        self._learner: PromptLearner | None = None
         self._node: NodeTiers | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -116,6 +120,8 @@ class HeadraceConnector(KVConnectorBase_V1):
             # A node's files are written for one rank; several ranks share DRAM only.
             alone = len(rows) == 1 and self._settings.node and self._settings.load
             self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
+            if self._arena.policy.learns:
+                self._learner = PromptLearner(self._arena, rows)
             self._scheduler = SchedulerHalf(
                 ArenaIndex(self._arena, rows, self._settings.lease_s),
                 vllm_config.cache_config.block_size,
@@ -123,6 +129,8 @@ class HeadraceConnector(KVConnectorBase_V1):
                 save=self._settings.save,
                 slow=self._node,
                 most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
+                block_bytes=self._block_bytes,
+                prompted=self._learner.prompted if self._learner is not None else None,
             )
             self._workers = len(rows)
             self._ended: dict[int, int] = {}
@@ -222,6 +230,8 @@ class HeadraceConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._learner is not None:
+            self._learner.close()
         if self._node is not None:
             self._node.close()
         self._arena.close()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from headrace_kvstore.connector.quotas import Quotas
+from headrace_kvstore.policy import shared as policies
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -29,6 +32,9 @@ class StoreSettings:
         depth: layers of a load on their way at once; None measures what it takes.
         staging_bytes: memory that layers from files pass through.
         node: ask the node's StoreNode for what is not in DRAM, where there is one.
+        policy: what evicts from the arena; whoever makes it decides.
+        quotas: what tenants may hold there; given as `quotas`, sizes by cache salt, and
+            `default_quota`.
     """
 
     name: str = "headrace-kv"
@@ -41,6 +47,8 @@ class StoreSettings:
     depth: int | None = None
     staging_bytes: int = 256 * 2**20
     node: bool = True
+    policy: str = policies.DEFAULT
+    quotas: Quotas = field(default_factory=Quotas)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> StoreSettings:
@@ -56,11 +64,12 @@ class StoreSettings:
 
     @classmethod
     def _read(cls, extra: Mapping[str, Any]) -> StoreSettings:
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} | {"default_quota"}
         for key in extra:
             if key not in known:
                 raise _wrong(key, "is unknown", f"one of {', '.join(sorted(known))}")
         values = dict(extra)
+        values["quotas"] = parse_quotas(values.get("quotas"), values.pop("default_quota", None))
         for name in {"dram_bytes", "staging_bytes"} & set(values):
             values[name] = parse_bytes(name, values[name])
         if "folder" in values:
@@ -72,6 +81,7 @@ class StoreSettings:
     def _check(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]{1,200}", self.name):
             raise _wrong("name", f"is {self.name!r}", "letters, digits, '.', '_' and '-'")
+        check_policy(self.policy)
         for name in ("load", "save", "node"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, f"is {getattr(self, name)!r}", "true or false")
@@ -99,6 +109,28 @@ def parse_bytes(name: str, value: Any) -> int:
         if match and match[2] in _UNITS and float(match[1]) > 0:
             return int(float(match[1]) * _UNITS[match[2]])
     raise _wrong(name, f"is {value!r}", right)
+
+
+def parse_quotas(by_salt: Any, default: Any) -> Quotas:
+    """The settings `quotas` and `default_quota`, each None where it is not given.
+
+    Raises:
+        SettingsError: no mapping of salts to sizes, or no size.
+    """
+    if by_salt is None:
+        by_salt = {}
+    if not isinstance(by_salt, Mapping) or not all(
+        isinstance(salt, str) and salt for salt in by_salt
+    ):
+        raise _wrong("quotas", f"is {by_salt!r}", 'sizes by cache salt, as {"tenant": "2GiB"}')
+    sizes = {salt: parse_bytes(f"quotas.{salt}", size) for salt, size in by_salt.items()}
+    return Quotas(sizes, None if default is None else parse_bytes("default_quota", default))
+
+
+def check_policy(name: Any) -> None:
+    """Raises SettingsError for an eviction policy that there is not."""
+    if name not in policies.KINDS:
+        raise _wrong("policy", f"is {name!r}", f"one of {', '.join(policies.KINDS)}")
 
 
 def _number(value: Any) -> bool:

@@ -2,11 +2,12 @@
 
 A policy reads the slot table (`table.SLOT`) and arrays of its own that it is handed; it reads no
 clock, does no I/O and starts no thread, so every process that maps the arena can evict, and the
-simulator replays the code that production runs. Its caller holds the arena's `policy_lock`.
+simulator replays the code that production runs. Its caller sees to it that one process at a time is
+inside (`shared.SharedPolicy`).
 
 A prompt's life, as a policy sees it: `prompt` (its block keys are known), `touched` for the run of
 blocks that was found, `admit` for the rest (what is worth writing), `touched` again for the blocks
-that were written. When room is short: `choose`.
+that were written. When room is short: `choose`, then `given_up` for those that really go.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ Table = NDArray[np.void]
 
 Slots = NDArray[np.int64]
 """Indices into a table."""
+
+Mask = NDArray[np.bool_]
+"""bool (slots,)."""
 
 Keys = NDArray[np.uint64]
 """Block keys as policies use them: `block_keys`."""
@@ -57,11 +61,19 @@ class Policy:
     """Base of the policies: learns nothing, admits everything; only `choose` must be given."""
 
     name = ""
+    learns = False
+    """Whether `prompt`, `ticket`, `admit` and `touched` do anything."""
 
     def prompt(self, keys: Keys, now_s: float) -> int:
         """A prompt arrived whose full blocks have these keys, root first.
 
         Returns a ticket that `touched` and `admit` take, 0 where the policy keeps no history.
+        """
+        return 0
+
+    def ticket(self, keys: Keys) -> int:
+        """The ticket of the prompt that passed one of these blocks last, the first one known of
+        counting; 0 if all are forgotten.
         """
         return 0
 
@@ -84,10 +96,24 @@ class Policy:
         have just been written. The caller has set the table's own fields already.
         """
 
-    def choose(self, table: Table, now_s: float, need: int) -> Slots:
-        """Up to `need` slots to give up, worst first; all of them go, or a leading part.
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
+        """Up to `need` slots to give up, worst first, only such that are `among`, if that is given.
 
         Fewer come back when the rest is leased, pinned or being written. A block never comes
         before one that needs it, unless the latter is given up too.
         """
         raise NotImplementedError
+
+    def given_up(self, table: Table, slots: Slots) -> None:
+        """These slots of the last choice are what room was made with, worst first: what room costs
+        is learned from them, and from no other choice.
+        """
+
+    def repair(self, table: Table, now_s: float) -> None:
+        """Make sense of the policy's own arrays, whatever bytes they hold."""
+
+
+def candidates(table: Table, now_s: float, among: Mask | None) -> Mask:
+    """`evictable` slots `among` those given."""
+    may_go = evictable(table, now_s)
+    return may_go if among is None else may_go & among

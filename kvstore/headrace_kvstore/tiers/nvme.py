@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +172,8 @@ class NvmeTier:
             return self._catalog.contains(digest, hashes)
 
     def locate(self, digest: bytes, block_hash: bytes, lease_s: float = 0.0) -> Location | None:
-        """Where a block lies, or None. With a lease its segment is not removed for so long."""
+        """Where a block lies, or None. A lease is a reader's: the segment is not removed for so
+        long, and the block counts as used."""
         with self._lock:
             row = None if self.state == "off" else self._catalog.row(digest, block_hash)
             if row is None:
@@ -180,7 +181,10 @@ class NvmeTier:
             segment, slot = self._catalog.place(row)
             if lease_s > 0:
                 entry = self._catalog.table[row]
-                entry["lease_until_s"] = max(entry["lease_until_s"], time.monotonic() + lease_s)
+                now_s = time.monotonic()
+                entry["lease_until_s"] = max(entry["lease_until_s"], now_s + lease_s)
+                entry["hits"] += 1
+                entry["used_s"] = now_s
             sums = segment.sums[slot].copy()
             key = padded(block_hash)
             return Location(segment.path, segment.number, slot, segment.shape, key, sums)
@@ -198,6 +202,22 @@ class NvmeTier:
             if row is not None:
                 self._catalog.table[row]["pinned"] = pinned
             return row is not None
+
+    def record(self, digest: bytes, block_hash: bytes) -> np.void | None:
+        """A copy of a block's row, SLOT."""
+        with self._lock:
+            row = self._catalog.row(digest, block_hash)
+            return None if row is None else self._catalog.table[row].copy()
+
+    def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Namespace digest and rows, SLOT (n,), of each segment's blocks."""
+        with self._lock:
+            segments = list(self._catalog.segments.values())
+        for segment in segments:
+            with self._lock:
+                rows = self._catalog.table[segment.rows[segment.rows >= 0]]
+            if len(rows):
+                yield segment.shape.digest, rows
 
     # Reading
 
@@ -456,6 +476,11 @@ class NvmeTier:
             return
         self.state, self.reason = state, reason
         logger.error("NVMe tier %s is %s: %s", self.folder, state, reason)
+
+    def heal(self) -> None:
+        """Trust the disk again, after it failed, until it fails once more."""
+        with self._lock:
+            self.state, self.reason, self._failed_reads = "on", "", 0
 
     def _tell(self, event: TierEvent) -> None:
         for listener in self.events:
