@@ -43,6 +43,7 @@ from headrace_kvstore.arena_map import ArenaMap
 from headrace_kvstore.arena_section import Refused
 from headrace_kvstore.locking import LockBusyError
 from headrace_kvstore.policy import shared as policies
+from headrace_kvstore.policy.base import slot_keys
 from headrace_kvstore.shm import SharedFile
 from headrace_kvstore.table import pack_hashes
 from headrace_kvstore.writers import WRITER_TIMEOUT_S, left_behind
@@ -232,6 +233,13 @@ class Arena(ArenaMap):
         except LockBusyError:
             return False
         return True
+
+    def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
+        """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
+        they stand here or in another tier; takes no lock. rows: SLOT [n]."""
+        space = self.row_of(digest)
+        keys = slot_keys(rows) if space is None else slot_keys(rows, space)
+        return self.policy.policy.rates(keys, rows, self._clock())
 
     def release(self, slots: np.ndarray) -> None:
         """End a lease early, once for each `lease`. Slots of -1 are skipped."""

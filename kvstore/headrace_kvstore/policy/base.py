@@ -29,6 +29,8 @@ Mask = NDArray[np.bool_]
 Keys = NDArray[np.uint64]
 """Block keys as policies use them: `block_keys`."""
 
+AGED_S = 600.0
+
 _HASH_OFFSET = SLOT.fields["hash"][1]  # type: ignore[index]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two namespaces share an addend
 
@@ -42,9 +44,10 @@ def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) ->
     return np.asarray(head, dtype=np.uint64) ^ offset
 
 
-def slot_keys(table: Table) -> Keys:
-    """`block_keys` of every slot."""
-    return block_keys(table["namespace"], table.getfield(np.dtype("<u8"), _HASH_OFFSET))
+def slot_keys(table: Table, namespace: int | None = None) -> Keys:
+    """`block_keys` of every slot; of the given namespace's row instead of the slots' own."""
+    owner = table["namespace"] if namespace is None else namespace
+    return block_keys(owner, table.getfield(np.dtype("<u8"), _HASH_OFFSET))
 
 
 def parent_keys(table: Table) -> Keys:
@@ -109,8 +112,25 @@ class Policy:
         is learned from them, and from no other choice.
         """
 
+    def rates(self, keys: Keys, rows: Table, now_s: float) -> NDArray[np.float64]:
+        """Hits per second to expect of blocks, here or in another tier: float64 (n,).
+
+        Reads only, and may be called by who is not inside. rows: SLOT (n,), of which `used_s`,
+        `stored_s` and `hits` count. Where nothing is learned, blocks used often and lately have
+        the highest.
+        """
+        return proven_rate(rows, now_s) + 1.0 / (
+            AGED_S + np.maximum(0.0, now_s - rows["used_s"].astype(np.float64))
+        )
+
     def repair(self, table: Table, now_s: float) -> None:
         """Make sense of the policy's own arrays, whatever bytes they hold."""
+
+
+def proven_rate(rows: Table, now_s: float) -> NDArray[np.float64]:
+    """Hits per second since each block was stored, as if it had been so for `AGED_S` at least."""
+    age_s = np.maximum(0.0, now_s - rows["stored_s"].astype(np.float64))
+    return np.asarray(rows["hits"] / (AGED_S + age_s), np.float64)
 
 
 def candidates(table: Table, now_s: float, among: Mask | None) -> Mask:

@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from headrace_kvstore.policy.base import Keys, Mask, Policy, Slots, Table
+from headrace_kvstore.policy.base import Keys, Mask, Policy, Slots, Table, proven_rate
 from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, best_rate, fit
 from headrace_kvstore.policy.history import (
     BLOCK,
@@ -31,6 +31,7 @@ from headrace_kvstore.policy.history import (
     age_bin,
     cell_of,
     count_all,
+    find,
     last_serial,
     note_prompt,
     repair_rows,
@@ -142,6 +143,14 @@ class CostAware(Policy):
 
     def ticket(self, keys: Keys) -> int:
         return int(last_serial(keys, self._blocks, self._prompts))
+
+    def rates(self, keys: Keys, rows: Table, now_s: float) -> NDArray[np.float64]:
+        """The conversation that passed each block last, and how often it was read so far."""
+        used_s = rows["used_s"].astype(np.float64)
+        tables = self._blocks, self._prompts, self._best_rate
+        waiting = key_rates(keys, used_s, *tables, now_s)
+        waiting[~np.isfinite(waiting)] = 0.0
+        return waiting + proven_rate(rows, now_s)
 
     @property
     def price(self) -> float:
@@ -263,6 +272,32 @@ _UNKNOWN = cell_of(-1.0, 0, 16, 16)  # a first turn of middling length
 
 
 @njit(cache=True, nogil=True)
+def _rate_at(best, cell, age_s):  # type: ignore[no-untyped-def]
+    """`best_rate` of a cell at an age, between the bins' edges."""
+    age = max(0.0, age_s)
+    k = age_bin(age)
+    part = min(1.0, (age - _EDGES[k]) / (_EDGES[k + 1] - _EDGES[k]))
+    return (1.0 - part) * best[cell, k] + part * best[cell, k + 1]
+
+
+@njit(cache=True, nogil=True)
+def key_rates(keys, used_s, blocks, prompts, best, now_s):  # type: ignore[no-untyped-def]
+    """Rate of the conversation that waits at each block; of one not remembered, of a first turn."""
+    rate = np.zeros(len(keys))
+    for i in range(len(keys)):
+        at = find(blocks, keys[i])
+        cell, since_s = _UNKNOWN, used_s[i]
+        if at >= 0:
+            row = prompts[blocks[at].serial % len(prompts)]
+            if row.serial == blocks[at].serial and 0 <= row.cell < len(best):
+                if blocks[at].seen_s < row.seen_s:  # its last prompt went another way
+                    continue
+                cell, since_s = row.cell, row.seen_s
+        rate[i] = _rate_at(best, cell, now_s - since_s)
+    return rate
+
+
+@njit(cache=True, nogil=True)
 def _rates(  # type: ignore[no-untyped-def]
     parents, order, serials, passed_s, prompts, best, branch_rate, branched_s, now_s
 ):
@@ -283,10 +318,7 @@ def _rates(  # type: ignore[no-untyped-def]
                 cell, since_s = row.cell, row.seen_s
                 alive = passed_s[i] >= row.seen_s
             if alive:
-                age = max(0.0, now_s - since_s)
-                k = age_bin(age)
-                part = min(1.0, (age - _EDGES[k]) / (_EDGES[k + 1] - _EDGES[k]))
-                rate[i] += (1.0 - part) * best[cell, k] + part * best[cell, k + 1]
+                rate[i] += _rate_at(best, cell, now_s - since_s)
         if branch_rate[i] > 0.0:
             kept = branch_rate[i] * np.exp(-max(0.0, now_s - branched_s[i]) / BRANCH_MEMORY_S)
             rate[i] += max(0.0, kept - 1.0 / BRANCH_MEMORY_S)

@@ -91,7 +91,7 @@ def count_all(prompts, now_s, exposure_s):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _find(blocks, key):  # type: ignore[no-untyped-def]
+def find(blocks, key):  # type: ignore[no-untyped-def]
     """The entry of `key`, or -1 - the entry to take for it."""
     places = len(blocks) // WAYS
     start = int(np.int64((key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20))) % places * WAYS
@@ -113,7 +113,7 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
         return 0
     known, last = 0, -1
     while known < len(keys):
-        at = _find(blocks, keys[known])
+        at = find(blocks, keys[known])
         if at < 0:
             break
         last = at
@@ -150,7 +150,7 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
     row.seen_s = now_s
     row.counted_s = now_s
     for key in keys:
-        at = _find(blocks, key)
+        at = find(blocks, key)
         if at < 0:
             at = -1 - at
             blocks[at].key = key
@@ -164,7 +164,7 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
 def last_serial(keys, blocks, prompts):  # type: ignore[no-untyped-def]
     """Of the prompt that passed the first block of `keys` that is remembered; 0: none."""
     for key in keys:
-        at = _find(blocks, key)
+        at = find(blocks, key)
         if at >= 0:
             serial = blocks[at].serial
             return serial if prompts[serial % len(prompts)].serial == serial else 0

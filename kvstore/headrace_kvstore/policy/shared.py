@@ -176,6 +176,7 @@ def warm(name: str) -> None:
     policy.ticket(keys)
     policy.touched(table, np.array([0, 1]), ticket, 0.0, False)
     policy.given_up(table, policy.choose(table, 1.0, 1))
+    policy.rates(keys, table, 1.0)
     policy.repair(table, 1.0)
 
 
