@@ -77,8 +77,3 @@ def measure(slots: int, rounds: int = 5) -> dict[str, float]:
         f"{at}.fit_ms": 1e3 * fit_s,
         f"{at}.other_thread_stopped_ms": 1e3 * longest_s,
     }
-
-
-if __name__ == "__main__":
-    for slots in (10**4, 10**5, 10**6):
-        print(measure(slots))
