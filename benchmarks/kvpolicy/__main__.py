@@ -123,7 +123,7 @@ def plot(figures: dict[str, float], path: Path) -> None:
     axes.set_ylabel("prefill seconds saved")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
