@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.kvpolicy import choice, tiers
 from benchmarks.kvpolicy.foresight import Foresight
 from benchmarks.kvpolicy.optimum import Clairvoyant
 from benchmarks.kvpolicy.replay import Replay
@@ -122,7 +123,7 @@ def plot(figures: dict[str, float], path: Path) -> None:
     axes.set_ylabel("prefill seconds saved")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
@@ -135,7 +136,23 @@ def main() -> None:
     parser.add_argument(
         "--partial-blocks", action="store_true", help="count a prompt's last block though not full"
     )
+    parser.add_argument(
+        "--tiers", action="store_true", help="a disk below DRAM, with and without prefetch, instead"
+    )
+    parser.add_argument(
+        "--choice", action="store_true", help="what one choice of victims costs, instead"
+    )
     args = parser.parse_args()
+    if args.tiers or args.choice:
+        found: dict[str, float] = {}
+        for slots in (10**4, 10**5, 10**6) if args.choice else ():
+            found |= choice.measure(slots)
+        if args.tiers:
+            found |= tiers.measure(read_trace(args.trace), Costs(), CAPACITIES[:3])
+        print("\n".join(f"{name} {value:,.3f}" for name, value in found.items()))
+        if args.json is not None:
+            args.json.write_text(json.dumps({"figures": found}, indent=2) + "\n")
+        return
     start, costs = time.perf_counter(), Costs()
     work = read_trace(args.trace, partial_blocks=args.partial_blocks)
     figures = measure(work, costs)

@@ -89,7 +89,9 @@ class Replay:
         gaps = gaps[:admitted]
         if len(gaps) > len(self.free):
             need = max(len(gaps) - len(self.free), len(table) // BATCHES, 1)
-            for slot in policy.choose(table, now_s, need).tolist():
+            chosen = policy.choose(table, now_s, need)
+            policy.given_up(table, chosen)
+            for slot in chosen.tolist():
                 self.slot_of[self.block_in[slot]] = -1
                 table["state"][slot] = FREE
                 self.free.append(slot)

@@ -22,54 +22,47 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from headrace_kvstore import arena_kernels as kernels
-from headrace_kvstore.arena_check import broken_invariants, describe
+from headrace_kvstore.arena_eviction import Chosen, Eviction
 from headrace_kvstore.arena_layout import (
-    EVENT_FLOOR,
-    EVENT_HEAD,
     NAMESPACE_COUNT,
     NAMESPACES,
     NONE,
+    POLICY,
+    REFUSED_TOTAL,
     SECTION,
-    WORDS,
-    WORDS_OFFSET,
     ArenaFormatError,
     Geometry,
-    Tables,
     slot_bytes,
-    sums_offset,
 )
-from headrace_kvstore.arena_room import Chooser, least_recently_used, own_victims, victims
-from headrace_kvstore.locking import PATIENCE_S, FileLock, LockBusyError
-from headrace_kvstore.shm import SharedFile, huge_page_mode
-from headrace_kvstore.table import EVENT, READY, SLOT, pack_hashes
-from headrace_kvstore.writers import WRITER_TIMEOUT_S, dead_writers, left_behind
+from headrace_kvstore.arena_map import ArenaMap
+from headrace_kvstore.arena_section import Refused
+from headrace_kvstore.locking import LockBusyError
+from headrace_kvstore.policy import shared as policies
+from headrace_kvstore.policy.base import slot_keys
+from headrace_kvstore.shm import SharedFile
+from headrace_kvstore.table import pack_hashes
+from headrace_kvstore.writers import WRITER_TIMEOUT_S, left_behind
 
 logger = logging.getLogger("headrace.kvstore")
 
 Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
-LOOKUP_PATIENCE_S = 0.05
 LOOKUP_TRIES = 4
 
 
-class Arena:
+class Arena(ArenaMap):
     """One process's handle on a node's arena. Threads may share it; a forked child may go on with
     it.
 
-    choose: which blocks are given up for new ones; called under `policy_lock`, not under the
-    arena's own. quotas: bytes that each tenant may hold (by its SLOT number; a tenant that is not
-    in it has no limit): who stores beyond that gives up blocks of its own first.
-
-    `table` is the slot table itself, of which only `rate` is for others to write; `state`
-    (u8 [state_bytes]) is shared memory for the policy, all zeros at first; `policy_lock` is for
-    all who use it. Code that holds it may call the arena, but not `reserve`.
+    `policy` says which blocks are given up for new ones (see `policy.shared`); it is the arena's,
+    not the handle's. quotas, default_quota: bytes that each tenant (by its SLOT number) may hold,
+    and any tenant not listed; who stores beyond that gives up blocks of its own first.
 
     Calls that find the lock held for PATIENCE_S miss (`lease`, `reserve`, `publish`) or raise
     LockBusyError (all others but `lookup`, which never waits for long).
@@ -78,25 +71,18 @@ class Arena:
     def __init__(
         self,
         file: SharedFile,
-        choose: Chooser = least_recently_used,
         quotas: Mapping[int, float] | None = None,
+        default_quota: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.choose = choose
-        self.quotas: dict[int, float] = dict(quotas or {})
-        self._clock = clock
-        self._file = file
-        self._bytes = np.frombuffer(file.memory, np.uint8)
-        self._u64 = self._bytes[: file.size_bytes // 8 * 8].view(np.uint64)
-        self.geometry = Geometry.parse(bytes(self._bytes[:WORDS_OFFSET]), file.size_bytes)
-        self._t: Tables = self.geometry.tables(self._bytes)
-        self._per_segment = self.geometry.slots_per_segment
-        self.table = self._t.table.view(SLOT)
-        self.state = self._t.state
-        self.base_address = int(self._bytes.ctypes.data)
-        self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
-        self._section = _Section(self, PATIENCE_S)
-        self._short_section = _Section(self, LOOKUP_PATIENCE_S)
+        super().__init__(file, clock)
+        name = policies.NAMES.get(int(self._words[POLICY]), "lru")
+        policies.warm(name)
+        self.policy = policies.SharedPolicy(
+            *(name, self._t.state, self.table, self.geometry.size_bytes),
+            *(file.second_lock, clock),
+        )
+        self._eviction = Eviction(self._t, self.table, self.policy, quotas or {}, default_quota)
 
     @classmethod
     def create_or_attach(
@@ -108,7 +94,7 @@ class Arena:
         block_bytes: int = 1 << 20,
         layers: int = 32,
         smallest_block_bytes: int | None = None,
-        state_bytes: int = 0,
+        policy: str = policies.DEFAULT,
         **options: Any,
     ) -> Arena:
         """Open the arena of that name, creating it if nobody has.
@@ -116,25 +102,24 @@ class Arena:
         `size_bytes` bounds all of it: tables, the policy's state and data. `block_bytes` and
         `layers` are those of most blocks, for which no room is lost; blocks smaller than
         `smallest_block_bytes` (a quarter of that unless given) lose the more room the smaller they
-        are. An arena that is there already keeps the size and cut that it has. `options` are the
-        constructor's.
+        are. `policy` evicts, unless its state would take too much of so small an arena. An arena
+        that is there already keeps size, cut and policy. `options` are the constructor's.
 
-        Raises ValueError if the size holds no block, OSError (ENOSPC) if the folder has not that
-        much room, ArenaFormatError if the file is no arena of this version.
+        Raises ValueError if the size holds no block or the policy is unknown, OSError (ENOSPC) if
+        the folder has not that much room, ArenaFormatError if the file is no arena of this version.
         """
         if not name or "/" in name or name in (".", ".."):
             raise ValueError(f"{name!r} is no file name")
         kernels.warm()
+        cut = size_bytes, block_bytes, layers, smallest_block_bytes or max(1, block_bytes // 4)
+        policy = policies.affordable(policy, Geometry.plan(*cut).slots, size_bytes)
         geometry = Geometry.plan(
-            size_bytes,
-            block_bytes,
-            layers,
-            smallest_block_bytes or max(1, block_bytes // 4),
-            state_bytes,
+            *cut, lambda slots, size_bytes: policies.state_bytes(policy, slots, size_bytes)
         )
 
         def initialise(memory: Any) -> None:
-            geometry.format(geometry.tables(np.frombuffer(memory, np.uint8)))
+            tables = geometry.tables(np.frombuffer(memory, np.uint8))
+            geometry.format(tables, policies.KINDS[policy].code)
             header = geometry.header()
             memory[8 : len(header)] = header[8:]
             memory[:8] = header[:8]
@@ -150,12 +135,9 @@ class Arena:
                 "arena %s has %d bytes; the %d asked for are not used",
                 *(file.path, file.size_bytes, geometry.size_bytes),
             )
+        if arena.policy.name != policy:
+            logger.warning("arena %s is kept by %s, not %s", name, arena.policy.name, policy)
         return arena
-
-    @property
-    def policy_lock(self) -> FileLock:
-        """A second lock between all processes, for the policy and its state."""
-        return self._file.second_lock
 
     # What is stored
 
@@ -176,19 +158,19 @@ class Arena:
                 if spaces["digest"][row].tobytes() == digest:
                     known = int(spaces["block_bytes"][row]), int(spaces["layers"][row])
                     if known != (block_bytes, layers):
-                        raise _Refused(
+                        raise Refused(
                             f"namespace {digest.hex()} has blocks of {known[0]} bytes and "
                             f"{known[1]} layers, not {block_bytes} and {layers}"
                         )
                     return row
             needed = slot_bytes(block_bytes, layers)
             if needed > int(self._t.segments["bytes"].max()):
-                raise _Refused(
+                raise Refused(
                     f"a block of {block_bytes} bytes is larger than a segment of this arena: "
                     f"{self.geometry.segment_bytes} bytes"
                 )
             if count == NAMESPACES:
-                raise _Refused(f"the arena has {NAMESPACES} namespaces already")
+                raise Refused(f"the arena has {NAMESPACES} namespaces already")
             spaces[count] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
             self._words[NAMESPACE_COUNT] = count + 1
             return count
@@ -223,6 +205,42 @@ class Arena:
             logger.warning("no lease: %s", error)
         return slots
 
+    def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
+        """As `lease`, but the blocks do not count as used: policies see readers only."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        slots = np.full(len(keys), -1, np.int64)
+        now_s = self._clock()
+        with self._section:
+            kernels.lookup(self._t, row, keys, slots)
+            there = slots[slots >= 0]
+            until_s, readers = self.table["lease_until_s"], self._t.readers
+            readers[there] = np.where(until_s[there] > now_s, readers[there] + 1, 1)
+            until_s[there] = np.maximum(until_s[there], now_s + hold_s)
+        return slots
+
+    def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
+        """Tell the policy that a prompt came (at `at_s`, else now) whose full blocks are these,
+        root first, wherever they were found. May wait for another process's choice, so call it
+        from no thread that somebody waits for. Returns False where the policy was kept by others.
+        """
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        at_s = self._clock() if at_s is None else at_s
+        try:
+            slots = self.lookup(row, keys)
+            self._eviction.prompt(row, np.ascontiguousarray(keys[:, 0]), slots, at_s)
+        except LockBusyError:
+            return False
+        return True
+
+    def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
+        """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
+        they stand here or in another tier; takes no lock. rows: SLOT [n]."""
+        space = self.row_of(digest)
+        keys = slot_keys(rows) if space is None else slot_keys(rows, space)
+        return self.policy.policy.rates(keys, rows, self._clock())
+
     def release(self, slots: np.ndarray) -> None:
         """End a lease early, once for each `lease`. Slots of -1 are skipped."""
         wanted = self._slots(slots)
@@ -243,20 +261,18 @@ class Arena:
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
-        -1 where the block is there, is being written, or has no room even after eviction. parents,
-        depths, compute_s and load_s as in SLOT, one a block (the last two may be one for all).
-        Each slot must be given to `publish` or `abandon`.
+        -1 where the block is there, is being written, is not worth the room, or has no room even
+        after eviction. parents, depths, compute_s and load_s as in SLOT, one a block (the last two
+        may be one for all). Each slot must be given to `publish` or `abandon`.
         """
         self._check_row(row)
         keys = pack_hashes(hashes)
-        count = len(keys)
+        count, heads = len(keys), np.ascontiguousarray(keys[:, 0])
         slots = np.full(count, kernels.NO_ROOM, np.int64)
         now_s = self._clock()
-        each = (
-            *(_column(parents, count, np.uint64), _column(depths, count, np.uint32)),
-            *(int(tenant), int(priority)),
-            *(_column(compute_s, count, np.float32), _column(load_s, count, np.float32)),
-        )
+        stands = heads, _column(parents, count, np.uint64), _column(depths, count, np.uint32)
+        costs = _column(compute_s, count, np.float32), _column(load_s, count, np.float32)
+        each = *stands[1:], int(tenant), int(priority), *costs
 
         def place() -> int:
             stuck_before_s = now_s - WRITER_TIMEOUT_S
@@ -268,17 +284,25 @@ class Arena:
             return int(left)
 
         try:
-            own = self._over_quota(row, tenant, keys, now_s)
+            absent = np.flatnonzero(self.lookup(row, keys) < 0)
+            admitted = self._eviction.admitted(row, *(c[absent] for c in (*stands, *costs)))
+            refused = absent[~admitted]
+            slots[refused] = kernels.ABSENT
+            asked_bytes = int(admitted.sum()) * float(self._t.spaces["slot_bytes"][row])
+            own = self._eviction.over_quota(tenant, asked_bytes, now_s)
             with self._section:
+                self._words[REFUSED_TOTAL] += len(refused)
                 self._evict(own, now_s)
                 left = place()
             if left:
                 gone = self._left_behind(now_s)
-                given_up = self._victims(row, left, now_s)
+                given_up = self._eviction.victims(row, left, now_s)
                 with self._section:
                     kernels.reclaim(self._t, *gone, self._per_segment)
                     self._evict(given_up, now_s)
                     place()
+            given = slots >= 0
+            self._eviction.written(row, now_s, slots[given], *(c[given] for c in stands))
         except LockBusyError as error:
             logger.warning("not all blocks are stored: %s", error)
         return np.maximum(slots, -1)
@@ -344,93 +368,10 @@ class Arena:
             with self._section:
                 kernels.reclaim(self._t, *gone, self._per_segment)
 
-    # Where it stands
-
-    def offsets(self, slots: np.ndarray) -> np.ndarray:
-        """Bytes (int64 [n]) from the start of the arena to each slot's block."""
-        wanted = self._slots(slots, least=0)
-        segment, place = np.divmod(wanted, self._per_segment)
-        stride = self._t.spaces["slot_bytes"][self.table["namespace"][wanted]].astype(np.int64)
-        start = self.geometry.data_offset + segment * self.geometry.segment_bytes
-        offsets: np.ndarray = start + place * stride
-        return offsets
-
-    def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
-        return self.base_address + self.offsets(slots)
-
-    def address(self, slot: int) -> int:
-        """Address in this process of the slot's block."""
-        return int(self.addresses(np.array([slot]))[0])
-
-    def view(self, slot: int) -> np.ndarray:
-        """The slot's block: u8 [block_bytes], shared memory itself."""
-        start = int(self.offsets(np.array([slot]))[0])
-        row = int(self.table["namespace"][slot])
-        return self._bytes[start : start + int(self._t.spaces["block_bytes"][row])]
-
-    def sums(self, slots: np.ndarray) -> np.ndarray:
-        """Checksums of published blocks of one namespace: u64 [n, layers], a copy."""
-        wanted = self._slots(slots, least=0)
-        if not len(wanted):
-            return np.zeros((0, 0), np.uint64)
-        return self._u64[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
-
-    def prefault(self) -> bool:
-        """Fill this process's page tables (about 0.1 s a GiB), so that copies do not fault."""
-        return self._file.prefault(self.base_address)
-
-    # What happened
-
-    def events(self, since_seq: int, limit: int = 4096) -> tuple[np.ndarray, int, bool]:
-        """What was stored and removed from `since_seq` on: EVENT [at most limit], next_seq, lost.
-
-        If lost, there is no such history any more (the reader is too far behind, or a process
-        died): take all from `blocks`, and go on from the number that it gives. A new reader
-        starts that way or with 0.
-        """
-        with self._section:
-            head, floor = int(self._words[EVENT_HEAD]), int(self._words[EVENT_FLOOR])
-            ring = self._t.events
-            if not max(floor, head - len(ring)) <= since_seq <= head:
-                return np.zeros(0, EVENT), head, True
-            upto = min(head, since_seq + limit)
-            found = ring[np.arange(since_seq, upto) % len(ring)]
-        return found.view(EVENT), upto, False
-
-    def blocks(self, row: int | None = None) -> tuple[np.ndarray, int]:
-        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add."""
-        with self._section:
-            wanted = self.table["state"] == READY
-            if row is not None:
-                wanted &= self.table["namespace"] == row
-            return self.table[wanted], int(self._words[EVENT_HEAD])
-
-    def stats(self) -> dict[str, Any]:
-        """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
-        return {
-            "size_bytes": self.geometry.size_bytes,
-            "huge_pages": huge_page_mode(),
-            **describe(self._t, self._clock()),
-        }
-
-    def check(self) -> list[str]:
-        """Invariants that do not hold, in words; empty if all is well."""
-        with self._section:
-            return broken_invariants(self._t, self._per_segment)
-
-    # The handle
-
-    def unlink(self) -> None:
-        """Remove the arena's name. Who has it mapped goes on; the next to come creates another."""
-        self._file.unlink()
-
     def close(self) -> None:
-        """Let go of the memory. Views that were given out keep it mapped until they are gone."""
-        if hasattr(self, "_t"):
-            self._words.release()
-            del self._t, self.table, self.state, self._bytes, self._u64, self._words
-            self._file.close()
+        if hasattr(self, "_eviction"):
+            del self._eviction, self.policy
+        super().close()
 
     def __enter__(self) -> Arena:
         return self
@@ -440,97 +381,15 @@ class Arena:
 
     # Inside
 
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self._words[NAMESPACE_COUNT]:
-            raise ValueError(f"{row} is no namespace of this arena")
-
-    def _slots(self, slots: np.ndarray, least: int = -1) -> np.ndarray:
-        wanted = np.array(slots, np.int64, order="C").reshape(-1)
-        if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
-            raise IndexError("no such slot")
-        return wanted
-
-    def _layers(self, slots: np.ndarray) -> int:
-        rows = self.table["namespace"][slots]
-        if np.any(rows != rows[0]):
-            raise ValueError("slots of more than one namespace")
-        return int(self._t.spaces["layers"][rows[0]])
-
-    def _sums_at(self, slots: np.ndarray) -> np.ndarray:
-        """Words from the start of the arena to each slot's checksums."""
-        row = int(self.table["namespace"][slots[0]])
-        return (self.offsets(slots) + sums_offset(int(self._t.spaces["block_bytes"][row]))) // 8
-
-    def _evict(self, chosen: tuple[np.ndarray, np.ndarray], now_s: float) -> None:
+    def _evict(self, chosen: Chosen, now_s: float) -> None:
         if len(chosen[0]):
             kernels.evict(self._t, *chosen, now_s, self._per_segment)
 
-    def _victims(self, row: int, need: int, now_s: float) -> tuple[np.ndarray, np.ndarray]:
-        """Slots to evict and the generations in which they were chosen. Without the lock: the
-        choice may be outdated when it is carried out, so `evict` looks at each slot again."""
-        generations = self.table["generation"].copy()
-        size = int(self._t.spaces["slot_bytes"][row])
-        with self.policy_lock:
-            chosen = victims(self.table, self._t.segments, row, size, need, now_s, self.choose)
-        return chosen, generations[chosen]
-
-    def _over_quota(
-        self, row: int, tenant: int, keys: np.ndarray, now_s: float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of the tenant's own that must go before it stores these, with generations."""
-        if tenant not in self.quotas:
-            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
-        generations = self.table["generation"].copy()
-        absent = int((self.lookup(row, keys) < 0).sum())
-        asked_bytes = absent * float(self._t.spaces["slot_bytes"][row])
-        held_bytes = float(self.table["bytes"][self.table["tenant"] == tenant].sum())
-        excess_bytes = min(asked_bytes, held_bytes + asked_bytes - self.quotas[tenant])
-        with self.policy_lock:
-            chosen = own_victims(self.table, tenant, excess_bytes, now_s, self.choose)
-        return chosen, generations[chosen]
-
-    def _left_behind(self, now_s: float) -> tuple[np.ndarray, np.ndarray]:
+    def _left_behind(self, now_s: float) -> Chosen:
         """Slots whose writers will not finish them, with generations."""
         generations = self.table["generation"].copy()
         slots = left_behind(self.table, now_s)
         return slots, generations[slots]
-
-
-class _Refused(ValueError):
-    """Raised in a section that has changed nothing."""
-
-
-class _Section:
-    """The critical section. Entering repairs what a holder left that died, or raised, inside."""
-
-    def __init__(self, arena: Arena, patience_s: float) -> None:
-        self._arena = arena
-        self._patience_s = patience_s
-
-    def __enter__(self) -> None:
-        arena = self._arena
-        arena._file.lock.acquire(self._patience_s)
-        words = arena._words
-        try:
-            if words[SECTION] % 2:
-                kernels.repair(arena._t, dead_writers(arena.table), arena._per_segment)
-                logger.warning("arena repaired: a process died inside a critical section")
-            else:
-                words[SECTION] += 1
-        except BaseException:
-            arena._file.lock.release()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        arena = self._arena
-        if kind is None or kind is _Refused:
-            arena._words[SECTION] += 1
-        arena._file.lock.release()
 
 
 def _column(values: Any, count: int, dtype: Any) -> np.ndarray:

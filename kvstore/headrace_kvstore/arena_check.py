@@ -14,6 +14,7 @@ from headrace_kvstore.arena_layout import (
     NAMESPACE_COUNT,
     NONE,
     RECLAIMED_TOTAL,
+    REFUSED_TOTAL,
     REPAIRS_TOTAL,
     STORED_TOTAL,
     Tables,
@@ -32,6 +33,7 @@ def describe(t: Tables, now_s: float) -> dict[str, Any]:
         "hits_total": HITS_TOTAL,
         "misses_total": MISSES_TOTAL,
         "reclaimed_total": RECLAIMED_TOTAL,
+        "refused_total": REFUSED_TOTAL,
         "repairs_total": REPAIRS_TOTAL,
     }
     return {

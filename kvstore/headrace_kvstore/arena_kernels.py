@@ -1,6 +1,6 @@
 """What happens inside the arena's critical sections, compiled.
 
-All but `lookup` run under the arena's lock, and a process may be killed between any two stores.
+All run under the arena's lock, and a process may be killed between any two stores.
 What makes that harmless:
 
 - The slot table is the truth, and of a record only `state` says whether the rest means anything.
@@ -13,9 +13,6 @@ What makes that harmless:
 - What may change while READY (lease, counters, pin) are single aligned fields, each valid at any
   value: at worst a lease or a count is lost.
 - An event that was not written is made up for by `repair`, which tells all readers to start over.
-
-`lookup` runs without the lock: all its loops are bounded, it writes nothing shared, and each hit is
-checked against the slot's own record; the caller notices a section in between and repeats.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from typing import Any
 import numpy as np
 from numba import njit  # type: ignore[import-untyped]
 
+from headrace_kvstore.arena_index import ABSENT, Int, find, insert, lookup, remove
 from headrace_kvstore.arena_layout import (
     DISCARDED_TOTAL,
     EVENT_FLOOR,
@@ -44,83 +42,10 @@ from headrace_kvstore.arena_layout import (
 )
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, WRITING
 
-Int = int | np.int64
-
-ABSENT = -1
 NO_ROOM = -2  # `place`: no slot was free
 STUCK = -3  # `place`: its writer has had it for longer than it may
 
 _ONE = np.uint64(1)
-_LOW = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(32)
-
-
-@njit(cache=True)
-def _mix(row: int, key: np.ndarray) -> int:
-    """64 well-mixed bits of (row, key); vLLM's hashes are uniform, others need not be."""
-    x = key[0] ^ (key[1] * np.uint64(0x9E3779B97F4A7C15))
-    x ^= (key[2] * np.uint64(0xC2B2AE3D27D4EB4F)) ^ (key[3] * np.uint64(0x165667B19E3779F9))
-    x = (x ^ (x >> np.uint64(29)) ^ np.uint64(row)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _HALF)) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-@njit(cache=True)
-def _find(t: Tables, row: int, key: np.ndarray) -> Int:
-    """The slot that holds the key in any state, or ABSENT."""
-    mask = t.buckets.size - 1
-    tag = _mix(row, key) >> _HALF
-    at = np.int64(tag) & mask
-    for _ in range(t.buckets.size):
-        entry = t.buckets[at]
-        if entry == 0:
-            return ABSENT
-        if entry >> _HALF == tag:
-            slot = np.int64(entry & _LOW) - 1
-            if slot < t.table.size:
-                record = t.table[slot]
-                stored = record.hash
-                if (
-                    record.namespace == row
-                    and stored[0] == key[0]
-                    and stored[1] == key[1]
-                    and stored[2] == key[2]
-                    and stored[3] == key[3]
-                ):
-                    return slot
-        at = (at + 1) & mask
-    return ABSENT
-
-
-@njit(cache=True)
-def _insert(t: Tables, slot: Int) -> None:
-    mask = t.buckets.size - 1
-    tag = _mix(t.table[slot].namespace, t.table[slot].hash) >> _HALF
-    at = np.int64(tag) & mask
-    while t.buckets[at] != 0:
-        at = (at + 1) & mask
-    t.buckets[at] = (tag << _HALF) | np.uint64(slot + 1)
-
-
-@njit(cache=True)
-def _remove(t: Tables, slot: Int) -> None:
-    """Take the slot out of the index, and move what had to stand behind it forward."""
-    mask = t.buckets.size - 1
-    at = np.int64(_mix(t.table[slot].namespace, t.table[slot].hash) >> _HALF) & mask
-    for _ in range(t.buckets.size):
-        if t.buckets[at] == 0:
-            return
-        if np.int64(t.buckets[at] & _LOW) == slot + 1:
-            break
-        at = (at + 1) & mask
-    hole, at = at, (at + 1) & mask
-    while t.buckets[at] != 0:
-        home = np.int64(t.buckets[at] >> _HALF) & mask
-        if (at - home) & mask >= (at - hole) & mask:
-            t.buckets[hole] = t.buckets[at]
-            hole = at
-        at = (at + 1) & mask
-    t.buckets[hole] = 0
 
 
 @njit(cache=True)
@@ -187,7 +112,7 @@ def _wipe(record: Any) -> None:
 @njit(cache=True)
 def _give_back(t: Tables, slot: Int, per_segment: int) -> None:
     """Make the slot FREE; a segment without blocks becomes nobody's."""
-    _remove(t, slot)
+    remove(t, slot)
     _wipe(t.table[slot])
     segment = slot // per_segment
     _chain(t, slot, segment)
@@ -210,16 +135,6 @@ def _announce(t: Tables, kind: int, slot: Int) -> None:
     for i in range(4):
         event.hash[i] = record.hash[i]
     t.words[EVENT_HEAD] = head + _ONE
-
-
-@njit(cache=True)
-def lookup(t: Tables, row: int, keys: np.ndarray, slots: np.ndarray) -> None:
-    """slots[i] = the READY slot of keys[i], or ABSENT. Runs without the lock."""
-    for i in range(keys.shape[0]):
-        slot = _find(t, row, keys[i])
-        if slot != ABSENT and t.table[slot].state != READY:
-            slot = ABSENT
-        slots[i] = slot
 
 
 @njit(cache=True)
@@ -285,7 +200,7 @@ def place(
     for i in range(keys.shape[0]):
         if slots[i] != NO_ROOM and slots[i] != STUCK:
             continue
-        there = _find(t, row, keys[i])
+        there = find(t, row, keys[i])
         if there != ABSENT:
             stuck = t.table[there].state == WRITING and t.table[there].stored_s < stuck_before_s
             slots[i] = STUCK if stuck else ABSENT
@@ -316,7 +231,7 @@ def place(
         record.load_s = load_s[i]
         record.rate = 0.0
         t.readers[slot] = 0
-        _insert(t, slot)
+        insert(t, slot)
         slots[i] = slot
     return left
 
@@ -410,7 +325,7 @@ def discard(t: Tables, row: int, keys: np.ndarray, per_segment: int) -> int:
     """Free the READY slots of these keys, leased or not; returns how many."""
     discarded = 0
     for i in range(keys.shape[0]):
-        slot = _find(t, row, keys[i])
+        slot = find(t, row, keys[i])
         if slot != ABSENT and t.table[slot].state == READY:
             _announce(t, REMOVED, slot)
             _give_back(t, slot, per_segment)
@@ -436,7 +351,7 @@ def clear(t: Tables, row: int, per_segment: int) -> int:
 def pin(t: Tables, row: int, keys: np.ndarray, pinned: int, done: np.ndarray) -> None:
     """Set or lift the pin of READY blocks; done[i] says whether keys[i] is one."""
     for i in range(keys.shape[0]):
-        slot = _find(t, row, keys[i])
+        slot = find(t, row, keys[i])
         done[i] = slot != ABSENT and t.table[slot].state == READY
         if done[i]:
             t.table[slot].pinned = pinned
@@ -467,14 +382,14 @@ def repair(t: Tables, dead: np.ndarray, per_segment: int) -> None:
             or row >= np.int64(t.words[NAMESPACE_COUNT])
             or (holder != NONE and holder != row)
             or slot - segment * per_segment >= _capacity(t, segment, row, per_segment)
-            or _find(t, row, record.hash) != ABSENT
+            or find(t, row, record.hash) != ABSENT
         ):
             _wipe(record)
             t.words[RECLAIMED_TOTAL] += _ONE
             continue
         t.segments[segment].namespace = row
         t.segments[segment].used += 1
-        _insert(t, slot)
+        insert(t, slot)
     for segment in range(t.segments.size):
         row = np.int64(t.segments[segment].namespace)
         if row != NONE:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ HITS_TOTAL = 7
 MISSES_TOTAL = 8
 RECLAIMED_TOTAL = 9  # slots taken back from writers that died
 REPAIRS_TOTAL = 10
+POLICY = 11  # code of the policy that evicts
+REFUSED_TOTAL = 12  # blocks that the policy held not worth writing
 
 NAMESPACE = np.dtype(
     [("digest", "u8", (2,)), ("block_bytes", "u8"), ("slot_bytes", "u8"), ("layers", "u4")],
@@ -130,9 +133,11 @@ class Geometry:
         block_bytes: int,
         layers: int,
         smallest_block_bytes: int,
-        state_bytes: int = 0,
+        state_bytes: Callable[[int, int], int] = lambda slots, size_bytes: 0,
     ) -> Geometry:
         """Cut `size_bytes` for blocks of mostly `block_bytes`, and none much under the smallest.
+
+        state_bytes: (slots, size of all) -> bytes of the policy's state.
 
         Raises ValueError if not even one block would fit.
         """
@@ -147,7 +152,8 @@ class Geometry:
         slots_per_segment = segment_bytes // slot_bytes(smallest_block_bytes, layers)
 
         def cut(segments: int) -> Geometry:
-            return cls(size_bytes, segments, segment_bytes, slots_per_segment, state_bytes)
+            state = state_bytes(segments * slots_per_segment, size_bytes)
+            return cls(size_bytes, segments, segment_bytes, slots_per_segment, state)
 
         segments = -(-size_bytes // segment_bytes)
         while segments > 1 and cut(segments).last_segment_bytes < slot:
@@ -202,8 +208,9 @@ class Geometry:
             }
         )
 
-    def format(self, tables: Tables) -> None:
-        """Fill the tables of a file that is all zeros."""
+    def format(self, tables: Tables, policy: int = 0) -> None:
+        """Fill the tables of a file that is all zeros. policy: code of the one that evicts."""
+        tables.words[POLICY] = policy
         tables.segments["bytes"] = self.segment_bytes
         tables.segments["bytes"][-1] = self.last_segment_bytes
         tables.segments["namespace"] = NONE

@@ -10,6 +10,7 @@ that stores, and stays where it is while all namespaces are used alike. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,23 +19,10 @@ from headrace_kvstore.policy.base import evictable
 from headrace_kvstore.table import FREE
 
 BATCHES = 64
+ROOMY = 16
 
-Chooser = Callable[[np.ndarray, float, int], np.ndarray]
-"""choose(table: SLOT [slots], now_s, need) -> slots to give up, at most `need`, worst first.
-
-Fewer come back when the rest may not go (not READY, leased, pinned); the arena leaves those out in
-any case. It must not write to the table.
-"""
-
-
-def least_recently_used(table: np.ndarray, now_s: float, need: int) -> np.ndarray:
-    """The default chooser: least recently used first; of one age, a leaf before its parent."""
-    slots = np.flatnonzero(evictable(table, now_s))
-    used_s = table["used_s"][slots]
-    if need < len(slots):
-        old = used_s <= np.partition(used_s, need)[need]
-        slots, used_s = slots[old], used_s[old]
-    return slots[np.lexsort((-table["depth"][slots].astype(np.int64), used_s))[:need]]
+Choose = Callable[..., np.ndarray]
+"""`Policy.choose`; slots that may not go are left out whatever it says."""
 
 
 def victims(
@@ -44,7 +32,7 @@ def victims(
     slot_bytes: int,
     need: int,
     now_s: float,
-    choose: Chooser,
+    choose: Choose,
 ) -> np.ndarray:
     """Slots to evict so that namespace `row` gets room for `need` blocks, if there is a way.
 
@@ -92,13 +80,32 @@ def _last_ranks(
 
 
 def own_victims(
-    table: np.ndarray, tenant: int, excess_bytes: float, now_s: float, choose: Chooser
+    table: np.ndarray, tenant: int, excess_bytes: float, now_s: float, choose: Choose
 ) -> np.ndarray:
     """The tenant's own slots to evict, worst first, so that it holds `excess_bytes` less."""
-    if excess_bytes <= 0.0:
+    mine = table["tenant"] == tenant
+    may_go = evictable(table, now_s) & mine
+    if excess_bytes <= 0.0 or not may_go.any():
         return np.zeros(0, np.int64)
-    ranking = np.asarray(choose(table, now_s, len(table)), np.int64)
-    mine = evictable(table, now_s) & (table["tenant"] == tenant)
-    ranking = ranking[mine[ranking]]
+    need = min(int(may_go.sum()), int(excess_bytes / table["bytes"][may_go].min()) + 1)
+    ranking = np.asarray(choose(table, now_s, need, mine), np.int64)
+    ranking = ranking[may_go[ranking]]
     freed_bytes = np.cumsum(table["bytes"][ranking])
     return ranking[: int(np.searchsorted(freed_bytes, excess_bytes)) + 1]
+
+
+def roomy(segments: np.ndarray, row: int, slot_bytes: int, per_segment: int) -> bool:
+    """Whether a sixteenth of what namespace `row` could fill is free for it without eviction."""
+    capacity = np.minimum(per_segment, segments["bytes"].astype(np.int64) // slot_bytes)
+    open_to_it = (segments["namespace"] == row) | (segments["namespace"] == NONE)
+    free = np.where(open_to_it, capacity - segments["used"], 0).sum()
+    return bool(ROOMY * free >= capacity.sum())
+
+
+def runs(heads: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> list[slice]:
+    """Where these blocks follow each other in one prefix. heads: first 8 bytes of their hashes."""
+    if not len(heads):
+        return []
+    follows = (parents[1:] == heads[:-1]) & (depths[1:] == depths[:-1] + 1)
+    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(heads)]
+    return [slice(a, b) for a, b in pairwise(cuts)]

@@ -123,6 +123,14 @@ class NodeClient:
         """Have blocks dropped whose bytes did not verify; False if there is no node to do it."""
         return self._tell(wire.ReportBad(digest, [bytes(h) for h in hashes], tier))
 
+    def pin(self, digest: bytes, hashes: Sequence[bytes]) -> bool:
+        """Have blocks kept in every tier where they are; False if there is no node to do it."""
+        return self._tell(wire.Pin(digest, [bytes(h) for h in hashes]))
+
+    def unpin(self, digest: bytes, hashes: Sequence[bytes]) -> bool:
+        """Let pinned blocks go again; False if there is no node to do it."""
+        return self._tell(wire.Pin(digest, [bytes(h) for h in hashes], pinned=False))
+
     def stats(self) -> dict[str, Any]:
         """JSON-able: the line's state, and counts."""
         with self._lock:

@@ -36,7 +36,8 @@ from headrace_kvstore.node_objects import open_tier
 from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_tiers import NodeTier
-from headrace_kvstore.node_writer import Admit, worth_writing
+from headrace_kvstore.node_writer import Admit
+from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
 from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.tiers.catalog import use_per_second
@@ -54,6 +55,8 @@ REMEMBERED_USES = 1 << 16
 """Blocks of which it is known that one request read them from NVMe."""
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that nobody asked for."""
+SAMPLE_BLOCKS = 1024
+"""Blocks in DRAM that new ones are compared with before they are written."""
 CHECK_S = 1.0
 """Between looks whether the arena was replaced."""
 
@@ -65,15 +68,15 @@ class StoreNode:
 
     Args:
         settings: what is stored where.
-        admit: which stored blocks are worth writing to NVMe.
+        admit: which stored blocks are worth writing to NVMe; None has the policy decide.
         mover: shared with others; None makes one of its own where there is an NVMe tier.
     """
 
     def __init__(
-        self, settings: NodeSettings, *, admit: Admit = worth_writing, mover: Mover | None = None
+        self, settings: NodeSettings, *, admit: Admit | None = None, mover: Mover | None = None
     ) -> None:
         self.settings = settings
-        self._admit = admit
+        self._admit = admit or self._worth_writing
         self._mover, self._owns_mover = mover, mover is None
         self._uses: OrderedDict[bytes, str] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -269,7 +272,8 @@ class StoreNode:
             return 0
         rows = np.concatenate([rows for _, rows in contents])
         owner = np.repeat(np.arange(len(contents)), [len(rows) for _, rows in contents])
-        best = np.argsort(-use_per_second(rows, time.monotonic()), kind="stable")
+        worth = [self._worth(digest, found, time.monotonic()) for digest, found in contents]
+        best = np.argsort(-np.concatenate(worth), kind="stable")
         best = best[np.cumsum(rows["bytes"][best]) <= room]
         best = best[np.argsort(rows["depth"][best], kind="stable")]
         queued = 0
@@ -466,7 +470,29 @@ class StoreNode:
     def _peers(self) -> Peers | None:
         return None if self._neighbours is None else self._neighbours.peers
 
+    def _worth(self, digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
+        """What keeping blocks on NVMe is worth: a `catalog.Value`."""
+        dram = self._dram
+        if dram is None:
+            return use_per_second(digest, rows, now_s)
+        return worth_keeping(rows, dram.arena.rates(digest, rows))
+
+    def _worth_writing(self, rows: np.ndarray, backlog: float) -> np.ndarray:
+        """Which blocks of one namespace of the arena to write: an `Admit`."""
+        dram = self._dram
+        if dram is None or not len(rows) or pressure(backlog) == 0.0:
+            return np.ones(len(rows), np.bool_)
+        row = int(rows["namespace"][0])
+        digest, now_s = dram.arena.spaces()[row].digest, time.monotonic()
+        there, _ = dram.arena.blocks(row)
+        sample = there[:: max(1, len(there) // SAMPLE_BLOCKS)]
+        others = self._worth(digest, sample, now_s) / np.maximum(sample["bytes"], 1.0)
+        return worth_writing(rows, self._worth(digest, rows, now_s), others, backlog)
+
     def _nvme_opened(self) -> None:
+        tier = self._tier()
+        if tier is not None:
+            tier.value = self._worth
         dram = self._dram
         if dram is not None:
             dram.follower.sweep_soon()

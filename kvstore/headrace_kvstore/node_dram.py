@@ -18,7 +18,7 @@ from headrace_kvstore.node_objects import ObjectWork
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_sources import NvmeSource
-from headrace_kvstore.node_tiers import NodeArena, NodeTier
+from headrace_kvstore.node_tiers import NodeTier, open_arena
 from headrace_kvstore.node_writer import Admit, WriteBehind
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.work import RemoteWork
@@ -48,7 +48,7 @@ class DramWork:
         peers: Peers | None = None,
         objects: ObjectTier | None = None,
     ) -> None:
-        self.arena = NodeArena.of(settings)
+        self.arena = open_arena(settings)
         self._mover = mover
         self._memory = self.arena.base_address, self.arena.geometry.size_bytes
         if mover is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.node_tiers import NodeTier
+from headrace_kvstore.node_tiers import NodeTier, open_tier
 from headrace_kvstore.tiers.nvme import FolderBusy, TierEvent
 
 logger = logging.getLogger("headrace.kvstore")
@@ -104,7 +104,7 @@ class TierKeeper:
     def _open(self) -> float:
         settings = self._settings
         try:
-            tier = NodeTier.of(settings, self._mover, self._on_event)
+            tier = open_tier(settings, self._mover, self._on_event)
         except FolderBusy as error:
             if self.reason != str(error):
                 logger.warning("%s; it is waited for", error)

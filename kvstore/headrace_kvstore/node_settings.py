@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headrace_kvstore.connector.settings import SettingsError, parse_bytes
+from headrace_kvstore.connector.quotas import Quotas
+from headrace_kvstore.connector.settings import (
+    SettingsError,
+    check_policy,
+    parse_bytes,
+    parse_quotas,
+)
+from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.tiers.object_format import WRITER
 from headrace_kvstore.wire import MAX_LEASE_S
 
@@ -32,6 +39,9 @@ class NodeSettings:
         name: of the arena, as in the engines' settings.
         dram_bytes, block_bytes, layers: the arena's size and cut if this process makes it.
         folder: where shared memory is mounted.
+        policy: what evicts from the arena, if this process makes it.
+        quotas: what tenants may hold there; given as `quotas`, sizes by cache salt, and
+            `default_quota`.
         keep_arena: leave the arena when the node ends, for engines and the next node.
         nvme_folder: on a local disk; None for a node without an NVMe tier.
         nvme_bytes: what its files may take.
@@ -67,6 +77,8 @@ class NodeSettings:
     block_bytes: int = 2**20
     layers: int = 32
     folder: Path = Path("/dev/shm")
+    policy: str = policies.DEFAULT
+    quotas: Quotas = field(default_factory=Quotas)
     keep_arena: bool = False
     nvme_folder: Path | None = None
     nvme_bytes: int = 16 * 2**30
@@ -104,9 +116,11 @@ class NodeSettings:
         Raises:
             SettingsError: an unknown or impossible value.
         """
-        known = {each.name for each in fields(cls)}
-        read: dict[str, Any] = {}
-        for name, value in values.items():
+        known = {f.name for f in fields(cls)} | {"default_quota"}
+        rest = dict(values)
+        quotas = parse_quotas(rest.pop("quotas", None), rest.pop("default_quota", None))
+        read: dict[str, Any] = {"quotas": quotas}
+        for name, value in rest.items():
             if name not in known:
                 raise SettingsError(f"{name}: is unknown; give one of {', '.join(sorted(known))}")
             if name in _SIZES:
@@ -126,6 +140,7 @@ class NodeSettings:
             raise SettingsError(
                 f"name: is {self.name!r}; give letters, digits, '.', '_' and '-', 200 at most"
             )
+        check_policy(self.policy)
         for name in ("keep_arena", "warm"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingsError(f"{name}: is {getattr(self, name)!r}; give true or false")

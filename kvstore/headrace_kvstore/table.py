@@ -4,6 +4,7 @@ The arena writes these rows and the eviction policy reads them, so this file imp
 either. Seconds are of time.monotonic(), one clock for all processes of a machine.
 """
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,6 +68,13 @@ def pack_hashes(hashes: Sequence[bytes] | np.ndarray) -> np.ndarray:
     if len(raw) != HASH_BYTES * len(hashes):
         raise ValueError(f"a block hash has at most {HASH_BYTES} bytes")
     return np.frombuffer(raw, np.uint64).reshape(-1, 4)
+
+
+def tenant_number(salt: str) -> int:
+    """A tenant in the slot table: 0 for none, else 32 bits of its cache salt's hash."""
+    if not salt:
+        return 0
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=4).digest()) or 1
 
 
 def hash_word(block_hash: bytes) -> int:

@@ -314,3 +314,31 @@ def test_a_process_is_known_by_number_and_start() -> None:
         time.sleep(0.001)
     end(child)
     assert process_started_s(child) is None
+
+
+def test_a_process_killed_inside_the_policy_leaves_it_of_use(tmp_path: Path) -> None:
+    """It had the lock, and had written anything into the state."""
+
+    def open_() -> Arena:
+        return Arena.create_or_attach(
+            "big", 32 << 20, folder=tmp_path, block_bytes=BLOCK, layers=LAYERS
+        )
+
+    arena = open_()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+
+    def die() -> None:
+        with open_().policy as policy:
+            for table in (policy._prompts, policy._blocks, policy._exposure_s, policy._serial):
+                table.view(np.uint8)[:] = 0xF3
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = fork(die)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    for first in range(0, KEYS, 20):
+        assert arena.prompted(row, HASHES[first : first + 20])
+        slots = write(arena, row, list(range(first, first + 20)))
+        assert (slots >= 0).all()
+    chosen = arena.policy.policy.choose(arena.table, time.monotonic(), 20)
+    assert chosen.shape == (0,)  # all are being written yet
+    arena.close()

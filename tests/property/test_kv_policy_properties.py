@@ -22,8 +22,8 @@ MAKERS = {
     "lru": lambda n: LRU(),
     "lfu": lambda n: LFU(np.zeros(n)),
     "priority": lambda n: Priority(),
-    "s3fifo": S3FIFO.create,
-    "cost_aware": lambda n: CostAware(np.zeros(1, state_dtype(n, 8, 64))),
+    "s3-fifo": S3FIFO.create,
+    "cost-aware": lambda n: CostAware(np.zeros(1, state_dtype(n, 8, 64))),
 }
 
 seconds = st.sampled_from([0.0, 1.0, 50.0, 99.0, 100.0, 101.0, 5000.0])

@@ -72,10 +72,12 @@ class Engine:
         )
         self.row = self.arena.namespace(DIGEST, SHAPE.payload_bytes, SHAPE.layers)
 
-    def put(self, *numbers: int, tenant: int = 0) -> list[bool]:
+    def put(self, *numbers: int, tenant: int = 0, compute_s: float = 0.0) -> list[bool]:
         """Store blocks; which were taken."""
         parents = [hash_word(key(number - 1)) if number else 0 for number in numbers]
-        slots = self.arena.reserve(self.row, keys(*numbers), parents, numbers, tenant=tenant)
+        slots = self.arena.reserve(
+            *(self.row, keys(*numbers), parents, numbers), tenant=tenant, compute_s=compute_s
+        )
         for number, slot in zip(numbers, slots.tolist(), strict=True):
             if slot >= 0:
                 self.arena.view(slot)[:] = content(number)

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.node import StoreNode
-from headrace_kvstore.node_writer import CALM, worth_writing
+from headrace_kvstore.node_writer import CALM, Admit, worth_writing
 from headrace_kvstore.table import SLOT
 from tests.support.kvnode import (
     DIGEST,
@@ -43,9 +43,9 @@ def disk() -> Iterator[HangingMover]:
 def begin(tmp_path: Path, disk: HangingMover) -> Iterator[Begin]:
     made: list[tuple[StoreNode, Engine]] = []
 
-    def start(**values: Any) -> tuple[StoreNode, Engine]:
+    def start(admit: Admit | None = None, **values: Any) -> tuple[StoreNode, Engine]:
         given = settings(tmp_path, close_s=1.0, **values)
-        node = StoreNode(given, mover=disk).start()
+        node = StoreNode(given, admit=admit, mover=disk).start()
         made.append((node, Engine(given)))
         until(lambda: node._tier() is not None)
         return made[-1]
@@ -105,7 +105,10 @@ def test_the_backlog_is_bounded_and_what_it_drops_is_written_later(
 
 def test_used_blocks_are_taken_while_others_are_refused(begin: Begin, disk: HangingMover) -> None:
     node, engine = begin(
-        writing_bytes=SHAPE.payload_bytes, backlog_bytes=10 * SHAPE.payload_bytes, sweep_s=60.0
+        worth_writing,
+        writing_bytes=SHAPE.payload_bytes,
+        backlog_bytes=10 * SHAPE.payload_bytes,
+        sweep_s=60.0,
     )
     disk.hangs = "WRITE"
     engine.put(0)
@@ -119,6 +122,26 @@ def test_used_blocks_are_taken_while_others_are_refused(begin: Begin, disk: Hang
     assert dram is not None
     dram.writer.offer(engine.row, keys(20, 21))
     assert writing(node)["backlog_blocks"] == 7
+    disk.let_go()
+    until(lambda: len(node.locate(DIGEST, keys(21), 0.0)) == 1)
+    assert node.quiesce(20) and node.locate(DIGEST, keys(20), 0.0) == []
+
+
+def test_a_disk_behind_its_work_takes_what_saves_more(begin: Begin, disk: HangingMover) -> None:
+    """Both blocks are as new; one takes longer to compute."""
+    node, engine = begin(
+        writing_bytes=SHAPE.payload_bytes, backlog_bytes=10 * SHAPE.payload_bytes, sweep_s=60.0
+    )
+    disk.hangs = "WRITE"
+    engine.put(0)
+    until(lambda: writing(node)["writing_bytes"] > 0)
+    engine.put(*range(1, 10), compute_s=1.0)
+    until(lambda: writing(node)["backlog_blocks"] >= 6)
+    waiting = writing(node)["backlog_blocks"]
+    engine.put(20, compute_s=0.1)
+    until(lambda: writing(node).get("refused", 0) > 0)
+    engine.put(21, compute_s=2.0)
+    until(lambda: writing(node)["backlog_blocks"] > waiting)
     disk.let_go()
     until(lambda: len(node.locate(DIGEST, keys(21), 0.0)) == 1)
     assert node.quiesce(20) and node.locate(DIGEST, keys(20), 0.0) == []

@@ -88,7 +88,7 @@ def test_a_segment_in_use_stays_even_if_it_is_worth_least() -> None:
 def test_without_a_policy_recent_and_used_blocks_are_worth_more() -> None:
     rows = np.zeros(3, [("hits", "u4"), ("used_s", "f8")])
     rows["hits"], rows["used_s"] = [0, 0, 5], [10, 90, 90]
-    old, recent, used = use_per_second(rows, 100.0)
+    old, recent, used = use_per_second(b"", rows, 100.0)
     assert old < recent < used
 
 

@@ -12,7 +12,6 @@ from headrace_kvstore.policy import (
     CostAware,
     Policy,
     Priority,
-    TenantQuotas,
     block_keys,
     evictable,
     slot_keys,
@@ -59,6 +58,12 @@ class Store:
         block_of = {s: b for b, s in self.slot.items()}
         return [block_of[s] for s in self.policy.choose(self.table, now_s, need).tolist()]
 
+    def give_up(self, need: int, now_s: float = NOW_S) -> list[int]:
+        """As `choose`, and the policy hears that they go."""
+        chosen = self.choose(need, now_s)
+        self.policy.given_up(self.table, np.array([self.slot[b] for b in chosen], np.int64))
+        return chosen
+
     def drop(self, block: int) -> None:
         self.table[self.slot.pop(block)] = np.zeros((), SLOT)
 
@@ -71,8 +76,8 @@ MAKERS = {
     "lru": lambda n: LRU(),
     "lfu": lambda n: LFU(np.zeros(n)),
     "priority": lambda n: Priority(),
-    "s3fifo": S3FIFO.create,
-    "cost_aware": lambda n: CostAware(np.zeros(1, state_dtype(n, 64, 512))),
+    "s3-fifo": S3FIFO.create,
+    "cost-aware": lambda n: CostAware(np.zeros(1, state_dtype(n, 64, 512))),
 }
 
 
@@ -105,6 +110,15 @@ def test_a_block_being_written_stays_and_an_empty_table_gives_nothing(store: Sto
     store.prompt([1], 0.0)
     store.table["state"][store.slot[1]] = WRITING
     assert store.choose(4) == []
+
+
+def test_a_choice_is_among_those_given(store: Store) -> None:
+    store.prompt([1, 2], 0.0)
+    store.prompt([5, 6], 1.0)
+    mine = np.zeros(16, np.bool_)
+    mine[[store.slot[5], store.slot[6]]] = True
+    chosen = store.policy.choose(store.table, NOW_S, 4, mine).tolist()
+    assert chosen == [store.slot[6], store.slot[5]]
 
 
 def test_no_more_than_asked_for(store: Store) -> None:
@@ -166,7 +180,7 @@ def test_priority_comes_before_recency() -> None:
 
 
 def test_s3fifo_passes_over_what_was_used_and_lets_a_scan_go() -> None:
-    store = Store(MAKERS["s3fifo"], slots=8)  # a tenth is none: the small queue gives first
+    store = Store(MAKERS["s3-fifo"], slots=8)  # a tenth is none: the small queue gives first
     store.prompt([1], 0.0)
     store.prompt([1], 1.0)
     for scan in (2, 3, 4):
@@ -175,9 +189,9 @@ def test_s3fifo_passes_over_what_was_used_and_lets_a_scan_go() -> None:
 
 
 def test_s3fifo_remembers_what_left_the_small_queue() -> None:
-    store = Store(MAKERS["s3fifo"], slots=8)  # a tenth is none: the small queue gives first
+    store = Store(MAKERS["s3-fifo"], slots=8)  # a tenth is none: the small queue gives first
     store.prompt([1], 0.0)
-    assert store.choose(1) == [1]
+    assert store.give_up(1) == [1]
     store.drop(1)
     store.prompt([1], 1.0)
     for later in (2, 3):
@@ -225,7 +239,7 @@ def test_cost_aware_gives_up_a_chat_whose_time_has_passed() -> None:
 
 
 def test_cost_aware_prefers_what_costs_more_to_compute() -> None:
-    store = Store(MAKERS["cost_aware"])
+    store = Store(MAKERS["cost-aware"])
     store.prompt([1], 0.0)
     store.prompt([2], 0.0)
     store.table["compute_s"][store.slot[1]] = 0.5
@@ -235,7 +249,7 @@ def test_cost_aware_prefers_what_costs_more_to_compute() -> None:
 
 
 def test_cost_aware_keeps_a_beginning_that_many_share() -> None:
-    store = Store(MAKERS["cost_aware"])
+    store = Store(MAKERS["cost-aware"])
     for i in range(5):
         store.prompt([1, 2, 10 + i], float(i))
     store.prompt([50, 51, 52], 6.0)
@@ -243,7 +257,7 @@ def test_cost_aware_keeps_a_beginning_that_many_share() -> None:
 
 
 def test_cost_aware_drops_the_branch_that_a_chat_has_left() -> None:
-    store = Store(MAKERS["cost_aware"])
+    store = Store(MAKERS["cost-aware"])
     store.prompt([1, 2, 3], 0.0)
     store.prompt([1, 2, 4], 1.0)  # the last message edited
     store.prompt([7, 8], 1.0)
@@ -253,12 +267,52 @@ def test_cost_aware_drops_the_branch_that_a_chat_has_left() -> None:
 def test_cost_aware_refuses_what_is_worth_less_than_the_room_it_takes() -> None:
     store = taught()
     store.prompt([1, 2, 3, 4], 5000.0)
-    store.choose(4, 5040.0)  # room costs what a chat is worth
+    store.choose(4, 5040.0)
+    assert store.policy.price == 0.0  # a choice that nobody carries out costs nothing
+    store.give_up(4, 5040.0)  # room costs what a chat is worth
     scan = store.policy.prompt(keys(list(range(900, 930))), 5040.0)
     one = np.ones(30)
     assert store.policy.admit(scan, 0.05 * one, 0.005 * one, 1e6 * one) == 0
     assert store.policy.admit(scan, 50.0 * one, 0.005 * one, 1e6 * one) == 30
     assert store.policy.admit(0, 0.05 * one, 0.005 * one, 1e6 * one) == 30  # nothing known
+    later = store.policy.prompt(keys(list(range(800, 830))), 5640.0)  # what is stored has aged
+    assert store.policy.admit(later, 0.05 * one, 0.005 * one, 1e6 * one) == 30
+
+
+def test_cost_aware_writes_what_nobody_knows_the_cost_of() -> None:
+    store = taught()
+    store.prompt([1, 2, 3, 4], 5000.0)
+    store.give_up(4, 5040.0)
+    scan = store.policy.prompt(keys(list(range(900, 930))), 5040.0)
+    assert store.policy.admit(scan, np.zeros(30), np.zeros(30), np.full(30, 1e6)) == 30
+
+
+def test_cost_aware_takes_unknown_costs_for_those_of_others() -> None:
+    store = Store(MAKERS["cost-aware"])
+    for block in (1, 2, 3):
+        store.prompt([block], 0.0)
+    store.table["compute_s"][store.slot[1]] = 0.0
+    store.table["compute_s"][store.slot[2]] = 0.5
+    assert store.choose(3, 10.0) == [3, 1, 2]
+
+
+def test_cost_aware_knows_a_block_by_the_prompt_that_passed_it() -> None:
+    store = Store(MAKERS["cost-aware"])
+    ticket = store.prompt([1, 2, 3], 0.0)
+    assert store.policy.ticket(keys([9, 3])) == ticket
+    assert store.policy.ticket(keys([9])) == 0
+    store.prompt([5], 1.0)
+    assert store.policy.ticket(keys([5, 3])) == ticket + 1
+
+
+def test_cost_aware_knows_nothing_of_a_slot_that_holds_another_block_by_now() -> None:
+    store = Store(MAKERS["cost-aware"])
+    store.prompt([1], 0.0)
+    store.prompt([1], 1.0)
+    store.prompt([2], 900.0)
+    store.table["generation"][store.slot[1]] += 1  # stored by a process that could not tell
+    store.table["used_s"][store.slot[1]] = NOW_S
+    assert store.choose(1) == [2]
 
 
 def test_cost_aware_state_may_be_handed_on() -> None:
@@ -276,36 +330,3 @@ def test_cost_aware_state_may_be_handed_on() -> None:
 def test_cost_aware_wants_sane_sizes() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         state_dtype(4, 16, 12)
-
-
-def shared_by_two(quota_bytes: dict[int, float]) -> Store:
-    """Tenant 7 holds 1 to 4, used long ago; tenant 8 holds 11 to 14. 1 MB a block."""
-    store = Store(lambda n: TenantQuotas(LRU(), quota_bytes))
-    store.prompt([1, 2, 3, 4], 0.0)
-    store.prompt([11, 12, 13, 14], 1.0)
-    store.table["tenant"][[store.slot[b] for b in (1, 2, 3, 4)]] = 7
-    store.table["tenant"][[store.slot[b] for b in (11, 12, 13, 14)]] = 8
-    return store
-
-
-def test_a_tenant_above_its_quota_gives_up_the_excess_first() -> None:
-    assert shared_by_two({8: 2e6}).choose(3) == [14, 13, 4]
-
-
-def test_half_a_block_too_much_is_one_block() -> None:
-    assert shared_by_two({8: 3.5e6}).choose(2) == [14, 4]
-
-
-def test_at_the_quota_nobody_gives_up_more_than_others() -> None:
-    assert shared_by_two({8: 4e6}).choose(2) == [4, 3]
-
-
-def test_the_tenant_furthest_above_comes_first_and_need_is_kept() -> None:
-    assert shared_by_two({7: 3e6, 8: 1e6}).choose(2) == [14, 13]
-    assert shared_by_two({7: 3e6, 8: 1e6}).choose(0) == []
-
-
-def test_a_tenant_without_a_quota_may_have_the_default() -> None:
-    store = shared_by_two({})
-    limited = TenantQuotas(LRU(), {7: 9e6}, default_bytes=3e6)
-    assert limited.choose(store.table, NOW_S, 1).tolist() == [store.slot[14]]

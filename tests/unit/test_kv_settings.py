@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from headrace_kvstore.connector.settings import SettingsError, StoreSettings, parse_bytes
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.table import tenant_number
 
 
 def test_nothing_given_is_a_whole_configuration() -> None:
@@ -42,3 +45,29 @@ def test_sizes(text: Any, size: int) -> None:
 def test_a_wrong_value_is_named(field: str, value: Any) -> None:
     with pytest.raises(SettingsError, match=rf"kv_connector_extra_config\.{field}: .*; give "):
         StoreSettings.parse({field: value})
+
+
+def test_quotas_are_sizes_by_cache_salt() -> None:
+    given = StoreSettings.parse({"quotas": {"acme": "1GiB", "b": 5}, "default_quota": "2MiB"})
+    assert given.quotas.options == {
+        "quotas": {tenant_number("acme"): 2**30, tenant_number("b"): 5},
+        "default_quota": 2**21,
+    }
+    assert StoreSettings.parse({}).quotas.options == {"quotas": {}, "default_quota": None}
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ({"quotas": 5}, "quotas: is 5; give sizes by cache salt"),
+        ({"quotas": {"": 5}}, "quotas: is"),
+        ({"quotas": {"acme": "much"}}, "quotas.acme: is 'much'"),
+        ({"default_quota": 0}, "default_quota: is 0"),
+        ({"policy": "mru"}, "policy: is 'mru'; give one of lru, lfu, s3-fifo, priority"),
+    ],
+)
+def test_wrong_quotas_and_policies_are_refused(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        StoreSettings.parse(extra)
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        NodeSettings.parse(extra)

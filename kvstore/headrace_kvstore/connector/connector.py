@@ -37,6 +37,7 @@ from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_lay
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.identity import device_identity, engine_namespace
+from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.price import Price
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
@@ -122,6 +123,8 @@ class HeadraceConnector(KVConnectorBase_V1):
             folder=self._settings.folder,
             block_bytes=self._block_bytes,
             layers=self._layers,
+            policy=self._settings.policy,
+            **self._settings.quotas.options,
         )
         parallel = vllm_config.parallel_config
         ranks = range(parallel.tensor_parallel_size)
@@ -135,6 +138,7 @@ class HeadraceConnector(KVConnectorBase_V1):
         self._reporter = Reporter()
         self._scheduler: SchedulerHalf | None = None
         self._price: Price | None = None
+        self._learner: PromptLearner | None = None
         self._node: NodeTiers | None = None
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -143,8 +147,10 @@ class HeadraceConnector(KVConnectorBase_V1):
             alone = len(rows) == 1 and self._settings.node and self._settings.load
             self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
             block_tokens = vllm_config.cache_config.block_size
-            if self._node is not None and self._settings.priced:
-                self._price = Price(block_tokens, self._layers)
+            self._price = Price(block_tokens, self._layers)
+            priced = self._node is not None and self._settings.priced
+            if self._arena.policy.learns:
+                self._learner = PromptLearner(self._arena, rows)
             self._scheduler = SchedulerHalf(
                 ArenaIndex(self._arena, rows, self._settings.lease_s),
                 block_tokens,
@@ -152,8 +158,11 @@ class HeadraceConnector(KVConnectorBase_V1):
                 save=self._settings.save,
                 slow=self._node,
                 most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
-                price=self._price,
+                price=self._price if priced else None,
                 window_tokens=self._codec.window_tokens,
+                block_bytes=self._block_bytes,
+                costs=self._price,
+                prompted=self._learner.prompted if self._learner is not None else None,
             )
             self._workers = len(rows)
             self._ended: dict[int, int] = {}
@@ -307,6 +316,8 @@ class HeadraceConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._learner is not None:
+            self._learner.close()
         if self._node is not None:
             self._node.close()
         self._arena.close()

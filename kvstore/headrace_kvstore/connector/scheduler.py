@@ -22,13 +22,14 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
 from headrace_kvstore.connector.pace import Pace
 from headrace_kvstore.connector.price import Price, Run, pairs
+from headrace_kvstore.policy.costs import Costs, block_seconds
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -100,6 +101,7 @@ class Save:
         parents: the hash of the block before each; empty for a root.
         depths: how many blocks stand before each.
         tenant: the request's cache salt.
+        compute_s, load_s: predicted seconds to compute each, and to load it from DRAM.
     """
 
     blocks: list[int]
@@ -107,6 +109,8 @@ class Save:
     parents: list[bytes]
     depths: list[int]
     tenant: str = ""
+    compute_s: list[float] | float = 0.0
+    load_s: list[float] | float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,9 @@ class SchedulerHalf:
         price: decides how much of what they offer is taken; None takes it all.
         window_tokens: of a prompt, at its end, that are computed whatever the store holds: what a
             lossy codec should not touch.
+        block_bytes: bytes a block.
+        costs: predicts what blocks take to compute and to load, for the eviction policy.
+        prompted: told of each new prompt's full blocks, root first; must not wait.
 
     Attributes:
         counts: blocks by what became of them, since the start.
@@ -176,6 +183,9 @@ class SchedulerHalf:
         most_slow: int = 1024,
         price: Price | None = None,
         window_tokens: int = 0,
+        block_bytes: int = 1 << 20,
+        costs: Costs | None = None,
+        prompted: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         self._index = index
         self._slow, self._most_slow, self._price = slow, most_slow, price
@@ -183,8 +193,9 @@ class SchedulerHalf:
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, list[bytes]] = {}
         self._taken: dict[str, _Taken] = {}
-        self._block_tokens = block_tokens
         self._pace = Pace(block_tokens)
+        self._block_tokens, self._block_bytes = block_tokens, block_bytes
+        self._costs, self._prompted = costs, prompted
         self._loads, self._saves = load, save
         self._pool: BlockPool | None = None
         self._requests: dict[str, _Request] = {}
@@ -283,6 +294,12 @@ class SchedulerHalf:
     def added(self, request: Any) -> None:
         """A request has come; its blocks become known when it is scheduled."""
         self._requests[request.request_id] = _Request(request)
+        # A request whose prefill was remote has been seen by the engine that did it.
+        transfer = getattr(request, "kv_transfer_params", None) or {}
+        if self._prompted is not None and not transfer.get("do_remote_prefill"):
+            hashes = [bytes(h) for h in request.block_hashes]
+            if hashes:
+                self._prompted(hashes)
 
     def step(self, output: Any) -> Work:
         """What the worker half does beside the step that vLLM has just put together.
@@ -359,12 +376,17 @@ class SchedulerHalf:
         ]
         if not places:
             return
+        compute_s, load_s = block_seconds(
+            self._costs, places, self._block_tokens, self._block_bytes
+        )
         save = Save(
             blocks=[known.blocks[i] for i in places],
             hashes=[names[i - first] for i in places],
             parents=[bytes(hashes[i - 1]) if i else b"" for i in places],
             depths=places,
             tenant=request.cache_salt or "",
+            compute_s=compute_s,
+            load_s=load_s,
         )
         self._pool.touch([self._pool.blocks[block] for block in save.blocks])
         self._saving.update(save.hashes)

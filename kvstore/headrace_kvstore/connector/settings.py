@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from headrace_kvstore.codec import CODECS
+from headrace_kvstore.connector.quotas import Quotas
+from headrace_kvstore.policy import shared as policies
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -35,6 +37,9 @@ class StoreSettings:
         codec: how blocks are stored: raw is exact; fp8 and int4 are not, and shared only with
             engines that say the same.
         priced: load from below DRAM only what is predicted to take fewer seconds than computing.
+        policy: what evicts from the arena; whoever makes it decides.
+        quotas: what tenants may hold there; given as `quotas`, sizes by cache salt, and
+            `default_quota`.
     """
 
     name: str = "headrace-kv"
@@ -50,6 +55,8 @@ class StoreSettings:
     node_timeout_s: float = 0.25
     priced: bool = True
     codec: str = "raw"
+    policy: str = policies.DEFAULT
+    quotas: Quotas = field(default_factory=Quotas)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> StoreSettings:
@@ -65,11 +72,12 @@ class StoreSettings:
 
     @classmethod
     def _read(cls, extra: Mapping[str, Any]) -> StoreSettings:
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} | {"default_quota"}
         for key in extra:
             if key not in known:
                 raise _wrong(key, "is unknown", f"one of {', '.join(sorted(known))}")
         values = dict(extra)
+        values["quotas"] = parse_quotas(values.get("quotas"), values.pop("default_quota", None))
         for name in {"dram_bytes", "staging_bytes"} & set(values):
             values[name] = parse_bytes(name, values[name])
         if "folder" in values:
@@ -83,6 +91,7 @@ class StoreSettings:
             raise _wrong("codec", f"is {self.codec!r}", f"one of {', '.join(CODECS)}")
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.-]{1,200}", self.name):
             raise _wrong("name", f"is {self.name!r}", "letters, digits, '.', '_' and '-'")
+        check_policy(self.policy)
         for name in ("load", "save", "node", "priced"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, f"is {getattr(self, name)!r}", "true or false")
@@ -112,6 +121,28 @@ def parse_bytes(name: str, value: Any) -> int:
         if match and match[2] in _UNITS and float(match[1]) > 0:
             return int(float(match[1]) * _UNITS[match[2]])
     raise _wrong(name, f"is {value!r}", right)
+
+
+def parse_quotas(by_salt: Any, default: Any) -> Quotas:
+    """The settings `quotas` and `default_quota`, each None where it is not given.
+
+    Raises:
+        SettingsError: no mapping of salts to sizes, or no size.
+    """
+    if by_salt is None:
+        by_salt = {}
+    if not isinstance(by_salt, Mapping) or not all(
+        isinstance(salt, str) and salt for salt in by_salt
+    ):
+        raise _wrong("quotas", f"is {by_salt!r}", 'sizes by cache salt, as {"tenant": "2GiB"}')
+    sizes = {salt: parse_bytes(f"quotas.{salt}", size) for salt, size in by_salt.items()}
+    return Quotas(sizes, None if default is None else parse_bytes("default_quota", default))
+
+
+def check_policy(name: Any) -> None:
+    """Raises SettingsError for an eviction policy that there is not."""
+    if name not in policies.KINDS:
+        raise _wrong("policy", f"is {name!r}", f"one of {', '.join(policies.KINDS)}")
 
 
 def _number(value: Any) -> bool:

@@ -10,7 +10,6 @@ way, for `price`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import threading
@@ -27,7 +26,7 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.pipeline import MAX_DEPTH, DepthFit, LayerPipeline, LayerSource
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.settings import StoreSettings
-from headrace_kvstore.table import hash_word
+from headrace_kvstore.table import hash_word, tenant_number
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -285,6 +284,8 @@ class WorkerHalf:
             [hash_word(parent) for parent in save.parents],
             save.depths,
             tenant=tenant_number(save.tenant),
+            compute_s=np.array(save.compute_s),
+            load_s=np.array(save.load_s),
         )
         given = slots >= 0
         slots = slots[given]
@@ -353,13 +354,6 @@ class _StepSource:
     def end(self, layer: int) -> None:
         for _, part in self.parts:
             part.end(layer)
-
-
-def tenant_number(salt: str) -> int:
-    """A tenant in the slot table: 0 for none, else 32 bits of its cache salt's hash."""
-    if not salt:
-        return 0
-    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=4).digest()) or 1
 
 
 def _be_nice() -> None:

@@ -4,7 +4,6 @@ from headrace_kvstore.policy.base import Policy, block_keys, evictable, parent_k
 from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.policy.frequency import LFU
 from headrace_kvstore.policy.priority import Priority
-from headrace_kvstore.policy.quota import TenantQuotas
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.s3fifo import S3FIFO
 
@@ -15,7 +14,6 @@ __all__ = [
     "CostAware",
     "Policy",
     "Priority",
-    "TenantQuotas",
     "block_keys",
     "evictable",
     "parent_keys",

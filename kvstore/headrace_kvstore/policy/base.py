@@ -2,11 +2,12 @@
 
 A policy reads the slot table (`table.SLOT`) and arrays of its own that it is handed; it reads no
 clock, does no I/O and starts no thread, so every process that maps the arena can evict, and the
-simulator replays the code that production runs. Its caller holds the arena's `policy_lock`.
+simulator replays the code that production runs. Its caller sees to it that one process at a time is
+inside (`shared.SharedPolicy`).
 
 A prompt's life, as a policy sees it: `prompt` (its block keys are known), `touched` for the run of
 blocks that was found, `admit` for the rest (what is worth writing), `touched` again for the blocks
-that were written. When room is short: `choose`.
+that were written. When room is short: `choose`, then `given_up` for those that really go.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ Table = NDArray[np.void]
 Slots = NDArray[np.int64]
 """Indices into a table."""
 
+Mask = NDArray[np.bool_]
+"""bool (slots,)."""
+
 Keys = NDArray[np.uint64]
 """Block keys as policies use them: `block_keys`."""
+
+AGED_S = 600.0
 
 _HASH_OFFSET = SLOT.fields["hash"][1]  # type: ignore[index]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two namespaces share an addend
@@ -38,9 +44,10 @@ def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) ->
     return np.asarray(head, dtype=np.uint64) ^ offset
 
 
-def slot_keys(table: Table) -> Keys:
-    """`block_keys` of every slot."""
-    return block_keys(table["namespace"], table.getfield(np.dtype("<u8"), _HASH_OFFSET))
+def slot_keys(table: Table, namespace: int | None = None) -> Keys:
+    """`block_keys` of every slot; of the given namespace's row instead of the slots' own."""
+    owner = table["namespace"] if namespace is None else namespace
+    return block_keys(owner, table.getfield(np.dtype("<u8"), _HASH_OFFSET))
 
 
 def parent_keys(table: Table) -> Keys:
@@ -57,11 +64,19 @@ class Policy:
     """Base of the policies: learns nothing, admits everything; only `choose` must be given."""
 
     name = ""
+    learns = False
+    """Whether `prompt`, `ticket`, `admit` and `touched` do anything."""
 
     def prompt(self, keys: Keys, now_s: float) -> int:
         """A prompt arrived whose full blocks have these keys, root first.
 
         Returns a ticket that `touched` and `admit` take, 0 where the policy keeps no history.
+        """
+        return 0
+
+    def ticket(self, keys: Keys) -> int:
+        """The ticket of the prompt that passed one of these blocks last, the first one known of
+        counting; 0 if all are forgotten.
         """
         return 0
 
@@ -84,10 +99,41 @@ class Policy:
         have just been written. The caller has set the table's own fields already.
         """
 
-    def choose(self, table: Table, now_s: float, need: int) -> Slots:
-        """Up to `need` slots to give up, worst first; all of them go, or a leading part.
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
+        """Up to `need` slots to give up, worst first, only such that are `among`, if that is given.
 
         Fewer come back when the rest is leased, pinned or being written. A block never comes
         before one that needs it, unless the latter is given up too.
         """
         raise NotImplementedError
+
+    def given_up(self, table: Table, slots: Slots) -> None:
+        """These slots of the last choice are what room was made with, worst first: what room costs
+        is learned from them, and from no other choice.
+        """
+
+    def rates(self, keys: Keys, rows: Table, now_s: float) -> NDArray[np.float64]:
+        """Hits per second to expect of blocks, here or in another tier: float64 (n,).
+
+        Reads only, and may be called by who is not inside. rows: SLOT (n,), of which `used_s`,
+        `stored_s` and `hits` count. Where nothing is learned, blocks used often and lately have
+        the highest.
+        """
+        return proven_rate(rows, now_s) + 1.0 / (
+            AGED_S + np.maximum(0.0, now_s - rows["used_s"].astype(np.float64))
+        )
+
+    def repair(self, table: Table, now_s: float) -> None:
+        """Make sense of the policy's own arrays, whatever bytes they hold."""
+
+
+def proven_rate(rows: Table, now_s: float) -> NDArray[np.float64]:
+    """Hits per second since each block was stored, as if it had been so for `AGED_S` at least."""
+    age_s = np.maximum(0.0, now_s - rows["stored_s"].astype(np.float64))
+    return np.asarray(rows["hits"] / (AGED_S + age_s), np.float64)
+
+
+def candidates(table: Table, now_s: float, among: Mask | None) -> Mask:
+    """`evictable` slots `among` those given."""
+    may_go = evictable(table, now_s)
+    return may_go if among is None else may_go & among

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kvstore.policy.base import Policy, Slots, Table
+from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
 from headrace_kvstore.policy.tree import Forest, worst_first
 
 
@@ -21,6 +21,7 @@ class LFU(Policy):
     """
 
     name = "lfu"
+    learns = True
 
     def __init__(self, since_s: np.ndarray, half_life_s: float = 600.0) -> None:
         if not half_life_s > 0:
@@ -33,11 +34,15 @@ class LFU(Policy):
         decayed: np.ndarray = table["rate"][slots] * np.exp2(-age / self._half_life_s)
         return decayed
 
+    def repair(self, table: Table, now_s: float) -> None:
+        self._since_s[~((self._since_s >= 0.0) & (self._since_s <= now_s))] = 0.0
+        table["rate"][~np.isfinite(table["rate"])] = 0.0
+
     def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
         before = self._now(table, slots, now_s) if hit else 0.0
         table["rate"][slots] = before + 1.0 / self._half_life_s
         self._since_s[slots] = now_s
 
-    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
         score = self._now(table, slice(None), now_s).astype(np.float64)
-        return worst_first(table, Forest(table), score, now_s, need)
+        return worst_first(table, Forest(table), score, now_s, need, among)

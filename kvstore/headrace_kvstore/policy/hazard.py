@@ -93,7 +93,7 @@ def best_rate(hazard: Floats) -> Floats:
     """
     width = np.diff(AGE_EDGES_S)
     passed = np.exp(-hazard * width)
-    held = (1.0 - passed) / hazard
+    held = -np.expm1(-hazard * width) / hazard
     best = np.zeros_like(hazard)
     for a in range(AGES):
         survival = np.ones(len(hazard))

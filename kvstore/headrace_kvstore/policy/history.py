@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, FRESH, GAPS, LENGTHS, TURNS
+from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, FRESH, GAPS, LENGTHS, TURNS
 
 PROMPT = np.dtype(
     [
@@ -38,7 +38,7 @@ WAYS = 8  # entries that compete for one place
 _EDGES = AGE_EDGES_S.copy()
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def age_bin(age_s):  # type: ignore[no-untyped-def]
     low, high = 0, AGES - 1
     while low < high:
@@ -50,7 +50,7 @@ def age_bin(age_s):  # type: ignore[no-untyped-def]
     return low
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _log2(n, top):  # type: ignore[no-untyped-def]
     k = 0
     while n > 1 and k < top:
@@ -59,7 +59,7 @@ def _log2(n, top):  # type: ignore[no-untyped-def]
     return k
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
     """The cell of a prompt; `gap_s` below 0: no turn before. Classes as hazard.py lists them."""
     gap = 0 if gap_s < 0.0 else 1 + _log2(int(min(gap_s, 1e6)) // 8, GAPS - 2)
@@ -69,9 +69,11 @@ def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
     return ((gap * TURNS + turns) * FRESH + news) * LENGTHS + length
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def count_waiting(row, now_s, exposure_s):  # type: ignore[no-untyped-def]
     """Book the seconds that a prompt waited since it was last counted."""
+    if not 0 <= row.cell < len(exposure_s):
+        return
     start, end = row.counted_s - row.seen_s, now_s - row.seen_s
     k = age_bin(start)
     while start < end:
@@ -81,15 +83,15 @@ def count_waiting(row, now_s, exposure_s):  # type: ignore[no-untyped-def]
     row.counted_s = max(row.counted_s, now_s)
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def count_all(prompts, now_s, exposure_s):  # type: ignore[no-untyped-def]
     for row in prompts:
         if row.serial > 0:
             count_waiting(row, now_s, exposure_s)
 
 
-@njit(cache=True)
-def _find(blocks, key):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def find(blocks, key):  # type: ignore[no-untyped-def]
     """The entry of `key`, or -1 - the entry to take for it."""
     places = len(blocks) // WAYS
     start = int(np.int64((key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20))) % places * WAYS
@@ -104,14 +106,14 @@ def _find(blocks, key):  # type: ignore[no-untyped-def]
     return -1 - oldest
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s):  # type: ignore[no-untyped-def]
     """Book a prompt's arrival; returns its row's serial, 0 for a prompt without blocks."""
     if len(keys) == 0:
         return 0
     known, last = 0, -1
     while known < len(keys):
-        at = _find(blocks, keys[known])
+        at = find(blocks, keys[known])
         if at < 0:
             break
         last = at
@@ -131,7 +133,8 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
         row = prompts[serial % len(prompts)]
         count_waiting(row, now_s, exposure_s)
         gap_s = max(0.0, now_s - row.seen_s)
-        events[row.cell, age_bin(gap_s)] += 1.0
+        if 0 <= row.cell < len(events):
+            events[row.cell, age_bin(gap_s)] += 1.0
         row.turn += 1
     else:
         serial = next_serial[0]
@@ -147,7 +150,7 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
     row.seen_s = now_s
     row.counted_s = now_s
     for key in keys:
-        at = _find(blocks, key)
+        at = find(blocks, key)
         if at < 0:
             at = -1 - at
             blocks[at].key = key
@@ -155,3 +158,28 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
         blocks[at].serial = serial
         blocks[at].seen_s = now_s
     return serial
+
+
+@njit(cache=True, nogil=True)
+def last_serial(keys, blocks, prompts):  # type: ignore[no-untyped-def]
+    """Of the prompt that passed the first block of `keys` that is remembered; 0: none."""
+    for key in keys:
+        at = find(blocks, key)
+        if at >= 0:
+            serial = blocks[at].serial
+            return serial if prompts[serial % len(prompts)].serial == serial else 0
+    return 0
+
+
+def repair_rows(prompts: np.ndarray, blocks: np.ndarray, serials: int, now_s: float) -> None:
+    """Forget rows that no call could have left: serials from 1 up to `serials`, times up to now."""
+    seen_s, counted_s = prompts["seen_s"], prompts["counted_s"]
+    right = (prompts["serial"] > 0) & (prompts["serial"] < serials)
+    right &= prompts["serial"] % len(prompts) == np.arange(len(prompts))
+    right &= (seen_s >= 0.0) & (seen_s <= counted_s) & (counted_s <= now_s)
+    right &= (prompts["cell"] >= 0) & (prompts["cell"] < CELLS)
+    right &= (prompts["turn"] >= 0) & (prompts["turn"] < 1 << 30) & (prompts["blocks"] > 0)
+    prompts[~right] = np.zeros((), prompts.dtype)
+    right = (blocks["serial"] > 0) & (blocks["serial"] < serials)
+    right &= (blocks["seen_s"] >= 0.0) & (blocks["seen_s"] <= now_s) & (blocks["branched"] >= 0)
+    blocks[~right] = np.zeros((), blocks.dtype)

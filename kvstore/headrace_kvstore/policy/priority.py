@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kvstore.policy.base import Policy, Slots, Table
+from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
 from headrace_kvstore.policy.tree import Forest, worst_first
 
 
@@ -13,7 +13,7 @@ class Priority(Policy):
 
     name = "priority"
 
-    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
         # Ranks keep the two keys exact in one float: (priority, used_s) -> position.
         rank = np.lexsort((table["used_s"], table["priority"]))
         sorted_pairs = table[["priority", "used_s"]][rank]
@@ -23,4 +23,4 @@ class Priority(Policy):
         ]
         score = np.empty(len(table))
         score[rank] = np.cumsum(steps)
-        return worst_first(table, Forest(table), score, now_s, need)
+        return worst_first(table, Forest(table), score, now_s, need, among)

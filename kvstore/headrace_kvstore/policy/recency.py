@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace_kvstore.policy.base import Policy, Slots, Table
+from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
 from headrace_kvstore.policy.tree import Forest, worst_first
 
 
@@ -13,6 +13,6 @@ class LRU(Policy):
 
     name = "lru"
 
-    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
         score = table["used_s"].astype(np.float64)
-        return worst_first(table, Forest(table), score, now_s, need)
+        return worst_first(table, Forest(table), score, now_s, need, among)

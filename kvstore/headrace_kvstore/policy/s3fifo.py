@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from headrace_kvstore.policy.base import Keys, Policy, Slots, Table, evictable, slot_keys
+from headrace_kvstore.policy.base import Keys, Mask, Policy, Slots, Table, candidates, slot_keys
 from headrace_kvstore.policy.tree import ORPHAN, Forest
 
 _PROMPT_BLOCKS = 1 << 20  # places in the queue that one write may take
@@ -30,7 +30,8 @@ class S3FIFO(Policy):
     `ghosts` is sized by the caller; the paper remembers as many keys as the main queue holds.
     """
 
-    name = "s3fifo"
+    name = "s3-fifo"
+    learns = True
     small_share = 0.1
 
     def __init__(self, slots: np.ndarray, ghosts: np.ndarray, clock: np.ndarray) -> None:
@@ -58,17 +59,25 @@ class S3FIFO(Policy):
         self._clock[0] += _PROMPT_BLOCKS
         self._slots["place"][slots] = self._clock[0] - np.arange(len(slots))
 
-    def choose(self, table: Table, now_s: float, need: int) -> Slots:
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
         forest = Forest(table)
-        state = self._slots
-        may_go = forest.removable(evictable(table, now_s))
+        may_go = forest.removable(candidates(table, now_s, among))
         orphans = np.flatnonzero(may_go & (forest.parents == ORPHAN))[:need]
         may_go[orphans] = False
         taken = self._scan(forest, may_go, need - len(orphans), len(table)) if need else orphans
-        left_small = taken[state["main"][taken] == 0]
+        return np.concatenate([orphans, taken])
+
+    def given_up(self, table: Table, slots: Slots) -> None:
+        left_small = slots[self._slots["main"][slots] == 0]
         keys = slot_keys(table[left_small])
         self._ghosts[self._ghost(keys)] = keys
-        return np.concatenate([orphans, taken])
+
+    def repair(self, table: Table, now_s: float) -> None:
+        self._slots["uses"] = np.minimum(self._slots["uses"], 3)
+        self._slots["main"] = self._slots["main"] != 0
+        far = np.int64(1) << 60
+        np.clip(self._slots["place"], -far, far, out=self._slots["place"])
+        np.clip(self._clock, 0, far, out=self._clock)
 
     def _scan(self, forest: Forest, may_go: np.ndarray, need: int, size: int) -> Slots:
         state = self._slots
@@ -88,7 +97,7 @@ class S3FIFO(Policy):
         return taken
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _scan(by_place, place, uses, main, parents, may_go, small_target, need):  # type: ignore[no-untyped-def]
     n = len(by_place)
     children = np.zeros(len(parents), np.int32)

@@ -11,9 +11,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from headrace_kvstore.policy.base import (
+    Mask,
     Slots,
     Table,
-    evictable,
+    candidates,
     parent_keys,
     slot_keys,
 )
@@ -64,7 +65,14 @@ class Forest:
 
 
 def worst_first(
-    table: Table, forest: Forest, score: _Floats, now_s: float, need: int, *, covered: bool = False
+    table: Table,
+    forest: Forest,
+    score: _Floats,
+    now_s: float,
+    need: int,
+    among: Mask | None = None,
+    *,
+    covered: bool = False,
 ) -> Slots:
     """The `need` evictable slots of least score, leaves before parents, orphans before all.
 
@@ -74,15 +82,15 @@ def worst_first(
     score[forest.parents == ORPHAN] = -np.inf
     if not covered:
         forest.cover(score)
-    candidates = np.flatnonzero(forest.removable(evictable(table, now_s)))
-    if len(candidates) > need:
-        limit = np.partition(score[candidates], need - 1)[need - 1] if need else -np.inf
-        candidates = candidates[score[candidates] <= limit]
-    rank = np.lexsort((-forest.depth[candidates].astype(np.int64), score[candidates]))
-    return candidates[rank[:need]]
+    slots = np.flatnonzero(forest.removable(candidates(table, now_s, among)))
+    if len(slots) > need:
+        limit = np.partition(score[slots], need - 1)[need - 1] if need else -np.inf
+        slots = slots[score[slots] <= limit]
+    rank = np.lexsort((-forest.depth[slots].astype(np.int64), score[slots]))
+    return slots[rank[:need]]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _deepest_first(depth, used):  # type: ignore[no-untyped-def]
     """Counting sort; depths beyond the number of slots (no chain is that long) count as equal."""
     limit = len(depth)
@@ -102,7 +110,7 @@ def _deepest_first(depth, used):  # type: ignore[no-untyped-def]
     return order
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _link(keys, parent_keys, depth, order):  # type: ignore[no-untyped-def]
     bits = 4
     while (1 << bits) < 2 * len(order):
@@ -133,7 +141,7 @@ def _link(keys, parent_keys, depth, order):  # type: ignore[no-untyped-def]
     return parents
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _cover(parents, order, score):  # type: ignore[no-untyped-def]
     for i in order:
         p = parents[i]
@@ -141,7 +149,7 @@ def _cover(parents, order, score):  # type: ignore[no-untyped-def]
             score[p] = score[i]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
     for i in held:
         p = parents[i]
@@ -150,7 +158,7 @@ def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
             p = parents[p]
 
 
-@njit(cache=True)
+@njit(cache=True, nogil=True)
 def _density(parents, order, value, weight):  # type: ignore[no-untyped-def]
     """Groups are linked lists: `first`/`following` chain a group's child groups, `last` splices
     two chains in one step. Once a group grew by a denser child its density only rises, so one

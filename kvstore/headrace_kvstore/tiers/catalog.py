@@ -14,11 +14,12 @@ import numpy as np
 from headrace_kvstore.table import FREE, READY, SLOT
 from headrace_kvstore.tiers.record import Block, Shape, padded
 
-Value = Callable[[np.ndarray, float], np.ndarray]
-"""(rows of SLOT (n,), now in monotonic seconds) -> what keeping each is worth, f8 (n,)."""
+Value = Callable[[bytes, np.ndarray, float], np.ndarray]
+"""(namespace digest, rows of SLOT (n,), now in monotonic seconds) -> what keeping each is worth, f8
+(n,). Segments are of one size, so the sum over a segment's blocks is what its bytes are worth."""
 
 
-def use_per_second(rows: np.ndarray, now_s: float) -> np.ndarray:
+def use_per_second(digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
     """Value = (1 + hits) / (1 + seconds since last use): what to keep while no policy is given."""
     return (1.0 + rows["hits"]) / (1.0 + np.maximum(0.0, now_s - rows["used_s"]))
 
@@ -140,7 +141,7 @@ class Catalog:
         values, busy = np.zeros(len(segments)), np.zeros(len(segments), bool)
         for i, segment in enumerate(segments):
             rows = self.table[segment.rows[segment.rows >= 0]]
-            values[i] = value(rows, now_s).sum()
+            values[i] = value(segment.shape.digest, rows, now_s).sum()
             held = (rows["pinned"] > 0) | (rows["lease_until_s"] > now_s)
             busy[i] = segment.users > 0 or held.any()
         chosen = choose_victim(values, busy)

@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +43,11 @@ from headrace_kvstore.tiers.record import (
     Block,
     Shape,
     pack_header,
-    pack_segment,
     padded,
 )
 from headrace_kvstore.tiers.scan import Scan, scan_folder, segment_path
 from headrace_kvstore.tiers.segment import BlockReader, Location, Read, SegmentFiles, Verify
-from headrace_kvstore.tiers.writer import Flight, RecordWriter
+from headrace_kvstore.tiers.writer import Flight, RecordWriter, make_segment
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -110,6 +109,7 @@ class NvmeTier:
         self.scanned = Scan()
         self._owns_mover = mover is None
         self._lock = threading.RLock()
+        self._growing = threading.Lock()
         self._lock_fd = -1
         self._catalog = Catalog()
         self._files = SegmentFiles(self.mover, writable=True)
@@ -172,7 +172,8 @@ class NvmeTier:
             return self._catalog.contains(digest, hashes)
 
     def locate(self, digest: bytes, block_hash: bytes, lease_s: float = 0.0) -> Location | None:
-        """Where a block lies, or None. With a lease its segment is not removed for so long."""
+        """Where a block lies, or None. A lease is a reader's: the segment is not removed for so
+        long, and the block counts as used."""
         with self._lock:
             row = None if self.state == "off" else self._catalog.row(digest, block_hash)
             if row is None:
@@ -180,7 +181,10 @@ class NvmeTier:
             segment, slot = self._catalog.place(row)
             if lease_s > 0:
                 entry = self._catalog.table[row]
-                entry["lease_until_s"] = max(entry["lease_until_s"], time.monotonic() + lease_s)
+                now_s = time.monotonic()
+                entry["lease_until_s"] = max(entry["lease_until_s"], now_s + lease_s)
+                entry["hits"] += 1
+                entry["used_s"] = now_s
             sums = segment.sums[slot].copy()
             key = padded(block_hash)
             return Location(segment.path, segment.number, slot, segment.shape, key, sums)
@@ -198,6 +202,22 @@ class NvmeTier:
             if row is not None:
                 self._catalog.table[row]["pinned"] = pinned
             return row is not None
+
+    def record(self, digest: bytes, block_hash: bytes) -> np.void | None:
+        """A copy of a block's row, SLOT."""
+        with self._lock:
+            row = self._catalog.row(digest, block_hash)
+            return None if row is None else self._catalog.table[row].copy()
+
+    def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Namespace digest and rows, SLOT (n,), of each segment's blocks."""
+        with self._lock:
+            segments = list(self._catalog.segments.values())
+        for segment in segments:
+            with self._lock:
+                rows = self._catalog.table[segment.rows[segment.rows >= 0]]
+            if len(rows):
+                yield segment.shape.digest, rows
 
     # Reading
 
@@ -262,59 +282,66 @@ class NvmeTier:
         futures: list[Future[bool]] = []
         flights: list[Flight] = []
         try:
-            with self._lock:
-                for save in saves:
-                    taken = self._take(shape, save)
-                    if isinstance(taken, Flight):
-                        flights.append(taken)
-                        futures.append(taken.future)
-                    else:
-                        futures.append(taken)
+            for save in saves:
+                taken = self._take(shape, save)
+                while taken is None:
+                    taken = self._take(shape, save, full=not self._grow(shape))
+                if isinstance(taken, Flight):
+                    flights.append(taken)
+                    futures.append(taken.future)
+                else:
+                    futures.append(taken)
         finally:
             if flights:
                 self._writer.write(flights, self.sync)
         return futures
 
-    def _take(self, shape: Shape, save: Save) -> Flight | Future[bool]:
-        key = padded(save.hash)
-        under_way = self._writing.get(shape.digest + key)
-        if under_way is not None:
-            return under_way
-        future: Future[bool] = Future()
-        if self._catalog.row(shape.digest, key) is not None:
-            future.set_result(True)
-            return future
-        block = Block(
-            key,
-            padded(save.parent),
-            save.depth,
-            save.tenant,
-            save.compute_s,
-            save.priority,
-            time.time(),
-            self._next_sequence,
-            save.sums,
-        )
-        header = pack_header(shape, block)
-        refused = ""
-        if self.state != "on":
-            refused = "writing_off"
-        elif self._writing_bytes + shape.record_bytes > self.writing_limit_bytes:
-            refused = "writes_dropped_busy"
-        elif (segment := self._segment_for(shape)) is None:
-            refused = "writes_dropped_full"
-        if refused:
-            self._counts[refused] += 1
-            future.set_result(False)
-            return future
-        assert segment is not None
-        slot = segment.next_slot
-        segment.next_slot += 1
-        segment.users += 1
-        self._writing[shape.digest + key] = future
-        self._writing_bytes += shape.record_bytes
-        self._next_sequence += 1
-        return Flight(shape, block, header, save.address, segment, slot, future)
+    def _take(self, shape: Shape, save: Save, full: bool = False) -> Flight | Future[bool] | None:
+        """A slot for the block, or what becomes of it without one; None if a segment must be made
+        first. full: none can be had.
+        """
+        with self._lock:
+            key = padded(save.hash)
+            under_way = self._writing.get(shape.digest + key)
+            if under_way is not None:
+                return under_way
+            future: Future[bool] = Future()
+            if self._catalog.row(shape.digest, key) is not None:
+                future.set_result(True)
+                return future
+            block = Block(
+                key,
+                padded(save.parent),
+                save.depth,
+                save.tenant,
+                save.compute_s,
+                save.priority,
+                time.time(),
+                self._next_sequence,
+                save.sums,
+            )
+            header = pack_header(shape, block)
+            segment = self._open_segment(shape)
+            refused = ""
+            if self.state != "on":
+                refused = "writing_off"
+            elif self._writing_bytes + shape.record_bytes > self.writing_limit_bytes:
+                refused = "writes_dropped_busy"
+            elif segment is None and full:
+                refused = "writes_dropped_full"
+            if refused:
+                self._counts[refused] += 1
+                future.set_result(False)
+                return future
+            if segment is None:
+                return None
+            slot = segment.next_slot
+            segment.next_slot += 1
+            segment.users += 1
+            self._writing[shape.digest + key] = future
+            self._writing_bytes += shape.record_bytes
+            self._next_sequence += 1
+            return Flight(shape, block, header, save.address, segment, slot, future)
 
     def _fail(self, flights: list[Flight], error: OSError) -> None:
         with self._lock:
@@ -343,46 +370,49 @@ class NvmeTier:
 
     # Space
 
-    def _segment_for(self, shape: Shape) -> Segment | None:
-        """A segment with a free slot for this namespace, if one can be had."""
+    def _open_segment(self, shape: Shape) -> Segment | None:
+        """This namespace's segment with a free slot."""
         segment = self._open.get(shape)
-        if segment is not None and segment.next_slot < segment.slots:
-            return segment
-        if not shape.slots(self.segment_bytes):
-            return None
-        while True:
-            if self._catalog.file_bytes + self.segment_bytes > self.size_bytes:
-                if not self._reclaim():
-                    return None
-                continue
-            try:
-                segment = self._make_segment(shape)
-            except OSError as error:
-                # Others filled the disk: live with less, until nothing of ours is left to give.
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._reclaim():
-                    self._turn("read-only", f"cannot make a segment: {error}")
-                    return None
-                continue
-            self._open[shape] = segment
-            return segment
+        return segment if segment is not None and segment.next_slot < segment.slots else None
 
-    def _make_segment(self, shape: Shape) -> Segment:
-        number = self._next_segment
-        path = segment_path(self.folder, number)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, self.segment_bytes)
-            os.pwrite(fd, pack_segment(shape), 0)
-        except OSError:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(fd)
-        self._next_segment += 1
+    def _grow(self, shape: Shape) -> bool:
+        """See to it that the namespace has a segment with a free slot; False if it cannot have one.
+
+        The disk allocates without the tier's lock, so that only writers wait for it.
+        """
         slots = shape.slots(self.segment_bytes)
-        segment = Segment(number, path, self.segment_bytes, shape, slots)
-        self._catalog.segments[number] = segment
-        return segment
+        with self._growing:
+            while True:
+                with self._lock:
+                    if self._open_segment(shape) is not None:
+                        return True
+                    if not slots or self.state != "on" or not self._make_room():
+                        return False
+                    number = self._next_segment
+                    self._next_segment += 1
+                path = segment_path(self.folder, number)
+                try:
+                    make_segment(path, self.segment_bytes, shape)
+                except OSError as error:
+                    # Others filled the disk: live with less, until nothing of ours is left to give.
+                    with self._lock:
+                        no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                        if not no_room or not self._reclaim():
+                            self._turn("read-only", f"cannot make a segment: {error}")
+                            return False
+                    continue
+                segment = Segment(number, path, self.segment_bytes, shape, slots)
+                with self._lock:
+                    self._catalog.segments[number] = segment
+                    self._open[shape] = segment
+                    return True
+
+    def _make_room(self) -> bool:
+        """Give segments up until one more fits; False if that cannot be."""
+        while self._catalog.file_bytes + self.segment_bytes > self.size_bytes:
+            if not self._reclaim():
+                return False
+        return True
 
     def _reclaim(self) -> bool:
         """Remove the segment that is worth least; False if there is none to remove."""
@@ -456,6 +486,11 @@ class NvmeTier:
             return
         self.state, self.reason = state, reason
         logger.error("NVMe tier %s is %s: %s", self.folder, state, reason)
+
+    def heal(self) -> None:
+        """Trust the disk again, after it failed, until it fails once more."""
+        with self._lock:
+            self.state, self.reason, self._failed_reads = "on", "", 0
 
     def _tell(self, event: TierEvent) -> None:
         for listener in self.events:

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace_kvstore.mover import MoveError, Mover
 from headrace_kvstore.tiers.catalog import Segment
-from headrace_kvstore.tiers.record import Block, Shape
+from headrace_kvstore.tiers.record import Block, Shape, pack_segment
 from headrace_kvstore.tiers.scan import page_memory
 from headrace_kvstore.tiers.segment import File, SegmentFiles
 
@@ -127,3 +127,16 @@ class RecordWriter:
             self.failed(flights, error)
             return False
         return True
+
+
+def make_segment(path: str, size_bytes: int, shape: Shape) -> None:
+    """Make a segment's file with all of its room. Raises OSError, and leaves nothing then."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+        os.pwrite(fd, pack_segment(shape), 0)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,28 @@
+"""How much each tenant may hold in DRAM: the settings `quotas` and `default_quota`.
+
+A tenant is a cache salt. Requests without a salt belong to no tenant and have no quota.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_kvstore.table import tenant_number
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """Bytes by cache salt; `default_bytes` for salts that are not listed, None for no limit."""
+
+    by_salt: Mapping[str, int] = field(default_factory=dict)
+    default_bytes: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the arena takes them."""
+        return {
+            "quotas": {tenant_number(salt): size for salt, size in self.by_salt.items()},
+            "default_quota": self.default_bytes,
+        }

@@ -1,0 +1,183 @@
+"""One policy for all processes of a node: which one, where its state lies, and who is inside.
+
+The arena's maker decides; its choice stands in the arena's header, so that whoever maps the arena
+evicts by the same policy over the same state. One process at a time is inside, under a lock that
+the kernel takes back from the dead. The state's first word is 1 meanwhile: who finds it so repairs
+the state before use, so whatever a process left that died inside is harmless.
+
+    state = [inside: u64][7 words unused][the policy's own record]
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace_kvstore.policy.base import Policy, Table
+from headrace_kvstore.policy.cost_aware import CostAware, history_blocks, state_dtype
+from headrace_kvstore.policy.frequency import LFU
+from headrace_kvstore.policy.priority import Priority
+from headrace_kvstore.policy.recency import LRU
+from headrace_kvstore.policy.s3fifo import S3FIFO
+from headrace_kvstore.policy.s3fifo import STATE as S3FIFO_SLOT
+from headrace_kvstore.table import READY, SLOT
+
+logger = logging.getLogger("headrace.kvstore")
+
+DEFAULT = "cost-aware"
+HEAD_BYTES = 64
+MOST_OF_STORE = 1 / 8
+"""Share of a store that a policy's state may take; where it would be more, LRU decides."""
+
+
+class Kind(NamedTuple):
+    """A policy that a store may have. `code` stands in the arena's header and never changes."""
+
+    code: int
+    record: Callable[[int, int], np.dtype] | None
+    """(slots, bytes of the store) -> dtype of its state; None for a policy without."""
+    make: Callable[[np.ndarray], Policy]
+    """From its state: one record of that dtype, shape (1,)."""
+
+
+def _s3fifo_dtype(slots: int) -> np.dtype:
+    fields = [("slots", S3FIFO_SLOT, (slots,)), ("ghosts", "u8", (max(1, slots),))]
+    return np.dtype([*fields, ("clock", "i8", (1,))], align=True)
+
+
+def _cost_aware_dtype(slots: int, size_bytes: int) -> np.dtype:
+    blocks = history_blocks(size_bytes)
+    return state_dtype(slots, max(1, blocks // 4), blocks)
+
+
+KINDS = {
+    "lru": Kind(0, None, lambda state: LRU()),
+    "lfu": Kind(
+        1,
+        lambda slots, size: np.dtype([("since_s", "f8", (slots,))]),
+        lambda state: LFU(state[0]["since_s"]),
+    ),
+    "s3-fifo": Kind(
+        2,
+        lambda slots, size: _s3fifo_dtype(slots),
+        lambda state: S3FIFO(state[0]["slots"], state[0]["ghosts"], state[0]["clock"]),
+    ),
+    "priority": Kind(3, None, lambda state: Priority()),
+    "cost-aware": Kind(4, _cost_aware_dtype, CostAware),
+}
+"""By the name that settings give."""
+
+NAMES = {kind.code: name for name, kind in KINDS.items()}
+
+
+def state_bytes(name: str, slots: int, size_bytes: int) -> int:
+    """What a policy's state takes beside a store of `size_bytes` with `slots` slots."""
+    record = KINDS[name].record
+    return 0 if record is None else HEAD_BYTES + record(slots, size_bytes).itemsize
+
+
+def affordable(name: str, slots: int, size_bytes: int) -> str:
+    """The policy of that name, or LRU where its state would take too much of so small a store.
+
+    Raises ValueError for a name that there is not.
+    """
+    if name not in KINDS:
+        raise ValueError(f"policy: {name!r} is none; give one of {', '.join(KINDS)}")
+    if state_bytes(name, slots, size_bytes) <= MOST_OF_STORE * size_bytes:
+        return name
+    logger.warning("a store of %d bytes is too small for %s; LRU evicts", size_bytes, name)
+    return "lru"
+
+
+class SharedPolicy:
+    """The policy named, over state in shared memory; as a context manager it is the section in
+    which its calls are made:
+
+        with shared as policy:
+            policy.prompt(...)
+
+    Entering raises LockBusyError where the lock cannot be had.
+
+    Args:
+        state: u8 [state_bytes], zeroed when new; fewer bytes than this version of the policy
+            needs, left by another version, make LRU decide.
+        table: the store's slots.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: np.ndarray,
+        table: Table,
+        size_bytes: int,
+        lock: AbstractContextManager[None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(state) != state_bytes(name, len(table), size_bytes):
+            logger.warning("the state of policy %s is of another version; LRU evicts", name)
+            name = "lru"
+        kind = KINDS[name]
+        self.name = name
+        self.lock = lock
+        self._table, self._clock = table, clock
+        self._inside: np.ndarray | None = None
+        if kind.record is None:
+            self.policy = kind.make(np.zeros(0))
+            return
+        self._inside = state[:8].view(np.uint64)
+        dtype = kind.record(len(table), size_bytes)
+        with self.lock:  # nobody is inside while a new policy sets up its state
+            self.policy = kind.make(state[HEAD_BYTES : HEAD_BYTES + dtype.itemsize].view(dtype))
+
+    @property
+    def learns(self) -> bool:
+        """Whether there is any use in telling it of prompts."""
+        return self.policy.learns
+
+    def __enter__(self) -> Policy:
+        self.lock.__enter__()
+        try:
+            if self._inside is not None:
+                if self._inside[0]:
+                    logger.warning("policy repaired: a process died inside it")
+                    self.policy.repair(self._table, self._clock())
+                self._inside[0] = 1
+        except BaseException:
+            self.lock.__exit__(None, None, None)
+            raise
+        return self.policy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and self._inside is not None:
+            self._inside[0] = 0
+        self.lock.__exit__(kind, error, trace)
+
+
+def warm(name: str) -> None:
+    """Compile what the policy needs, on a store of its own: nobody shall compile in the section."""
+    table = np.zeros(2, SLOT)
+    table["state"], table["bytes"] = READY, 1.0
+    table["hash"][1] = (1).to_bytes(32, "little")
+    record = KINDS[name].record
+    policy = KINDS[name].make(np.zeros(1, record(2, 0)) if record is not None else np.zeros(0))
+    keys = np.array([1, 2], np.uint64)
+    ticket = policy.prompt(keys, 0.0)
+    policy.ticket(keys)
+    policy.touched(table, np.array([0, 1]), ticket, 0.0, False)
+    policy.given_up(table, policy.choose(table, 1.0, 1))
+    policy.rates(keys, table, 1.0)
+    policy.repair(table, 1.0)
+
+
+__all__ = ["DEFAULT", "KINDS", "NAMES", "SharedPolicy", "affordable", "state_bytes", "warm"]

@@ -1,0 +1,203 @@
+"""The arena's file, and what is left of it after damage and death."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.arena import Arena, ArenaFormatError, LockBusyError
+from headrace_kvstore.arena_layout import SECTION
+from headrace_kvstore.table import WRITING
+from tests.support.kvarena import (
+    BIG_BLOCK,
+    BLOCK,
+    DIGEST,
+    LAYERS,
+    OTHER,
+    Clock,
+    Make,
+    arenas,
+    hashes,
+    present,
+    store,
+    sums_of,
+)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with arenas(tmp_path) as make:
+        yield make
+
+
+# Repair
+
+
+def test_garbage_in_everything_derived_is_rebuilt_from_the_slot_table(make: Make) -> None:
+    arena = make(blocks=40)
+    rows = [arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)]
+    store(arena, rows[0], *range(5))
+    store(arena, rows[1], *range(2))
+    writing = arena.reserve(rows[0], hashes(77), [0], [0])
+    since = arena.events(0)[1]
+    noise = np.random.default_rng(1)
+    for array in (arena._t.buckets, arena._t.free, arena._t.readers):
+        array.view(np.uint8)[:] = noise.integers(0, 256, array.nbytes)
+    for field in ("namespace", "used", "free"):
+        arena._t.segments[field] = noise.integers(-9, 9, len(arena._t.segments))
+    arena._words[SECTION] += 1
+    assert arena.check() == []
+    assert present(arena, rows[0], *range(6)) == [0, 1, 2, 3, 4]
+    assert present(arena, rows[1], *range(3)) == [0, 1]
+    assert arena.publish(writing, sums_of((77,))).all()
+    assert arena.events(since)[2]
+    assert arena.stats()["repairs_total"] == 1
+
+
+def test_an_exception_inside_a_section_is_repaired_by_the_next(make: Make) -> None:
+    arena = make()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    store(arena, row, 1)
+    with pytest.raises(KeyboardInterrupt), arena._section:
+        arena._t.buckets[:] = 0
+        raise KeyboardInterrupt
+    assert present(arena, row, 1) == [1]
+    assert arena.check() == []
+
+
+def test_records_that_cannot_be_are_freed(make: Make) -> None:
+    arena = make()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    slots = store(arena, row, 1, 2, 3, 4)
+    arena._t.table["state"][slots[0]] = 9
+    arena._t.table["namespace"][slots[1]] = 200
+    arena._t.table["hash"][slots[2]] = arena._t.table["hash"][slots[3]]
+    arena._words[SECTION] += 1
+    assert arena.check() == []
+    assert present(arena, row, 1, 2, 3, 4) == [4]
+
+
+def test_a_reservation_that_nothing_living_explains_is_taken_back(make: Make) -> None:
+    clock = Clock()
+    arena = make(blocks=1, clock=clock)
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    slots = arena.reserve(row, hashes(1), [0], [0])
+    clock.now_s += 599.0
+    assert (arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]) == -1).all()
+    assert arena.table["state"][slots[0]] == WRITING
+    clock.now_s += 2.0
+    assert (arena.reserve(row, hashes(1), [0], [0]) == slots).all()
+    assert arena.check() == []
+
+
+def test_a_second_handle_sees_the_same_blocks_whatever_size_it_asks_for(
+    make: Make, tmp_path: Path
+) -> None:
+    arena = make()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    slots = store(arena, row, 1)
+    arena.view(slots[0])[:] = 42
+    with Arena.create_or_attach("arena", 1 << 24, folder=tmp_path) as other:
+        assert other.geometry == arena.geometry
+        assert other.namespace(DIGEST, BLOCK, LAYERS) == row
+        assert (other.view(other.lookup(row, hashes(1))[0]) == 42).all()
+
+
+def test_arenas_of_two_names_share_nothing(make: Make) -> None:
+    one, two = make(name="one"), make(name="two")
+    for arena in (one, two):
+        arena.namespace(DIGEST, BLOCK, LAYERS)
+    store(one, 0, 1)
+    assert not present(two, 0, 1)
+
+
+def test_the_file_is_never_larger_than_asked(tmp_path: Path) -> None:
+    for size in (300_000, 1 << 20, 12_345_678):
+        arena = Arena.create_or_attach(
+            f"of{size}", size, folder=tmp_path, block_bytes=65536, layers=2
+        )
+        path = tmp_path / f"of{size}"
+        assert size - 4096 < path.stat().st_size <= size
+        assert path.stat().st_blocks * 512 >= path.stat().st_size
+        arena.close()
+
+
+def test_a_size_that_holds_no_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no block of 65536: (\d+) are the least"):
+        Arena.create_or_attach("arena", 50_000, folder=tmp_path, block_bytes=65536, layers=2)
+    assert not (tmp_path / "arena").exists()
+    with pytest.raises(ValueError, match="no file name"):
+        Arena.create_or_attach("a/b", 1 << 20, folder=tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_too_little_shared_memory_is_an_error_at_start() -> None:
+    folder = os.statvfs("/dev/shm")
+    name = f"headrace-test-{os.getpid()}"
+    with pytest.raises(OSError, match="bytes free"):
+        Arena.create_or_attach(name, folder.f_blocks * folder.f_frsize + (1 << 30))
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_files_of_another_version_or_with_a_damaged_header_are_refused(
+    make: Make, tmp_path: Path
+) -> None:
+    make().close()
+    path = tmp_path / "arena"
+    good = path.read_bytes()
+    for at, what in ((0, "not an arena"), (8, "version"), (20, "damaged"), (50, "damaged")):
+        damaged = bytearray(good)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ArenaFormatError, match=what):
+            Arena.create_or_attach("arena", 1 << 24, folder=tmp_path)
+    path.write_bytes(good[:-4096])
+    with pytest.raises(ArenaFormatError, match="damaged"):
+        Arena.create_or_attach("arena", 1 << 24, folder=tmp_path)
+
+
+def test_a_file_whose_creator_died_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "arena").write_bytes(bytes(8) + b"half made" * 1000)
+    with Arena.create_or_attach("arena", 1 << 20, folder=tmp_path, block_bytes=BLOCK) as arena:
+        assert arena.check() == []
+
+
+def test_after_unlink_the_next_to_come_starts_empty_and_the_others_go_on(make: Make) -> None:
+    old = make()
+    row = old.namespace(DIGEST, BLOCK, LAYERS)
+    store(old, row, 1)
+    old.unlink()
+    new = make()
+    assert new.stats()["blocks"] == 0
+    old.unlink()  # the name is the new one's now
+    assert new._file.path.exists()
+    assert present(old, row, 1) == [1]
+
+
+def test_a_view_outlives_its_arena(make: Make) -> None:
+    arena = make()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    view = arena.view(store(arena, row, 1)[0])
+    arena.close()
+    arena.close()
+    view[:] = 1
+
+
+def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, arena = make(), make()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    store(arena, row, 1)
+    monkeypatch.setattr(arena._section, "_patience_s", 0.05)
+    with holder._section:
+        assert present(arena, row, 1) == [1]
+        assert (arena.lease(row, hashes(1), 1.0) == -1).all()
+        assert (arena.reserve(row, hashes(2), [0], [0]) == -1).all()
+        with pytest.raises(LockBusyError):
+            arena.clear()
+    assert (arena.lease(row, hashes(1), 1.0) >= 0).all()

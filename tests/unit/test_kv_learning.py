@@ -1,0 +1,109 @@
+"""What the connector tells the eviction policy: prompts, and what blocks cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_kvstore.connector.learning import WAITING_PROMPTS, PromptLearner
+from headrace_kvstore.connector.scheduler import SchedulerHalf
+from headrace_kvstore.policy.costs import PRIOR_BYTES_S, PRIOR_RATIO, block_seconds
+from tests.support.kvnode import until
+
+
+class Arena:
+    """An arena whose policy others may keep."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, list[bytes]]] = []
+        self.free = threading.Event()
+        self.free.set()
+
+    def prompted(self, row: int, hashes: list[bytes], at_s: float) -> bool:
+        assert self.free.wait(20) and at_s <= time.monotonic()
+        self.heard.append((row, list(hashes)))
+        if hashes == [b"bad"]:
+            raise ValueError
+        return True
+
+
+def test_a_prompt_is_told_in_each_namespace_and_nobody_waits_for_it() -> None:
+    arena: Any = Arena()
+    arena.free.clear()
+    learner = PromptLearner(arena, [3, 4])
+    learner.prompted([b"a"])
+    learner.prompted([b"bad"])
+    learner.prompted([b"b"])
+    assert arena.heard == []
+    arena.free.set()
+    until(lambda: len(arena.heard) == 5)
+    assert arena.heard == [(3, [b"a"]), (4, [b"a"]), (3, [b"bad"]), (3, [b"b"]), (4, [b"b"])]
+    learner.close()
+
+
+def test_of_too_many_prompts_the_oldest_are_forgotten() -> None:
+    arena: Any = Arena()
+    arena.free.clear()
+    learner = PromptLearner(arena, [0])
+    learner.prompted([b"first"])
+    until(lambda: not learner._waiting)
+    for number in range(WAITING_PROMPTS + 1):
+        learner.prompted([b"%d" % number])
+    arena.free.set()
+    until(lambda: len(arena.heard) == 1 + WAITING_PROMPTS)
+    assert arena.heard[1] == (0, [b"1"])
+    learner.close()
+
+
+def test_a_learner_tells_what_waits_before_it_ends() -> None:
+    arena: Any = Arena()
+    learner = PromptLearner(arena, [0])
+    learner.prompted([b"a"])
+    learner.close()
+    assert arena.heard == [(0, [b"a"])]
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({}, [[b"x", b"y"]]),
+        ({"block_hashes": []}, []),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, []),  # the other engine saw it
+        ({"kv_transfer_params": {"do_remote_decode": True}}, [[b"x", b"y"]]),
+        ({"kv_transfer_params": None}, [[b"x", b"y"]]),
+    ],
+)
+def test_a_request_is_told_once_by_the_engine_that_prefills_it(
+    fields: dict[str, Any], told: list[list[bytes]]
+) -> None:
+    heard: list[list[bytes]] = []
+    index: Any = None
+    half = SchedulerHalf(index, 16, prompted=heard.append)
+    half.added(SimpleNamespace(**{"request_id": "r", "block_hashes": [b"x", b"y"], **fields}))
+    assert heard == told
+
+
+class Costs:
+    def __init__(self, known: bool = True) -> None:
+        self.known = known
+
+    def compute_s(self, first_token: int, last_token: int) -> float | None:
+        return (last_token - first_token) * (1.0 + first_token) if self.known else None
+
+    def load_s(self, medium: str, blocks: int) -> float | None:
+        return {"dram": 0.5 * blocks}[medium] if self.known else None
+
+
+def test_a_block_costs_what_the_engine_predicts_at_its_depth() -> None:
+    assert block_seconds(Costs(), [0, 3], 16, 1000) == ([16.0, 16.0 * 49.0], [0.5, 0.5])
+
+
+@pytest.mark.parametrize("costs", [None, Costs(known=False)])
+def test_before_anything_was_measured_bytes_tell(costs: Costs | None) -> None:
+    compute_s, load_s = block_seconds(costs, [0, 9], 16, 8000)
+    assert load_s == [8000 / PRIOR_BYTES_S] * 2
+    assert compute_s == [PRIOR_RATIO * load_s[0]] * 2

@@ -1,0 +1,85 @@
+"""What is kept on disk, and what is written there: by seconds saved, not by age."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace_kvstore.policy import LRU, CostAware, block_keys
+from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.disk import (
+    CALM,
+    DISK_BYTES_S,
+    UNKNOWN_RATIO,
+    pressure,
+    saved_s,
+    worth_keeping,
+    worth_writing,
+)
+from headrace_kvstore.table import SLOT
+
+MB = 1.5e6  # loads in a millisecond
+
+
+def rows(**columns: list[float]) -> np.ndarray:
+    made = np.zeros(len(next(iter(columns.values()))), SLOT)
+    made["bytes"] = MB
+    for name, values in columns.items():
+        made[name] = values
+    return made
+
+
+def test_what_a_block_saves_is_computing_less_loading() -> None:
+    given = rows(compute_s=[0.1, 0.0005, 0.0])
+    assert saved_s(given).tolist() == pytest.approx([0.099, 0.0, (UNKNOWN_RATIO - 1) * 0.001])
+    assert saved_s(given, DISK_BYTES_S / 1000)[0] == 0.0  # a slow disk saves nothing
+
+
+def test_worth_counts_seconds_before_age() -> None:
+    given = rows(compute_s=[0.2, 0.02], used_s=[100.0, 900.0])
+    rate = LRU().rates(np.zeros(2, np.uint64), given, 1000.0)
+    assert rate[0] < rate[1]
+    worth = worth_keeping(given, rate)
+    assert worth[0] > worth[1]
+
+
+def test_without_a_history_used_often_and_lately_is_likely() -> None:
+    given = rows(hits=[0, 5, 0], used_s=[10.0, 10.0, 900.0])
+    rate = LRU().rates(np.zeros(3, np.uint64), given, 1000.0)
+    assert rate[0] < rate[2] < rate[1]
+
+
+def test_cost_aware_expects_a_conversation_that_waits_and_not_the_branch_it_left() -> None:
+    policy = CostAware(np.zeros(1, state_dtype(0, 64, 512)))
+    keys = block_keys(0, np.array([1, 2, 3, 4, 9], np.uint64))
+    policy.prompt(keys[[0, 1, 2]], 0.0)
+    policy.prompt(keys[[0, 1, 3]], 10.0)  # the last message edited
+    rate = policy.rates(keys, rows(used_s=[10.0] * 5), 20.0)
+    assert rate[2] == 0.0
+    assert rate[0] == rate[1] == rate[3] > 0.0
+    assert rate[4] > 0.0  # never seen: as a first turn
+    assert (policy.rates(keys, rows(used_s=[10.0] * 5), 9000.0)[[0, 3]] < rate[[0, 3]]).all()
+
+
+def test_pressure_begins_where_the_disk_falls_behind() -> None:
+    assert [pressure(b) for b in (0.0, CALM, 0.5 * (1 + CALM), 1.0, 2.0)] == [0, 0, 0.5, 1, 1]
+
+
+def test_a_disk_that_keeps_up_writes_everything() -> None:
+    worth = np.zeros(3)
+    assert worth_writing(rows(hits=[0, 0, 0]), worth, np.ones(9), CALM).all()
+
+
+def test_a_disk_that_does_not_writes_the_better_share() -> None:
+    others = np.arange(101) / MB
+    worth = np.array([10.0, 49.0, 51.0, 99.0])
+    given = rows(hits=[0] * 4)
+    assert worth_writing(given, worth, others, 0.75).tolist() == [False, False, True, True]
+    assert worth_writing(given, worth, others, 1.0).tolist() == [False] * 4
+    given["pinned"][0], given["priority"][1] = 1, 1
+    assert worth_writing(given, worth, others, 1.0).tolist() == [True, True, False, False]
+
+
+def test_with_nothing_to_compare_with_all_is_written() -> None:
+    assert worth_writing(rows(hits=[0]), np.zeros(1), np.zeros(0), 1.0).tolist() == [True]
+    assert worth_writing(np.zeros(0, SLOT), np.zeros(0), np.ones(3), 1.0).tolist() == []
