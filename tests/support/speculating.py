@@ -1,0 +1,222 @@
+"""Greedy answers of one vLLM engine to a batch, with drafts of a chosen kind: a truth or a test.
+
+Run as a program, so that the engines leave with their process:
+    python -m tests.support.speculating MODEL_FOLDER < task.json > answers.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch
+from headrace_decode.speculation.ngram import NgramDrafter
+
+ROOT = Path(__file__).parents[2]
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """One answer: token ids, and the likeliest tokens at each place with their log-probabilities."""
+
+    tokens: list[int]
+    tops: list[dict[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All answers of one arm, and what the proposer reported at its end (empty without one)."""
+
+    answers: list[Greedy]
+    report: dict[str, Any]
+    preemptions: int
+
+
+class KindsOfDrafts(NgramDrafter):
+    """Drafts of a kind that may be changed while the engine runs.
+
+    "ngram": the request's own text. "junk": random ids, said to be as good as certain. "oracle": the
+    true answer, as told. "broken": raises.
+    """
+
+    kind = "ngram"
+    truth: dict[tuple[int, ...], list[int]] = {}
+    _rng = random.Random(5)
+
+    def open_request(
+        self, request_id: str, prompt_tokens: NDArray[np.int32], tenant: str = "", *, tag: str = ""
+    ) -> int:
+        handle = super().open_request(request_id, prompt_tokens, tenant, tag=tag)
+        self._prompts = {**getattr(self, "_prompts", {}), handle: tuple(prompt_tokens.tolist())}
+        return handle
+
+    def draft(self, handle: int, max_tokens: int) -> Draft:
+        if self.kind == "ngram":
+            return super().draft(handle, max_tokens)
+        if self.kind == "broken":
+            raise RuntimeError("a drafter with a bug")
+        if max_tokens <= 0 or handle not in self._texts:
+            return EMPTY
+        if self.kind == "junk":
+            tokens = [self._rng.randrange(-2, 60_000) for _ in range(max_tokens)]
+        else:
+            prompt = self._prompts[handle]
+            done = self._texts[handle].length - len(prompt)
+            tokens = self.truth.get(prompt, [])[done : done + max_tokens]
+        return Draft(np.array(tokens, np.int32), np.full(len(tokens), 0.99, np.float32), 1, 1)
+
+    def draft_many(
+        self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]
+    ) -> DraftBatch:
+        return super().draft_many(handles, max_tokens)
+
+
+def make(**options: Any) -> KindsOfDrafts:
+    """For `Settings.drafter`."""
+    return KindsOfDrafts(**options)
+
+
+def speculating_runs(
+    model: str,
+    prompts: list[list[int]],
+    max_tokens: list[int],
+    arms: list[dict[str, Any]],
+    *,
+    timeout_s: float = 800.0,
+) -> list[Run]:
+    """The prompts' answers in each arm. Arms with equal engines that follow each other share one.
+
+    Args:
+        max_tokens: of each prompt.
+        arms: each with `draft_tokens` (0 for an engine without drafting), `blocks` (KV blocks, None
+            for plenty), `kind` (of drafts) and `mode` (of the planner).
+
+    Raises:
+        RuntimeError: the engine failed; with the end of its log.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCH_COMPILE_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), *(str(ROOT / part) for part in ("platform", "decode", "kvstore"))]
+        ),
+    }
+    task = {"prompts": prompts, "max_tokens": max_tokens, "arms": arms}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.speculating", model],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        cwd=ROOT,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"runs"')]
+    if done.returncode != 0 or not lines:
+        raise RuntimeError(f"the engine failed: {done.stderr[-4000:]}")
+    return [
+        Run(
+            [
+                Greedy(a["tokens"], [{int(t): p for t, p in top.items()} for top in a["tops"]])
+                for a in run["answers"]
+            ],
+            run["report"],
+            run["preemptions"],
+        )
+        for run in json.loads(lines[-1])["runs"]
+    ]
+
+
+def _engine(model: str, draft_tokens: int, blocks: int | None) -> Any:
+    from vllm import LLM
+
+    from headrace_decode.speculation.settings import engine_arguments
+
+    speculation = {}
+    if draft_tokens:
+        speculation = engine_arguments(draft_tokens, drafter="tests.support.speculating:make")
+    return LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=64,
+        num_gpu_blocks_override=blocks,
+        disable_log_stats=False,
+        **speculation,
+    )
+
+
+def _run(llm: Any, task: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    report: dict[str, Any] = {}
+    if arm["draft_tokens"]:
+        KindsOfDrafts.kind = arm["kind"]
+        llm.collective_rpc("headrace_speculation", args=({"mode": arm["mode"]},))
+    before = _preemptions(llm)
+    results = llm.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in task["prompts"]],
+        [
+            SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=TOP)
+            for count in task["max_tokens"]
+        ],
+        use_tqdm=False,
+    )
+    if arm["draft_tokens"]:
+        [report] = llm.collective_rpc("headrace_speculation", args=({},))
+    answers = [
+        {
+            "tokens": list(result.outputs[0].token_ids),
+            "tops": [
+                {token: entry.logprob for token, entry in step.items()}
+                for step in result.outputs[0].logprobs
+            ],
+        }
+        for result in results
+    ]
+    return {"answers": answers, "report": report, "preemptions": _preemptions(llm) - before}
+
+
+def _preemptions(llm: Any) -> int:
+    return sum(int(m.value) for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+def _main(model: str, task: dict[str, Any]) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    llm, key = None, None
+    for arm in task["arms"]:
+        wanted = (arm["draft_tokens"], arm["blocks"])
+        if key != wanted:
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown()
+            llm, key = _engine(model, *wanted), wanted
+        runs.append(_run(llm, task, arm))
+        for prompt, answer in zip(task["prompts"], runs[0]["answers"], strict=True):
+            KindsOfDrafts.truth[tuple(prompt)] = answer["tokens"]
+    assert llm is not None
+    llm.llm_engine.engine_core.shutdown()
+    return runs
+
+
+if __name__ == "__main__":
+    import tests.support.speculating as module  # the one that the engine's drafter comes from
+
+    print(json.dumps({"runs": module._main(sys.argv[1], json.load(sys.stdin))}), flush=True)
