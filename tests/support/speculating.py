@@ -28,7 +28,7 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Greedy:
-    """One answer: token ids, and the likeliest tokens at each place with their log-probabilities."""
+    """One answer: token ids, and at each place the likeliest tokens' log-probabilities."""
 
     tokens: list[int]
     tops: list[dict[int, float]] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Run:
 class KindsOfDrafts(NgramDrafter):
     """Drafts of a kind that may be changed while the engine runs.
 
-    "ngram": the request's own text. "junk": random ids, said to be as good as certain. "oracle": the
-    true answer, as told. "broken": raises.
+    "ngram": the request's own text. "junk": random ids, said to be as good as certain. "oracle":
+    the true answer, as told. "broken": raises.
     """
 
     kind = "ngram"
@@ -76,9 +76,7 @@ class KindsOfDrafts(NgramDrafter):
             tokens = self.truth.get(prompt, [])[done : done + max_tokens]
         return Draft(np.array(tokens, np.int32), np.full(len(tokens), 0.99, np.float32), 1, 1)
 
-    def draft_many(
-        self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]
-    ) -> DraftBatch:
+    def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
         return super().draft_many(handles, max_tokens)
 
 

@@ -18,7 +18,7 @@ from headrace_kvstore.fitting import RecursiveLeastSquares
 KNOTS = np.array([1, 2, 3] + [step << shift for shift in range(1, 14) for step in (2, 3)], float)
 """Tokens at which the curve may bend: 1, 2, 3, 4, 6, 8, 12, ... 24576."""
 _TOKENS, _CONTEXT = 100.0, 10_000.0  # feature units that keep the fit well conditioned
-_MEMORY = 0.98  # of a knot: about 50 samples
+_MEMORY = 0.95  # of a knot: about 20 samples
 _DOUBT = 3.0  # a knot's correction counts half after this many samples
 _BEND_MAX = 1.0  # relative
 
