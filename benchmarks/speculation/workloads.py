@@ -21,10 +21,17 @@ BLOCK = 128
 DOCUMENT_TOKENS = 2 * BLOCK
 DOCUMENTS = 12
 PROSE_TOKENS = BLOCK
-_MODULES = (
-    "textwrap shlex heapq bisect fnmatch string calendar csv cmd difflib fractions statistics "
-    "gettext getopt glob keyword"
-).split()
+_MODULES = ("textwrap", "shlex", "heapq", "bisect", "fnmatch", "string", "calendar", "csv")
+_MORE_MODULES = (
+    "cmd",
+    "difflib",
+    "fractions",
+    "statistics",
+    "gettext",
+    "getopt",
+    "glob",
+    "keyword",
+)
 _NAMES = ("ada", "grace", "alan", "edsger", "barbara", "donald", "tony", "john", "leslie", "robin")
 _CITIES = ("Lisbon", "Oslo", "Quito", "Nairobi", "Hanoi", "Turin", "Perth", "Lima", "Cork", "Riga")
 _SUBJECTS = (
@@ -148,7 +155,7 @@ def _functions() -> list[str]:
 
 
 def _iter_functions() -> Iterator[str]:
-    for module in _MODULES:
+    for module in _MODULES + _MORE_MODULES:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             continue

@@ -21,8 +21,10 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from headrace_decode.speculation.budget import best_budget
 from headrace_decode.speculation.draft import DraftBatch, Drafter
 from headrace_decode.speculation.planner import Limits, Load, Planner, Step
+from headrace_decode.speculation.trust import Kept, Trust
 
 CALIBRATION_LENGTHS = (0, 1, 2, 4, 8, 16, 3, 6, 12)
 """Draft tokens a row in successive steps of calibration."""
@@ -76,6 +78,7 @@ class _Request:
     handle: int
     facts: Facts
     seen_tokens: int
+    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass
@@ -130,7 +133,9 @@ class Session:
         self._requests: dict[str, _Request] = {}
         self._running: _Running | None = None
         self._pending: _Pending | None = None
+        self._trust = Trust()
         self._calibration_step = 0
+        self._compile()
 
     def begin(
         self,
@@ -190,6 +195,13 @@ class Session:
         self.propose_s += time.perf_counter() - started_s
         return drafts
 
+    def _compile(self) -> None:
+        """Have numba compile or load its functions now, not in a step."""
+        one, chance = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+        count = np.ones(1, np.int32)
+        _verdict(one, chance, count, count, count, np.zeros(1, np.int64))
+        best_budget(chance, _usable(one, count, 1), np.ones(2))
+
     def _known(self, rows: Rows, row: int, facts: Callable[[str], Facts]) -> _Request:
         request_id = rows.request_ids[row]
         request = self._requests.get(request_id)
@@ -218,10 +230,14 @@ class Session:
             places = np.fromiter(
                 (pending.place.get(rows.request_ids[row], -1) for row in live), np.int64, len(live)
             )
-            offered, accepted = _verdict(
-                pending.batch.tokens, pending.batch.lengths, tokens, counts, places
+            batch = pending.batch
+            offered, accepted, promised = _verdict(
+                batch.tokens, batch.survival, batch.lengths, tokens, counts, places
             )
-            self.drafter.feedback_many(pending.batch, offered, accepted)
+            self.drafter.feedback_many(batch, offered, accepted)
+            for place, request in zip(places.tolist(), requests, strict=True):
+                if place >= 0 and offered[place]:
+                    self._trust.learn(request.kept, float(promised[place]), float(accepted[place]))
         self.drafter.extend_many([request.handle for request in requests], tokens, counts)
         for row, request in zip(live, requests, strict=True):
             request.seen_tokens = int(rows.num_tokens[row])
@@ -276,10 +292,11 @@ class Session:
         self._pending = _Pending(
             batch, {rows.request_ids[row]: place for place, row in enumerate(live)}
         )
+        survival = self._trust.believed(batch.survival, [request.kept for request in requests])
         if look == "compare":
-            self.planner.saw(batch.survival, lengths)
+            self.planner.saw(survival, lengths)
             return
-        take = self.planner.choose(load, limits, batch.survival, lengths).tolist()
+        take = self.planner.choose(load, limits, survival, lengths).tolist()
         for place, (row, count) in enumerate(zip(live, take, strict=True)):
             if count:
                 drafts[row] = batch.tokens[place, :count].tolist()
@@ -320,20 +337,23 @@ def kv_room(
 @njit(cache=True, nogil=True)
 def _verdict(
     drafted: NDArray[np.int32],
+    survival: NDArray[np.float32],
     lengths: NDArray[np.int32],
     tokens: NDArray[np.int32],
     counts: NDArray[np.int32],
     places: NDArray[np.int64],
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Of each draft: how many tokens were put to the test, and how many of those were right.
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+    """Of each draft: how many tokens were put to the test, how many of those were right, and how
+    many were to be expected, each given that those before it were right.
 
     Args:
-        drafted, lengths: [m, K] and [m], the drafts.
+        drafted, survival, lengths: [m, K], [m, K] and [m], the drafts.
         tokens, counts: what n rows emitted, one row after the other, and how much each.
         places: [n], the row's draft, -1 for none.
     """
     offered = np.zeros(len(lengths), np.int32)
     accepted = np.zeros(len(lengths), np.int32)
+    promised = np.zeros(len(lengths), np.float32)
     at = 0
     for row in range(len(counts)):
         place = places[row]
@@ -344,8 +364,13 @@ def _verdict(
                 right += 1
             accepted[place] = right
             offered[place] = min(right + 1, common)
+            before = np.float32(1.0)
+            for tested in range(offered[place]):
+                if before > 0.0:
+                    promised[place] += survival[place, tested] / before
+                before = survival[place, tested]
         at += counts[row]
-    return offered, accepted
+    return offered, accepted, promised
 
 
 @njit(cache=True, nogil=True)
