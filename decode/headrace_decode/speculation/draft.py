@@ -119,9 +119,7 @@ class Drafter(Protocol):
         """At most `max_tokens` tokens; empty if nothing fits."""
         ...
 
-    def draft_many(
-        self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]
-    ) -> DraftBatch:
+    def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
         """`draft` for the rows of a step in one call, in the order of `handles`."""
         ...
 
