@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-ANCHORS = (2, 4, 8)
+ANCHORS = (1, 2, 4, 8)
 """Lengths of the k-grams that are posted, ascending."""
 LENGTHS = len(ANCHORS)
 CONTEXT = 32

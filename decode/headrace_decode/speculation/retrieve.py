@@ -16,6 +16,7 @@ from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import (
     ANCHORS,
+    CONTEXT,
     GRANULE,
     GRANULES,
     HEAD,
@@ -25,9 +26,10 @@ from headrace_decode.speculation.layout import (
 )
 from headrace_decode.speculation.ring import is_live
 
-SURVIVORS = 4
+SURVIVORS = 6
 """Per partition."""
-HOPS = 8
+HOPS = 16
+ENOUGH = 1
 """Chain links followed per anchor length."""
 CANDIDATES = 3 * SURVIVORS
 """Of the request's own partition, its tenant's and the public one together."""
@@ -55,7 +57,7 @@ def find_own(
     No hash is needed: the last position links to the one before it in each of its chains.
     Positions before `prompt_end` are the prompt's.
     """
-    count = 0
+    count, below = 0, CONTEXT + 1
     last = part[HEAD] - 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
@@ -65,7 +67,7 @@ def find_own(
             if position < part[TAIL] or count == SURVIVORS:
                 break
             match = match_length(words, part, position, context, length)
-            if match >= ANCHORS[which]:
+            if match >= ANCHORS[which] and match < below:
                 found[count, POSITION] = position
                 found[count, PARTITION] = partition
                 found[count, MATCH] = match
@@ -73,7 +75,8 @@ def find_own(
                 found[count, ROW] = NONE
                 count += 1
             position = next_of(words, part, position, which)
-        if count:
+        below = ANCHORS[which]
+        if count >= ENOUGH:
             break
     return count
 
@@ -93,7 +96,7 @@ def find_kept(
     found: Any,
 ) -> int:
     """Survivors among the segments of a tenant's partition or of the public one."""
-    count = 0
+    count, below = 0, CONTEXT + 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
@@ -102,7 +105,7 @@ def find_kept(
             if position < part[TAIL] or count == SURVIVORS:
                 break
             match = match_length(words, part, position, context, length)
-            if match >= ANCHORS[which]:
+            if match >= ANCHORS[which] and match < below:
                 row = words[part[GRANULES] + place(part, position) // GRANULE]
                 if usable(headers[row], versions, model, tokenizer, now_s):
                     found[count, POSITION] = position
@@ -112,6 +115,7 @@ def find_kept(
                     found[count, ROW] = row
                     count += 1
             position = next_of(words, part, position, which)
-        if count:
+        below = ANCHORS[which]
+        if count >= ENOUGH:
             break
     return count
