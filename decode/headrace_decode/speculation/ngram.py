@@ -117,11 +117,6 @@ class NgramDrafter:
         self._texts.pop(handle, None)
 
 
-def make(**options: int) -> NgramDrafter:
-    """For `Settings.drafter`."""
-    return NgramDrafter(**options)
-
-
 @njit(cache=True, nogil=True)
 def _longest_match(text: NDArray[np.int32], match_min: int, match_max: int) -> tuple[int, int]:
     """Where the longest earlier occurrence of the text's end goes on, and its length; 0, 0 if there

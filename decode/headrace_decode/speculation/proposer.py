@@ -11,6 +11,7 @@ drafting stops until it is switched on again.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Drafter
+from headrace_decode.speculation.memory import Memory
+from headrace_decode.speculation.memory import Settings as MemorySettings
+from headrace_decode.speculation.ngram import NgramDrafter
 from headrace_decode.speculation.planner import Mode, Planner
 from headrace_decode.speculation.session import Facts, Rows, Session
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings
@@ -57,7 +61,7 @@ class HeadraceProposer:
         )
         self.planner.mode = Mode.parse(settings.mode)
         self.session = Session(
-            load_drafter(settings),
+            load_drafter(settings, vllm_config.model_config),
             self.planner,
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             model_tokens=vllm_config.model_config.max_model_len,
@@ -151,16 +155,32 @@ class HeadraceProposer:
             logger.error("drafting failed %d times in a row and is off now", FAILURES_MAX)
 
 
-def load_drafter(settings: Settings) -> Drafter:
+def load_drafter(settings: Settings, model_config: Any) -> Drafter:
     """What `settings.drafter` names.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: there is no such function, or its options are wrong.
     """
-    module, _, name = settings.drafter.partition(":")
+    options = dict(settings.drafter_options or {})
     try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        if settings.drafter == "memory":
+            model, tokenizer = _digests(model_config)
+            return Memory(MemorySettings(model=model, tokenizer=tokenizer, **options))
+        if settings.drafter == "ngram":
+            return NgramDrafter(**options)
+        module, _, name = settings.drafter.partition(":")
+        drafter: Drafter = getattr(importlib.import_module(module), name)(**options)
+    except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(f"{CONFIG_KEY}.drafter {settings.drafter!r}: {error}") from error
-    drafter: Drafter = make(**(settings.drafter_options or {}))
     return drafter
+
+
+def _digests(config: Any) -> tuple[bytes, bytes]:
+    """What tells this engine's answers, and its token ids, from those of others."""
+    model = f"{config.model} {config.revision} {config.dtype} {config.quantization}"
+    tokenizer = f"{config.tokenizer} {config.tokenizer_revision}"
+    return _digest(model), _digest(tokenizer)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -196,7 +196,13 @@ class Session:
         return drafts
 
     def _compile(self) -> None:
-        """Have numba compile or load its functions now, not in a step."""
+        """Have numba compile or load what is used here, now and not in a step."""
+        text = np.arange(8, dtype=np.int32) % 3
+        handle = self.drafter.open_request("compile", text)
+        self.drafter.extend_many([handle], text, np.array([len(text)], np.int32))
+        batch = self.drafter.draft_many([handle], np.array([2], np.int32))
+        self.drafter.feedback_many(batch, np.zeros(1, np.int32), np.zeros(1, np.int32))
+        self.drafter.close_request(handle, keep=False)
         one, chance = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
         count = np.ones(1, np.int32)
         _verdict(one, chance, count, count, count, np.zeros(1, np.int64))

@@ -25,7 +25,7 @@ OPT_OUT_KEY = "headrace_draft"
 
 PROPOSER = "headrace_decode.speculation.proposer.HeadraceProposer"
 WORKER = "headrace_decode.speculation._vllm_compat.SpeculatingWorker"
-LOCAL_DRAFTER = "headrace_decode.speculation.ngram:make"
+DRAFTERS = ("memory", "ngram")
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,15 @@ class Settings:
 
     Attributes:
         mode: "auto", "off" or "static:K" (`planner.Mode`).
-        drafter: "module:function", called with `drafter_options`, returns a `Drafter`.
+        drafter: "memory" (`memory.Memory`), "ngram" (`ngram.NgramDrafter`), or "module:function",
+            which returns a `draft.Drafter`.
+        drafter_options: arguments of its settings, or of that function.
         controls: whether to run random steps without drafts and heed what they say.
         seed: of those.
     """
 
     mode: str = "auto"
-    drafter: str = LOCAL_DRAFTER
+    drafter: str = "memory"
     drafter_options: Mapping[str, Any] | None = None
     controls: bool = True
     seed: int = 0
@@ -58,8 +60,11 @@ class Settings:
             raise ValueError(f"{CONFIG_KEY}: unknown {unknown}; known are {sorted(known)}")
         settings = Settings(**config)
         Mode.parse(settings.mode)
-        if settings.drafter.count(":") != 1:
-            raise ValueError(f"{CONFIG_KEY}.drafter {settings.drafter!r}: expected module:function")
+        if settings.drafter not in DRAFTERS and settings.drafter.count(":") != 1:
+            raise ValueError(
+                f"{CONFIG_KEY}.drafter {settings.drafter!r}: expected one of {', '.join(DRAFTERS)} "
+                "or module:function"
+            )
         return settings
 
 

@@ -95,7 +95,7 @@ class StepTime:
         return True
 
     def _bend_towards(self, n: float, relative: float) -> None:
-        upper = int(min(max(np.searchsorted(KNOTS, n), 1), len(KNOTS) - 1))
+        upper = min(max(int(np.searchsorted(KNOTS, n)), 1), len(KNOTS) - 1)
         share = min(max((n - KNOTS[upper - 1]) / (KNOTS[upper] - KNOTS[upper - 1]), 0.0), 1.0)
         shares = ((upper - 1, 1.0 - share), (upper, share))
         bend = sum(part * self._bend[knot] for knot, part in shares)
