@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch
-from headrace_decode.speculation.ngram import NgramDrafter
+from headrace_decode.speculation.draft import DraftBatch
+from headrace_decode.speculation.memory import Memory
 
 ROOT = Path(__file__).parents[2]
 TOP = 5
+_FOREIGN = object()
+"""Origin of drafts that the memory has not made."""
 
 
 @dataclass(frozen=True)
@@ -43,46 +45,69 @@ class Run:
     preemptions: int
 
 
-class KindsOfDrafts(NgramDrafter):
+class KindsOfDrafts(Memory):
     """Drafts of a kind that may be changed while the engine runs.
 
-    "ngram": the request's own text. "junk": random ids, said to be as good as certain. "oracle":
-    the true answer, as told. "broken": raises.
+    "memory": what the memory finds. "junk": random ids, some of them no tokens, all said to be as
+    good as certain. "oracle": the true answer, as told. "broken": raises.
     """
 
-    kind = "ngram"
+    kind = "memory"
     truth: dict[tuple[int, ...], list[int]] = {}
-    _rng = random.Random(5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._rng = random.Random(5)
 
     def open_request(
         self, request_id: str, prompt_tokens: NDArray[np.int32], tenant: str = "", *, tag: str = ""
     ) -> int:
         handle = super().open_request(request_id, prompt_tokens, tenant, tag=tag)
-        self._prompts = {**getattr(self, "_prompts", {}), handle: tuple(prompt_tokens.tolist())}
+        self._texts[handle] = tuple(prompt_tokens.tolist()), 0
         return handle
 
-    def draft(self, handle: int, max_tokens: int) -> Draft:
-        if self.kind == "ngram":
-            return super().draft(handle, max_tokens)
-        if self.kind == "broken":
-            raise RuntimeError("a drafter with a bug")
-        if max_tokens <= 0 or handle not in self._texts:
-            return EMPTY
-        if self.kind == "junk":
-            tokens = [self._rng.randrange(-2, 60_000) for _ in range(max_tokens)]
-        else:
-            prompt = self._prompts[handle]
-            done = self._texts[handle].length - len(prompt)
-            tokens = self.truth.get(prompt, [])[done : done + max_tokens]
-        return Draft(np.array(tokens, np.int32), np.full(len(tokens), 0.99, np.float32), 1, 1)
+    def extend_many(
+        self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
+    ) -> None:
+        super().extend_many(handles, tokens, counts)
+        for handle, count in zip(handles, counts.tolist(), strict=True):
+            prompt, answered = self._texts[handle]
+            self._texts[handle] = prompt, answered + count
 
     def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
-        return super().draft_many(handles, max_tokens)
+        if self.kind == "broken":
+            raise RuntimeError("a drafter with a bug")
+        batch = super().draft_many(handles, max_tokens)
+        if self.kind == "memory":
+            return batch
+        limits = np.broadcast_to(np.asarray(max_tokens, np.int32), (len(handles),)).tolist()
+        drafts = [self._draft(handle, limit) for handle, limit in zip(handles, limits, strict=True)]
+        width = max(map(len, drafts), default=0)
+        tokens = np.zeros((len(drafts), width), np.int32)
+        survival = np.zeros((len(drafts), width), np.float32)
+        for row, draft in enumerate(drafts):
+            tokens[row, : len(draft)] = draft
+            survival[row, : len(draft)] = 0.99
+        lengths = np.array([len(draft) for draft in drafts], np.int32)
+        return DraftBatch(tokens, survival, lengths, batch.source, batch.match_tokens, _FOREIGN)
+
+    def feedback_many(
+        self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
+    ) -> None:
+        if batch.origin is not _FOREIGN:
+            super().feedback_many(batch, offered_k, accepted_k)
+
+    def _draft(self, handle: int, max_tokens: int) -> list[int]:
+        if self.kind == "junk":
+            return [self._rng.randrange(-2, 60_000) for _ in range(max_tokens)]
+        prompt, answered = self._texts[handle]
+        return self.truth.get(prompt, [])[answered : answered + max_tokens]
 
 
-def make(**options: Any) -> KindsOfDrafts:
+def make() -> KindsOfDrafts:
     """For `Settings.drafter`."""
-    return KindsOfDrafts(**options)
+    return KindsOfDrafts()
 
 
 def speculating_runs(
