@@ -14,16 +14,15 @@ from headrace_decode.speculation.draft import DraftBatch
 from headrace_decode.speculation.ngram import NgramDrafter
 from headrace_decode.speculation.planner import Mode, Planner
 from headrace_decode.speculation.proposer import FAILURES_MAX, HeadraceProposer
-from headrace_decode.speculation.session import Facts, Rows, Session, kv_room
-from headrace_decode.speculation.settings import (
-    CONFIG_KEY,
+from headrace_decode.speculation.request import (
     OPT_OUT_KEY,
     REQUEST_KEY,
-    Settings,
-    engine_arguments,
+    Facts,
     facts_of,
     request_arguments,
 )
+from headrace_decode.speculation.session import Rows, Session, kv_room
+from headrace_decode.speculation.settings import CONFIG_KEY, Settings, engine_arguments
 
 K, VOCABULARY = 4, 100
 

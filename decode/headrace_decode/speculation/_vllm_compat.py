@@ -16,8 +16,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from headrace_decode.speculation.proposer import HeadraceProposer
-from headrace_decode.speculation.session import Facts, Rows, kv_room
-from headrace_decode.speculation.settings import facts_of
+from headrace_decode.speculation.request import Facts, facts_of
+from headrace_decode.speculation.session import Rows, kv_room
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker

@@ -25,7 +25,8 @@ from headrace_decode.speculation.memory import Memory
 from headrace_decode.speculation.memory import Settings as MemorySettings
 from headrace_decode.speculation.ngram import NgramDrafter
 from headrace_decode.speculation.planner import Mode, Planner
-from headrace_decode.speculation.session import Facts, Rows, Session
+from headrace_decode.speculation.request import Facts
+from headrace_decode.speculation.session import Rows, Session
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings
 
 logger = logging.getLogger("headrace.speculation")

@@ -24,32 +24,10 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.budget import best_budget
 from headrace_decode.speculation.draft import DraftBatch, Drafter
 from headrace_decode.speculation.planner import Limits, Load, Planner, Step
+from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
 from headrace_decode.speculation.trust import Kept, Trust
 
-CALIBRATION_LENGTHS = (0, 1, 2, 4, 8, 16, 3, 6, 12)
-"""Draft tokens a row in successive steps of calibration."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a request brings along.
-
-    Attributes:
-        prompt_tokens: length of its prompt.
-        tenant, tag: as in `Drafter.open_request`.
-        drafts: False for a request that opted out: nothing is drafted for it or kept of it.
-        itl_s: its inter-token latency target; infinite without one.
-        max_tokens: it ends after so many; None if nothing but the model ends it.
-        calibrates: it is there to measure steps, and gets meaningless drafts.
-    """
-
-    prompt_tokens: int
-    tenant: str = ""
-    tag: str = ""
-    drafts: bool = True
-    itl_s: float = float("inf")
-    max_tokens: int | None = None
-    calibrates: bool = False
+CALIBRATION_STEP_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -313,7 +291,8 @@ class Session:
         """Repeat each row's last token: nothing is meant by it, the step's time is what counts."""
         count = CALIBRATION_LENGTHS[self._calibration_step % len(CALIBRATION_LENGTHS)]
         self._calibration_step += 1
-        count = min(count, max(self._step_tokens // len(live) - 1, 0))
+        most = min(self._step_tokens, CALIBRATION_STEP_TOKENS)
+        count = min(count, max(most // len(live) - 1, 0))
         for row, cap in zip(live, caps.tolist(), strict=True):
             drafts[row] = [int(rows.sampled[row][-1])] * min(count, cap)
 
