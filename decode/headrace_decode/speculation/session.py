@@ -182,8 +182,9 @@ class Session:
         self.drafter.feedback_many(batch, np.zeros(1, np.int32), np.zeros(1, np.int32))
         self.drafter.close_request(handle, keep=False)
         one, chance = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
-        count = np.ones(1, np.int32)
-        _verdict(one, chance, count, count, count, np.zeros(1, np.int64))
+        count, places = np.ones(1, np.int32), np.zeros(1, np.int64)
+        _gathered(one, places, places, count)
+        _verdict(one, chance, count, count, count, places)
         best_budget(chance, _usable(one, count, 1), np.ones(2))
 
     def _known(self, rows: Rows, row: int, facts: Callable[[str], Facts]) -> _Request:
@@ -203,17 +204,14 @@ class Session:
         """Hand the step's tokens to the memory, and what they say of the last drafts."""
         if not live:
             return
-        news = [
-            rows.token_ids[row, request.seen_tokens : rows.num_tokens[row]]
-            for row, request in zip(live, requests, strict=True)
-        ]
-        counts = np.fromiter((len(new) for new in news), np.int32, len(news))
-        tokens = np.concatenate(news).astype(np.int32)
+        at = np.array(live)
+        seen = np.array([request.seen_tokens for request in requests])
+        ends = rows.num_tokens[at].astype(np.int64)
+        counts = np.maximum(ends - seen, 0).astype(np.int32)
+        tokens = _gathered(rows.token_ids, at, seen, counts)
         pending, self._pending = self._pending, None
         if pending is not None:
-            places = np.fromiter(
-                (pending.place.get(rows.request_ids[row], -1) for row in live), np.int64, len(live)
-            )
+            places = np.array([pending.place.get(rows.request_ids[row], -1) for row in live])
             batch = pending.batch
             offered, accepted, promised = _verdict(
                 batch.tokens, batch.survival, batch.lengths, tokens, counts, places
@@ -223,8 +221,8 @@ class Session:
                 if place >= 0 and offered[place]:
                     self._trust.learn(request.kept, float(promised[place]), float(accepted[place]))
         self.drafter.extend_many([request.handle for request in requests], tokens, counts)
-        for row, request in zip(live, requests, strict=True):
-            request.seen_tokens = int(rows.num_tokens[row])
+        for end, request in zip(ends.tolist(), requests, strict=True):
+            request.seen_tokens = end
 
     def _caps(self, rows: Rows, live: list[int], requests: list[_Request]) -> NDArray[np.int32]:
         """Most draft tokens of each live row that can become anything.
@@ -317,6 +315,23 @@ def kv_room(
     if int(np.maximum(most, 0).sum()) <= free_blocks:
         return None
     return np.maximum(blocks * block_tokens - num_tokens, 0)
+
+
+@njit(cache=True, nogil=True)
+def _gathered(
+    token_ids: NDArray[np.integer],
+    rows: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """Token ids of some rows from `starts` on, `counts` of each, one row after the other."""
+    tokens = np.empty(counts.sum(), np.int32)
+    at = 0
+    for number in range(len(rows)):
+        for place in range(starts[number], starts[number] + counts[number]):
+            tokens[at] = token_ids[rows[number], place]
+            at += 1
+    return tokens
 
 
 @njit(cache=True, nogil=True)
