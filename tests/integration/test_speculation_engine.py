@@ -2,7 +2,8 @@
 
 200 prompts of text and noise, all handed over at once, up to 64 running, 1 to 40 tokens asked for.
 The truth is an engine without drafting. One engine drafts junk, the true answer, nothing, or what
-the memory finds; another has so few KV blocks that requests are preempted meanwhile.
+the memory finds; another has so few KV blocks that requests are preempted meanwhile. Among the
+requests are some with two samples and some with a grammar.
 """
 
 from __future__ import annotations

@@ -186,8 +186,21 @@ def _engine(model: str, draft_tokens: int, blocks: int | None) -> Any:
     )
 
 
-def _run(llm: Any, task: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
+def _params(number: int, max_tokens: int) -> Any:
+    """Greedy; every eighth request has two samples, and every eighth keeps to a grammar."""
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    common = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": TOP}
+    if number % 8 == 1:  # vLLM refuses n > 1 at temperature 0; the likeliest of one is greedy, too
+        return SamplingParams(n=2, temperature=1.0, top_k=1, **common)
+    if number % 8 == 5:
+        grammar = StructuredOutputsParams(regex="( [a-z]{1,8}){60}")
+        return SamplingParams(temperature=0.0, structured_outputs=grammar, **common)
+    return SamplingParams(temperature=0.0, **common)
+
+
+def _run(llm: Any, task: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     from vllm.inputs import TokensPrompt
 
     report: dict[str, Any] = {}
@@ -197,20 +210,17 @@ def _run(llm: Any, task: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     before = _preemptions(llm)
     results = llm.generate(
         [TokensPrompt(prompt_token_ids=prompt) for prompt in task["prompts"]],
-        [
-            SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=TOP)
-            for count in task["max_tokens"]
-        ],
+        [_params(number, count) for number, count in enumerate(task["max_tokens"])],
         use_tqdm=False,
     )
     if arm["draft_tokens"]:
         [report] = llm.collective_rpc("headrace_speculation", args=({},))
     answers = [
         {
-            "tokens": list(result.outputs[0].token_ids),
+            "tokens": list(result.outputs[-1].token_ids),
             "tops": [
                 {token: entry.logprob for token, entry in step.items()}
-                for step in result.outputs[0].logprobs
+                for step in result.outputs[-1].logprobs
             ],
         }
         for result in results
