@@ -1,9 +1,10 @@
 """What drafting brings, and whether it costs: ``python -m benchmarks.speculation --json FILE``.
 
 Real engines (SmolLM2-135M, one thread each, a process each) decode a draftable and an undraftable
-workload at several concurrencies. All arms take turns of a second or two, those of one engine by
-switching the planner's mode, those of other engines by waiting in their processes, so that a slower
-minute meets all of them. Steps that compute prompts do not count.
+workload at several concurrencies. All arms take turns, those of one engine by switching the
+planner's mode, those of other engines by waiting in their processes, so that a slower minute meets
+all of them. In a round all arms get requests about the same documents in the same order, each with
+an end of its own. Steps that compute prompts do not count.
 
 - ``plain``: vLLM without a speculative configuration. ``ngram``, ``suffix``: vLLM with its own
   proposers, the second with Arctic Inference's cache.
@@ -31,52 +32,60 @@ from benchmarks.speculation.report import figures, table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS = ("draftable", "undraftable")
-STEPS_MIN = 4
-WARM_UP_S = 2.0
+STEADY_STEPS, STEPS_MAX = 40, 120
+"""Most steps of a turn: where each brings about the same, and where that varies with the text."""
 
 
 def cell(
-    nodes: Mapping[str, Child], workload: str, concurrency: int, rounds: int, slice_s: float
+    nodes: Mapping[str, Child], workload: str, concurrency: int, rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """The slices of every arm in one cell, a round that does not count before them."""
-    for node in nodes.values():
-        node.do("cell", workload=workload, concurrency=concurrency)
+    """The turns of every arm in one cell, a round that does not count before them."""
     turns = [
         (node, arm, mode)
         for name, node in nodes.items()
         for arm, mode in arms_of(name, workload, concurrency).items()
     ]
-    if "headrace" in nodes:
-        nodes["headrace"].do("mode", mode="auto")
-        nodes["headrace"].do("slice", seconds=2 * WARM_UP_S, steps=2 * STEPS_MIN)
+    requests = requests_of(concurrency)
     taken: dict[str, list[dict[str, float]]] = {arm: [] for _, arm, _ in turns}
     for number in range(-1, rounds):
         first = number % len(turns)
         for node, arm, mode in turns[first:] + turns[:first]:
             if mode is not None:
                 node.do("mode", mode=mode)
-            measured = node.do("slice", seconds=slice_s, steps=STEPS_MIN)
+            steady = arm in ("plain", "off") or workload == "undraftable" or number < 0
+            measured = node.do(
+                "turn",
+                workload=workload,
+                concurrency=concurrency,
+                requests=requests,
+                first=max(number, 0) * requests,
+                steps_max=STEADY_STEPS if steady else STEPS_MAX,
+            )
             if number >= 0:
                 taken[arm].append(measured)
     return taken
+
+
+def requests_of(concurrency: int) -> int:
+    """Of a turn: enough to have all kinds among them, and to go on when the first ones end."""
+    return max(6, 2 * concurrency if concurrency <= 16 else concurrency * 3 // 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What drafting brings, and whether it costs.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--merge", action="store_true", help="keep what FILE holds of other cells")
-    parser.add_argument("--quick", action="store_true", help="1, 8 and 64 at once, few rounds")
+    parser.add_argument("--quick", action="store_true", help="1, 8 and 64 at once, one round")
     parser.add_argument("--concurrency", type=_numbers, help="instead of 1,2,4,8,16,32,64")
     parser.add_argument("--workloads", type=_words, default=list(WORKLOADS))
     parser.add_argument("--engines", type=_words, default=list(ENGINES))
     parser.add_argument("--rounds", type=int, help="turns of each arm")
-    parser.add_argument("--slice-s", type=float, default=1.5, help="seconds of a turn")
     parser.add_argument("--dtype", default="float32", help="of the engines")
     args = parser.parse_args()
     concurrencies = args.concurrency or ((1, 8, 64) if args.quick else CONCURRENCIES)
-    rounds = args.rounds or (3 if args.quick else 8)
+    rounds = args.rounds or (1 if args.quick else 3)
     start = time.perf_counter()
-    document: dict[str, Any] = {"figures": {}, "slices": {}, "reports": {}}
+    document: dict[str, Any] = {"figures": {}, "turns": {}, "reports": {}}
     if args.merge and args.json is not None and args.json.exists():
         document = json.loads(args.json.read_text())
     document["environment"] = environment(MODEL)
@@ -84,9 +93,9 @@ def main() -> None:
         print(f"engines ready after {time.perf_counter() - start:.0f} s", flush=True)
         for workload in args.workloads:
             for concurrency in concurrencies:
-                taken = cell(nodes, workload, concurrency, rounds, args.slice_s)
+                taken = cell(nodes, workload, concurrency, rounds)
                 name = f"{workload}.c{concurrency}"
-                document["slices"][name] = taken
+                document["turns"][name] = taken
                 document["figures"] |= figures(workload, concurrency, taken)
                 if "headrace" in nodes:
                     document["reports"][name] = nodes["headrace"].do("mode", mode="auto")

@@ -1,22 +1,21 @@
-"""An engine that decodes a workload at some concurrency for a while and counts: an arm's slice.
+"""An engine that answers requests of a workload, so many at once, and counts: an arm's turn.
 
-Driven by JSON lines (`benchmarks.kvstore.child`). Requests go on from slice to slice, so that arms
-which take turns on one engine find the same mixture of contexts. Steps that compute prompts do not
-count: what is compared is decoding.
+Driven by JSON lines (`benchmarks.kvstore.child`). In a round every arm gets requests about the same
+documents in the same order, each with an end of its own, so that nobody finds an answer that was
+given before. Steps that compute prompts do not count: what is compared is decoding.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from typing import Any
 
 from benchmarks.kvstore.child import serve
 from benchmarks.speculation.workloads import Workload
 
-ANSWER_TOKENS = 96
+ANSWER_TOKENS = 64
 MODEL_TOKENS = 1024
 
 
@@ -37,68 +36,69 @@ class Node:
         )
         self._engine = self._llm.llm_engine
         self._workloads = {name: Workload(name, encode) for name in ("draftable", "undraftable")}
-        self._cell: tuple[str, int] | None = None
         self._running: set[str] = set()
         self._number = 0
-        self._rng = random.Random(0)
 
     def mode(self, mode: str) -> dict[str, Any]:
         """Switch the planner; the proposer's report."""
         [report] = self._llm.collective_rpc("headrace_speculation", args=({"mode": mode},))
         return dict(report)
 
-    def cell(self, workload: str, concurrency: int) -> None:
-        """From now on so many requests of this workload run."""
+    def turn(
+        self, workload: str, concurrency: int, requests: int, first: int, steps_max: int
+    ) -> dict[str, float]:
+        """Answer so many requests, so many at once, and count while that many run.
+
+        Args:
+            first: document of the first request; those of the others follow.
+            steps_max: end after so many steps.
+        """
+        tokens, spent, taken, begun = 0, 0.0, 0, 0
+        while taken < steps_max:
+            new = min(concurrency - len(self._running), requests - begun)
+            self._start(workload, range(first + begun, first + begun + new))
+            begun += new
+            if len(self._running) < concurrency:
+                if begun == requests:
+                    break
+                continue
+            began = time.perf_counter()
+            tokens += self._step()
+            spent += time.perf_counter() - began
+            taken += 1
         self._engine.abort_request(list(self._running), internal=False)
         self._running.clear()
         while self._engine.has_unfinished_requests():
             self._engine.step()
-        self._cell = workload, concurrency
-        self._fill(stagger=True)
-
-    def slice(self, seconds: float, steps: int) -> dict[str, float]:
-        """Decode for so long, and for so many steps at least; what that brought."""
-        tokens, spent, taken = 0, 0.0, 0
-        self._fill()
-        self._step()  # it still verifies what the arm before has drafted
-        while spent < seconds or taken < steps:
-            self._fill()
-            began = time.perf_counter()
-            emitted = self._step()
-            spent += time.perf_counter() - began
-            tokens += emitted
-            taken += 1
         return {"tokens": tokens, "seconds": spent, "steps": taken}
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
-    def _fill(self, stagger: bool = False) -> None:
-        """Start requests until enough run, and compute their prompts."""
+    def _start(self, name: str, documents: range) -> None:
+        """Start a request about each, and compute their prompts."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        assert self._cell is not None
-        workload, concurrency = self._workloads[self._cell[0]], self._cell[1]
+        workload = self._workloads[name]
         new = set()
-        while len(self._running) < concurrency:
+        for document in documents:
             self._number += 1
-            request_id = f"{self._cell[0]}-{self._number}"
-            share = self._rng.uniform(0.2, 1.0) if stagger else 1.0
+            request_id = f"{name}-{self._number}"
             params = SamplingParams(
-                max_tokens=int(share * ANSWER_TOKENS),
+                max_tokens=ANSWER_TOKENS,
                 temperature=workload.temperature,
                 ignore_eos=True,
                 seed=self._number if workload.temperature else None,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = workload.prompt()[: MODEL_TOKENS - ANSWER_TOKENS - 1]
+            prompt = workload.prompt(document)[: MODEL_TOKENS - ANSWER_TOKENS - 1]
             self._engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), params)
             self._running.add(request_id)
             new.add(request_id)
-        while new & self._running and new:
+        while new & self._running:
             self._step(new)
 
     def _step(self, awaited: set[str] | None = None) -> int:

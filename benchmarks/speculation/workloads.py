@@ -56,9 +56,9 @@ class Workload:
         else:
             self._prepare_prose()
 
-    def prompt(self) -> list[int]:
-        """The next one, as token ids."""
-        at = self._rng.randrange(len(self.documents))
+    def prompt(self, number: int) -> list[int]:
+        """Another one about document `number` (modulo their count), as token ids."""
+        at = number % len(self.documents)
         return self.documents[at] + self._encode(self._tails[at]())
 
     def _prepare_draftable(self) -> None:
