@@ -5,7 +5,12 @@ Each test names the file to mend when an upgrade moves what it pins. Slow to imp
 
 from __future__ import annotations
 
+import importlib
 import inspect
+from collections import Counter
+from typing import Any
+
+import pytest
 
 from tests.unit.test_contracts import assert_fields, assert_takes, find
 
@@ -88,3 +93,78 @@ def test_requests_extra_arguments_and_additional_configuration_reach_us() -> Non
     find("vllm:SamplingParams", SETTINGS)
     assert "extra_args" in find("vllm:SamplingParams", SETTINGS).__struct_fields__
     assert_fields("vllm.config:VllmConfig", SETTINGS, "additional_config", "compilation_config")
+
+
+def sampled(sampler: Any, rounds: int) -> tuple[list[int], Counter[int], Counter[int]]:
+    """Rows: greedy with a draft, sampled at temperature 0.5 with a draft, top_k 2 with a draft, and
+    sampled without one. First tokens of the greedy row, and of the second and third."""
+    import torch
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    rows, vocabulary = 4, 5
+    one = torch.tensor(LOGITS).repeat(2 * rows - 1, 1)
+    greedy, hot, cut = [], Counter[int](), Counter[int]()
+    none = torch.zeros(rows)
+    sampling = SamplingMetadata(
+        temperature=torch.tensor([0.0, 0.5, 1.0, 1.0]),
+        all_greedy=False,
+        all_random=False,
+        top_p=None,
+        top_k=torch.tensor([vocabulary, vocabulary, 2, vocabulary], dtype=torch.int32),
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    for _ in range(rounds):
+        drafts = SpecDecodeMetadata.make_dummy([[1], [1], [1], []], torch.device("cpu"))
+        ids = sampler(drafts, None, one.clone(), sampling).sampled_token_ids
+        greedy.append(int(ids[0, 0]))
+        hot[int(ids[1, 0])] += 1
+        cut[int(ids[2, 0])] += 1
+    return greedy, hot, cut
+
+
+LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0]
+
+
+def test_on_cpus_drafted_requests_are_sampled_as_they_asked() -> None:
+    """The token in a draft's place has the distribution that the request asked for."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM's own sampler is right on other platforms")
+    runner = importlib.import_module("vllm.v1.worker.cpu_model_runner")
+    runner.CPUModelRunner._postprocess_triton(None)
+    from vllm.v1.sample.sampler import Sampler
+
+    from headrace_decode.speculation._vllm_cpu import CpuRejectionSampler
+
+    torch.manual_seed(0)
+    rounds = 1500
+    with torch.compiler.set_stance("force_eager"):
+        greedy, hot, cut = sampled(CpuRejectionSampler(Sampler()), rounds)
+    assert set(greedy) == {0}
+    wanted = torch.softmax(torch.tensor(LOGITS) / 0.5, 0).tolist()
+    assert [hot[token] / rounds for token in range(5)] == pytest.approx(wanted, abs=0.05)
+    both = torch.softmax(torch.tensor(LOGITS[:2]), 0).tolist()
+    assert [cut[token] / rounds for token in range(5)] == pytest.approx([*both, 0, 0, 0], abs=0.05)
+
+
+def test_vllms_own_way_of_spreading_a_temperature_is_still_wrong_on_cpus() -> None:
+    """When this fails, vLLM has mended it: drop `_vllm_cpu.py` and its use."""
+    source = inspect.getsource(
+        find("vllm.utils.cpu_triton_utils:_expand_kernel_impl", "_vllm_cpu.py")
+    )
+    assert "_ensure_int64(output)" in source
+    assert "copy_" not in source

@@ -21,6 +21,8 @@ from headrace_decode.speculation.session import Rows, kv_room
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+
+    from headrace_decode.speculation._vllm_cpu import CpuRejectionSampler
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -38,12 +40,17 @@ class SpeculatingWorker(PlatformWorker):  # type: ignore[misc]
 
         vLLM leaves drafting out, and has every row verify its most zeros, in any step in which one
         row is closer than that to the longest length. Our proposer keeps to that length row by row,
-        so it is told that its own is endless.
+        so it is told that its own is endless. On CPUs the runner gets a rejection sampler that can
+        spread temperatures.
         """
         super().load_model(**kwargs)
         proposer = getattr(self.model_runner, "drafter", None)
         if isinstance(proposer, HeadraceProposer):
             self.model_runner.effective_drafter_max_model_len = sys.maxsize
+            if current_platform.is_cpu():
+                self.model_runner.rejection_sampler = CpuRejectionSampler(
+                    self.model_runner.sampler, self.speculative_config, self.device
+                )
             self._proposer = proposer
             if get_tp_group().is_first_rank:
                 view = RunnerView(self.model_runner, self.speculative_config.num_speculative_tokens)
