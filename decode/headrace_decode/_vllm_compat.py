@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.guard import why_refused
 from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_decode.speculation.calibrate import calibrate_steps
+from headrace_decode.speculation.request import request_arguments
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
@@ -42,6 +45,9 @@ class PlannedLLM(AsyncLLM):
         """As `AsyncLLM.generate`, less the transfer parameters a client sends: they name memory."""
         sampling_params = without_transfer_params(sampling_params)
         self._refuse(prompt, sampling_params)
+        if self.speculates:
+            salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+            sampling_params = with_drafting_facts(sampling_params, salt)
         plain = super().generate
         if self.orchestrator is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
@@ -57,6 +63,29 @@ class PlannedLLM(AsyncLLM):
                         parameter="structured_outputs",
                     )
                 yield output
+
+    @property
+    def speculates(self) -> bool:
+        """Whether this engine drafts with a class of ours."""
+        config = self.vllm_config.speculative_config
+        return config is not None and config.method == "custom_class"
+
+    async def calibrate_drafting(self) -> None:
+        """Measure what steps with drafts cost here; nothing for an engine without our drafting."""
+        if not self.speculates:
+            return
+        plain = super().generate
+
+        def generate(
+            ids: list[int], extra: dict[str, Any], tokens: int, name: str
+        ) -> AsyncGenerator[RequestOutput, None]:
+            params = SamplingParams(
+                max_tokens=tokens, temperature=0.0, ignore_eos=True, extra_args=extra
+            )
+            return plain(TokensPrompt(prompt_token_ids=ids, cache_salt=name), params, name)
+
+        rows_max = self.vllm_config.scheduler_config.max_num_seqs
+        await calibrate_steps(generate, rows_max, self.model_config.get_vocab_size())
 
     async def notify_kv_transfer_request_rejected(
         self, request_id: str, kv_transfer_params: dict[str, Any], **kwargs: Any
@@ -163,6 +192,13 @@ def without_transfer_params(params: SamplingParams) -> SamplingParams:
     cleaned = copy.copy(params)
     cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k != PARAMS_KEY}
     return cleaned
+
+
+def with_drafting_facts(params: SamplingParams, salt: str | None) -> SamplingParams:
+    """A copy of `params` that tells the engine's drafter whose request this is."""
+    told = copy.copy(params)
+    told.extra_args = request_arguments(params.extra_args, tenant=salt or "")
+    return told
 
 
 def with_transfer_params(params: SamplingParams, kv_params: dict[str, Any]) -> SamplingParams:

@@ -119,6 +119,7 @@ class DecodeServer(PDDecodeServer):
         self._app = app = await self.__serve_build_asgi_app__()
         if wiring.calibrate:
             await calibrate(self.engine.llm, self._planner)
+            await self.engine.llm.calibrate_drafting()
             await warm_up(app, self._llm_config.model_id)
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if wiring.listen is not None:

@@ -1,0 +1,117 @@
+"""What drafting brings, and whether it costs: ``python -m benchmarks.speculation --json FILE``.
+
+Real engines (SmolLM2-135M, one thread each, a process each) decode a draftable and an undraftable
+workload at several concurrencies. All arms take turns, those of one engine by switching the
+planner's mode, those of other engines by waiting in their processes, so that a slower minute meets
+all of them. In a round all arms get requests about the same documents in the same order, each with
+an end of its own. Steps that compute prompts do not count.
+
+- ``plain``: vLLM without a speculative configuration. ``ngram``, ``suffix``: vLLM with its own
+  proposers, the second with Arctic Inference's cache.
+- one engine with our proposer: ``off`` (never drafts), ``auto`` (the planner), ``staticK``
+  (always as many draft tokens as there are, up to K a row).
+
+``W.cC.tok_s_vs_none`` compares ``auto`` with ``plain``, ``..._none_same_engine`` with ``off``: a
+custom proposer forces synchronous scheduling, which the first contains and the second does not.
+``..._best_static_k`` is the best of all static arms and ``off``, chosen afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kvstore.child import Child
+from benchmarks.serving.environment import environment
+from benchmarks.speculation.arms import ENGINES, MODEL, arms_of, engines
+from benchmarks.speculation.report import figures, table
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+WORKLOADS = ("draftable", "undraftable")
+STEADY_STEPS, STEPS_MAX = 40, 120
+"""Most steps of a turn: where each brings about the same, and where that varies with the text."""
+
+
+def cell(
+    nodes: Mapping[str, Child], workload: str, concurrency: int, rounds: int
+) -> dict[str, list[dict[str, float]]]:
+    """The turns of every arm in one cell, a round that does not count before them."""
+    turns = [
+        (node, arm, mode)
+        for name, node in nodes.items()
+        for arm, mode in arms_of(name, workload, concurrency).items()
+    ]
+    requests = requests_of(concurrency)
+    taken: dict[str, list[dict[str, float]]] = {arm: [] for _, arm, _ in turns}
+    for number in range(-1, rounds):
+        first = number % len(turns)
+        for node, arm, mode in turns[first:] + turns[:first]:
+            if mode is not None:
+                node.do("mode", mode=mode)
+            steady = arm in ("plain", "off") or workload == "undraftable" or number < 0
+            measured = node.do(
+                "turn",
+                workload=workload,
+                concurrency=concurrency,
+                requests=requests,
+                first=max(number, 0) * requests,
+                steps_max=STEADY_STEPS if steady else STEPS_MAX,
+            )
+            if number >= 0:
+                taken[arm].append(measured)
+    return taken
+
+
+def requests_of(concurrency: int) -> int:
+    """Of a turn: enough to have all kinds among them, and to go on when the first ones end."""
+    return max(6, 2 * concurrency if concurrency <= 16 else concurrency * 3 // 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What drafting brings, and whether it costs.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--merge", action="store_true", help="keep what FILE holds of other cells")
+    parser.add_argument("--quick", action="store_true", help="1, 8 and 64 at once, one round")
+    parser.add_argument("--concurrency", type=_numbers, help="instead of 1,2,4,8,16,32,64")
+    parser.add_argument("--workloads", type=_words, default=list(WORKLOADS))
+    parser.add_argument("--engines", type=_words, default=list(ENGINES))
+    parser.add_argument("--rounds", type=int, help="turns of each arm")
+    parser.add_argument("--dtype", default="float32", help="of the engines")
+    args = parser.parse_args()
+    concurrencies = args.concurrency or ((1, 8, 64) if args.quick else CONCURRENCIES)
+    rounds = args.rounds or (1 if args.quick else 3)
+    start = time.perf_counter()
+    document: dict[str, Any] = {"figures": {}, "turns": {}, "reports": {}}
+    if args.merge and args.json is not None and args.json.exists():
+        document = json.loads(args.json.read_text())
+    document["environment"] = environment(MODEL)
+    with engines(args.engines, args.dtype) as nodes:
+        print(f"engines ready after {time.perf_counter() - start:.0f} s", flush=True)
+        for workload in args.workloads:
+            for concurrency in concurrencies:
+                taken = cell(nodes, workload, concurrency, rounds)
+                name = f"{workload}.c{concurrency}"
+                document["turns"][name] = taken
+                document["figures"] |= figures(workload, concurrency, taken)
+                if "headrace" in nodes:
+                    document["reports"][name] = nodes["headrace"].do("mode", mode="auto")
+                if args.json is not None:
+                    args.json.write_text(json.dumps(document, indent=2) + "\n")
+                print(f"{name} after {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"\n{table(document['figures'])}")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Which words of the one int32 array belong to whom: best fit, freed neighbours joined.
+
+The array is the memory's whole capacity, so that keeping within it is not a matter of counting.
+Physical pages are touched only where something is written.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Arena:
+    """Runs of an int32 array."""
+
+    def __init__(self, words: int) -> None:
+        self.words: NDArray[np.int32] = np.zeros(words, np.int32)
+        self._free = [(0, words)]  # (offset, length), by offset, no two of them adjacent
+
+    @property
+    def free_words(self) -> int:
+        return sum(length for _, length in self._free)
+
+    def take(self, words: int) -> int | None:
+        """Offset of a run, its content arbitrary; None if no free run is that long."""
+        fitting = [(length, offset) for offset, length in self._free if length >= words]
+        if not fitting:
+            return None
+        length, offset = min(fitting)
+        at = self._free.index((offset, length))
+        self._free[at : at + 1] = [(offset + words, length - words)] if length > words else []
+        return offset
+
+    def give(self, offset: int, words: int) -> None:
+        """Free a run that was taken, whole."""
+        at = bisect_left(self._free, (offset, 0))
+        first, last = at, at
+        start, end = offset, offset + words
+        if at > 0 and sum(self._free[at - 1]) == offset:
+            first, start = at - 1, self._free[at - 1][0]
+        if at < len(self._free) and self._free[at][0] == end:
+            last, end = at + 1, sum(self._free[at])
+        self._free[first:last] = [(start, end - start)]

@@ -1,0 +1,123 @@
+"""With which probability a drafted token is accepted, learned online from what the engine refused.
+
+A *cell* counts how often a token was tried and how often accepted, given that those before it were,
+by
+
+- source of the text that weighed most (`draft.Source`),
+- match-length bucket: how much of the context that text shares,
+- agreement: how many candidates there were, and what share of their weight had this token; tokens
+  that were refused before here are cells of their own,
+- position in the draft.
+
+    rate(cell) = (accepted + S rate(parent)) / (tried + S)
+
+with S = STRENGTH and the cell's parents, one by one, without position, then without agreement, then
+a prior that grows with the match: so a cell that was rarely tried says what its parent does. All
+counts fade by FADE every REFRESH drafts, so that the memory follows a workload that changes.
+
+A draft's survival is the running product of its cells' rates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.layout import CONTEXT
+
+SOURCES = len(Source)
+MATCH_FROM = (1, 2, 3, 4, 6, 9, 13, 20, 32)
+"""Smallest match length, in tokens, of each bucket."""
+POSITION_FROM = (0, 1, 2, 3, 5, 8, 12, 20)
+AGREEMENTS = 8
+"""Alone; 2 or 3 agree; more agree; >= 3/4, >= 1/2, less of the weight; refused once, more often."""
+STRENGTH = 8.0
+FADE = 0.98
+REFRESH = 256
+
+MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
+_PRIOR = (0.30, 0.45, 0.55, 0.62, 0.70, 0.78, 0.84, 0.90, 0.95)
+
+
+def _buckets(starts: tuple[int, ...], size: int) -> NDArray[np.int32]:
+    return (np.searchsorted(starts, np.arange(size), side="right") - 1).clip(0).astype(np.int32)
+
+
+MATCH_BUCKET = _buckets(MATCH_FROM, CONTEXT + 1)
+POSITION_BUCKET = _buckets(POSITION_FROM, POSITION_FROM[-1] + 1)
+
+
+class Calibration:
+    """Counts and rates of all cells.
+
+    Attributes:
+        counts: float64 [cells, 2]: tried, accepted; a cell's number is that of `cell_of`.
+        rates: float32 [cells]: what `trie` reads.
+        weights: float32 [SOURCES, MATCHES]: odds that a candidate's next token is accepted, its
+            weight in the vote on the next token.
+    """
+
+    def __init__(self, *, learn: bool = True) -> None:
+        self.shape = (SOURCES, MATCHES, AGREEMENTS, POSITIONS)
+        self.counts = np.zeros((int(np.prod(self.shape)), 2))
+        self.learn = learn
+        self.rates = np.zeros(len(self.counts), np.float32)
+        self.weights = np.zeros((SOURCES, MATCHES), np.float32)
+        self._drafts = 0
+        self._update()
+
+    def learned(self, drafts: int) -> None:
+        """So many drafts were counted into `counts`."""
+        self._drafts += drafts
+        if self._drafts >= REFRESH:
+            self._drafts %= REFRESH
+            if self.learn:
+                self._update()
+                self.counts *= FADE
+
+    def restore(self, counts: NDArray[np.float64]) -> None:
+        """Take over another's counts of the same shape."""
+        self.counts[:] = counts
+        if self.learn:
+            self._update()
+
+    def _update(self) -> None:
+        counts = self.counts.reshape(*self.shape, 2)
+        prior = np.broadcast_to(_PRIOR, (SOURCES, MATCHES))
+        by_match = _shrunk(counts.sum(axis=(2, 3)), prior)
+        by_agreement = _shrunk(counts.sum(axis=3), by_match[:, :, None])
+        rates = _shrunk(counts, by_agreement[..., None])
+        self.rates[:] = rates.ravel()
+        self.weights[:] = by_match / (1.0 - by_match + 1e-3)
+
+
+def _shrunk(counts: NDArray[np.float64], parent: NDArray[np.float64]) -> NDArray[np.float64]:
+    return (counts[..., 1] + STRENGTH * parent) / (counts[..., 0] + STRENGTH)
+
+
+@jit
+def cell_of(source: int, match_bucket: int, agreement: int, position_bucket: int) -> int:
+    cell = (source * MATCHES + match_bucket) * AGREEMENTS + agreement
+    return cell * POSITIONS + position_bucket
+
+
+@jit
+def agreement_of(candidates: int, share: float, refused: int) -> int:
+    if refused:
+        return 6 if refused == 1 else 7
+    if share >= 0.999:
+        return 0 if candidates == 1 else (1 if candidates <= 3 else 2)
+    return 3 if share >= 0.75 else (4 if share >= 0.5 else 5)
+
+
+@jit
+def count(counts: Any, cells: Any, offered: int, accepted: int) -> None:
+    """Count one draft whose first `offered` tokens were tried, `accepted` of them with success."""
+    for position in range(min(offered, accepted + 1)):
+        counts[cells[position], 0] += 1.0
+        if position < accepted:
+            counts[cells[position], 1] += 1.0

@@ -1,0 +1,141 @@
+"""What a memory hands to the planner: drafted tokens, and how likely each is to be accepted.
+
+This file is the border between the memory, which says what might come next, and the planner, which
+decides how much of that is worth verifying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Source(IntEnum):
+    """Where the text lies that a draft was mostly read from."""
+
+    NONE = 0
+    OPERATOR = 1
+    """A corpus that the operator loaded."""
+    RESPONSE = 2
+    """A past response to the same tenant."""
+    PROMPT = 3
+    """This request's own prompt."""
+    OUTPUT = 4
+    """What this request has answered so far."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next in one request.
+
+    Attributes:
+        tokens: int32 [k]; k is 0 where nothing was found.
+        survival: float32 [k], non-increasing: probability that tokens[: i + 1] are all accepted.
+        source: `Source` of the text that weighed most.
+        match_tokens: how many of the request's last tokens stood before that text, too.
+        origin: of no meaning to others; `feedback` finds in it what the draft was read from.
+    """
+
+    tokens: NDArray[np.int32]
+    survival: NDArray[np.float32]
+    source: int = Source.NONE
+    match_tokens: int = 0
+    origin: Any = field(default=None, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """The drafts of one step, as arrays over its n rows; `batch[row]` is one of them.
+
+    Attributes:
+        tokens: int32 [n, K]; those from `lengths[row]` on mean nothing.
+        survival: float32 [n, K]; 0 from `lengths[row]` on, so that the planner may sort it whole.
+        lengths: int32 [n], each at most K.
+        source, match_tokens: int32 [n], as in `Draft`.
+        origin: as in `Draft`, for the batch.
+    """
+
+    tokens: NDArray[np.int32]
+    survival: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+    source: NDArray[np.int32]
+    match_tokens: NDArray[np.int32]
+    origin: Any = field(default=None, compare=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Draft:
+        length = int(self.lengths[row])
+        return Draft(
+            self.tokens[row, :length],
+            self.survival[row, :length],
+            int(self.source[row]),
+            int(self.match_tokens[row]),
+            (self.origin, row),
+        )
+
+
+EMPTY = Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
+class Drafter(Protocol):
+    """What the proposer needs of a memory. Nothing here raises; handles are small ints.
+
+    A request's handle is good from `open_request` to `close_request`; any other handle drafts
+    nothing and takes no feedback.
+    """
+
+    def open_request(
+        self,
+        request_id: str,
+        prompt_tokens: NDArray[np.int32],
+        tenant: str = "",
+        *,
+        tag: str = "",
+    ) -> int:
+        """Begin a request. `tenant` "" is a tenant as any other, not the public."""
+        ...
+
+    def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
+        """Append accepted tokens (those that the engine emitted, bonus token included)."""
+        ...
+
+    def extend_many(
+        self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
+    ) -> None:
+        """`extend` for a step: `tokens` of all rows one after the other, `counts` [n] of them."""
+        ...
+
+    def draft(self, handle: int, max_tokens: int) -> Draft:
+        """At most `max_tokens` tokens; empty if nothing fits."""
+        ...
+
+    def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
+        """`draft` for the rows of a step in one call, in the order of `handles`."""
+        ...
+
+    def feedback(self, handle: int, draft: Draft, offered_k: int, accepted_k: int) -> None:
+        """The engine verified the first `offered_k` tokens and accepted `accepted_k` of those.
+
+        Tokens from `offered_k` on were never tried: neither a success nor a failure.
+        """
+        ...
+
+    def feedback_many(
+        self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
+    ) -> None:
+        """`feedback` for the rows of a batch."""
+        ...
+
+    def close_request(self, handle: int, *, keep: bool = True) -> None:
+        """End a request; its response goes into its tenant's memory if `keep`."""
+        ...

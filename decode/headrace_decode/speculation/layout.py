@@ -1,0 +1,76 @@
+"""What the bytes of the memory are: the columns of a partition, the fields of a segment's header.
+
+All tokens and indexes lie in one int32 array, the arena, whose length is the memory's capacity. A
+*partition* is a run of it: a ring of tokens with the index over them. Each tenant has one, so has
+the public, and each open request has a small one of its own. No structure is shared between two
+partitions, so that neither the result nor the work of a look-up in one depends on another.
+
+A *segment* is a sequence that was put in at once: an answer, a document. It starts at a multiple
+of GRANULE tokens and is followed by at least one SEPARATOR, so that comparing backwards or reading
+forwards stops at its ends without looking at its header.
+
+*Positions* are logical: they only grow. A ring of C tokens holds the positions [tail, head) with
+head - tail <= C. Whatever an index says about a position below the tail is void, so that nothing
+needs to be taken out of an index when a segment is evicted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ANCHORS = (1, 2, 4, 8)
+"""Lengths of the k-grams that are posted, ascending."""
+LENGTHS = len(ANCHORS)
+CONTEXT = 32
+"""How many of the last tokens are compared; longer matches count as this long."""
+GRANULE = 8
+SEPARATOR = -1
+NONE = -1
+
+# Columns of the partition table, int64 [partitions, COLUMNS]. Offsets are into the arena.
+(
+    TOKENS,  # offset of int32 [capacity]
+    CAPACITY,  # tokens that the ring holds
+    LINKS,  # offset of int32 [capacity, LENGTHS]: the position of the same k-gram before this one
+    GRANULES,  # offset of int32 [capacity / GRANULE]: header row of the segment there; 0: no such
+    HEADS,  # offset of int32 [LENGTHS, 2^HEAD_BITS]: newest position of the k-grams of this hash
+    HEAD_BITS,
+    FAILURES,  # offset of int32 [2^FAILURE_BITS, 2]
+    FAILURE_BITS,
+    HEAD,  # position of the next token
+    TAIL,  # oldest position that is there
+    LAP,  # position whose token lies first in the ring
+    WORDS,  # length of the whole run in the arena
+    COLUMNS,
+) = range(13)
+
+MAX_POSITION = 2**31 - 2**26
+"""A ring is numbered anew before its positions leave int32."""
+
+HEADER = np.dtype(
+    [
+        ("uid", "u8"),  # the same on every replica
+        ("created_s", "f8"),  # time.time()
+        ("expires_s", "f8"),
+        ("quarantined_until_s", "f8"),
+        ("start", "i8"),  # position of its first token
+        ("tokens", "i4"),
+        ("partition", "i4"),  # says whose it is; NONE while the row is free
+        ("accepted", "u4"),  # drafts read from it of which at least one token was accepted
+        ("refused", "u4"),  # drafts read from it of which none was
+        ("untold_accepted", "u4"),  # of these, what this replica has not told the others yet
+        ("untold_refused", "u4"),
+        ("generation", "u4"),  # one more for each segment that the row has held
+        ("version", "u4"),
+        ("corpus", "u2"),  # interned; 0: of no corpus, then the version means nothing
+        ("model", "u2"),  # interned digest; 0: text for any model
+        ("tokenizer", "u2"),  # interned digest
+        ("tag", "u2"),  # interned; 0: none
+        ("source", "u1"),  # draft.Source
+        ("used", "u1"),  # read with success since it was last spared
+        ("foreign", "u1"),  # came from another replica
+        ("pad", "u1"),
+    ],
+    align=True,
+)
+"""A segment's header. Its tenant and scope are those of its partition."""

@@ -1,0 +1,455 @@
+"""The drafting memory of one replica: open requests, what was kept of past ones, operator corpora.
+
+Who may be drafted for whom is decided by where a text lies: a request is looked up in its own
+partition, in its tenant's and in the public one, and there is no way from one tenant's partition to
+another's. The public one holds only what the operator loaded for everybody.
+
+What tenants do share: the capacity (`pool` says who gives way), and the calibration, which counts
+how often drafts of a kind were accepted, and no text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.calibration import SOURCES, Calibration
+from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
+from headrace_decode.speculation.layout import CAPACITY, HEAD, NONE, TAIL
+from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
+from headrace_decode.speculation.step import (
+    HANDLE,
+    MODEL,
+    OWN,
+    PROMPT_END,
+    REQUEST_COLUMNS,
+    ROW_MASK,
+    TAG,
+    TENANT,
+    TOKENIZER,
+    draft_rows,
+    extend_rows,
+    feedback_rows,
+)
+
+PUBLIC = "public"
+"""`Key.scope` of the partition that every request may read."""
+ALL_SOURCES = frozenset(Source) - {Source.NONE}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A kept partition: `tenant`'s, or with scope PUBLIC and tenant "" the public one."""
+
+    scope: str
+    tenant: str
+
+
+PUBLIC_KEY = Key(PUBLIC, "")
+
+
+def tenant_key(tenant: str) -> Key:
+    """The partition of one tenant; "" is a tenant as any other."""
+    return Key("tenant", tenant)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a memory may take and use.
+
+    Attributes:
+        capacity_bytes: for tokens, indexes and headers of everything, open requests included.
+        model, tokenizer: digests. A segment is drafted only for the tokenizer that it was written
+            with, and a response only for the model that gave it.
+        response_ttl_s: how long an answer is kept at most.
+        run_tokens: how many of its own last tokens a request is searched for.
+        lead_tokens: how many tokens of its prompt an answer is kept with, so that its beginning
+            can be found.
+        floor: least survival that is drafted.
+        failures, calibration: whether refusals are remembered, rates learned.
+        sources: which texts are drafted from.
+        replica: tells this replica's segments from those of others; random if 0.
+    """
+
+    capacity_bytes: int = 256 << 20
+    model: bytes = b""
+    tokenizer: bytes = b""
+    response_ttl_s: float = 86400.0
+    run_tokens: int = 32768
+    lead_tokens: int = 8
+    floor: float = 0.02
+    failures: bool = True
+    calibration: bool = True
+    sources: frozenset[Source] = ALL_SOURCES
+    replica: int = 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What `feedback` needs of a batch: handles, and per row and token where it was read."""
+
+    handles: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    cells: NDArray[np.int32]
+    keys: NDArray[np.int64]
+    header_rows: NDArray[np.int32]
+    generations: NDArray[np.int64]
+
+
+class Interner:
+    """Small numbers for names; 0 stands for none."""
+
+    def __init__(self) -> None:
+        self.names: list[Hashable] = [None]
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, name: Hashable) -> int:
+        """The name's number, new if need be; 0 when all 65535 are taken."""
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.names) == 2**16:
+                return 0
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def find(self, name: Hashable) -> int:
+        """The name's number, or 0."""
+        return self._numbers.get(name, 0)
+
+
+class Memory:
+    """See the module's head; `draft.Drafter` has what the drafting methods mean.
+
+    All methods may be called from any thread; each holds one lock for as long as it runs.
+    """
+
+    def __init__(
+        self, settings: Settings | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.settings = settings = settings or Settings()
+        self.pool = Pool(settings.capacity_bytes)
+        self.digests, self.tags, self.corpora = Interner(), Interner(), Interner()
+        self.calibration = Calibration(learn=settings.calibration)
+        self.replica = settings.replica or int.from_bytes(np.random.bytes(8), "little")
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.inserted: Callable[[Key, int], None] = lambda key, header: None
+        """Told of each segment that this replica put in, under the lock."""
+        self._uids = 0
+        self._model = self.digests.number(settings.model)
+        self._tokenizer = self.digests.number(settings.tokenizer)
+        self._allowed = np.array([source in settings.sources for source in range(SOURCES)])
+        self._requests = np.zeros((64, REQUEST_COLUMNS), np.int64)
+        self._free_rows = list(range(63, -1, -1))
+        self._opened = 0
+        self._tenants: dict[int, str] = {}
+
+    def open_request(
+        self,
+        request_id: str,
+        prompt_tokens: NDArray[np.int32],
+        tenant: str = "",
+        *,
+        tag: str = "",
+    ) -> int:
+        """Begin a request and index its prompt. `request_id` is for the caller's logs only."""
+        prompt = np.asarray(prompt_tokens, np.int32)[-self.settings.run_tokens :]
+        with self.lock:
+            if not self._free_rows:
+                self._more_rows()
+            row = self._free_rows.pop()
+            self._opened += 1
+            handle = (self._opened << 20) | row
+            own = self.pool.open_run(min(len(prompt) + 256, self.settings.run_tokens))
+            if own is not None:
+                self.pool.append_run(own, prompt)
+            kept = self.pool.keep(tenant_key(tenant))
+            fields = self._requests[row]
+            fields[HANDLE] = handle
+            fields[OWN] = NONE if own is None else own
+            fields[TENANT] = NONE if kept is None else kept
+            fields[MODEL], fields[TOKENIZER] = self._model, self._tokenizer
+            fields[TAG] = self.tags.number(tag) if tag else 0
+            fields[PROMPT_END] = len(prompt)
+            self._tenants[row] = tenant
+            return handle
+
+    def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
+        """Append accepted tokens."""
+        run = np.asarray(tokens, np.int32)
+        self.extend_many([handle], run, np.array([len(run)], np.int32))
+
+    def extend_many(
+        self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
+    ) -> None:
+        """`extend` for a step: `tokens` of all rows one after the other, `counts` [n] of them."""
+        rows = np.asarray(handles, np.int64)
+        counts = np.asarray(counts, np.int64)
+        with self.lock:
+            self._grow(rows, counts)
+            pool = self.pool
+            extend_rows(
+                pool.arena.words,
+                pool.parts,
+                self._requests,
+                rows,
+                np.asarray(tokens, np.int32),
+                counts,
+            )
+
+    def draft(self, handle: int, max_tokens: int) -> Draft:
+        """At most `max_tokens` tokens; empty if nothing fits."""
+        batch = self.draft_many([handle], max_tokens)
+        return batch[0] if batch.lengths[0] else EMPTY
+
+    def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
+        """`draft` for the rows of a step in one call, in the order of `handles`."""
+        asked = np.asarray(handles, np.int64)
+        n = len(asked)
+        most = np.empty(n, np.int64)
+        most[:] = max_tokens
+        width = max(int(most.max(initial=0)), 0)
+        tokens = np.zeros((n, width), np.int32)
+        survival = np.zeros((n, width), np.float32)
+        lengths, source, match = np.zeros((3, n), np.int32)
+        origin = Origin(
+            asked,
+            lengths,
+            np.zeros((n, width), np.int32),
+            np.zeros((n, width), np.int64),
+            np.zeros(n, np.int32),
+            np.zeros(n, np.int64),
+        )
+        with self.lock:
+            pool, public = self.pool, self.pool.find(PUBLIC_KEY)
+            draft_rows(
+                pool.arena.words,
+                pool.parts,
+                pool.headers,
+                pool.versions,
+                self._requests,
+                NONE if public is None else public,
+                self.calibration.weights,
+                self.calibration.rates,
+                self._allowed,
+                self.settings.failures,
+                self.settings.floor,
+                self.clock(),
+                asked,
+                most,
+                tokens,
+                survival,
+                lengths,
+                source,
+                match,
+                origin.cells,
+                origin.keys,
+                origin.header_rows,
+                origin.generations,
+            )
+        return DraftBatch(tokens, survival, lengths, source, match, origin)
+
+    def feedback(self, handle: int, draft: Draft, offered_k: int, accepted_k: int) -> None:
+        """The engine verified the first `offered_k` tokens and accepted `accepted_k` of those."""
+        if draft.origin is None:
+            return
+        whole, row = draft.origin
+        one = slice(row, row + 1)
+        if int(whole.handles[row]) != handle:
+            return
+        self._learn(whole, one, np.array([offered_k]), np.array([accepted_k]))
+
+    def feedback_many(
+        self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
+    ) -> None:
+        """`feedback` for the rows of a batch."""
+        if batch.origin is not None:
+            offered, accepted = np.asarray(offered_k), np.asarray(accepted_k)
+            self._learn(batch.origin, slice(None), offered, accepted)
+
+    def close_request(self, handle: int, *, keep: bool = True) -> None:
+        """End a request; its answer goes into its tenant's memory if `keep`."""
+        with self.lock:
+            row = self._row(handle)
+            if row is None:
+                return
+            fields = self._requests[row].copy()
+            self._requests[row, HANDLE] = 0
+            self._free_rows.append(row)
+            tenant = self._tenants.pop(row)
+            if fields[OWN] == NONE:
+                return
+            answer = self._answer(int(fields[OWN]), int(fields[PROMPT_END])) if keep else None
+            self.pool.close_run(int(fields[OWN]))
+            if answer is None:
+                return
+            now_s = self.clock()
+            info = SegmentInfo(
+                source=Source.RESPONSE,
+                created_s=now_s,
+                expires_s=now_s + self.settings.response_ttl_s,
+                model=self._model,
+                tokenizer=self._tokenizer,
+                tag=int(fields[TAG]),
+            )
+            self.insert(tenant_key(tenant), answer, info)
+
+    def insert(self, key: Key, tokens: NDArray[np.int32], info: SegmentInfo) -> int:
+        """Keep a sequence, in several segments if it is long; how many of its tokens were kept."""
+        kept = 0
+        with self.lock:
+            for start in range(0, len(tokens), LONGEST_SEGMENT_TOKENS):
+                piece = np.ascontiguousarray(
+                    tokens[start : start + LONGEST_SEGMENT_TOKENS], np.int32
+                )
+                if len(piece) < 2:
+                    continue
+                self._uids += 1
+                numbered = SegmentInfo(**{**vars(info), "uid": self._uid(self._uids)})
+                header = self.pool.insert(key, piece, numbered)
+                if header is not None:
+                    kept += len(piece)
+                    self.inserted(key, header)
+        return kept
+
+    def add_to_corpus(
+        self,
+        name: str,
+        version: int,
+        sequences: Iterable[NDArray[np.int32]],
+        *,
+        tenant: str | None = None,
+        tag: str = "",
+        ttl_s: float = float("inf"),
+    ) -> int:
+        """Keep documents of a version of an operator's corpus, for one tenant or, with None, for
+        all. They are drafted once `flip` has put that version in force.
+
+        Returns:
+            How many tokens were kept.
+
+        Raises:
+            ValueError: a version below 1, or more than 65535 corpora.
+        """
+        if not 1 <= version < 2**32:
+            raise ValueError(f"corpus {name!r} has version {version}; versions count from 1")
+        key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
+        with self.lock:
+            now_s = self.clock()
+            info = SegmentInfo(
+                source=Source.OPERATOR,
+                created_s=now_s,
+                expires_s=now_s + ttl_s,
+                tokenizer=self._tokenizer,
+                corpus=self._corpus(key, name),
+                version=version,
+                tag=self.tags.number(tag) if tag else 0,
+            )
+        return sum(self.insert(key, np.asarray(each, np.int32), info) for each in sequences)
+
+    def flip(self, name: str, version: int, *, tenant: str | None = None) -> None:
+        """Put a corpus's version in force; at once no other is drafted. 0: none is."""
+        key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
+        with self.lock:
+            self.pool.versions[self._corpus(key, name)] = version
+
+    def drop_tenant(self, tenant: str) -> bool:
+        """Forget all that was kept for a tenant; whether there was anything."""
+        with self.lock:
+            row = self.pool.find(tenant_key(tenant))
+            if row is None:
+                return False
+            self._requests[self._requests[:, TENANT] == row, TENANT] = NONE
+            return self.pool.drop(tenant_key(tenant))
+
+    def stats(self) -> dict[str, float]:
+        """Sizes now, and segments evicted since the start."""
+        with self.lock:
+            keys = dict(self.pool.keys())
+            held = sum(
+                int(self.pool.headers["tokens"][self.pool.segments(row)].sum())
+                for row in keys.values()
+            )
+            return {
+                "capacity_bytes": float(self.pool.capacity_bytes),
+                "used_bytes": float(self.pool.used_bytes),
+                "kept_tokens": float(held),
+                "segments": float((self.pool.headers["partition"] != NONE).sum()),
+                "partitions": float(len(keys)),
+                "open_requests": float(len(self._tenants)),
+                "evicted_segments": float(self.pool.evicted_segments),
+            }
+
+    def _learn(
+        self,
+        origin: Origin,
+        rows: slice,
+        offered: NDArray[np.integer[Any]],
+        accepted: NDArray[np.integer[Any]],
+    ) -> None:
+        with self.lock:
+            verified = feedback_rows(
+                self.pool.arena.words,
+                self.pool.parts,
+                self.pool.headers,
+                self._requests,
+                self.calibration.counts,
+                self.clock(),
+                origin.handles[rows],
+                origin.lengths[rows],
+                offered.astype(np.int64),
+                accepted.astype(np.int64),
+                origin.cells[rows],
+                origin.keys[rows],
+                origin.header_rows[rows],
+                origin.generations[rows],
+            )
+            self.calibration.learned(verified)
+
+    def _row(self, handle: int) -> int | None:
+        row = handle & ROW_MASK
+        known = handle > 0 and row < len(self._requests)
+        return row if known and self._requests[row, HANDLE] == handle else None
+
+    def _more_rows(self) -> None:
+        rows = len(self._requests)
+        self._requests = np.concatenate([self._requests, np.zeros_like(self._requests)])
+        self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+
+    def _grow(self, handles: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Let the own partitions of these requests have room for so many more tokens."""
+        rows = handles & ROW_MASK
+        rows = np.where(rows < len(self._requests), rows, 0)
+        own = self._requests[rows, OWN]
+        parts = self.pool.parts[np.maximum(own, 0)]
+        wanted = parts[:, HEAD] - parts[:, TAIL] + counts
+        short = (wanted > parts[:, CAPACITY]) & (parts[:, CAPACITY] < self.settings.run_tokens)
+        for index in np.flatnonzero(short & (own != NONE)):
+            if self._row(int(handles[index])) is not None:
+                room = 2 * int(wanted[index])
+                self.pool.widen_run(int(own[index]), min(room, self.settings.run_tokens))
+
+    def _answer(self, own: int, prompt_end: int) -> NDArray[np.int32] | None:
+        part = self.pool.parts[own]
+        if part[HEAD] - prompt_end < 2:
+            return None
+        start = max(int(part[TAIL]), prompt_end - self.settings.lead_tokens)
+        return self.pool.run_tokens(own, start)
+
+    def _corpus(self, key: Key, name: str) -> int:
+        number = self.corpora.number((key.scope, key.tenant, name))
+        if number == 0:
+            raise ValueError(f"corpus {name!r}: there have been 65535 others, the most that fit")
+        return number
+
+    def _uid(self, count: int) -> int:
+        name = self.replica.to_bytes(8, "little") + count.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

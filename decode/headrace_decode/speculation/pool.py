@@ -1,0 +1,345 @@
+"""Who has which part of the arena: partitions that grow while there is room, and shrink for others.
+
+A partition grows by half when a segment does not fit. If the arena has no room for that, the
+largest kept partition is halved, as long as it is larger than the one that wants to grow would be;
+otherwise the one that wants to grow makes do with what it has and gives up its own oldest. So
+whoever stores little is never displaced by whoever stores much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.speculation import layout, ring
+from headrace_decode.speculation.arena import Arena
+from headrace_decode.speculation.layout import (
+    CAPACITY,
+    COLUMNS,
+    FAILURE_BITS,
+    FAILURES,
+    GRANULE,
+    GRANULES,
+    HEAD,
+    HEAD_BITS,
+    HEADER,
+    HEADS,
+    LAP,
+    LENGTHS,
+    LINKS,
+    MAX_POSITION,
+    NONE,
+    TAIL,
+    TOKENS,
+    WORDS,
+)
+
+SMALLEST_TOKENS = 512
+LONGEST_SEGMENT_TOKENS = 8192
+"""A longer sequence becomes several segments."""
+BYTES_PER_HEADER = 2048
+"""One header for so many bytes of capacity: short answers take about as much of the arena."""
+_EMPTY = np.zeros(COLUMNS, np.int64)
+_OFFSETS = (TOKENS, LINKS, GRANULES, HEADS, FAILURES)
+
+
+class CapacityError(ValueError):
+    """A capacity in which no memory can be laid out."""
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """What `Pool.insert` writes to a segment's header. Times are of time.time(); the rest is
+    interned."""
+
+    source: int
+    created_s: float
+    expires_s: float = float("inf")
+    model: int = 0
+    tokenizer: int = 0
+    corpus: int = 0
+    version: int = 0
+    tag: int = 0
+    uid: int = 0
+    foreign: int = 0
+
+
+class Pool:
+    """Partitions in one arena.
+
+    Attributes:
+        arena: the int32 array and its free runs.
+        parts: int64 [rows, COLUMNS]; replaced when it grows.
+        headers: HEADER [rows]; row 0 stays unused.
+        versions: u4 [65536]: each corpus's version in force.
+        evicted_segments: since the start.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        rows = max(capacity_bytes // BYTES_PER_HEADER, 16)
+        words = (capacity_bytes - rows * (HEADER.itemsize + 4)) // 4
+        if words < 2 * _words_of(SMALLEST_TOKENS, kept=True):
+            raise CapacityError(
+                f"a memory of {capacity_bytes} bytes is too small: "
+                f"two partitions of {SMALLEST_TOKENS} tokens need "
+                f"{8 * _words_of(SMALLEST_TOKENS, kept=True) + rows * HEADER.itemsize}"
+            )
+        self.capacity_bytes = capacity_bytes
+        self.arena = Arena(words)
+        self.parts = np.zeros((64, COLUMNS), np.int64)
+        self.headers: Any = np.zeros(rows, HEADER)
+        self.headers["partition"] = NONE
+        self.versions = np.zeros(2**16, np.uint32)
+        self.evicted_segments = 0
+        self._free_headers = np.zeros(rows + 1, np.int32)
+        self._free_headers[: rows - 1] = np.arange(rows - 1, 0, -1)
+        self._free_headers[-1] = rows - 1
+        self._free_parts = list(range(63, -1, -1))
+        self._kept: dict[Hashable, int] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes given to partitions and headers."""
+        headers = len(self.headers) - 1 - int(self._free_headers[-1])
+        arena = len(self.arena.words) - self.arena.free_words
+        return 4 * arena + headers * HEADER.itemsize
+
+    def find(self, key: Hashable) -> int | None:
+        """Row of a kept partition."""
+        return self._kept.get(key)
+
+    def keys(self) -> Iterator[tuple[Hashable, int]]:
+        """All kept partitions with their rows."""
+        return iter(list(self._kept.items()))
+
+    def keep(self, key: Hashable) -> int | None:
+        """Row of the kept partition of this key, new if need be; None if there is no room."""
+        row = self._kept.get(key)
+        if row is None:
+            row = self._add(SMALLEST_TOKENS, kept=True, now_s=0.0)
+            if row is not None:
+                self._kept[key] = row
+        return row
+
+    def open_run(self, tokens: int) -> int | None:
+        """Row of a new partition without segments, for a request; None if there is no room."""
+        return self._add(_rounded(tokens), kept=False, now_s=0.0)
+
+    def close_run(self, row: int) -> None:
+        """Free a request's partition."""
+        self._release(row)
+
+    def drop(self, key: Hashable) -> bool:
+        """Forget a kept partition with all that is in it; whether there was one."""
+        row = self._kept.pop(key, None)
+        if row is None:
+            return False
+        for header in self.segments(row):
+            ring.free_row(self.headers, self._free_headers, header)
+        self._release(row)
+        return True
+
+    def segments(self, row: int) -> list[int]:
+        """Header rows of a kept partition's segments, oldest first, dead ones included."""
+        part, found = self.parts[row], []
+        position = int(part[TAIL])
+        while position < part[HEAD]:
+            at = (position - part[LAP]) % part[CAPACITY]
+            header = int(self.arena.words[part[GRANULES] + at // GRANULE])
+            found.append(header)
+            position += ring.padded(int(self.headers[header]["tokens"]))
+        return found
+
+    def tokens_of(self, header: int) -> NDArray[np.int32]:
+        """A segment's tokens, int32 [n], copied."""
+        part = self.parts[self.headers[header]["partition"]]
+        start, count = self.headers[header]["start"], self.headers[header]["tokens"]
+        at = (start - part[LAP] + np.arange(count)) % part[CAPACITY]
+        return self.arena.words[part[TOKENS] + at]
+
+    def append_run(self, row: int, tokens: NDArray[np.int32]) -> None:
+        """Append to a request's partition; when it is full its oldest tokens fall out."""
+        ring.append_run(self.arena.words, self.parts[row], tokens)
+
+    def widen_run(self, row: int, tokens: int) -> None:
+        """Let a request's partition hold so many tokens, if the arena has room."""
+        if tokens > self.parts[row, CAPACITY]:
+            self._resize(row, _rounded(tokens), 0.0)
+
+    def run_tokens(self, row: int, start: int) -> NDArray[np.int32]:
+        """A request's tokens from a position that it still holds, int32 [n], copied."""
+        part = self.parts[row]
+        at = (np.arange(start, part[HEAD]) - part[LAP]) % part[CAPACITY]
+        return self.arena.words[part[TOKENS] + at]
+
+    def insert(self, key: Hashable, tokens: NDArray[np.int32], info: SegmentInfo) -> int | None:
+        """Put a segment of 2 to LONGEST_SEGMENT_TOKENS tokens into a kept partition.
+
+        Returns:
+            Its header row; None if there is no room for such a partition at all.
+        """
+        row = self.keep(key)
+        if row is None:
+            return None
+        need = ring.padded(len(tokens))
+        self._make_fit(row, need, info.created_s)
+        part = self.parts[row]
+        if need > part[CAPACITY]:
+            return None
+        self.evicted_segments += ring.make_room(
+            self.arena.words,
+            part,
+            self.headers,
+            self._free_headers,
+            self.versions,
+            len(tokens),
+            info.created_s,
+        )
+        header = self._take_header(row)
+        if header is None:
+            return None
+        generation = self.headers[header]["generation"] + 1
+        self.headers[header] = np.zeros((), HEADER)
+        fields = self.headers[header]
+        for name, value in vars(info).items():
+            fields[name] = value
+        fields["generation"], fields["partition"] = generation, row
+        ring.append_segment(self.arena.words, part, self.headers, header, tokens)
+        return header
+
+    def reserve(self, key: Hashable, tokens: int, now_s: float) -> None:
+        """Let a kept partition have room for so many tokens now, if the arena has it."""
+        row = self.keep(key)
+        if row is not None and tokens > self.parts[row, CAPACITY]:
+            self._resize(row, _rounded(tokens), now_s)
+
+    def _make_fit(self, row: int, need: int, now_s: float) -> None:
+        part = self.parts[row]
+        held = int(part[HEAD] - part[TAIL])
+        if part[HEAD] + need > MAX_POSITION:
+            self._resize(row, int(part[CAPACITY]), now_s)
+        elif held + need > part[CAPACITY]:
+            self._resize(row, _rounded(max(int(part[CAPACITY]) * 3 // 2, held + need)), now_s)
+
+    def _take_header(self, row: int) -> int | None:
+        """A free header row, if need be that of the partition's own oldest segment."""
+        if self._free_headers[-1] == 0:
+            part = self.parts[row]
+            if part[HEAD] == part[TAIL]:
+                return None
+            ring.evict_oldest(self.arena.words, part, self.headers, self._free_headers)
+            self.evicted_segments += 1
+        self._free_headers[-1] -= 1
+        return int(self._free_headers[self._free_headers[-1]])
+
+    def _add(self, tokens: int, *, kept: bool, now_s: float) -> int | None:
+        offset = self._take_words(_words_of(tokens, kept=kept), NONE, now_s)
+        if offset is None:
+            return None
+        if not self._free_parts:
+            rows = len(self.parts)
+            self.parts = np.concatenate([self.parts, np.zeros_like(self.parts)])
+            self._free_parts = list(range(2 * rows - 1, rows - 1, -1))
+        row = self._free_parts.pop()
+        self.parts[row] = self._laid_out(offset, tokens, kept=kept)
+        return row
+
+    def _release(self, row: int) -> None:
+        self.arena.give(int(self.parts[row, TOKENS]), int(self.parts[row, WORDS]))
+        self.parts[row] = _EMPTY
+        self._free_parts.append(row)
+
+    def _laid_out(self, offset: int, tokens: int, *, kept: bool) -> NDArray[np.int64]:
+        """A row for an empty ring at this offset, its tables cleared."""
+        part = np.zeros(COLUMNS, np.int64)
+        bits = tokens.bit_length() - 1
+        failure_bits = max(bits - 4, 4) if kept else NONE
+        part[TOKENS], part[CAPACITY], part[HEAD_BITS] = offset, tokens, bits
+        part[LINKS] = offset + tokens
+        part[HEADS] = part[LINKS] + LENGTHS * tokens
+        part[FAILURES] = part[HEADS] + (LENGTHS << bits)
+        part[FAILURE_BITS] = failure_bits
+        part[GRANULES] = part[FAILURES] + ((2 << failure_bits) if kept else 0)
+        part[WORDS] = _words_of(tokens, kept=kept)
+        self.arena.words[part[HEADS] : part[FAILURES]] = NONE
+        self.arena.words[part[FAILURES] : part[GRANULES]] = 0
+        return part
+
+    def _take_words(self, words: int, asking: int, now_s: float) -> int | None:
+        """A run of the arena, if need be from partitions that are larger."""
+        while (offset := self.arena.take(words)) is None:
+            rows = [row for row in self._kept.values() if row != asking]
+            largest = max(rows, key=lambda row: int(self.parts[row, WORDS]), default=NONE)
+            if largest == NONE or self.parts[largest, WORDS] <= words:
+                return None
+            tokens = _rounded(int(self.parts[largest, CAPACITY]) // 2)
+            if tokens == self.parts[largest, CAPACITY]:
+                return None
+            self._shrink(largest, tokens, now_s)
+        return offset
+
+    def _resize(self, row: int, tokens: int, now_s: float) -> None:
+        """Give a partition another capacity if the arena has room for it beside the old one."""
+        old = self.parts[row].copy()
+        kept = old[FAILURE_BITS] != NONE
+        offset = self._take_words(_words_of(tokens, kept=kept), row, now_s)
+        if offset is None:
+            if old[HEAD] > MAX_POSITION - layout.GRANULE * tokens:
+                self._shrink(row, int(old[CAPACITY]), now_s)
+            return
+        self._move(row, self.arena.words, old, self._laid_out(offset, tokens, kept=kept), now_s)
+        self.arena.give(int(old[TOKENS]), int(old[WORDS]))
+
+    def _shrink(self, row: int, tokens: int, now_s: float) -> None:
+        """Lay a kept partition out anew in no more room than it has."""
+        old = self.parts[row].copy()
+        offset, words = int(old[TOKENS]), int(old[WORDS])
+        aside = self.arena.words[offset : offset + words].copy()
+        old[list(_OFFSETS)] -= offset
+        self.arena.give(offset, words)
+        place = self.arena.take(_words_of(tokens, kept=True))
+        assert place is not None, "a run no longer than the one just freed"
+        self._move(row, aside, old, self._laid_out(place, tokens, kept=True), now_s)
+
+    def _move(
+        self,
+        row: int,
+        source: NDArray[np.int32],
+        old: NDArray[np.int64],
+        new: NDArray[np.int64],
+        now_s: float,
+    ) -> None:
+        self.parts[row] = new
+        part = self.parts[row]
+        if new[FAILURE_BITS] == NONE:
+            part[[HEAD, TAIL, LAP]] = old[TAIL]
+            at = (np.arange(old[TAIL], old[HEAD]) - old[LAP]) % old[CAPACITY]
+            ring.append_run(self.arena.words, part, source[old[TOKENS] + at])
+            return
+        before = int(self._free_headers[-1])
+        ring.rebuild(
+            source,
+            old,
+            self.arena.words,
+            part,
+            self.headers,
+            self._free_headers,
+            self.versions,
+            now_s,
+        )
+        self.evicted_segments += int(self._free_headers[-1]) - before
+
+
+def _rounded(tokens: int) -> int:
+    return max(SMALLEST_TOKENS, -(-tokens // 64) * 64)
+
+
+def _words_of(tokens: int, *, kept: bool) -> int:
+    """Arena words of a ring of so many tokens with its indexes."""
+    bits = tokens.bit_length() - 1
+    words = tokens * (1 + LENGTHS) + (LENGTHS << bits)
+    return words + (tokens // GRANULE + (2 << max(bits - 4, 4)) if kept else 0)

@@ -1,0 +1,187 @@
+"""The class that vLLM's custom-class hook loads: a session's line to the engine, which never fails.
+
+    speculative_config={"method": "custom_class", "model": "<this module>.HeadraceProposer", ...}
+    worker_cls="headrace_decode.speculation._vllm_compat.SpeculatingWorker"
+
+vLLM shows a proposer rows without request ids, so the worker class binds it to the model runner and
+tells it when a step begins; without that it drafts nothing. An exception out of `propose` would end
+the engine with every request in it: here it costs one step's drafts, and after a few in a row
+drafting stops until it is switched on again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.draft import Drafter
+from headrace_decode.speculation.memory import Memory
+from headrace_decode.speculation.memory import Settings as MemorySettings
+from headrace_decode.speculation.ngram import NgramDrafter
+from headrace_decode.speculation.planner import Mode, Planner
+from headrace_decode.speculation.request import Facts
+from headrace_decode.speculation.session import Rows, Session
+from headrace_decode.speculation.settings import CONFIG_KEY, Settings
+
+logger = logging.getLogger("headrace.speculation")
+
+FAILURES_MAX = 8
+"""In a row, after which drafting stops."""
+
+
+class Engine(Protocol):
+    """What a proposer asks of the engine that it is bound to (`_vllm_compat.RunnerView`)."""
+
+    def rows(
+        self,
+        sampled: Sequence[Sequence[int]],
+        num_tokens: NDArray[np.integer],
+        token_ids: NDArray[np.integer],
+        scheduled: Mapping[str, int],
+    ) -> Rows: ...
+    def facts(self, request_id: str) -> Facts: ...
+
+
+class HeadraceProposer:
+    """vLLM's face of a `Session`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises ValueError for wrong settings; vLLM ends the start with it."""
+        settings = Settings.read((vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
+        scheduler = vllm_config.scheduler_config
+        self.planner = Planner(
+            padded_sizes=vllm_config.compilation_config.cudagraph_capture_sizes or (),
+            seed=settings.seed,
+            controls=settings.controls,
+        )
+        self.planner.mode = Mode.parse(settings.mode)
+        self.session = Session(
+            load_drafter(settings, vllm_config.model_config),
+            self.planner,
+            draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            model_tokens=vllm_config.model_config.max_model_len,
+            step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+            vocabulary=vllm_config.model_config.get_vocab_size(),
+        )
+        self.failures = 0
+        self._failures_in_a_row = 0
+        self._engine: Engine | None = None
+        self._scheduled: Mapping[str, int] = {}
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """There is none; vLLM calls this."""
+
+    def bind(self, engine: Engine) -> None:
+        """From now on drafts are made: the worker class says whose rows these are."""
+        self._engine = engine
+
+    def step_begins(
+        self,
+        scheduled: Mapping[str, int],
+        drafts: Mapping[str, Sequence[int]],
+        finished: Sequence[str] | set[str],
+    ) -> None:
+        """A step begins: tokens and draft tokens that each request has in it, and who has ended."""
+        try:
+            self._scheduled = scheduled
+            drafted = sum(map(len, drafts.values()))
+            self.session.begin(sum(scheduled.values()), drafted, scheduled, finished)
+        except Exception:
+            self._failed()
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.integer],
+        token_ids_cpu: NDArray[np.integer],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft tokens of each row, at most `num_speculative_tokens` each."""
+        try:
+            if self._engine is None or self._failures_in_a_row >= FAILURES_MAX:
+                return [[] for _ in sampled_token_ids]
+            rows = self._engine.rows(
+                sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._scheduled
+            )
+            drafts = self.session.propose(rows, self._engine.facts)
+            self._failures_in_a_row = 0
+            return drafts
+        except Exception:
+            self._failed()
+            return [[] for _ in sampled_token_ids]
+
+    def command(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Change what the command names, and answer how drafting stands.
+
+        Args:
+            command: any of `mode` ("auto", "off", "static:K"), `draft_cap` (tokens a step, None for
+                no cap) and `waiting_tokens` (prompt tokens that the engine has not begun).
+
+        Raises:
+            ValueError: a key or a value is not one of these; nothing is changed then.
+        """
+        unknown = sorted(set(command) - {"mode", "draft_cap", "waiting_tokens"})
+        if unknown:
+            raise ValueError(f"speculation: unknown {unknown}")
+        mode = Mode.parse(command["mode"]) if "mode" in command else self.planner.mode
+        cap = command.get("draft_cap", self.session.draft_cap)
+        waiting = command.get("waiting_tokens", self.session.waiting_tokens)
+        if not (cap is None or (isinstance(cap, int) and cap >= 0)):
+            raise ValueError(f"speculation: draft_cap {cap!r} is no count of tokens")
+        if not (isinstance(waiting, int) and waiting >= 0):
+            raise ValueError(f"speculation: waiting_tokens {waiting!r} is no count of tokens")
+        self.planner.mode, self.session.draft_cap = mode, cap
+        self.session.waiting_tokens = waiting
+        if "mode" in command:
+            self._failures_in_a_row = 0
+        return {
+            **self.planner.snapshot(),
+            "failures": self.failures,
+            "propose_s": self.session.propose_s,
+            "draft_cap": cap,
+        }
+
+    def _failed(self) -> None:
+        self.failures += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row <= FAILURES_MAX:
+            logger.exception("drafting failed; the step goes on without drafts")
+        if self._failures_in_a_row == FAILURES_MAX:
+            logger.error("drafting failed %d times in a row and is off now", FAILURES_MAX)
+
+
+def load_drafter(settings: Settings, model_config: Any) -> Drafter:
+    """What `settings.drafter` names.
+
+    Raises:
+        ValueError: there is no such function, or its options are wrong.
+    """
+    options = dict(settings.drafter_options or {})
+    try:
+        if settings.drafter == "memory":
+            model, tokenizer = _digests(model_config)
+            return Memory(MemorySettings(model=model, tokenizer=tokenizer, **options))
+        if settings.drafter == "ngram":
+            return NgramDrafter(**options)
+        module, _, name = settings.drafter.partition(":")
+        drafter: Drafter = getattr(importlib.import_module(module), name)(**options)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"{CONFIG_KEY}.drafter {settings.drafter!r}: {error}") from error
+    return drafter
+
+
+def _digests(config: Any) -> tuple[bytes, bytes]:
+    """What tells this engine's answers, and its token ids, from those of others."""
+    model = f"{config.model} {config.revision} {config.dtype} {config.quantization}"
+    tokenizer = f"{config.tokenizer} {config.tokenizer_revision}"
+    return _digest(model), _digest(tokenizer)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -1,0 +1,88 @@
+"""What a request says about drafting, on its way from our server to the engine's worker.
+
+`cache_salt` does not reach a worker, so the tenant travels in `sampling_params.extra_args`. Our
+server writes it there for every request; what a client sends under the same name is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REQUEST_KEY = "headrace"
+"""In `extra_args`: our server's word."""
+OPT_OUT_KEY = "headrace_draft"
+"""In a client's `vllm_xargs`: 0, and nothing is drafted for the request or kept of it."""
+CALIBRATION_LENGTHS = (0, 1, 2, 4, 8, 16, 3, 6, 12)
+"""Draft tokens a row in successive steps of a request that calibrates."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a request brings along.
+
+    Attributes:
+        prompt_tokens: length of its prompt.
+        tenant, tag: as in `Drafter.open_request`.
+        drafts: False for a request that opted out: nothing is drafted for it or kept of it.
+        itl_s: its inter-token latency target; infinite without one.
+        max_tokens: it ends after so many; None if nothing but the model ends it.
+        calibrates: it is there to measure steps, and gets meaningless drafts.
+    """
+
+    prompt_tokens: int
+    tenant: str = ""
+    tag: str = ""
+    drafts: bool = True
+    itl_s: float = float("inf")
+    max_tokens: int | None = None
+    calibrates: bool = False
+
+
+def request_arguments(
+    extra_args: Mapping[str, Any] | None,
+    *,
+    tenant: str,
+    tag: str = "",
+    itl_s: float | None = None,
+    drafts: bool = True,
+) -> dict[str, Any]:
+    """A request's `extra_args` with what its engine must know; what a client wrote there is lost.
+
+    Args:
+        tenant: nothing of one tenant is drafted for another.
+        drafts: the tenant's policy; a client may opt out by `OPT_OUT_KEY`, never in.
+    """
+    kept = {k: v for k, v in (extra_args or {}).items() if k not in (REQUEST_KEY, OPT_OUT_KEY)}
+    wanted = (extra_args or {}).get(OPT_OUT_KEY, 1)
+    told: dict[str, Any] = {"tenant": tenant, "tag": tag, "drafts": drafts and not _is_no(wanted)}
+    if itl_s is not None:
+        told["itl_s"] = itl_s
+    return {**kept, REQUEST_KEY: told}
+
+
+def facts_of(
+    prompt_tokens: int, max_tokens: int | None, extra_args: Mapping[str, Any] | None
+) -> Facts:
+    """What a request brings along. Without word from our server it shares a nameless tenant with
+    its like; what cannot be read is left out."""
+    told = (extra_args or {}).get(REQUEST_KEY)
+    if not isinstance(told, Mapping):
+        told = {}
+    itl_s = told.get("itl_s")
+    good_itl = isinstance(itl_s, int | float) and math.isfinite(itl_s) and itl_s > 0
+    return Facts(
+        prompt_tokens=prompt_tokens,
+        tenant=str(told.get("tenant", "")),
+        tag=str(told.get("tag", "")),
+        drafts=bool(told.get("drafts", True)),
+        itl_s=float(itl_s) if good_itl else math.inf,  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        calibrates=bool(told.get("calibrates", False)),
+    )
+
+
+def _is_no(value: Any) -> bool:
+    return value in (0, False, "0", "no", "off", "false")

@@ -1,0 +1,121 @@
+"""Which positions of a partition may tell how the context goes on: a few survivors, longest first.
+
+Coarse stage of the two: from the longest anchor to the shortest, walk the chain of the k-gram in
+which the context ends, newest first; drop what is expired, of a superseded version, for another
+model or quarantined; compare tokens, since a hash proves nothing; extend the match backwards. Stop
+as soon as an anchor has given anything, or a few have survived. The work is bounded by the settings,
+not by what the partition holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_decode.speculation.anchors import first_of, match_length, next_of, place
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.layout import (
+    ANCHORS,
+    CONTEXT,
+    GRANULE,
+    GRANULES,
+    HEAD,
+    LENGTHS,
+    NONE,
+    TAIL,
+)
+from headrace_decode.speculation.ring import is_live
+
+SURVIVORS = 6
+"""Per partition."""
+HOPS = 16
+ENOUGH = 1
+"""Chain links followed per anchor length."""
+CANDIDATES = 3 * SURVIVORS
+"""Of the request's own partition, its tenant's and the public one together."""
+
+# Columns of a candidate, int64 [CANDIDATES, 5].
+POSITION, PARTITION, MATCH, SOURCE, ROW = range(5)
+
+_PROMPT, _OUTPUT = int(Source.PROMPT), int(Source.OUTPUT)
+
+
+@jit
+def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float) -> bool:
+    """Whether a segment may be read for a request of this model and tokenizer."""
+    if header.tokenizer != tokenizer or (header.model != 0 and header.model != model):
+        return False
+    return header.quarantined_until_s <= now_s and is_live(header, versions, now_s)
+
+
+@jit
+def find_own(
+    words: Any, part: Any, partition: int, context: Any, length: int, prompt_end: int, found: Any
+) -> int:
+    """Survivors in a request's own partition, whose last tokens are the context itself.
+
+    No hash is needed: the last position links to the one before it in each of its chains.
+    Positions before `prompt_end` are the prompt's.
+    """
+    count, below = 0, CONTEXT + 1
+    last = part[HEAD] - 1
+    for which in range(LENGTHS - 1, -1, -1):
+        if length < ANCHORS[which]:
+            continue
+        position = next_of(words, part, last, which)
+        for _ in range(HOPS):
+            if position < part[TAIL] or count == SURVIVORS:
+                break
+            match = match_length(words, part, position, context, length)
+            if match >= ANCHORS[which] and match < below:
+                found[count, POSITION] = position
+                found[count, PARTITION] = partition
+                found[count, MATCH] = match
+                found[count, SOURCE] = _PROMPT if position + 1 < prompt_end else _OUTPUT
+                found[count, ROW] = NONE
+                count += 1
+            position = next_of(words, part, position, which)
+        below = ANCHORS[which]
+        if count >= ENOUGH:
+            break
+    return count
+
+
+@jit
+def find_kept(
+    words: Any,
+    part: Any,
+    partition: int,
+    context: Any,
+    length: int,
+    headers: Any,
+    versions: Any,
+    model: int,
+    tokenizer: int,
+    now_s: float,
+    found: Any,
+) -> int:
+    """Survivors among the segments of a tenant's partition or of the public one."""
+    count, below = 0, CONTEXT + 1
+    for which in range(LENGTHS - 1, -1, -1):
+        if length < ANCHORS[which]:
+            continue
+        position = first_of(words, part, context, which)
+        for _ in range(HOPS):
+            if position < part[TAIL] or count == SURVIVORS:
+                break
+            match = match_length(words, part, position, context, length)
+            if match >= ANCHORS[which] and match < below:
+                row = words[part[GRANULES] + place(part, position) // GRANULE]
+                if usable(headers[row], versions, model, tokenizer, now_s):
+                    found[count, POSITION] = position
+                    found[count, PARTITION] = partition
+                    found[count, MATCH] = match
+                    found[count, SOURCE] = headers[row].source
+                    found[count, ROW] = row
+                    count += 1
+            position = next_of(words, part, position, which)
+        below = ANCHORS[which]
+        if count >= ENOUGH:
+            break
+    return count

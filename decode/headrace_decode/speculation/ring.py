@@ -1,0 +1,181 @@
+"""A partition's ring: appending segments, and which of them to give up when it is full.
+
+The oldest segment goes first, unless it was read with success since it last came round: then it is
+put in again at the head, once (second chance, as the CLOCK algorithm does for pages: F. J. Corbató,
+A Paging Experiment with the Multics System, 1968). Dead segments get none. What is moved for one
+insertion is bounded by a multiple of what is inserted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_decode.speculation.anchors import place, post
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.layout import (
+    CAPACITY,
+    GRANULE,
+    GRANULES,
+    HEAD,
+    LAP,
+    NONE,
+    SEPARATOR,
+    TAIL,
+    TOKENS,
+)
+
+SPARED_TOKENS_PER_TOKEN = 4
+"""Second chances move at most so many times the tokens that are inserted."""
+
+
+@jit
+def padded(tokens: int) -> int:
+    """Ring positions that a segment takes, its separator included."""
+    return (tokens // GRANULE + 1) * GRANULE
+
+
+@jit
+def is_live(header: Any, versions: Any, now_s: float) -> bool:
+    """Not expired, and of its corpus's version in force; `versions` u4 [corpora]."""
+    if header.expires_s <= now_s:
+        return False
+    return header.corpus == 0 or header.version == versions[header.corpus]
+
+
+@jit
+def free_row(headers: Any, free: Any, row: int) -> None:
+    """`free` i4 [rows + 1]: a stack of free rows under its own height, which is the last entry."""
+    headers[row].partition = NONE
+    free[free[-1]] = row
+    free[-1] += 1
+
+
+@jit
+def _advance(part: Any, positions: int) -> None:
+    part[HEAD] += positions
+    if part[HEAD] - part[LAP] >= part[CAPACITY]:
+        part[LAP] += part[CAPACITY]
+
+
+@jit
+def append_run(words: Any, part: Any, tokens: Any) -> None:
+    """Append to a ring without segments; the oldest positions fall out."""
+    begin = part[HEAD]
+    for token in tokens:
+        words[part[TOKENS] + begin - part[LAP]] = token
+        begin += 1
+        _advance(part, 1)
+    part[TAIL] = max(part[TAIL], part[HEAD] - part[CAPACITY])
+    first = part[HEAD] - len(tokens)
+    post(words, part, max(first, part[TAIL]), part[HEAD], part[TAIL])
+
+
+@jit
+def _settle(words: Any, part: Any, headers: Any, row: int, tokens: int) -> None:
+    """Give the segment whose tokens lie from the head on its separators, rows and postings."""
+    start, size = part[HEAD], padded(tokens)
+    for position in range(start + tokens, start + size):
+        words[part[TOKENS] + place(part, position)] = SEPARATOR
+    for position in range(start, start + size, GRANULE):
+        words[part[GRANULES] + place(part, position) // GRANULE] = row
+    headers[row].start = start
+    _advance(part, size)
+    # The last token is no anchor: nothing follows it.
+    post(words, part, start, start + tokens - 1, start)
+
+
+@jit
+def append_segment(words: Any, part: Any, headers: Any, row: int, tokens: Any) -> None:
+    """Put a segment in, for which `make_room` has made room."""
+    for ahead, token in enumerate(tokens):
+        words[part[TOKENS] + place(part, part[HEAD] + ahead)] = token
+    headers[row].tokens = len(tokens)
+    _settle(words, part, headers, row, len(tokens))
+
+
+@jit
+def oldest_row(words: Any, part: Any) -> int:
+    """Header row of the oldest segment of a ring that has one."""
+    return words[part[GRANULES] + place(part, part[TAIL]) // GRANULE]
+
+
+@jit
+def evict_oldest(words: Any, part: Any, headers: Any, free: Any) -> None:
+    """Give up the oldest segment, whatever it is worth."""
+    row = oldest_row(words, part)
+    part[TAIL] += padded(headers[row].tokens)
+    free_row(headers, free, row)
+
+
+@jit
+def make_room(
+    words: Any, part: Any, headers: Any, free: Any, versions: Any, tokens: int, now_s: float
+) -> int:
+    """Evict until a segment of so many tokens fits; how many segments went.
+
+    The segment must fit an empty ring. A moved segment takes what its old place gives free.
+    """
+    need, evicted = padded(tokens), 0
+    spare_tokens = SPARED_TOKENS_PER_TOKEN * need
+    while part[HEAD] + need - part[TAIL] > part[CAPACITY]:
+        row = oldest_row(words, part)
+        header = headers[row]
+        size = padded(header.tokens)
+        if header.used and spare_tokens >= size and is_live(header, versions, now_s):
+            spare_tokens -= size
+            headers[row].used = 0
+            source, length = part[TAIL], header.tokens
+            part[TAIL] += size
+            # The head lies at or before the old place in the ring: going forwards, nothing is
+            # overwritten before it is read.
+            for ahead in range(length):
+                words[part[TOKENS] + place(part, part[HEAD] + ahead)] = words[
+                    part[TOKENS] + place(part, source + ahead)
+                ]
+            _settle(words, part, headers, row, length)
+        else:
+            evict_oldest(words, part, headers, free)
+            evicted += 1
+    return evicted
+
+
+@jit
+def rebuild(
+    source: Any,
+    old: Any,
+    words: Any,
+    new: Any,
+    headers: Any,
+    free: Any,
+    versions: Any,
+    now_s: float,
+) -> None:
+    """Move the live segments of a ring, the newest that fit, into an empty one.
+
+    Args:
+        source, old: arena and row of the ring as it is.
+        words, new: arena and row of the empty ring; it may be smaller.
+    """
+    live, position = 0, old[TAIL]
+    while position < old[HEAD]:
+        header = headers[source[old[GRANULES] + place(old, position) // GRANULE]]
+        if is_live(header, versions, now_s):
+            live += padded(header.tokens)
+        position += padded(header.tokens)
+    position = old[TAIL]
+    while position < old[HEAD]:
+        row = source[old[GRANULES] + place(old, position) // GRANULE]
+        length = headers[row].tokens
+        size = padded(length)
+        keep = is_live(headers[row], versions, now_s)
+        if keep and live <= new[CAPACITY]:
+            for ahead in range(length):
+                words[new[TOKENS] + place(new, new[HEAD] + ahead)] = source[
+                    old[TOKENS] + place(old, position + ahead)
+                ]
+            _settle(words, new, headers, row, length)
+        else:
+            if keep:
+                live -= size
+            free_row(headers, free, row)
+        position += size

@@ -1,0 +1,387 @@
+"""The requests of one engine from step to step: what was drafted for each, and what came of it.
+
+Stands between a memory, which drafts, a planner, which decides how much of it to verify, and an
+engine, which shows rows of token ids and takes lists of tokens. Knows neither engine nor memory.
+
+What a draft was worth is read off the text: the tokens that the engine emitted next are compared
+with the draft, whether these were verified or not. For greedy decoding that is the verdict itself.
+For sampling it has the same law: a draft token ``d`` is accepted with its probability ``p(d)``
+(Leviathan et al., ICML 2023, with a deterministic draft), and ``p(d)`` is also how often the engine
+samples ``d`` by itself. So the token behind the last accepted one counts, too; a draft that the
+engine or the planner cut short is no failure; and drafts can be judged without verifying them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numba import njit  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.budget import best_budget
+from headrace_decode.speculation.draft import DraftBatch, Drafter
+from headrace_decode.speculation.planner import Limits, Load, Planner, Step
+from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
+from headrace_decode.speculation.trust import Kept, Trust
+
+CALIBRATION_STEP_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The batch, after a step's tokens have been sampled.
+
+    Attributes:
+        request_ids: of each row.
+        sampled: tokens that each row emitted in this step; none while its prompt is computed.
+        num_tokens: int [n], prompt and answer of each row, these tokens included.
+        token_ids: int [n, *], the same as ids.
+        kv_tokens: int [n], draft tokens for which each row has room in the KV cache; None for any.
+        prefill_tokens: prompt tokens still to be computed.
+    """
+
+    request_ids: Sequence[str]
+    sampled: Sequence[Sequence[int]]
+    num_tokens: NDArray[np.integer]
+    token_ids: NDArray[np.integer]
+    kv_tokens: NDArray[np.integer] | None = None
+    prefill_tokens: int = 0
+
+
+@dataclass
+class _Request:
+    handle: int
+    facts: Facts
+    seen_tokens: int
+    kept: Kept = field(default_factory=Kept)
+
+
+@dataclass
+class _Running:
+    """The step under way."""
+
+    started_s: float
+    tokens: int
+    drafted: int
+    request_ids: frozenset[str]
+    rows: int = 0
+    emitted: int = 0
+    context_tokens: int = 0
+    calibrates: bool = False
+
+
+@dataclass
+class _Pending:
+    """Drafts whose tokens have not come yet: the batch, and where a request is in it."""
+
+    batch: DraftBatch
+    place: dict[str, int] = field(default_factory=dict)
+
+
+class Session:
+    """All requests of one engine. One thread; `begin` before each step, `propose` behind it."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        planner: Planner,
+        *,
+        draft_tokens: int,
+        model_tokens: int,
+        step_tokens: int,
+        vocabulary: int,
+    ) -> None:
+        """Args:
+        draft_tokens: most that the engine verifies for one row in one step.
+        model_tokens: the engine's longest sequence. step_tokens: its token budget.
+        vocabulary: ids from here on are no tokens.
+        """
+        self.drafter, self.planner = drafter, planner
+        self.draft_cap: int | None = None
+        """Cap for one step from outside; None for none."""
+        self.waiting_tokens = 0
+        """Prompt tokens of requests that the engine has not begun, if anybody tells."""
+        self.propose_s = 0.0
+        """Seconds spent in `propose` so far."""
+        self._k, self._model_tokens = draft_tokens, model_tokens
+        self._step_tokens, self._vocabulary = step_tokens, vocabulary
+        self._requests: dict[str, _Request] = {}
+        self._running: _Running | None = None
+        self._pending: _Pending | None = None
+        self._trust = Trust()
+        self._calibration_step = 0
+        self._compile()
+
+    def begin(
+        self,
+        tokens: int,
+        drafted: int,
+        request_ids: Iterable[str],
+        finished: Iterable[str] = (),
+        now_s: float | None = None,
+    ) -> None:
+        """A step begins, and with it the one before has ended.
+
+        Args:
+            tokens: that it computes. drafted: draft tokens among them.
+            request_ids: in it. finished: requests that have ended or been aborted.
+            now_s: of a monotonic clock.
+        """
+        now = time.perf_counter() if now_s is None else now_s
+        ids, before = frozenset(request_ids), self._running
+        # Without a common request the engine may have been idle in between.
+        if before is not None and before.rows and not ids.isdisjoint(before.request_ids):
+            self.planner.observe(
+                Step(
+                    tokens=before.tokens,
+                    drafted=before.drafted,
+                    rows=before.rows,
+                    emitted=before.emitted,
+                    context_tokens=before.context_tokens,
+                    seconds=now - before.started_s,
+                    pure=before.tokens - before.drafted == before.rows and not before.calibrates,
+                )
+            )
+        for request_id in finished:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                keep = request.facts.drafts and not request.facts.calibrates
+                self.drafter.close_request(request.handle, keep=keep)
+        self._running = _Running(now, tokens, drafted, ids) if tokens else None
+
+    def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:
+        """Draft tokens for each row's next step; `facts` is asked once about each request."""
+        started_s = time.perf_counter()
+        live = [row for row, sampled in enumerate(rows.sampled) if len(sampled)]
+        requests = [self._known(rows, row, facts) for row in live]
+        self._take_in(rows, live, requests)
+        if self._running is not None:
+            self._running.rows = len(live)
+            self._running.emitted = sum(len(rows.sampled[row]) for row in live)
+            self._running.context_tokens = int(rows.num_tokens[live].sum()) if live else 0
+            self._running.calibrates = any(r.facts.calibrates for r in requests)
+        drafts: list[list[int]] = [[] for _ in rows.sampled]
+        if live:
+            caps = self._caps(rows, live, requests)
+            if any(request.facts.calibrates for request in requests):
+                self._calibrate(rows, live, caps, drafts)
+            else:
+                self._draft(rows, live, requests, caps, drafts)
+        self.propose_s += time.perf_counter() - started_s
+        return drafts
+
+    def _compile(self) -> None:
+        """Have numba compile or load what is used here, now and not in a step."""
+        text = np.arange(8, dtype=np.int32) % 3
+        handle = self.drafter.open_request("compile", text)
+        self.drafter.extend_many([handle], text, np.array([len(text)], np.int32))
+        batch = self.drafter.draft_many([handle], np.array([2], np.int32))
+        self.drafter.feedback_many(batch, np.zeros(1, np.int32), np.zeros(1, np.int32))
+        self.drafter.close_request(handle, keep=False)
+        one, chance = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+        count, places = np.ones(1, np.int32), np.zeros(1, np.int64)
+        _gathered(one, places, places, count)
+        _verdict(one, chance, count, count, count, places)
+        best_budget(chance, _usable(one, count, 1), np.ones(2))
+
+    def _known(self, rows: Rows, row: int, facts: Callable[[str], Facts]) -> _Request:
+        request_id = rows.request_ids[row]
+        request = self._requests.get(request_id)
+        if request is None:
+            told = facts(request_id)
+            prompt = rows.token_ids[row, : told.prompt_tokens].astype(np.int32)
+            handle = -1
+            if told.drafts and not told.calibrates:
+                handle = self.drafter.open_request(request_id, prompt, told.tenant, tag=told.tag)
+            request = _Request(handle, told, told.prompt_tokens)
+            self._requests[request_id] = request
+        return request
+
+    def _take_in(self, rows: Rows, live: list[int], requests: list[_Request]) -> None:
+        """Hand the step's tokens to the memory, and what they say of the last drafts."""
+        if not live:
+            return
+        at = np.array(live)
+        seen = np.array([request.seen_tokens for request in requests])
+        ends = rows.num_tokens[at].astype(np.int64)
+        counts = np.maximum(ends - seen, 0).astype(np.int32)
+        tokens = _gathered(rows.token_ids, at, seen, counts)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            places = np.array([pending.place.get(rows.request_ids[row], -1) for row in live])
+            batch = pending.batch
+            offered, accepted, promised = _verdict(
+                batch.tokens, batch.survival, batch.lengths, tokens, counts, places
+            )
+            self.drafter.feedback_many(batch, offered, accepted)
+            for place, request in zip(places.tolist(), requests, strict=True):
+                if place >= 0 and offered[place]:
+                    self._trust.learn(request.kept, float(promised[place]), float(accepted[place]))
+        self.drafter.extend_many([request.handle for request in requests], tokens, counts)
+        for end, request in zip(ends.tolist(), requests, strict=True):
+            request.seen_tokens = end
+
+    def _caps(self, rows: Rows, live: list[int], requests: list[_Request]) -> NDArray[np.int32]:
+        """Most draft tokens of each live row that can become anything.
+
+        A step emits one token more than it accepts, so the last of a row's allowed tokens is never
+        drafted, and neither is one for which there is no place.
+        """
+        num_tokens = rows.num_tokens[live]
+        caps = np.minimum(self._k, self._model_tokens - num_tokens - 1)
+        left = np.fromiter(
+            (
+                self._k
+                if r.facts.max_tokens is None
+                else r.facts.prompt_tokens + r.facts.max_tokens - r.seen_tokens - 1
+                for r in requests
+            ),
+            np.int64,
+            len(requests),
+        )
+        caps = np.minimum(caps, left)
+        if rows.kv_tokens is not None:
+            caps = np.minimum(caps, rows.kv_tokens[live])
+        wanted = np.fromiter((r.facts.drafts for r in requests), bool, len(requests))
+        return np.where(wanted, np.maximum(caps, 0), 0).astype(np.int32)
+
+    def _draft(
+        self,
+        rows: Rows,
+        live: list[int],
+        requests: list[_Request],
+        caps: NDArray[np.int32],
+        drafts: list[list[int]],
+    ) -> None:
+        load = Load(
+            rows=len(live),
+            context_tokens=int(rows.num_tokens[live].sum()),
+            prefill_tokens=rows.prefill_tokens + self.waiting_tokens,
+        )
+        limits = Limits(
+            step_tokens=self._step_tokens,
+            itl_s=min(request.facts.itl_s for request in requests),
+            draft_tokens=self.draft_cap,
+        )
+        look = self.planner.looks(load, limits, int(caps.sum()))
+        if look == "nothing":
+            return
+        batch = self.drafter.draft_many([request.handle for request in requests], caps)
+        lengths = _usable(batch.tokens, np.minimum(batch.lengths, caps), self._vocabulary)
+        self._pending = _Pending(
+            batch, {rows.request_ids[row]: place for place, row in enumerate(live)}
+        )
+        survival = self._trust.believed(batch.survival, [request.kept for request in requests])
+        if look == "compare":
+            self.planner.saw(survival, lengths)
+            return
+        take = self.planner.choose(load, limits, survival, lengths).tolist()
+        for place, (row, count) in enumerate(zip(live, take, strict=True)):
+            if count:
+                drafts[row] = batch.tokens[place, :count].tolist()
+
+    def _calibrate(
+        self, rows: Rows, live: list[int], caps: NDArray[np.int32], drafts: list[list[int]]
+    ) -> None:
+        """Repeat each row's last token: nothing is meant by it, the step's time is what counts."""
+        count = CALIBRATION_LENGTHS[self._calibration_step % len(CALIBRATION_LENGTHS)]
+        self._calibration_step += 1
+        most = min(self._step_tokens, CALIBRATION_STEP_TOKENS)
+        count = min(count, max(most // len(live) - 1, 0))
+        for row, cap in zip(live, caps.tolist(), strict=True):
+            drafts[row] = [int(rows.sampled[row][-1])] * min(count, cap)
+
+
+def kv_room(
+    num_tokens: NDArray[np.integer],
+    blocks: NDArray[np.integer],
+    block_tokens: int,
+    free_blocks: int,
+    draft_tokens: int,
+) -> NDArray[np.integer] | None:
+    """Draft tokens for which rows have room without anybody being preempted; None for any number.
+
+    While the free KV blocks suffice for the longest drafts of all rows there is no limit; when they
+    do not, a row may fill the blocks that it has.
+
+    Args:
+        num_tokens: int [n], of each row, the one sampled last included (its KV comes next step).
+        blocks: int [n], KV blocks of each row, `block_tokens` each.
+    """
+    most = -(-(num_tokens + draft_tokens) // block_tokens) - blocks
+    if int(np.maximum(most, 0).sum()) <= free_blocks:
+        return None
+    return np.maximum(blocks * block_tokens - num_tokens, 0)
+
+
+@njit(cache=True, nogil=True)
+def _gathered(
+    token_ids: NDArray[np.integer],
+    rows: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """Token ids of some rows from `starts` on, `counts` of each, one row after the other."""
+    tokens = np.empty(counts.sum(), np.int32)
+    at = 0
+    for number in range(len(rows)):
+        for place in range(starts[number], starts[number] + counts[number]):
+            tokens[at] = token_ids[rows[number], place]
+            at += 1
+    return tokens
+
+
+@njit(cache=True, nogil=True)
+def _verdict(
+    drafted: NDArray[np.int32],
+    survival: NDArray[np.float32],
+    lengths: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    counts: NDArray[np.int32],
+    places: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+    """Of each draft: how many tokens were put to the test, how many of those were right, and how
+    many were to be expected, each given that those before it were right.
+
+    Args:
+        drafted, survival, lengths: [m, K], [m, K] and [m], the drafts.
+        tokens, counts: what n rows emitted, one row after the other, and how much each.
+        places: [n], the row's draft, -1 for none.
+    """
+    offered = np.zeros(len(lengths), np.int32)
+    accepted = np.zeros(len(lengths), np.int32)
+    promised = np.zeros(len(lengths), np.float32)
+    at = 0
+    for row in range(len(counts)):
+        place = places[row]
+        if place >= 0:
+            common = min(counts[row], lengths[place])
+            right = 0
+            while right < common and drafted[place, right] == tokens[at + right]:
+                right += 1
+            accepted[place] = right
+            offered[place] = min(right + 1, common)
+            before = np.float32(1.0)
+            for tested in range(offered[place]):
+                if before > 0.0:
+                    promised[place] += survival[place, tested] / before
+                before = survival[place, tested]
+        at += counts[row]
+    return offered, accepted, promised
+
+
+@njit(cache=True, nogil=True)
+def _usable(
+    tokens: NDArray[np.int32], lengths: NDArray[np.int32], vocabulary: int
+) -> NDArray[np.int32]:
+    """`lengths`, cut before the first id that is no token."""
+    usable = np.zeros(len(lengths), np.int32)
+    for row in range(len(lengths)):
+        count = 0
+        while count < lengths[row] and 0 <= tokens[row, count] < vocabulary:
+            count += 1
+        usable[row] = count
+    return usable

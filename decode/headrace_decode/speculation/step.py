@@ -1,0 +1,236 @@
+"""One engine step over many requests: drafts for all rows, or feedback on all rows, in one call.
+
+Everything here is a compiled loop over rows, so that a step pays Python once, not once a request.
+Handles that are not open are skipped: they draft nothing and count for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace_decode.speculation.anchors import read_context
+from headrace_decode.speculation.calibration import count as count_cells
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.failures import KEY_TOKENS, epoch_of, forgive, refuse
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.layout import CONTEXT, HEAD, NONE, TAIL
+from headrace_decode.speculation.retrieve import (
+    CANDIDATES,
+    MATCH,
+    ROW,
+    SOURCE,
+    SURVIVORS,
+    find_kept,
+    find_own,
+)
+from headrace_decode.speculation.ring import append_run
+from headrace_decode.speculation.trie import walk, weigh
+
+# Columns of the request table, int64 [requests, REQUEST_COLUMNS].
+(
+    HANDLE,  # the handle that is good now; 0 while the row is free
+    OWN,  # its own partition
+    TENANT,  # its tenant's partition, or NONE
+    MODEL,
+    TOKENIZER,
+    TAG,
+    PROMPT_END,  # position of the first answered token
+    REQUEST_COLUMNS,
+) = range(8)
+ROW_MASK = (1 << 20) - 1
+
+QUARANTINE_AFTER = 6
+"""A segment of which so many drafts failed, and none did not, is left alone for a while."""
+QUARANTINE_S = 900.0
+_SURVIVORS, _NONE = SURVIVORS, int(Source.NONE)
+
+
+@jit
+def request_row(requests: Any, handle: int) -> int:
+    """Row of an open request, or -1."""
+    row = handle & ROW_MASK
+    if handle <= 0 or row >= len(requests) or requests[row, HANDLE] != handle:
+        return NONE
+    return row
+
+
+@jit
+def extend_rows(
+    words: Any, parts: Any, requests: Any, handles: Any, tokens: Any, counts: Any
+) -> None:
+    """Append to each request its tokens; `tokens` of all rows lie one after the other."""
+    start = 0
+    for index in range(len(handles)):
+        row = request_row(requests, handles[index])
+        end = start + counts[index]
+        if row != NONE and requests[row, OWN] != NONE:
+            append_run(words, parts[requests[row, OWN]], tokens[start:end])
+        start = end
+
+
+@jit
+def draft_rows(
+    words: Any,
+    parts: Any,
+    headers: Any,
+    versions: Any,
+    requests: Any,
+    public: int,
+    odds: Any,
+    rates: Any,
+    allowed: Any,
+    failing: bool,
+    floor: float,
+    now_s: float,
+    handles: Any,
+    most: Any,
+    tokens: Any,
+    survival: Any,
+    lengths: Any,
+    source: Any,
+    match_tokens: Any,
+    cells: Any,
+    keys: Any,
+    header_rows: Any,
+    generations: Any,
+) -> None:
+    """Draft for each row; outputs are arrays over rows as in `draft.DraftBatch` and `Origin`.
+
+    Args:
+        public: row of the public partition, or NONE.
+        allowed: bool [sources], which may be read.
+        failing: whether failure memories are asked.
+        floor: least survival that is drafted.
+    """
+    context = np.empty(CONTEXT, np.int64)
+    recent = np.empty(KEY_TOKENS, np.int64)
+    found = np.empty((CANDIDATES, 5), np.int64)
+    weights = np.empty(CANDIDATES, np.float64)
+    upcoming = np.empty(CANDIDATES, np.int64)
+    origin = np.empty(5, np.int64)
+    epoch = epoch_of(now_s)
+    for index in range(len(handles)):
+        lengths[index], source[index], match_tokens[index] = 0, _NONE, 0
+        header_rows[index] = NONE
+        row = request_row(requests, handles[index])
+        if row == NONE or most[index] <= 0 or requests[row, OWN] == NONE:
+            continue
+        request = requests[row]
+        own, tenant = request[OWN], request[TENANT]
+        if parts[own, HEAD] == parts[own, TAIL]:
+            continue
+        length = read_context(words, parts[own], context)
+        count = find_own(words, parts[own], own, context, length, request[PROMPT_END], found)
+        for kept in (tenant, public):
+            if kept != NONE:
+                count += find_kept(
+                    words,
+                    parts[kept],
+                    kept,
+                    context,
+                    length,
+                    headers,
+                    versions,
+                    request[MODEL],
+                    request[TOKENIZER],
+                    now_s,
+                    found[count : count + _SURVIVORS],
+                )
+        going = 0
+        for which in range(count):
+            if allowed[found[which, SOURCE]]:
+                found[going] = found[which]
+                weights[going] = weigh(headers, found[going], odds, request[TAG], now_s)
+                going += 1
+        if going == 0:
+            continue
+        for back in range(KEY_TOKENS):
+            recent[back] = context[back] if back < length else NONE
+        lengths[index] = walk(
+            words,
+            parts,
+            found,
+            weights,
+            going,
+            recent,
+            tenant if failing else NONE,
+            epoch,
+            rates,
+            floor,
+            min(most[index], tokens.shape[1]),
+            tokens[index],
+            survival[index],
+            cells[index],
+            keys[index],
+            upcoming,
+            origin,
+        )
+        if lengths[index]:
+            source[index], match_tokens[index] = origin[SOURCE], origin[MATCH]
+            header_rows[index] = origin[ROW]
+            if origin[ROW] != NONE:
+                generations[index] = headers[origin[ROW]].generation
+
+
+@jit
+def feedback_rows(
+    words: Any,
+    parts: Any,
+    headers: Any,
+    requests: Any,
+    counts: Any,
+    now_s: float,
+    handles: Any,
+    lengths: Any,
+    offered: Any,
+    accepted: Any,
+    cells: Any,
+    keys: Any,
+    header_rows: Any,
+    generations: Any,
+) -> int:
+    """Learn from what the engine did with each row's draft; how many rows were verified.
+
+    The first refused token goes into the failure memory of the request's tenant, the accepted ones
+    out of it; tokens behind these were not tried.
+    """
+    epoch, verified = epoch_of(now_s), 0
+    for index in range(len(handles)):
+        tried = min(offered[index], lengths[index])
+        good = min(accepted[index], tried)
+        row = request_row(requests, handles[index])
+        if tried <= 0 or good < 0 or row == NONE:
+            continue
+        verified += 1
+        count_cells(counts, cells[index], tried, good)
+        tenant = requests[row, TENANT]
+        if tenant != NONE:
+            for position in range(good):
+                forgive(words, parts[tenant], keys[index, position])
+            if good < tried:
+                refuse(words, parts[tenant], keys[index, good], epoch)
+        header = header_rows[index]
+        if header == NONE or headers[header].generation != generations[index]:
+            continue
+        if headers[header].partition == NONE:
+            continue
+        if good > 0:
+            headers[header].accepted += 1
+            headers[header].untold_accepted += 1
+            headers[header].used = 1
+        else:
+            headers[header].refused += 1
+            headers[header].untold_refused += 1
+            quarantine(headers, header, now_s)
+    return verified
+
+
+@jit
+def quarantine(headers: Any, row: int, now_s: float) -> None:
+    """Leave a segment alone if it only failed. Afterwards half as many failures do it again."""
+    header = headers[row]
+    if header.accepted == 0 and header.refused >= QUARANTINE_AFTER:
+        headers[row].quarantined_until_s = now_s + QUARANTINE_S
+        headers[row].refused = header.refused // 2

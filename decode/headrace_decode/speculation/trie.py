@@ -1,0 +1,143 @@
+"""Which of the candidates' continuations to draft: an implicit trie, walked along its heaviest way.
+
+Fine stage: the continuations of the few survivors share prefixes, so they form a trie; it is never
+built. At each depth those candidates that agreed so far vote on the next token with their weights
+
+    weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag * 2^(-age / half-life)
+
+(odds from the calibration; the second factor, of the segment, bounded). A token's votes are halved
+for each time it was lately refused here. The heaviest token is drafted, with the rate that its cell
+has shown (`calibration`); the draft ends when no candidate goes on or survival falls below a floor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace_decode.speculation.anchors import place
+from headrace_decode.speculation.calibration import (
+    MATCH_BUCKET,
+    POSITION_BUCKET,
+    agreement_of,
+    cell_of,
+)
+from headrace_decode.speculation.failures import KEY_TOKENS, key_of, refusals
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.layout import HEAD, SEPARATOR, TOKENS
+from headrace_decode.speculation.retrieve import MATCH, PARTITION, POSITION, ROW, SOURCE
+
+AGE_HALF_LIFE_S = 7 * 86400.0
+TAG_WEIGHT = 2.0
+MOST_TRUST = 4.0
+LAST_POSITION = len(POSITION_BUCKET) - 1
+
+
+@jit
+def weigh(headers: Any, candidate: Any, odds: Any, tag: int, now_s: float) -> float:
+    """A candidate's weight in every vote."""
+    weight = odds[candidate[SOURCE], MATCH_BUCKET[candidate[MATCH]]]
+    if candidate[ROW] >= 0:
+        header = headers[candidate[ROW]]
+        trust = (1.0 + header.accepted) / (1.0 + header.refused)
+        weight *= min(max(trust, 1.0 / MOST_TRUST), MOST_TRUST)
+        if tag and header.tag == tag:
+            weight *= TAG_WEIGHT
+        weight *= 2.0 ** (-max(now_s - header.created_s, 0.0) / AGE_HALF_LIFE_S)
+    return weight
+
+
+@jit
+def walk(
+    words: Any,
+    parts: Any,
+    found: Any,
+    weights: Any,
+    count: int,
+    recent: Any,
+    failing: int,
+    epoch: int,
+    rates: Any,
+    floor: float,
+    most: int,
+    tokens: Any,
+    survival: Any,
+    cells: Any,
+    keys: Any,
+    upcoming: Any,
+    origin: Any,
+) -> int:
+    """Draft along the heaviest way; how many tokens.
+
+    Args:
+        found, weights: the first `count` candidates; order is lost: those that disagree drop out.
+        recent: i8 [KEY_TOKENS], last tokens of the context, newest first; overwritten.
+        failing: partition whose failure memory is asked, or -1 for none.
+        tokens, survival, cells, keys: outputs, at least [most]: the draft, and for each token its
+            calibration cell and its key in the failure memory.
+        upcoming: scratch, i8 [candidates].
+        origin: output, i8 [columns of a candidate]: whom the first token was mostly read from.
+    """
+    alive, survives = count, 1.0
+    for depth in range(most):
+        going = 0
+        for which in range(alive):
+            part = parts[found[which, PARTITION]]
+            position = found[which, POSITION] + 1 + depth
+            token = SEPARATOR
+            if position < part[HEAD]:
+                token = words[part[TOKENS] + place(part, position)]
+            if token != SEPARATOR:
+                if going != which:
+                    found[going] = found[which]
+                    weights[going] = weights[which]
+                upcoming[going] = token
+                going += 1
+        if going == 0:
+            return depth
+
+        total, best, best_votes, best_refused, best_key = 0.0, -1, -1.0, 0, 0
+        for which in range(going):
+            token = upcoming[which]
+            votes, seen = 0.0, False
+            for other in range(going):
+                if upcoming[other] == token:
+                    if other < which:
+                        seen = True
+                        break
+                    votes += weights[other]
+            if seen:
+                continue
+            refused = 0
+            key = key_of(recent, token)
+            if failing >= 0:
+                refused = refusals(words, parts[failing], key, epoch)
+                votes *= 0.5**refused
+            total += votes
+            if votes > best_votes:
+                best, best_votes, best_refused, best_key = token, votes, refused, key
+
+        alive, lead = 0, 0
+        for which in range(going):
+            if upcoming[which] == best:
+                if alive != which:
+                    found[alive] = found[which]
+                    weights[alive] = weights[which]
+                if weights[alive] > weights[lead]:
+                    lead = alive
+                alive += 1
+        if depth == 0:
+            origin[:] = found[lead]
+        cell = cell_of(
+            found[lead, SOURCE],
+            MATCH_BUCKET[found[lead, MATCH]],
+            agreement_of(alive, best_votes / total, best_refused),
+            POSITION_BUCKET[min(depth, LAST_POSITION)],
+        )
+        survives *= rates[cell]
+        if survives < floor:
+            return depth
+        tokens[depth], survival[depth], cells[depth], keys[depth] = best, survives, cell, best_key
+        for back in range(KEY_TOKENS - 1, 0, -1):
+            recent[back] = recent[back - 1]
+        recent[0] = best
+    return most

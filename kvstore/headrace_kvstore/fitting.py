@@ -1,0 +1,141 @@
+"""A linear model fitted online: how every price in seconds is learned from what was measured.
+
+It answers from the first sample on, follows a machine that changes, and no outlier throws it. No
+I/O, no clocks, no locks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Vector = NDArray[np.float64]
+_HUGE = 1e100
+
+
+class RecursiveLeastSquares:
+    """Linear model ``y ~ theta . x`` whose coefficients follow the data.
+
+    With ``e = y - theta.x`` the error before the update, ``P`` the inverse of the information
+    gathered so far, ``g = P x`` and ``q = x.g``:
+
+    - coefficients: ``theta += g / (1 + q) * clip(e, -k*s, k*s)``
+    - information:  ``P -= (lam*q - (1 - lam)) / (lam*q*(1 + q)) * g g^T``
+    - running error: ``s^2 <- mu*s^2 + (1 - mu)*clip(e)^2``, the rms error that is reported
+
+    The prior is ridge: ``theta`` starts at ``mean`` and ``P`` at ``diag(std^2) / error^2``, that
+    is, a coefficient's strength is ``(error / std)^2`` samples of unit feature.
+
+    ``lam`` is the forgetting factor (memory of about ``1 / (1 - lam)`` samples). Plain exponential
+    forgetting (Haykin, Adaptive Filter Theory, ch. "RLS") divides all of ``P`` by ``lam``, so a
+    direction that is not excited (no prefill for a thousand decode steps) grows without bound
+    and the next sample throws it anywhere. Here only the direction of ``x`` is forgotten
+    (Kulhavy, Restricted exponential forgetting in real-time identification, Automatica 23, 1987);
+    ``P`` stays positive definite since ``1 + eps*q = lam*(1 + q) > 0``.
+
+    Residuals are clipped at ``clip`` times the running error, so one outlier moves the fit by no
+    more than a bad sample would, while a lasting change widens the running error and gets in.
+    Samples that are not finite, or beyond 1e100, are ignored.
+    """
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        error: float,
+        forgetting: float = 0.995,
+        clip: float = 4.0,
+        error_memory: float = 0.97,
+    ) -> None:
+        if len(mean) != len(std) or not mean:
+            raise ValueError("mean and std must have the same length, at least 1")
+        if not (0 < forgetting <= 1 and 0 < error_memory < 1 and clip > 0 and error > 0):
+            raise ValueError("forgetting in (0,1], error_memory in (0,1), clip > 0, error > 0")
+        self._theta: _Vector = np.asarray(mean, dtype=np.float64).copy()
+        self._prior: NDArray[np.float64] = np.diag((np.asarray(std, dtype=np.float64) / error) ** 2)
+        self._p = self._prior.copy()
+        self._trace_limit = 10.0 * float(np.trace(self._prior))
+        self._floor_diagonal = 1e-9 * self._prior.diagonal()
+        self._forgetting = forgetting
+        self._clip = clip
+        self._mu = error_memory
+        self._floor = 1e-6 * error
+        self._mean_square = error * error
+        self._nonnegative: tuple[float, ...] | None = None
+        self.samples = 0
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return tuple(self._theta.tolist())
+
+    @property
+    def rms_error(self) -> float:
+        """Running rms of the clipped one-step-ahead error, in units of ``y``."""
+        return math.sqrt(self._mean_square)
+
+    def predict(self, x: Sequence[float]) -> float:
+        """``max(0, theta . x)``; 0 for features that are not finite."""
+        y = float(self._theta @ np.asarray(x, dtype=np.float64))
+        return y if math.isfinite(y) and y > 0.0 else 0.0
+
+    def update(self, x: Sequence[float], y: float) -> bool:
+        """Learn one sample; False if it was ignored (not finite, or no feature set)."""
+        phi = np.asarray(x, dtype=np.float64)
+        if not (abs(y) < _HUGE and bool((np.abs(phi) < _HUGE).all())):  # nan compares false
+            return False
+        gain = self._p @ phi
+        q = float(phi @ gain)
+        if not (math.isfinite(q) and q > 1e-300):
+            return False
+        residual = y - float(self._theta @ phi)
+        limit = self._clip * math.sqrt(self._mean_square)
+        residual = min(max(residual, -limit), limit)
+        lam = self._forgetting
+        self._theta = self._theta + gain * (residual / (1.0 + q))
+        p = self._p - ((lam * q - (1.0 - lam)) / (lam * q * (1.0 + q))) * np.outer(gain, gain)
+        self._p = self._sound(0.5 * (p + p.T))
+        self._mean_square = max(
+            self._mu * self._mean_square + (1.0 - self._mu) * residual * residual,
+            self._floor * self._floor,
+        )
+        self._nonnegative = None
+        self.samples += 1
+        return True
+
+    def _sound(self, p: NDArray[np.float64]) -> NDArray[np.float64]:
+        """``p`` within bounds: its trace limited from above, its diagonal from below.
+
+        Without the floor one absurdly large sample would end all learning. Raising a diagonal
+        keeps a matrix positive definite. What rounding has ruined starts again at the prior.
+        """
+        diagonal = p.diagonal()
+        if not np.isfinite(p).all() or float(diagonal.min()) < 0.0:
+            return self._prior.copy()
+        np.fill_diagonal(p, np.maximum(diagonal, self._floor_diagonal))
+        trace = float(p.trace())
+        return p * (self._trace_limit / trace) if trace > self._trace_limit else p
+
+    def nonnegative(self) -> tuple[float, ...]:
+        """The fit under the constraint that no coefficient is below 0.
+
+        Clipping a negative coefficient alone would leave the others tuned to its help. Fixing
+        ``theta_j = 0`` in the least-squares problem moves the rest by ``-P[:, j]/P[j, j]*theta_j``
+        (active set, most negative first), which keeps the fit where the data are.
+        """
+        if self._nonnegative is None:
+            theta, p = self._theta.copy(), self._p.copy()
+            for _ in range(len(theta)):
+                j = int(theta.argmin())
+                if theta[j] >= 0.0:
+                    break
+                if p[j, j] > 1e-9 * self._p[j, j]:  # else the others determine it, nothing to move
+                    column = p[:, j] / p[j, j]
+                    theta -= column * theta[j]
+                    p -= np.outer(column, p[j, :])
+                theta[j] = 0.0
+            self._nonnegative = tuple(max(0.0, v) for v in theta.tolist())
+        return self._nonnegative

@@ -1,0 +1,399 @@
+"""What the session makes of an engine's rows, and that the proposer survives whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.draft import DraftBatch
+from headrace_decode.speculation.ngram import NgramDrafter
+from headrace_decode.speculation.planner import Mode, Planner
+from headrace_decode.speculation.proposer import FAILURES_MAX, HeadraceProposer
+from headrace_decode.speculation.request import (
+    OPT_OUT_KEY,
+    REQUEST_KEY,
+    Facts,
+    facts_of,
+    request_arguments,
+)
+from headrace_decode.speculation.session import Rows, Session, kv_room
+from headrace_decode.speculation.settings import CONFIG_KEY, Settings, engine_arguments
+
+K, VOCABULARY = 4, 100
+
+
+class Scripted(NgramDrafter):
+    """Drafts `tokens` for every request, all at survival 0.9, and writes down what it is told."""
+
+    def __init__(self, tokens: Sequence[int] = (1, 2, 3, 4)) -> None:
+        super().__init__()
+        self.script = list(tokens)
+        self.opened: dict[str, tuple[int, list[int], str]] = {}
+        self.closed: dict[int, bool] = {}
+        self.extended: list[tuple[int, list[int]]] = []
+        self.verdicts: list[tuple[int, int]] = []
+        self.looked = 0
+
+    def open_request(
+        self, request_id: str, prompt_tokens: NDArray[np.int32], tenant: str = "", *, tag: str = ""
+    ) -> int:
+        if request_id == "compile":
+            return -1
+        handle = len(self.opened)
+        self.opened[request_id] = (handle, prompt_tokens.tolist(), tenant)
+        return handle
+
+    def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
+        if handle < 0:
+            return
+        self.extended.append((handle, list(map(int, tokens))))
+
+    def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
+        self.looked += max(handles) >= 0
+        n = len(handles)
+        lengths = np.minimum(len(self.script), np.asarray(max_tokens, np.int32))
+        lengths = np.where(np.array(handles) >= 0, lengths, 0).astype(np.int32)
+        zeros = np.zeros(n, np.int32)
+        return DraftBatch(
+            np.tile(np.array(self.script, np.int32), (n, 1)),
+            np.full((n, len(self.script)), 0.9, np.float32),
+            lengths,
+            zeros,
+            zeros,
+        )
+
+    def feedback_many(
+        self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
+    ) -> None:
+        verdicts = zip(batch.lengths, offered_k.tolist(), accepted_k.tolist(), strict=True)
+        self.verdicts += [(offered, accepted) for length, offered, accepted in verdicts if length]
+
+    def close_request(self, handle: int, *, keep: bool = True) -> None:
+        if handle >= 0:
+            self.closed[handle] = keep
+
+
+class Engine:
+    """Requests of a pretended engine, each a text that grows."""
+
+    def __init__(self, drafter: Any = None, mode: str = f"static:{K}", **facts: Any) -> None:
+        self.drafter = drafter or Scripted()
+        self.planner = Planner(controls=False)
+        self.planner.mode = Mode.parse(mode)
+        self.session = Session(
+            self.drafter,
+            self.planner,
+            draft_tokens=K,
+            model_tokens=50,
+            step_tokens=64,
+            vocabulary=VOCABULARY,
+        )
+        self.texts: dict[str, list[int]] = {}
+        self.facts = facts
+        self.now_s = 0.0
+
+    def step(
+        self,
+        emitted: dict[str, list[int]],
+        finished: Sequence[str] = (),
+        drafted: int = 0,
+        seconds: float = 0.1,
+        kv_tokens: NDArray[np.int64] | None = None,
+    ) -> dict[str, list[int]]:
+        """One step in which these requests emit these tokens; the drafts that follow."""
+        ids = list(emitted)
+        for request_id in ids:
+            self.texts.setdefault(request_id, [9, 8, 7])
+        self.session.begin(len(ids) + drafted, drafted, ids, finished, self.now_s)
+        self.now_s += seconds
+        table = np.zeros((len(ids), 64), np.int64)
+        for row, request_id in enumerate(ids):
+            self.texts[request_id] += emitted[request_id]
+            table[row, : len(self.texts[request_id])] = self.texts[request_id]
+        rows = Rows(
+            ids,
+            [emitted[request_id] for request_id in ids],
+            np.array([len(self.texts[request_id]) for request_id in ids]),
+            table,
+            kv_tokens,
+        )
+        drafts = self.session.propose(rows, lambda request_id: Facts(3, **self.facts))
+        return dict(zip(ids, drafts, strict=True))
+
+
+# What the memory is told
+
+
+def test_a_request_is_opened_with_its_prompt_and_extended_by_what_it_emits() -> None:
+    engine = Engine(tenant="blue")
+    engine.step({"a": [5]})
+    engine.step({"a": [6, 7]})
+    assert engine.drafter.opened == {"a": (0, [9, 8, 7], "blue")}
+    assert engine.drafter.extended == [(0, [5]), (0, [6, 7])]
+
+
+def test_a_row_whose_prompt_is_still_computed_gets_no_draft_and_is_not_opened() -> None:
+    engine = Engine()
+    assert engine.step({"a": [], "b": [5]}) == {"a": [], "b": [1, 2, 3, 4]}
+    assert list(engine.drafter.opened) == ["b"]
+
+
+def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
+    engine = Engine()
+    engine.step({"a": [5], "b": [5]})
+    engine.step({"b": [6]})
+    engine.step({"a": [6]})
+    assert engine.drafter.extended == [(0, [5]), (1, [5]), (1, [6]), (0, [6])]
+
+
+@pytest.mark.parametrize(
+    ("emitted", "verdict"),
+    [
+        ([1, 2, 3, 4, 50], (4, 4)),
+        ([1, 2, 50], (3, 2)),
+        ([50], (1, 0)),
+        ([1], (1, 1)),
+        ([1, 2], (2, 2)),
+    ],
+    ids=["all", "two and a refusal", "refused", "cut to nothing, then right", "cut short"],
+)
+def test_a_drafts_verdict_is_read_off_the_text(
+    emitted: list[int], verdict: tuple[int, int]
+) -> None:
+    engine = Engine()
+    engine.step({"a": [5]})
+    engine.step({"a": emitted})
+    assert engine.drafter.verdicts == [verdict]
+
+
+def test_a_draft_of_a_row_that_is_gone_gets_no_verdict() -> None:
+    engine = Engine()
+    engine.step({"a": [5], "b": [5]})
+    engine.step({"b": [1, 50]}, finished=["a"])
+    assert engine.drafter.verdicts == [(0, 0), (2, 1)]
+
+
+def test_an_ended_request_is_closed_and_kept() -> None:
+    engine = Engine()
+    engine.step({"a": [5]})
+    engine.step({"b": [5]}, finished=["a", "never seen"])
+    assert engine.drafter.closed == {0: True}
+
+
+def test_who_opted_out_is_neither_drafted_for_nor_kept() -> None:
+    engine = Engine(drafts=False)
+    assert engine.step({"a": [5]}) == {"a": []}
+    engine.step({"b": [5]}, finished=["a"])
+    assert engine.drafter.opened == {}
+    assert engine.drafter.closed == {}
+
+
+# How long drafts may be
+
+
+def test_a_draft_ends_before_the_requests_last_token() -> None:
+    engine = Engine(max_tokens=4)
+    assert engine.step({"a": [5]}) == {"a": [1, 2]}
+    assert engine.step({"a": [1, 2]}) == {"a": []}
+
+
+def test_a_draft_ends_before_the_longest_sequence() -> None:
+    engine = Engine()
+    engine.texts["a"] = list(range(46))
+    assert engine.step({"a": [5]}) == {"a": [1, 2]}
+
+
+def test_a_draft_fits_the_kv_blocks_that_there_are() -> None:
+    engine = Engine()
+    drafts = engine.step({"a": [5], "b": [5]}, kv_tokens=np.array([1, 0]))
+    assert drafts == {"a": [1], "b": []}
+
+
+def test_a_row_may_fill_its_own_block_when_no_other_is_free() -> None:
+    num_tokens, blocks = np.array([15, 16, 3]), np.array([1, 1, 1])
+    assert kv_room(num_tokens, blocks, 16, 2, 8) is None
+    room = kv_room(num_tokens, blocks, 16, 1, 8)
+    assert room is not None
+    assert room.tolist() == [1, 0, 13]
+
+
+def test_what_is_no_token_ends_a_draft() -> None:
+    assert Engine(Scripted([1, VOCABULARY, 2])).step({"a": [5]}) == {"a": [1]}
+    assert Engine(Scripted([-1, 2])).step({"a": [5]}) == {"a": []}
+
+
+# What the planner is told
+
+
+def test_a_step_lasts_until_the_next_one_begins() -> None:
+    engine = Engine()
+    engine.step({"a": [5], "b": [5]}, seconds=0.25)
+    engine.step({"a": [1, 2, 3], "b": [5]}, drafted=8, seconds=0.5)
+    engine.step({"a": [6], "b": [6]})
+    assert engine.planner.counts["steps"] == 2
+    assert engine.planner.counts["drafted_tokens"] == 8
+    assert engine.planner.counts["accepted_tokens"] == 2
+
+
+def test_the_time_between_two_requests_is_no_steps_time() -> None:
+    engine = Engine()
+    engine.step({"a": [5]}, seconds=60.0)
+    engine.step({"b": [5]}, finished=["a"])
+    assert engine.planner.counts["steps"] == 0
+
+
+def test_looked_at_but_not_verified_a_draft_still_gets_its_verdict() -> None:
+    engine = Engine(mode="auto")
+    engine.planner.ledger(1).on = False
+    engine.planner.ledger(1)._wait = 1000
+    for _ in range(40):
+        assert engine.step({"a": [1]}) == {"a": []}
+    assert engine.drafter.looked == 2
+    assert engine.drafter.verdicts == [(1, 1)] * 2
+
+
+def test_calibration_drafts_mean_nothing_and_are_remembered_by_nobody() -> None:
+    engine = Engine(calibrates=True)
+    lengths = [len(engine.step({"a": [5]})["a"]) for _ in range(5)]
+    assert lengths == [0, 1, 2, 4, 4]
+    assert engine.drafter.opened == {}
+    assert engine.drafter.looked == 0
+    assert engine.planner.ledger(1).controls.weight == 0
+
+
+# Settings
+
+
+def test_an_engines_arguments_say_who_proposes_and_how_much() -> None:
+    arguments = engine_arguments(12, mode="off")
+    assert arguments["speculative_config"]["num_speculative_tokens"] == 12
+    assert arguments["additional_config"] == {CONFIG_KEY: {"mode": "off"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "sometimes"}, "expected auto, off or static:K"),
+        ({"drafter": "no_colon"}, "or module:function"),
+        ({"modes": "auto"}, "unknown"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Settings.read(settings)
+
+
+def test_a_client_cannot_say_whose_it_is_but_may_opt_out() -> None:
+    sent = {REQUEST_KEY: {"tenant": "mallory"}, OPT_OUT_KEY: 0, "kept": 1}
+    told = request_arguments(sent, tenant="blue", itl_s=0.05)
+    assert told["kept"] == 1
+    facts = facts_of(7, 20, told)
+    assert (facts.tenant, facts.drafts, facts.itl_s, facts.max_tokens) == ("blue", False, 0.05, 20)
+    refused = request_arguments({OPT_OUT_KEY: 1}, tenant="blue", drafts=False)
+    assert not facts_of(7, None, refused).drafts
+
+
+@pytest.mark.parametrize("itl_s", [None, "soon", -1, float("nan"), 0])
+def test_a_target_that_is_none_is_left_out(itl_s: Any) -> None:
+    assert facts_of(1, None, {REQUEST_KEY: {"itl_s": itl_s}}).itl_s == float("inf")
+
+
+# The proposer
+
+
+def proposer(**settings: Any) -> HeadraceProposer:
+    return HeadraceProposer(
+        SimpleNamespace(
+            additional_config={CONFIG_KEY: settings},
+            scheduler_config=SimpleNamespace(
+                max_num_scheduled_tokens=None, max_num_batched_tokens=64
+            ),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=None),
+            speculative_config=SimpleNamespace(num_speculative_tokens=K),
+            model_config=SimpleNamespace(
+                max_model_len=50,
+                get_vocab_size=lambda: VOCABULARY,
+                model="m",
+                revision=None,
+                dtype="float32",
+                quantization=None,
+                tokenizer="t",
+                tokenizer_revision=None,
+            ),
+        )
+    )
+
+
+class OneRow:
+    """An engine with one request; its text repeats, so that there is something to draft."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken = broken
+
+    def rows(self, sampled: Any, num_tokens: Any, token_ids: Any, scheduled: Any) -> Rows:
+        if self.broken:
+            raise RuntimeError("a bug")
+        return Rows(["a"], sampled, num_tokens, token_ids)
+
+    def facts(self, request_id: str) -> Facts:
+        return Facts(prompt_tokens=11)
+
+
+TEXT = np.array([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6] + [0] * 20])
+
+
+def propose(told: HeadraceProposer) -> list[list[int]]:
+    told.step_begins({"a": 1}, {}, set())
+    return told.propose([[6]], np.array([12]), TEXT)
+
+
+def test_an_unbound_proposer_drafts_nothing() -> None:
+    assert propose(proposer(mode="static:4")) == [[]]
+
+
+def test_a_bound_one_drafts_from_the_requests_own_text() -> None:
+    for drafter in ("memory", "ngram"):
+        told = proposer(mode="static:4", drafter=drafter)
+        told.bind(OneRow())
+        assert propose(told) == [[1, 2, 3, 4]]
+
+
+def test_a_failure_costs_one_steps_drafts_and_many_stop_drafting_until_told() -> None:
+    told, engine = proposer(mode="static:4", drafter="ngram"), OneRow(broken=True)
+    told.bind(engine)
+    assert propose(told) == [[]]
+    engine.broken = False
+    assert propose(told) == [[1, 2, 3, 4]]
+    engine.broken = True
+    for _ in range(FAILURES_MAX):
+        assert propose(told) == [[]]
+    engine.broken = False
+    assert propose(told) == [[]]
+    told.command({"mode": "static:2"})
+    assert propose(told) == [[1, 2]]
+    assert told.command({})["failures"] == FAILURES_MAX + 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [{"mode": "on"}, {"draft_cap": -1}, {"draft_cap": "3"}, {"waiting_tokens": -1}, {"x": 1}],
+)
+def test_a_wrong_command_changes_nothing(command: dict[str, Any]) -> None:
+    told = proposer()
+    with pytest.raises(ValueError):
+        told.command({"draft_cap": 5, **command})
+    assert told.command({})["draft_cap"] is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"drafter": "no_such_module:make"}, {"drafter": "memory", "drafter_options": {"size": 1}}],
+)
+def test_a_drafter_that_there_is_not_ends_the_start(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{CONFIG_KEY}\.drafter"):
+        proposer(**settings)
