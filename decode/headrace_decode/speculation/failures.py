@@ -1,9 +1,10 @@
-"""Which continuations were refused, and how often lately: a draft should not fail the same way twice.
+"""Which continuations were refused, and how often lately: no draft should fail the same way twice.
 
-A partition's table is direct mapped: by the hash of the last KEY_TOKENS tokens and the token refused
-behind them it holds a tag and a count. A count is worth half as much for each HALF_LIFE_S that has
-passed since it was last raised, and an entry worth nothing gives way to another. Two continuations
-with one slot and tag look alike (1 in 2^32 of those in a slot); that costs a draft, never an answer.
+A partition's table is direct mapped: by the hash of the last KEY_TOKENS tokens and of the token
+refused behind them it holds a tag and a count. A count is worth half as much for each HALF_LIFE_S
+that has passed since it was last raised, and an entry worth nothing gives way to another. Two
+continuations with one slot and tag look alike (1 in 2^31 of those in a slot); that costs a draft,
+never an answer.
 
 The count is evidence, not a verdict: `trie` halves a refused token's weight for each refusal, and
 the calibration learns, in cells of their own, how often such tokens are accepted after all.

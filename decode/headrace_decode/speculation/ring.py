@@ -1,8 +1,8 @@
 """A partition's ring: appending segments, and which of them to give up when it is full.
 
 The oldest segment goes first, unless it was read with success since it last came round: then it is
-put in again at the head, once (second chance, as the CLOCK algorithm does for pages: F. J. Corbató,
-A Paging Experiment with the Multics System, 1968). Dead segments get none. What is moved for one
+put in again at the head, once (second chance, as the CLOCK algorithm gives pages: F. J. Corbató, A
+Paging Experiment with the Multics System, 1968). Dead segments get none. What is moved for one
 insertion is bounded by a multiple of what is inserted.
 """
 

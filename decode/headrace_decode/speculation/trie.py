@@ -3,7 +3,8 @@
 Fine stage: the continuations of the few survivors share prefixes, so they form a trie; it is never
 built. At each depth those candidates that agreed so far vote on the next token with their weights
 
-    weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag * 2^(-age / half-life)
+    weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag
+             * 2^(-age / half-life)
 
 (odds from the calibration; the second factor, of the segment, bounded). A token's votes are halved
 for each time it was lately refused here. The heaviest token is drafted, with the rate that its cell
