@@ -34,8 +34,9 @@ SOURCES = len(Source)
 MATCH_FROM = (1, 2, 3, 4, 6, 9, 13, 20, 32)
 """Smallest match length, in tokens, of each bucket."""
 POSITION_FROM = (0, 1, 2, 3, 5, 8, 12, 20)
-AGREEMENTS = 6
-"""Alone; 2 or 3 agree; more agree; at least 3/4, at least 1/2, less of the weight."""
+SHARE_FROM = (0.75, 0.5, 0.35, 0.2, 0.0)
+AGREEMENTS = 3 + len(SHARE_FROM)
+"""Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
 KNOWN = 5
 """Nothing; more often accepted; both, not so; refused once; refused more often."""
 STRENGTH = 8.0
@@ -114,7 +115,10 @@ def cell_of(source: int, match: int, agreement: int, known: int, position: int) 
 def agreement_of(candidates: int, share: float) -> int:
     if share >= 0.999:
         return 0 if candidates == 1 else (1 if candidates <= 3 else 2)
-    return 3 if share >= 0.75 else (4 if share >= 0.5 else 5)
+    for bucket in range(len(SHARE_FROM) - 1):
+        if share >= SHARE_FROM[bucket]:
+            return 3 + bucket
+    return AGREEMENTS - 1
 
 
 @jit

@@ -26,9 +26,9 @@ from headrace_decode.speculation.layout import (
 )
 from headrace_decode.speculation.ring import is_live
 
-SURVIVORS = 6
+SURVIVORS = 8
 """Per partition."""
-HOPS = 12
+HOPS = 16
 """Chain links followed per anchor length."""
 CANDIDATES = 3 * SURVIVORS
 """Of the request's own partition, its tenant's and the public one together."""
