@@ -5,15 +5,16 @@ by
 
 - source of the text that weighed most (`draft.Source`),
 - match-length bucket: how much of the context that text shares,
-- agreement: how many candidates there were, and what share of their weight had this token; tokens
-  that were refused before here are cells of their own,
+- agreement: how many candidates there were, and what share of their weight had this token,
+- what is known of this token here from earlier drafts (`failures`),
 - position in the draft.
 
     rate(cell) = (accepted + S rate(parent)) / (tried + S)
 
-with S = STRENGTH and the cell's parents, one by one, without position, then without agreement, then
-a prior that grows with the match: so a cell that was rarely tried says what its parent does. All
-counts fade by FADE every REFRESH drafts, so that the memory follows a workload that changes.
+with S = STRENGTH and the cell's parents, one by one, without position, then without what is
+known, then without agreement, then a prior that grows with the match: so a cell that was rarely
+tried says what its parent does. All counts fade by FADE every REFRESH drafts, so that the memory
+follows a workload that changes.
 
 A draft's survival is the running product of its cells' rates.
 """
@@ -33,8 +34,11 @@ SOURCES = len(Source)
 MATCH_FROM = (1, 2, 3, 4, 6, 9, 13, 20, 32)
 """Smallest match length, in tokens, of each bucket."""
 POSITION_FROM = (0, 1, 2, 3, 5, 8, 12, 20)
-AGREEMENTS = 8
-"""Alone; 2 or 3 agree; more agree; >= 3/4, >= 1/2, less of the weight; refused once, more often."""
+SHARE_FROM = (0.75, 0.5, 0.35, 0.2, 0.0)
+AGREEMENTS = 3 + len(SHARE_FROM)
+"""Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
+KNOWN = 5
+"""Nothing; more often accepted; both, not so; refused once; refused more often."""
 STRENGTH = 8.0
 FADE = 0.98
 REFRESH = 256
@@ -62,7 +66,7 @@ class Calibration:
     """
 
     def __init__(self, *, learn: bool = True) -> None:
-        self.shape = (SOURCES, MATCHES, AGREEMENTS, POSITIONS)
+        self.shape = (SOURCES, MATCHES, AGREEMENTS, KNOWN, POSITIONS)
         self.counts = np.zeros((int(np.prod(self.shape)), 2))
         self.learn = learn
         self.rates = np.zeros(len(self.counts), np.float32)
@@ -88,9 +92,10 @@ class Calibration:
     def _update(self) -> None:
         counts = self.counts.reshape(*self.shape, 2)
         prior = np.broadcast_to(_PRIOR, (SOURCES, MATCHES))
-        by_match = _shrunk(counts.sum(axis=(2, 3)), prior)
-        by_agreement = _shrunk(counts.sum(axis=3), by_match[:, :, None])
-        rates = _shrunk(counts, by_agreement[..., None])
+        by_match = _shrunk(counts.sum(axis=(2, 3, 4)), prior)
+        by_agreement = _shrunk(counts.sum(axis=(3, 4)), by_match[:, :, None])
+        by_known = _shrunk(counts.sum(axis=4), by_agreement[..., None])
+        rates = _shrunk(counts, by_known[..., None])
         self.rates[:] = rates.ravel()
         self.weights[:] = by_match / (1.0 - by_match + 1e-3)
 
@@ -100,18 +105,29 @@ def _shrunk(counts: NDArray[np.float64], parent: NDArray[np.float64]) -> NDArray
 
 
 @jit
-def cell_of(source: int, match_bucket: int, agreement: int, position_bucket: int) -> int:
-    cell = (source * MATCHES + match_bucket) * AGREEMENTS + agreement
-    return cell * POSITIONS + position_bucket
+def cell_of(source: int, match: int, agreement: int, known: int, position: int) -> int:
+    """Number of a cell; all but `source` and `known` are buckets."""
+    cell = ((source * MATCHES + match) * AGREEMENTS + agreement) * KNOWN + known
+    return cell * POSITIONS + position
 
 
 @jit
-def agreement_of(candidates: int, share: float, refused: int) -> int:
-    if refused:
-        return 6 if refused == 1 else 7
+def agreement_of(candidates: int, share: float) -> int:
     if share >= 0.999:
         return 0 if candidates == 1 else (1 if candidates <= 3 else 2)
-    return 3 if share >= 0.75 else (4 if share >= 0.5 else 5)
+    for bucket in range(len(SHARE_FROM) - 1):
+        if share >= SHARE_FROM[bucket]:
+            return 3 + bucket
+    return AGREEMENTS - 1
+
+
+@jit
+def known_of(refused: int, accepted: int) -> int:
+    if accepted > refused:
+        return 1
+    if accepted > 0:
+        return 2
+    return 0 if refused == 0 else (3 if refused == 1 else 4)
 
 
 @jit

@@ -1,12 +1,13 @@
-"""Which continuations were refused, and how often lately: a draft should not fail the same way twice.
+"""Which continuations were refused, and how often lately: no draft should fail the same way twice.
 
-A partition's table is direct mapped: by the hash of the last KEY_TOKENS tokens and the token refused
-behind them it holds a tag and a count. A count is worth half as much for each HALF_LIFE_S that has
-passed since it was last raised, and an entry worth nothing gives way to another. Two continuations
-with one slot and tag look alike (1 in 2^32 of those in a slot); that costs a draft, never an answer.
+A partition's table is direct mapped: by the hash of the last KEY_TOKENS tokens and of the token
+drafted behind them it holds a tag and two counts, how often that was refused and how often accepted
+after all. Both are worth half as much for each HALF_LIFE_S that has passed since they last changed,
+and an entry worth little gives way to another. Two continuations with one slot and tag look alike
+(1 in 2^31 of those in a slot); that costs a draft, never an answer.
 
-The count is evidence, not a verdict: `trie` halves a refused token's weight for each refusal, and
-the calibration learns, in cells of their own, how often such tokens are accepted after all.
+The counts are evidence, not a verdict: `trie` weighs a token's votes by (1 + accepted) /
+(1 + refused), and the calibration learns, in cells of their own, how often such tokens are right.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from headrace_decode.speculation.anchors import add_token
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import FAILURE_BITS, FAILURES
 
-KEY_TOKENS = 4
+KEY_TOKENS = 2
 HALF_LIFE_S = 300.0
 MOST = 15
-_EPOCHS = 1 << 26
+_EPOCHS = 1 << 22
 
 
 @jit
@@ -39,39 +40,39 @@ def key_of(recent: Any, token: int) -> int:
 
 
 @jit
-def refusals(words: Any, part: Any, key: int, epoch: int) -> int:
-    """What the refusals under this key are worth now."""
+def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
+    """How often the continuation of this key was refused and accepted, as far as it counts now."""
     if part[FAILURE_BITS] < 0:
-        return 0
-    at = part[FAILURES] + 2 * (key & ((1 << part[FAILURE_BITS]) - 1))
+        return 0, 0
+    at = _slot(part, key)
     if words[at] != _tag(key):
-        return 0
+        return 0, 0
     return _worth(words[at + 1], epoch)
 
 
 @jit
-def refuse(words: Any, part: Any, key: int, epoch: int) -> None:
-    """Count one more refusal under this key. A slot that another holds loses one instead."""
+def witness(words: Any, part: Any, key: int, accepted: bool, epoch: int) -> None:
+    """Count one more outcome under this key. A slot that another holds is worth half as much
+    afterwards, and taken once it is worth next to nothing."""
     if part[FAILURE_BITS] < 0:
         return
-    at = part[FAILURES] + 2 * (key & ((1 << part[FAILURE_BITS]) - 1))
-    worth = _worth(words[at + 1], epoch)
-    if words[at] == _tag(key) or worth == 0:
-        worth = min(worth + 1, MOST) if words[at] == _tag(key) else 1
-        words[at] = _tag(key)
+    at = _slot(part, key)
+    refusals, successes = _worth(words[at + 1], epoch)
+    if words[at] != _tag(key) and refusals + successes > 1:
+        words[at + 1] = _entry(epoch, refusals >> 1, successes >> 1)
+        return
+    if words[at] != _tag(key):
+        words[at], refusals, successes = _tag(key), 0, 0
+    if accepted:
+        successes = min(successes + 1, MOST)
     else:
-        worth -= 1
-    words[at + 1] = (epoch << 4) | worth
+        refusals = min(refusals + 1, MOST)
+    words[at + 1] = _entry(epoch, refusals, successes)
 
 
 @jit
-def forgive(words: Any, part: Any, key: int) -> None:
-    """The continuation was accepted: what was held against it no longer counts."""
-    if part[FAILURE_BITS] < 0:
-        return
-    at = part[FAILURES] + 2 * (key & ((1 << part[FAILURE_BITS]) - 1))
-    if words[at] == _tag(key):
-        words[at + 1] = 0
+def _slot(part: Any, key: int) -> int:
+    return part[FAILURES] + 2 * (key & ((1 << part[FAILURE_BITS]) - 1))
 
 
 @jit
@@ -80,6 +81,11 @@ def _tag(key: int) -> int:
 
 
 @jit
-def _worth(entry: int, epoch: int) -> int:
-    halvings = ((epoch - (entry >> 4)) % _EPOCHS) if entry else 0
-    return (entry & MOST) >> min(halvings, 4)
+def _entry(epoch: int, refused: int, accepted: int) -> int:
+    return (epoch << 8) | (accepted << 4) | refused
+
+
+@jit
+def _worth(entry: int, epoch: int) -> tuple[int, int]:
+    halvings = min((epoch - (entry >> 8)) % _EPOCHS, 4)
+    return (entry & MOST) >> halvings, ((entry >> 4) & MOST) >> halvings

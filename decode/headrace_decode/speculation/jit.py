@@ -1,4 +1,4 @@
-"""How this package's loops are compiled: without the GIL, and kept on disk where that is possible."""
+"""How this package's loops are compiled: without the GIL, and kept on disk where possible."""
 
 from __future__ import annotations
 

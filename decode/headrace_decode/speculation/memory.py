@@ -66,8 +66,9 @@ class Settings:
 
     Attributes:
         capacity_bytes: for tokens, indexes and headers of everything, open requests included.
-        model, tokenizer: digests. A segment is drafted only for the tokenizer that it was written
-            with, and a response only for the model that gave it.
+        model, tokenizer: digests, empty where all that is kept is of one kind. A segment is drafted
+            only for the tokenizer that it was written with, and a response only for the model that
+            gave it.
         response_ttl_s: how long an answer is kept at most.
         run_tokens: how many of its own last tokens a request is searched for.
         lead_tokens: how many tokens of its prompt an answer is kept with, so that its beginning
@@ -144,8 +145,8 @@ class Memory:
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
         """Told of each segment that this replica put in, under the lock."""
         self._uids = 0
-        self._model = self.digests.number(settings.model)
-        self._tokenizer = self.digests.number(settings.tokenizer)
+        self._model = self.digest_number(settings.model)
+        self._tokenizer = self.digest_number(settings.tokenizer)
         self._allowed = np.array([source in settings.sources for source in range(SOURCES)])
         self._requests = np.zeros((64, REQUEST_COLUMNS), np.int64)
         self._free_rows = list(range(63, -1, -1))
@@ -191,10 +192,9 @@ class Memory:
         self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
     ) -> None:
         """`extend` for a step: `tokens` of all rows one after the other, `counts` [n] of them."""
-        rows = np.asarray(handles, np.int64)
-        counts = np.asarray(counts, np.int64)
+        rows, added = np.asarray(handles, np.int64), np.asarray(counts, np.int64)
         with self.lock:
-            self._grow(rows, counts)
+            self._grow(rows, added)
             pool = self.pool
             extend_rows(
                 pool.arena.words,
@@ -202,7 +202,7 @@ class Memory:
                 self._requests,
                 rows,
                 np.asarray(tokens, np.int32),
-                counts,
+                added,
             )
 
     def draft(self, handle: int, max_tokens: int) -> Draft:
@@ -349,7 +349,7 @@ class Memory:
                 created_s=now_s,
                 expires_s=now_s + ttl_s,
                 tokenizer=self._tokenizer,
-                corpus=self._corpus(key, name),
+                corpus=self.corpus_number(key, name),
                 version=version,
                 tag=self.tags.number(tag) if tag else 0,
             )
@@ -359,7 +359,7 @@ class Memory:
         """Put a corpus's version in force; at once no other is drafted. 0: none is."""
         key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
         with self.lock:
-            self.pool.versions[self._corpus(key, name)] = version
+            self.pool.versions[self.corpus_number(key, name)] = version
 
     def drop_tenant(self, tenant: str) -> bool:
         """Forget all that was kept for a tenant; whether there was anything."""
@@ -373,7 +373,7 @@ class Memory:
     def stats(self) -> dict[str, float]:
         """Sizes now, and segments evicted since the start."""
         with self.lock:
-            keys = dict(self.pool.keys())
+            keys = dict(self.pool.kept())
             held = sum(
                 int(self.pool.headers["tokens"][self.pool.segments(row)].sum())
                 for row in keys.values()
@@ -444,7 +444,16 @@ class Memory:
         start = max(int(part[TAIL]), prompt_end - self.settings.lead_tokens)
         return self.pool.run_tokens(own, start)
 
-    def _corpus(self, key: Key, name: str) -> int:
+    def digest_number(self, digest: bytes) -> int:
+        """A digest's number; 0, which fits every request, for the empty one."""
+        return self.digests.number(digest) if digest else 0
+
+    def corpus_number(self, key: Key, name: str) -> int:
+        """A corpus's number.
+
+        Raises:
+            ValueError: there are 65535 others.
+        """
         number = self.corpora.number((key.scope, key.tenant, name))
         if number == 0:
             raise ValueError(f"corpus {name!r}: there have been 65535 others, the most that fit")

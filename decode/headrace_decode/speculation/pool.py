@@ -112,7 +112,7 @@ class Pool:
         """Row of a kept partition."""
         return self._kept.get(key)
 
-    def keys(self) -> Iterator[tuple[Hashable, int]]:
+    def kept(self) -> Iterator[tuple[Hashable, int]]:
         """All kept partitions with their rows."""
         return iter(list(self._kept.items()))
 

@@ -1,10 +1,10 @@
 """Which positions of a partition may tell how the context goes on: a few survivors, longest first.
 
 Coarse stage of the two: from the longest anchor to the shortest, walk the chain of the k-gram in
-which the context ends, newest first; drop what is expired, of a superseded version, for another
-model or quarantined; compare tokens, since a hash proves nothing; extend the match backwards. Stop
-as soon as an anchor has given anything, or a few have survived. The work is bounded by the settings,
-not by what the partition holds.
+which the context ends, newest first; compare tokens, since a hash proves nothing, which extends the
+match backwards; drop what is expired, of a superseded version, for another model or quarantined.
+Stop as soon as an anchor has given anything, or a few have survived. The work is bounded by
+constants, not by what the partition holds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from headrace_decode.speculation.layout import (
 )
 from headrace_decode.speculation.ring import is_live
 
-SURVIVORS = 6
+SURVIVORS = 8
 """Per partition."""
 HOPS = 16
-ENOUGH = 1
 """Chain links followed per anchor length."""
 CANDIDATES = 3 * SURVIVORS
 """Of the request's own partition, its tenant's and the public one together."""
@@ -76,7 +75,7 @@ def find_own(
                 count += 1
             position = next_of(words, part, position, which)
         below = ANCHORS[which]
-        if count >= ENOUGH:
+        if count:
             break
     return count
 
@@ -116,6 +115,6 @@ def find_kept(
                     count += 1
             position = next_of(words, part, position, which)
         below = ANCHORS[which]
-        if count >= ENOUGH:
+        if count:
             break
     return count

@@ -1,8 +1,8 @@
 """A partition's ring: appending segments, and which of them to give up when it is full.
 
 The oldest segment goes first, unless it was read with success since it last came round: then it is
-put in again at the head, once (second chance, as the CLOCK algorithm does for pages: F. J. Corbató,
-A Paging Experiment with the Multics System, 1968). Dead segments get none. What is moved for one
+put in again at the head, once (second chance, as the CLOCK algorithm gives pages: F. J. Corbató, A
+Paging Experiment with the Multics System, 1968). Dead segments get none. What is moved for one
 insertion is bounded by a multiple of what is inserted.
 """
 
@@ -40,6 +40,15 @@ def is_live(header: Any, versions: Any, now_s: float) -> bool:
     if header.expires_s <= now_s:
         return False
     return header.corpus == 0 or header.version == versions[header.corpus]
+
+
+@jit
+def is_over(header: Any, versions: Any, now_s: float) -> bool:
+    """Never to be read again: expired, or of a version that another has superseded. A version
+    above the one in force still waits for its turn."""
+    if header.expires_s <= now_s:
+        return True
+    return header.corpus != 0 and header.version < versions[header.corpus]
 
 
 @jit
@@ -150,7 +159,7 @@ def rebuild(
     versions: Any,
     now_s: float,
 ) -> None:
-    """Move the live segments of a ring, the newest that fit, into an empty one.
+    """Move those segments of a ring that are not over, the newest that fit, into an empty one.
 
     Args:
         source, old: arena and row of the ring as it is.
@@ -159,7 +168,7 @@ def rebuild(
     live, position = 0, old[TAIL]
     while position < old[HEAD]:
         header = headers[source[old[GRANULES] + place(old, position) // GRANULE]]
-        if is_live(header, versions, now_s):
+        if not is_over(header, versions, now_s):
             live += padded(header.tokens)
         position += padded(header.tokens)
     position = old[TAIL]
@@ -167,7 +176,7 @@ def rebuild(
         row = source[old[GRANULES] + place(old, position) // GRANULE]
         length = headers[row].tokens
         size = padded(length)
-        keep = is_live(headers[row], versions, now_s)
+        keep = not is_over(headers[row], versions, now_s)
         if keep and live <= new[CAPACITY]:
             for ahead in range(length):
                 words[new[TOKENS] + place(new, new[HEAD] + ahead)] = source[

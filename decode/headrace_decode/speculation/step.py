@@ -13,7 +13,7 @@ import numpy as np
 from headrace_decode.speculation.anchors import read_context
 from headrace_decode.speculation.calibration import count as count_cells
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.failures import KEY_TOKENS, epoch_of, forgive, refuse
+from headrace_decode.speculation.failures import KEY_TOKENS, epoch_of, witness
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import CONTEXT, HEAD, NONE, TAIL
 from headrace_decode.speculation.retrieve import (
@@ -193,8 +193,8 @@ def feedback_rows(
 ) -> int:
     """Learn from what the engine did with each row's draft; how many rows were verified.
 
-    The first refused token goes into the failure memory of the request's tenant, the accepted ones
-    out of it; tokens behind these were not tried.
+    The failure memory of the request's tenant hears of the accepted tokens and of the first refused
+    one; those behind it were not tried.
     """
     epoch, verified = epoch_of(now_s), 0
     for index in range(len(handles)):
@@ -207,10 +207,8 @@ def feedback_rows(
         count_cells(counts, cells[index], tried, good)
         tenant = requests[row, TENANT]
         if tenant != NONE:
-            for position in range(good):
-                forgive(words, parts[tenant], keys[index, position])
-            if good < tried:
-                refuse(words, parts[tenant], keys[index, good], epoch)
+            for position in range(min(good + 1, tried)):
+                witness(words, parts[tenant], keys[index, position], position < good, epoch)
         header = header_rows[index]
         if header == NONE or headers[header].generation != generations[index]:
             continue

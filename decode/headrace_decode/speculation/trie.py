@@ -3,10 +3,11 @@
 Fine stage: the continuations of the few survivors share prefixes, so they form a trie; it is never
 built. At each depth those candidates that agreed so far vote on the next token with their weights
 
-    weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag * 2^(-age / half-life)
+    weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag
+             * 2^(-age / half-life)
 
-(odds from the calibration; the second factor, of the segment, bounded). A token's votes are halved
-for each time it was lately refused here. The heaviest token is drafted, with the rate that its cell
+(odds from the calibration; the second factor, of the segment, bounded). A token's votes count
+by what is known of it here (`failures`). The heaviest token is drafted, with the rate that its cell
 has shown (`calibration`); the draft ends when no candidate goes on or survival falls below a floor.
 """
 
@@ -20,8 +21,9 @@ from headrace_decode.speculation.calibration import (
     POSITION_BUCKET,
     agreement_of,
     cell_of,
+    known_of,
 )
-from headrace_decode.speculation.failures import KEY_TOKENS, key_of, refusals
+from headrace_decode.speculation.failures import KEY_TOKENS, evidence, key_of
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import HEAD, SEPARATOR, TOKENS
 from headrace_decode.speculation.retrieve import MATCH, PARTITION, POSITION, ROW, SOURCE
@@ -95,7 +97,7 @@ def walk(
         if going == 0:
             return depth
 
-        total, best, best_votes, best_refused, best_key = 0.0, -1, -1.0, 0, 0
+        total, best, best_votes, best_known, best_key = 0.0, -1, -1.0, 0, 0
         for which in range(going):
             token = upcoming[which]
             votes, seen = 0.0, False
@@ -107,14 +109,15 @@ def walk(
                     votes += weights[other]
             if seen:
                 continue
-            refused = 0
+            known = 0
             key = key_of(recent, token)
             if failing >= 0:
-                refused = refusals(words, parts[failing], key, epoch)
-                votes *= 0.5**refused
+                refused, accepted = evidence(words, parts[failing], key, epoch)
+                votes *= (1.0 + accepted) / (1.0 + refused)
+                known = known_of(refused, accepted)
             total += votes
             if votes > best_votes:
-                best, best_votes, best_refused, best_key = token, votes, refused, key
+                best, best_votes, best_known, best_key = token, votes, known, key
 
         alive, lead = 0, 0
         for which in range(going):
@@ -130,7 +133,8 @@ def walk(
         cell = cell_of(
             found[lead, SOURCE],
             MATCH_BUCKET[found[lead, MATCH]],
-            agreement_of(alive, best_votes / total, best_refused),
+            agreement_of(alive, best_votes / total),
+            best_known,
             POSITION_BUCKET[min(depth, LAST_POSITION)],
         )
         survives *= rates[cell]

@@ -1,0 +1,69 @@
+"""A memory's segments as records and back: what snapshot and log have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.memory import Key, Memory
+from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, SegmentInfo
+from headrace_decode.speculation.record import SegmentRecord
+
+
+def record_of(memory: Memory, header: int) -> SegmentRecord:
+    """A kept segment as a record. The caller holds the memory's lock."""
+    fields = memory.pool.headers[header]
+    corpus = memory.corpora.names[fields["corpus"]]
+    return SegmentRecord(
+        uid=int(fields["uid"]),
+        created_s=float(fields["created_s"]),
+        expires_s=float(fields["expires_s"]),
+        accepted=int(fields["accepted"]),
+        refused=int(fields["refused"]),
+        version=int(fields["version"]),
+        source=int(fields["source"]),
+        corpus=str(corpus[2]) if isinstance(corpus, tuple) else "",
+        model=_digest(memory.digests.names[fields["model"]]),
+        tokenizer=_digest(memory.digests.names[fields["tokenizer"]]),
+        tag=str(memory.tags.names[fields["tag"]] or ""),
+        tokens=memory.pool.tokens_of(header),
+    )
+
+
+def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) -> int | None:
+    """Insert a record's segment; its header row, or None if it is unfit or there is no room.
+
+    Unfit is what no memory writes: negative tokens, other sources than corpora and answers,
+    lengths out of bounds. The caller holds the memory's lock.
+    """
+    tokens = record.tokens
+    if not 2 <= len(tokens) <= LONGEST_SEGMENT_TOKENS or int(tokens.min()) < 0:
+        return None
+    if record.source not in (Source.OPERATOR, Source.RESPONSE):
+        return None
+    if bool(record.corpus) != (record.source == Source.OPERATOR):
+        return None
+    header = memory.pool.insert(
+        key,
+        np.ascontiguousarray(tokens, np.int32),
+        SegmentInfo(
+            source=record.source,
+            created_s=record.created_s,
+            expires_s=record.expires_s,
+            model=memory.digest_number(record.model),
+            tokenizer=memory.digest_number(record.tokenizer),
+            corpus=memory.corpus_number(key, record.corpus) if record.corpus else 0,
+            version=record.version,
+            tag=memory.tags.number(record.tag) if record.tag else 0,
+            uid=record.uid,
+            foreign=int(foreign),
+        ),
+    )
+    if header is not None:
+        memory.pool.headers[header]["accepted"] = record.accepted
+        memory.pool.headers[header]["refused"] = record.refused
+    return header
+
+
+def _digest(name: object) -> bytes:
+    return name if isinstance(name, bytes) else b""

@@ -1,0 +1,206 @@
+"""Snapshots and the log between replicas: what arrives, what is refused, and once is enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace_decode.speculation import exchange, snapshot
+from headrace_decode.speculation.exchange import Exchange
+from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings, tenant_key
+from headrace_decode.speculation.record import DamagedError
+
+MIB = 1 << 20
+
+
+def run(start: int, count: int) -> NDArray[np.int32]:
+    return np.arange(start, start + count, dtype=np.int32)
+
+
+def new(replica: int, now_s: float = 1000.0) -> Memory:
+    settings = Settings(capacity_bytes=2 * MIB, replica=replica, model=b"m", tokenizer=b"t")
+    return Memory(settings, lambda: now_s)
+
+
+def answered(memory: Memory, tokens: NDArray[np.int32], tenant: str) -> None:
+    handle = memory.open_request("past", run(7, 1), tenant, tag="code")
+    memory.extend(handle, tokens)
+    memory.close_request(handle)
+
+
+def drafted(memory: Memory, prompt: NDArray[np.int32], tenant: str) -> list[int]:
+    handle = memory.open_request("now", prompt, tenant)
+    tokens = memory.draft(handle, 4).tokens.tolist()
+    memory.close_request(handle, keep=False)
+    return tokens
+
+
+def failed(memory: Memory, prompt: NDArray[np.int32], tenant: str) -> None:
+    handle = memory.open_request("now", prompt, tenant)
+    memory.feedback(handle, memory.draft(handle, 4), 4, 0)
+    memory.close_request(handle, keep=False)
+
+
+@pytest.fixture
+def full() -> Memory:
+    memory = new(1)
+    answered(memory, run(100, 30), "a")
+    answered(memory, run(200, 30), "b")
+    memory.add_to_corpus("docs", 3, [run(300, 30)], tag="prose")
+    memory.flip("docs", 3)
+    return memory
+
+
+class TestSnapshot:
+    def test_a_restored_memory_drafts_as_the_saved_one_did(self, full: Memory) -> None:
+        failed(full, run(100, 5), "a")
+        fresh = new(2)
+        outcome = snapshot.restore(fresh, snapshot.save(full), "file")
+        assert (outcome.segments, outcome.left_out, outcome.damaged) == (3, 0, ())
+        for tenant, start in (("a", 100), ("b", 200), ("a", 300), ("b", 300)):
+            assert drafted(fresh, run(start, 5), tenant) == run(start + 5, 4).tolist()
+        assert drafted(fresh, run(100, 5), "b") == []
+        assert (fresh.calibration.counts == full.calibration.counts).all()
+        assert fresh.pool.headers["refused"].sum() == 1
+        assert snapshot.save(fresh) == snapshot.save(full)
+
+    def test_expired_segments_stay_behind(self, full: Memory) -> None:
+        late = new(2, now_s=1000.0 + 86400.0)
+        outcome = snapshot.restore(late, snapshot.save(full), "file")
+        assert (outcome.segments, outcome.left_out) == (1, 2)
+
+    def test_an_empty_memory_has_a_snapshot(self) -> None:
+        assert snapshot.restore(new(2), snapshot.save(new(1)), "file").segments == 0
+
+    def test_damaged_tokens_cost_their_segment_which_is_named(self, full: Memory) -> None:
+        data = bytearray(snapshot.save(full))
+        data[-5] ^= 1
+        fresh = new(2)
+        outcome = snapshot.restore(fresh, bytes(data), "some/file")
+        assert outcome.segments == 2
+        (line,) = outcome.damaged
+        assert line.startswith("some/file: segment 2 (30 tokens of public ''")
+
+    def test_any_other_damage_refuses_it_whole(self, full: Memory) -> None:
+        data = snapshot.save(full)
+        tokens = 2 * 31 * 4 + 30 * 4
+        for at in [*range(0, 40), *range(60, len(data) - tokens, 997), len(data) - tokens - 1]:
+            damaged = bytearray(data)
+            damaged[at] ^= 4
+            fresh = new(2)
+            with pytest.raises(DamagedError, match="some/file"):
+                snapshot.restore(fresh, bytes(damaged), "some/file")
+            assert fresh.stats()["segments"] == 0
+
+    @pytest.mark.parametrize("keep", [0, 3, 20, 200, -1])
+    def test_a_truncated_one_is_refused(self, full: Memory, keep: int) -> None:
+        with pytest.raises(DamagedError):
+            snapshot.restore(new(2), snapshot.save(full)[:keep], "file")
+
+
+class TestExchange:
+    def test_what_one_replica_learned_the_other_drafts(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        data, after = log.read(tenant_key("x"), 0, MIB)
+        assert other.absorb(data, "from a") == 1
+        assert drafted(b, run(100, 5), "x") == [105, 106, 107, 108]
+        assert drafted(b, run(100, 5), "y") == []
+        assert log.read(tenant_key("x"), after, MIB) == (b"", after)
+
+    def test_absorbing_again_changes_nothing(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        failed(a, run(100, 5), "x")
+        data, _ = log.read(tenant_key("x"), 0, MIB)
+        assert other.absorb(data, "from a") == 2
+        before = (b.stats(), b.pool.headers.copy())
+        assert other.absorb(data, "from a") == 0
+        assert b.stats() == before[0]
+        assert (b.pool.headers == before[1]).all()
+
+    def test_small_reads_bring_the_same_as_one_large(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        for n in range(10):
+            answered(a, run(100 * n, 30), "x")
+        after, batches = 0, 0
+        while True:
+            data, after = log.read(tenant_key("x"), after, 1)
+            if not data:
+                break
+            other.absorb(data, "from a")
+            batches += 1
+        assert batches == 10
+        assert b.stats()["segments"] == 10
+
+    def test_feedback_on_anothers_segment_reaches_it_and_is_counted_once(self) -> None:
+        a, b = new(1), new(2)
+        log_a, log_b = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        log_b.absorb(log_a.read(tenant_key("x"), 0, MIB)[0], "from a")
+        for _ in range(3):
+            failed(b, run(100, 5), "x")
+        data, after = log_b.read(tenant_key("x"), 0, MIB)
+        log_a.absorb(data, "from b")
+        assert a.pool.headers["refused"].sum() == 3
+        assert log_a.read(tenant_key("x"), 1, MIB)[0] == b"", "nothing is told back"
+        failed(b, run(100, 5), "x")
+        log_a.absorb(log_b.read(tenant_key("x"), after, MIB)[0], "from b")
+        assert a.pool.headers["refused"].sum() == 4
+
+    def test_what_was_absorbed_is_not_logged_again(self) -> None:
+        a, b = new(1), new(2)
+        log_a, log_b = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        log_b.absorb(log_a.read(tenant_key("x"), 0, MIB)[0], "from a")
+        assert log_b.read(tenant_key("x"), 0, MIB) == (b"", 0)
+
+    def test_an_evicted_segment_is_passed_over(self) -> None:
+        a = new(1)
+        log = Exchange(a)
+        answered(a, run(100, 30), "x")
+        a.drop_tenant("x")
+        assert log.read(tenant_key("x"), 0, MIB) == (b"", 1)
+
+    def test_a_replica_does_not_absorb_its_own_log(self) -> None:
+        a = new(1)
+        log = Exchange(a)
+        answered(a, run(100, 30), "x")
+        assert log.absorb(log.read(tenant_key("x"), 0, MIB)[0], "own") == 0
+
+    def test_the_public_partition_has_a_log_too(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        a.add_to_corpus("docs", 1, [run(300, 20)])
+        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        b.flip("docs", 1)
+        assert drafted(b, run(300, 5), "anyone") == [305, 306, 307, 308]
+
+    def test_a_damaged_batch_is_refused_whole_and_named(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        data, _ = log.read(tenant_key("x"), 0, MIB)
+        for at in range(len(data)):
+            damaged = bytearray(data)
+            damaged[at] ^= 1
+            with pytest.raises(DamagedError, match="batch 7"):
+                other.absorb(bytes(damaged), "batch 7")
+        with pytest.raises(DamagedError):
+            other.absorb(data[:-1], "batch 7")
+        assert b.stats()["segments"] == 0
+
+    def test_a_reader_too_far_behind_misses_the_oldest(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exchange, "MOST_ENTRIES", 4)
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        for n in range(10):
+            answered(a, run(100 * n, 30), "x")
+        data, after = log.read(tenant_key("x"), 0, MIB)
+        assert (other.absorb(data, "from a"), after) == (4, 10)
