@@ -66,6 +66,9 @@ class OneReplica:
     ) -> list[list[dict[str, Any]]]:
         return []
 
+    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return [command]
+
     async def set_policy(self, policy: str) -> int:
         return 0
 

@@ -70,6 +70,13 @@ class PlannedLLM(AsyncLLM):
         config = self.vllm_config.speculative_config
         return config is not None and config.method == "custom_class"
 
+    async def speculation(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """How drafting stands, after the command (`HeadraceProposer.command`); None without it."""
+        if not self.speculates:
+            return None
+        answers = await self.collective_rpc("headrace_speculation", args=(command,))
+        return next((dict(answer) for answer in answers if answer), None)
+
     async def calibrate_drafting(self) -> None:
         """Measure what steps with drafts cost here; nothing for an engine without our drafting."""
         if not self.speculates:

@@ -41,6 +41,7 @@ GATEWAY_ONLY = {
     "param": None,
     "code": 403,
 }
+SPECULATION_WAIT_S = 2.0
 PROBE_INTERVAL_S = 1.0
 """How often a prefill side that failed is asked whether it works again."""
 
@@ -198,6 +199,7 @@ class DecodeServer(PDDecodeServer):
             **await self.headrace_replica(),
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),
+            "speculation": await self._speculation(),
             "planning": {
                 "requests": orchestrator.requests_total,
                 "seconds": round(orchestrator.own_seconds_total, 6),
@@ -224,6 +226,13 @@ class DecodeServer(PDDecodeServer):
                 outcome["pinned_tokens"] = planner.pin(token_ids, salt) if pin else 0
         return done
 
+    async def _speculation(self) -> dict[str, Any] | None:
+        """For the status: an engine that is busy or dead is not waited for."""
+        try:
+            return await asyncio.wait_for(self.engine.llm.speculation({}), SPECULATION_WAIT_S)
+        except Exception:
+            return None
+
     async def _warm_system_prompts(self) -> None:
         bodies = [
             {"messages": [{"role": "system", "content": text}]}
@@ -231,6 +240,10 @@ class DecodeServer(PDDecodeServer):
         ]
         for outcome in await self.headrace_warm(bodies, "", pin=True) if bodies else ():
             logger.info("a system prompt was warmed: %s", outcome)
+
+    async def headrace_speculation(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """Change how the engine drafts, and say how drafting stands; None where it does not."""
+        return await self.engine.llm.speculation(command)
 
     async def headrace_set_policy(self, policy: str) -> None:
         """Let plans follow the `cost`, or force them `local` or `remote`, until told otherwise."""

@@ -29,6 +29,7 @@ from headrace._ray_compat import (
 from headrace.config import AppSection
 from headrace.observability import ProcessSetup
 from headrace.planning import RouterPlanner
+from headrace.speculation import add_speculation
 from headrace.store import add_store
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
 from headrace_prefill.server import DPPrefillServer, PrefillServer
@@ -57,6 +58,7 @@ def build_app(args: dict[str, Any]) -> Application:
             _trace_engine(config, section.observability.otlp_endpoint)
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
     store = add_store(section.store, engines, setup)
+    add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     prefill = _deployment(
         pd.prefill_config,
         "prefill",

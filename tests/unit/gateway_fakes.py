@@ -95,6 +95,9 @@ class FakeCluster:
         self.warmed = (bodies, salt, pin)
         return [[{"stored_tokens": 128} for _ in bodies]]
 
+    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return [command]
+
     async def set_policy(self, policy: str) -> int:
         self.policy = policy
         return 1

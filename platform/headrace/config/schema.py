@@ -389,6 +389,34 @@ class StoreSection(Section):
         return settings
 
 
+class SpeculationSection(Section):
+    """Drafting without a draft model, in the decode engines: how many tokens each step verifies is
+    planned by what they are worth at its load."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Whether decode engines draft. An engine with a `speculative_config` of its own "
+        "keeps that.",
+    )
+    draft_tokens: int = Field(
+        default=16, ge=1, le=128, description="Most tokens drafted for one request in one step."
+    )
+    mode: str = Field(
+        default="auto",
+        pattern=r"^(auto|off|static:\d+)$",
+        description="`auto` plans each step; `off` drafts nothing until told otherwise by `PUT "
+        "/headrace/v1/speculation`; `static:K` always verifies K tokens a request.",
+    )
+    drafter: Literal["memory", "ngram"] = Field(
+        default="memory",
+        description="`memory`: the request's own text and past answers to its tenant. `ngram`: the "
+        "request's own text only.",
+    )
+    drafter_options: dict[str, Any] = Field(
+        default_factory=dict, description="The drafter's own settings, as docs/speculation.md says."
+    )
+
+
 class RaySettings(Section):
     """The Ray cluster: an own private node, or one that runs already."""
 
@@ -468,6 +496,7 @@ class AppSection(Section):
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     store: StoreSection = Field(default_factory=StoreSection)
+    speculation: SpeculationSection = Field(default_factory=SpeculationSection)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
     @model_validator(mode="after")

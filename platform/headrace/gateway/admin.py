@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,7 +20,9 @@ BACKEND_TIMEOUT_S = 10.0
 PLANS = "/headrace/v1/plans/"
 ROUTER = "/headrace/v1/router"
 WARM = "/headrace/v1/warm"
+SPECULATION = "/headrace/v1/speculation"
 POLICIES = ("cost", "local", "remote")
+_MODE = re.compile(r"auto|off|static:\d{1,3}")
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -97,6 +100,24 @@ class Admin:
             raise errors.bad_policy(POLICIES)
         return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
 
+    async def set_speculation(self, wanted: Mapping[str, Any]) -> bytes:
+        """Change how decode replicas draft; the answer says how each stands.
+
+        Raises:
+            ApiError: 400 when the document is not `{"mode": "auto" | "off" | "static:K"}` and, or,
+                `{"draft_cap": TOKENS | null}`.
+        """
+        mode, cap = wanted.get("mode", "auto"), wanted.get("draft_cap")
+        if not isinstance(mode, str) or not _MODE.fullmatch(mode):
+            raise errors.bad_field("mode", 'must be "auto", "off" or "static:K"')
+        if cap is not None and (type(cap) is not int or cap < 0):
+            raise errors.bad_field("draft_cap", "must be a number of tokens a step, or null")
+        unknown = sorted(wanted.keys() - {"mode", "draft_cap"})
+        if unknown or not wanted:
+            name = unknown[0] if unknown else "mode"
+            raise errors.bad_field(name, "is unknown or missing; give mode, draft_cap or both")
+        return _json({"replicas": await self._backend.set_speculation(dict(wanted))})
+
     async def warm(self, wanted: Mapping[str, Any], *, may_pin: bool) -> bytes:
         """Have every decode replica make prompts' KV; the answer says what each has of each.
 
@@ -126,7 +147,7 @@ class Admin:
         return _json(found[0])
 
     async def _index(self, pool: ReplicaPool) -> Answer:
-        paths = [*self._documents, PLANS + "{request_id}", ROUTER, WARM]
+        paths = [*self._documents, PLANS + "{request_id}", ROUTER, WARM, SPECULATION]
         paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
         index = {
             "name": "headrace",

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from headrace.gateway import errors, limits, tracing
-from headrace.gateway.admin import ROUTER, WARM, Admin
+from headrace.gateway.admin import ROUTER, SPECULATION, WARM, Admin
 from headrace.gateway.asgi import (
     JSON_TYPE,
     ClientGone,
@@ -35,7 +35,8 @@ logger = logging.getLogger("headrace.gateway")
 
 RELAYED_POSTS = ("/v1/chat/completions", "/v1/completions")
 MODELS = "/v1/models"
-MAX_ROUTER_BODY_BYTES = 1_000
+MAX_CHANGE_BODY_BYTES = 1_000
+CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
 
 _BODY_LATE = "body late"
@@ -167,9 +168,9 @@ class GatewayApp:
             await self._guarded(call, path, receive, send, self._models, seen)
         elif path.startswith(MODELS + "/") and method in ("GET", "HEAD"):
             await self._guarded(call, path, receive, send, self._model, seen)
-        elif path == ROUTER and method == "PUT":
+        elif path in CHANGES and method == "PUT":
             call.from_here = _is_loopback(scope.get("client"))
-            await self._guarded(call, path, receive, send, self._router, seen)
+            await self._guarded(call, path, receive, send, self._change, seen)
         elif path == WARM and method == "POST":
             call.from_here = _is_loopback(scope.get("client"))
             await self._guarded(call, path, receive, send, self._warm, seen)
@@ -280,7 +281,7 @@ class GatewayApp:
         body = self._admin.model(answer.body, path[len(MODELS) + 1 :])
         await _answer(call, send, 200, body, JSON_TYPE)
 
-    async def _router(
+    async def _change(
         self,
         call: Call,
         path: str,
@@ -289,13 +290,16 @@ class GatewayApp:
         seen: dict[bytes, bytes],
         interrupts: Interrupts,
     ) -> None:
-        """Force plans, or set them free; only from this machine, as it concerns every tenant."""
+        """Change how the app works; only from this machine, as it concerns every tenant."""
         if not call.from_here:
             raise errors.only_from_here(path)
         limits.check_content_type(seen.get(b"content-type"))
         interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
-        wanted = limits.parse_object(await limits.read_body(receive, MAX_ROUTER_BODY_BYTES))
-        body = await self._admin.set_policy(wanted)
+        wanted = limits.parse_object(await limits.read_body(receive, MAX_CHANGE_BODY_BYTES))
+        if path == ROUTER:
+            body = await self._admin.set_policy(wanted)
+        else:
+            body = await self._admin.set_speculation(wanted)
         await _answer(call, send, 200, body, JSON_TYPE)
 
     async def _warm(
@@ -329,7 +333,7 @@ class GatewayApp:
         """The gateway's own documents, and what does not exist."""
         if path in RELAYED_POSTS:
             raise errors.method_not_allowed(call.method, ["POST"])
-        if path == ROUTER:
+        if path in CHANGES:
             raise errors.method_not_allowed(call.method, ["PUT"])
         if path == WARM:
             raise errors.method_not_allowed(call.method, ["POST"])

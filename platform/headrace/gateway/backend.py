@@ -44,6 +44,9 @@ class Backend(Protocol):
     ) -> list[list[dict[str, Any]]]:
         """Make prompts' KV and have it stored; what each decode replica says of each."""
 
+    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Change how decode replicas draft; how each that drafts stands now."""
+
     async def set_policy(self, policy: str) -> int:
         """Force all plans `local` or `remote`, or let them follow the `cost`; replicas reached."""
 

@@ -90,6 +90,11 @@ class ServeBackend:
         answers = await _ask_all(self._decode, "headrace_warm", bodies, salt, pin, timeout_s=None)
         return [list(answer) for answer in answers]
 
+    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Have every decode replica draft as the command says; how each that drafts stands."""
+        answers = await _broadcast(self._decode, "headrace_speculation", command)
+        return [dict(answer) for answer in answers if answer]
+
     async def set_policy(self, policy: str) -> int:
         """Force every decode replica's plans, or set them free; returns how many obeyed."""
         return len(await _broadcast(self._decode, "headrace_set_policy", policy))

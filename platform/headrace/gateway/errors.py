@@ -114,6 +114,11 @@ def bad_policy(policies: Sequence[str]) -> ApiError:
     return ApiError(400, f"The body must be {wanted}.", code="bad_policy", param="policy")
 
 
+def bad_field(field: str, what: str) -> ApiError:
+    """400: a field of an administrative request is wrong."""
+    return ApiError(400, f"{field} {what}.", code="invalid_value", param=field)
+
+
 def body_timeout(limit_s: float) -> ApiError:
     """408: the client did not finish its request."""
     return ApiError(

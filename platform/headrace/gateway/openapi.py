@@ -221,6 +221,15 @@ def _schemas(model_id: str) -> Schema:
             "properties": {"policy": {"type": "string", "enum": ["cost", "local", "remote"]}},
             "additionalProperties": False,
         },
+        "Speculation": {
+            "type": "object",
+            "minProperties": 1,
+            "properties": {
+                "mode": {"type": "string", "pattern": "^(auto|off|static:[0-9]{1,3})$"},
+                "draft_cap": {"type": ["integer", "null"], "minimum": 0},
+            },
+            "additionalProperties": False,
+        },
         "WarmRequest": {
             "type": "object",
             "description": "1 to 256 prompts and chats whose KV shall be made now.",
@@ -247,6 +256,20 @@ def _schemas(model_id: str) -> Schema:
             },
             "additionalProperties": False,
         },
+    }
+
+
+def _change(summary: str, body: str) -> Schema:
+    """An operation that takes this body and answers with a JSON object."""
+    return {
+        "summary": summary,
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(body)}},
+        },
+        "responses": _responses(
+            {"application/json": {"schema": _ref("Object")}}, *_CHANGE_REFUSALS
+        ),
     }
 
 
@@ -330,28 +353,15 @@ def openapi_document(
         "/v1/completions": _post("Continue a text.", "CompletionRequest"),
         "/headrace/v1/status": _get("The state of the cluster.", anything, 500, 504),
         "/headrace/v1/router": {
-            "put": {
-                "summary": "Force plans local or remote, or let them follow the cost.",
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": _ref("RouterPolicy")}},
-                },
-                "responses": _responses(
-                    {"application/json": {"schema": anything}}, *_CHANGE_REFUSALS
-                ),
-            }
+            "put": _change(
+                "Force plans local or remote, or let them follow the cost.", "RouterPolicy"
+            )
+        },
+        "/headrace/v1/speculation": {
+            "put": _change("How far decode replicas draft, and whether at all.", "Speculation")
         },
         "/headrace/v1/warm": {
-            "post": {
-                "summary": "Make prompts' KV before anybody asks for it.",
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": _ref("WarmRequest")}},
-                },
-                "responses": _responses(
-                    {"application/json": {"schema": anything}}, *_CHANGE_REFUSALS
-                ),
-            }
+            "post": _change("Make prompts' KV before anybody asks for it.", "WarmRequest")
         },
         "/headrace/v1/plans/{request_id}": _get(
             "Why a request went where it went.", anything, 404, 500, 504, parameters=[request]

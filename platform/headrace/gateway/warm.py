@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.gateway.errors import ApiError
+from headrace.gateway.errors import bad_field
 
 MAX_PROMPTS = 256
 FIELDS = ("prompts", "chats", "cache_salt", "pin")
@@ -35,19 +35,19 @@ class WarmRequest:
         """
         for name in wanted:
             if name not in FIELDS:
-                raise _wrong(name, f"is unknown; give {', '.join(FIELDS)}")
+                raise bad_field(name, f"is unknown; give {', '.join(FIELDS)}")
         prompts, chats = wanted.get("prompts", []), wanted.get("chats", [])
         if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
-            raise _wrong("prompts", "must be a list of texts or of lists of token ids")
+            raise bad_field("prompts", "must be a list of texts or of lists of token ids")
         if not isinstance(chats, list) or not all(map(_is_chat, chats)):
-            raise _wrong("chats", "must be a list of lists of messages")
+            raise bad_field("chats", "must be a list of lists of messages")
         if not 1 <= len(prompts) + len(chats) <= MAX_PROMPTS:
-            raise _wrong("prompts", f"and chats must be 1 to {MAX_PROMPTS} together")
+            raise bad_field("prompts", f"and chats must be 1 to {MAX_PROMPTS} together")
         salt, pin = wanted.get("cache_salt", ""), wanted.get("pin", False)
         if not isinstance(salt, str):
-            raise _wrong("cache_salt", "must be a text")
+            raise bad_field("cache_salt", "must be a text")
         if not isinstance(pin, bool):
-            raise _wrong("pin", "must be true or false")
+            raise bad_field("pin", "must be true or false")
         bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
         return cls([*bodies, *({"messages": messages} for messages in chats)], salt, pin)
 
@@ -64,7 +64,3 @@ def _is_chat(messages: Any) -> bool:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str)
-
-
-def _wrong(field: str, what: str) -> ApiError:
-    return ApiError(400, f"{field} {what}.", code="invalid_value", param=field)

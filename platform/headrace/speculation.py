@@ -1,0 +1,35 @@
+"""Puts PMR-Tree drafting into the decode engine's arguments."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from headrace.config.schema import SpeculationSection
+
+logger = logging.getLogger("headrace.speculation")
+
+
+def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool:
+    """Have an engine draft; whether it does by our means.
+
+    Args:
+        section: the configuration's section.
+        engine: `engine_kwargs` of the decode role; changed in place.
+    """
+    if not section.enabled:
+        return False
+    if engine.get("speculative_config") is not None:
+        logger.warning("speculation: the engine has a speculative_config of its own, which stays")
+        return False
+    from headrace_decode.speculation.settings import engine_arguments
+
+    wanted = engine_arguments(
+        section.draft_tokens,
+        mode=section.mode,
+        drafter=section.drafter,
+        drafter_options=section.drafter_options,
+    )
+    additional = {**engine.get("additional_config", {}), **wanted.pop("additional_config")}
+    engine |= {**wanted, "additional_config": additional}
+    return True
