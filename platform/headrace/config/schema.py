@@ -395,8 +395,8 @@ class SpeculationSection(Section):
 
     enabled: bool = Field(
         default=False,
-        description="Whether decode engines draft. An engine with a `speculative_config` of its own "
-        "keeps that.",
+        description="Whether decode engines draft. One with its own `speculative_config` keeps "
+        "that.",
     )
     draft_tokens: int = Field(
         default=16, ge=1, le=128, description="Most tokens drafted for one request in one step."
