@@ -327,6 +327,8 @@ class StoreNode:
                 located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
                 pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
                 return located if pulling is None else _staged(located, pulling)
+            case wire.Prefetch(digest, hashes, priority):
+                return wire.Done(self.prefetch(digest, hashes, priority))
             case wire.AddPeer() | wire.RemovePeer():
                 neighbours = self._neighbours
                 return wire.Failed("closed") if neighbours is None else neighbours.change(request)
