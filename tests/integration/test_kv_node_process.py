@@ -80,7 +80,8 @@ def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
     assert nvme["scan"]["blocks"] == 12 and nvme["writes"] == 1
 
     engine.arena.clear()
-    assert node.call(wire.Prefetch(DIGEST, keys(3))).blocks == 1
+    said = node.call(wire.Prefetch(DIGEST, keys(3)))
+    assert said == wire.Done(1), said
     until(lambda: engine.has(3) == [True])
     assert node.end() == 0
     assert set(os.listdir(node.folder)) == {"nvme", "arena"}

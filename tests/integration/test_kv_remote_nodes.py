@@ -106,7 +106,8 @@ def nothing_leaks(owner: Node, reader: Node) -> None:
     until(lambda: remote(owner)["lend"]["leases"] == 0, PATIENT_S)
     for node in (owner, reader):
         until(lambda node=node: node.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)  # type: ignore[misc]
-    assert owner.stats()["tiers"]["dram"]["leased"] == 0
+    # One that ran out beside one that was released holds its slot to its own end.
+    until(lambda: owner.stats()["tiers"]["dram"]["leased"] == 0, PATIENT_S)
 
 
 def pair(

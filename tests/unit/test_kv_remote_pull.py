@@ -59,6 +59,10 @@ class Peer:
             sums = sums[:-8]
         if self.fault == "strange row":
             rows[0].index = 99
+        if self.fault == "strange parent":
+            rows[0].parent = 1 << 64
+        if self.fault == "strange seconds":
+            rows[0].compute_s = float("nan")
         answer.set_result(Leased(5, rows, sums))
         return answer
 
@@ -168,7 +172,9 @@ def test_a_peer_that_gives_no_lease_is_a_miss_with_a_name(
     assert reader.pull(0, 1) == 2
 
 
-@pytest.mark.parametrize("fault", ["short sums", "strange row"])
+@pytest.mark.parametrize(
+    "fault", ["short sums", "strange row", "strange parent", "strange seconds"]
+)
 def test_an_answer_without_sense_is_a_miss(peer: Peer, reader: Reader, fault: str) -> None:
     peer.engine.put(0, 1)
     peer.fault = fault

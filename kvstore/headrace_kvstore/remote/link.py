@@ -203,6 +203,9 @@ class Link:
         if self._is_own(welcome.generation):
             self._go_down("is this node itself")
             return
+        if not (welcome.events and welcome.replay):
+            self._go_down("publishes its events to no TCP port")
+            return
         known = self.welcome
         if known is None or known.generation != welcome.generation:
             self._forget()

@@ -22,6 +22,7 @@ MAX_BLOCKS = 4096
 """In one lease."""
 
 Generation = Annotated[str, Meta(max_length=64)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class Hello(Message):
@@ -54,12 +55,12 @@ PeerRequest = Hello | Lease | Release
 
 class Welcome(Message):
     """`generation`: changes whenever addresses may have changed. `agent`: NIXL's metadata.
-    `events`, `replay`: ports on the same host; `batches`: how many of events there were."""
+    `events`, `replay`: ports on the same host, 0 if they cannot be followed; `batches`: how many of events there were."""
 
     generation: Generation
     agent: bytes
-    events: int
-    replay: int
+    events: Port
+    replay: Port
     batches: int
 
 

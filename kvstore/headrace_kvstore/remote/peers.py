@@ -180,10 +180,18 @@ class Peers:
                     while self._leaving:
                         self._leaving.pop().close()
                     for link in list(self._links.values()):
-                        link.turn()
+                        self._turn(link)
             except Exception:
                 logger.exception("talking to peers failed; it goes on")
                 time.sleep(0.1)
+
+    @staticmethod
+    def _turn(link: Link) -> None:
+        try:
+            link.turn()
+        except Exception:  # one peer's fault is not another's
+            logger.exception("talking to peer %s failed; it goes on", link.address)
+            link.counts["errors"] += 1
 
     def _wait(self) -> None:
         """Until something has come, or it is time to greet."""

@@ -24,7 +24,7 @@ from headrace_kvstore.remote.agent import Agent, Pull, PullError
 from headrace_kvstore.remote.messages import Lease, Leased, Release
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.price import Run
-from headrace_kvstore.table import HASH_BYTES
+from headrace_kvstore.table import HASH_BYTES, SLOT
 from headrace_kvstore.tiers.record import Shape
 
 READ_BYTES = 64 * 2**20
@@ -106,7 +106,7 @@ class RemoteSource:
             except PullError as error:
                 self.failed(run.peer, str(error.args[0]), len(hashes))
                 answer.set_exception(Unavailable(str(error.args[0])))
-            except (ValueError, IndexError):
+            except (ValueError, IndexError, OverflowError):
                 self.failed(run.peer, "nonsense", len(hashes))
                 answer.set_exception(Unavailable("nonsense"))
             else:
@@ -135,7 +135,10 @@ class RemoteSource:
 
 
 class RemoteOffer:
-    """Leased blocks of one peer. Raises ValueError or IndexError for an answer without sense."""
+    """Leased blocks of one peer.
+
+    Raises ValueError, IndexError or OverflowError for an answer without sense.
+    """
 
     def __init__(
         self,
@@ -153,6 +156,10 @@ class RemoteOffer:
         sums = np.frombuffer(leased.sums, "<u8").astype(np.uint64)
         sums = sums.reshape(len(leased.rows), shape.layers)
         self._remote = np.array([row.address for row in leased.rows], np.uint64)
+        for field in ("parent", "depth", "tenant", "priority"):
+            np.array([getattr(row, field) for row in leased.rows], SLOT[field])
+        if not np.isfinite([row.compute_s for row in leased.rows]).all():
+            raise ValueError("a block whose seconds are no number")
         self.found = [
             Found(
                 *(hashes[row.index].ljust(HASH_BYTES, b"\0"), shape, row_sums, row.parent),
