@@ -35,13 +35,12 @@ from headrace_kvstore.node_keeper import TierKeeper
 from headrace_kvstore.node_objects import open_tier
 from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.node_tiers import NodeTier
 from headrace_kvstore.node_writer import Admit
 from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
 from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.tiers.catalog import use_per_second
-from headrace_kvstore.tiers.nvme import TierEvent
+from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
 from headrace_kvstore.tiers.objects import ObjectTier
 from headrace_kvstore.tiers.record import padded
 from headrace_kvstore.tiers.segment import Location
@@ -410,7 +409,7 @@ class StoreNode:
 
     # Inside
 
-    def _tier(self) -> NodeTier | None:
+    def _tier(self) -> NvmeTier | None:
         keeper = self._keeper
         return None if keeper is None else keeper.tier
 

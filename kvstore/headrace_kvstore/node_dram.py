@@ -18,10 +18,11 @@ from headrace_kvstore.node_objects import ObjectWork
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_sources import NvmeSource
-from headrace_kvstore.node_tiers import NodeTier, open_arena
+from headrace_kvstore.node_tiers import open_arena
 from headrace_kvstore.node_writer import Admit, WriteBehind
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.work import RemoteWork
+from headrace_kvstore.tiers.nvme import NvmeTier
 from headrace_kvstore.tiers.objects import ObjectTier
 
 logger = logging.getLogger("headrace.kvstore")
@@ -41,7 +42,7 @@ class DramWork:
         self,
         settings: NodeSettings,
         mover: Mover | None,
-        tier: Callable[[], NodeTier | None],
+        tier: Callable[[], NvmeTier | None],
         admit: Admit,
         publish: Callable[[list[Change]], None],
         resync: Callable[[], None],

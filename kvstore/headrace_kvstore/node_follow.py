@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena import Arena
 from headrace_kvstore.events import DRAM, Change
 from headrace_kvstore.locking import LockBusyError
-from headrace_kvstore.node_tiers import NodeArena
 from headrace_kvstore.node_writer import WriteBehind
 from headrace_kvstore.table import STORED
 
@@ -36,7 +36,7 @@ class Follower:
 
     def __init__(
         self,
-        arena: NodeArena,
+        arena: Arena,
         writer: WriteBehind,
         publish: Callable[[list[Change]], None],
         resync: Callable[[], None],

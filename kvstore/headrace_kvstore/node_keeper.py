@@ -15,8 +15,8 @@ from typing import Any
 
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.node_tiers import NodeTier, open_tier
-from headrace_kvstore.tiers.nvme import FolderBusy, TierEvent
+from headrace_kvstore.node_tiers import open_tier
+from headrace_kvstore.tiers.nvme import FolderBusy, NvmeTier, TierEvent
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -37,7 +37,7 @@ class TierKeeper:
         on_event: Callable[[TierEvent], None],
         opened: Callable[[], None],
     ) -> None:
-        self.tier: NodeTier | None = None
+        self.tier: NvmeTier | None = None
         self.ready = False
         self.reason = "opening"
         self._settings, self._mover = settings, mover
@@ -47,7 +47,7 @@ class TierKeeper:
         self._thread = threading.Thread(target=self._run, name="kv-nvme-keeper", daemon=True)
         self._thread.start()
 
-    def get(self) -> NodeTier | None:
+    def get(self) -> NvmeTier | None:
         """The tier, or None while there is none."""
         return self.tier
 

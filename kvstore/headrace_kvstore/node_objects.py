@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena_map import Space
 from headrace_kvstore.chains import chains
 from headrace_kvstore.events import OBJECT
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_sources import Fill, Found, Offer, Unavailable
-from headrace_kvstore.node_tiers import NodeArena, Space
 from headrace_kvstore.remote.price import LineFit, Run
 from headrace_kvstore.tiers.nvme import Save, TierEvent
 from headrace_kvstore.tiers.object_catalog import Place
@@ -135,7 +136,7 @@ class ObjectWriter:
 
     def __init__(
         self,
-        arena: NodeArena,
+        arena: Arena,
         tier: ObjectTier,
         object_bytes: int,
         bytes_per_s: int,
@@ -238,7 +239,7 @@ class ObjectWriter:
 class ObjectWork:
     """One arena's part in the object tier: blocks fetched into it, blocks shared from it."""
 
-    def __init__(self, settings: NodeSettings, arena: NodeArena, tier: ObjectTier) -> None:
+    def __init__(self, settings: NodeSettings, arena: Arena, tier: ObjectTier) -> None:
         self.tier = tier
         self._source = ObjectSource(tier)
         self.fetcher = Prefetcher(arena, self._source, settings.reading_bytes, "kv-fetch")

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena import Arena
 from headrace_kvstore.node_loop import MoveLoop
 from headrace_kvstore.node_sources import Fill, Found, Offer, Source, Unavailable
-from headrace_kvstore.node_tiers import NodeArena
 from headrace_kvstore.tiers.record import padded
 
 QUEUE_BLOCKS = 1 << 16
@@ -81,7 +81,7 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
     """
 
     def __init__(
-        self, arena: NodeArena, source: Source, reading_bytes: int, name: str = "kv-prefetch"
+        self, arena: Arena, source: Source, reading_bytes: int, name: str = "kv-prefetch"
     ) -> None:
         super().__init__(name)
         self._arena, self._source, self._limit = arena, source, reading_bytes

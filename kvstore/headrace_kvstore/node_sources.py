@@ -16,7 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from headrace_kvstore.node_tiers import NodeTier, payload_sums
+from headrace_kvstore.node_tiers import payload_sums
+from headrace_kvstore.tiers.nvme import NvmeTier
 from headrace_kvstore.tiers.record import Shape
 from headrace_kvstore.tiers.segment import Location
 
@@ -106,7 +107,7 @@ class NvmeSource:
 
     batch_blocks = 32
 
-    def __init__(self, tier: Callable[[], NodeTier | None]) -> None:
+    def __init__(self, tier: Callable[[], NvmeTier | None]) -> None:
         self._tier = tier
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
@@ -127,7 +128,7 @@ class NvmeSource:
 class NvmeOffer:
     """Blocks in segment files; these stay until a read of them is done, without a lease."""
 
-    def __init__(self, tier: NodeTier, digest: bytes, hashes: Sequence[bytes]) -> None:
+    def __init__(self, tier: NvmeTier, digest: bytes, hashes: Sequence[bytes]) -> None:
         self._tier = tier
         self._places: list[Location] = []
         self.found: list[Found] = []

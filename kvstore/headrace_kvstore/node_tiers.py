@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import numpy as np
 
 from headrace_kvstore.arena import Arena
-from headrace_kvstore.arena_map import Space
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.mover import Mover
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
-
-NodeArena: TypeAlias = Arena
-NodeTier: TypeAlias = NvmeTier
 
 
 def open_arena(settings: NodeSettings) -> Arena:
@@ -51,6 +46,3 @@ def payload_sums(
     """Checksums of layers in memory, u64 (n,): a `segment.Verify`."""
     seeds = layer_seeds(block_seed(digest, block_hash), first_layer + len(addresses))
     return checksum(addresses, layer_bytes, seeds[first_layer:])
-
-
-__all__ = ["NodeArena", "NodeTier", "Space", "open_arena", "open_tier", "payload_sums"]

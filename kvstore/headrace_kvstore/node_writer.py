@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena_map import Space
 from headrace_kvstore.node_loop import MoveLoop
-from headrace_kvstore.node_tiers import NodeArena, NodeTier, Space
 from headrace_kvstore.table import READY
-from headrace_kvstore.tiers.nvme import Save
+from headrace_kvstore.tiers.nvme import NvmeTier, Save
 from headrace_kvstore.tiers.record import Shape
 
 logger = logging.getLogger("headrace.kvstore")
@@ -79,8 +80,8 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
 
     def __init__(
         self,
-        arena: NodeArena,
-        tier: Callable[[], NodeTier | None],
+        arena: Arena,
+        tier: Callable[[], NvmeTier | None],
         backlog_bytes: int,
         writing_bytes: int,
         admit: Admit = worth_writing,

@@ -27,7 +27,9 @@ class Line:
     def stats(self) -> dict[str, Any]:
         return {"state": self.state}
 
-    def ask_locate(self, key: str, digest: bytes, hashes: Sequence[bytes], lease_s: float) -> None:
+    def ask_locate(
+        self, key: str, digest: bytes, hashes: Sequence[bytes], lease_s: float, compute_s: float
+    ) -> None:
         self.asked.append(key)
 
     def poll(self) -> list[Answer]:
@@ -52,7 +54,7 @@ def test_a_node_is_given_the_time_of_the_settings(tiers: NodeTiers) -> None:
 
 
 def test_a_node_that_is_there_is_asked_at_once(tiers: NodeTiers) -> None:
-    tiers.ask("r", [b"h"])
+    tiers.ask("r", [b"h"], 0.1)
     assert line(tiers).asked == ["r"]
     assert tiers.answer("r") == ["place"]
     assert tiers.answer("r") is None
@@ -60,7 +62,7 @@ def test_a_node_that_is_there_is_asked_at_once(tiers: NodeTiers) -> None:
 
 def test_a_question_waits_until_it_is_known_whether_a_node_is_there(tiers: NodeTiers) -> None:
     line(tiers).state = "trying"
-    tiers.ask("r", [b"h"])
+    tiers.ask("r", [b"h"], 0.1)
     assert tiers.answer("r") is None and line(tiers).asked == []
     line(tiers).state = "up"
     assert tiers.answer("r") == ["place"]
@@ -69,6 +71,6 @@ def test_a_question_waits_until_it_is_known_whether_a_node_is_there(tiers: NodeT
 @pytest.mark.parametrize("before", ["trying", "down"])
 def test_without_a_node_there_is_nothing(tiers: NodeTiers, before: str) -> None:
     line(tiers).state = before
-    tiers.ask("r", [b"h"])
+    tiers.ask("r", [b"h"], 0.1)
     line(tiers).state = "down"
     assert tiers.answer("r") == []

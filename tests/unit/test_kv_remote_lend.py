@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.node_tiers import NodeArena, payload_sums
+from headrace_kvstore.node_tiers import open_arena, payload_sums
 from headrace_kvstore.remote import messages
 from headrace_kvstore.remote.lender import LENT_SHARE, Lender
 from headrace_kvstore.remote.messages import Failed, Lease, Leased, Release, Row, Welcome
@@ -45,7 +45,7 @@ class Owner:
         self.now_s = 1000.0
         given = settings(folder, nvme_folder=None)
         self.engine = Engine(given)
-        self.arena = NodeArena.of(given)
+        self.arena = open_arena(given)
         self.arena._clock = lambda: self.now_s
         self.engine.arena._clock = lambda: self.now_s
         self.below = Below()

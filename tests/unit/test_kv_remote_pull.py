@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace_kvstore.arena_map import Space
 from headrace_kvstore.node_prefetch import Prefetcher
-from headrace_kvstore.node_tiers import NodeArena, Space
+from headrace_kvstore.node_tiers import open_arena
 from headrace_kvstore.remote.agent import Pull, PullError
 from headrace_kvstore.remote.messages import Lease, Leased, Release, Row, Welcome
 from headrace_kvstore.remote.price import PullCost, Run
@@ -109,7 +110,7 @@ class Reader:
     def __init__(self, folder: Path, peer: Any) -> None:
         given = settings(folder)
         self.engine = Engine(given)
-        self.arena = NodeArena.of(given)
+        self.arena = open_arena(given)
         self.source = RemoteSource(
             *(peer, peer, lambda digest: self.space(digest), PullLimits(5.0, 20.0))
         )

@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena_map import Space
 from headrace_kvstore.node_prefetch import Prefetcher
-from headrace_kvstore.node_tiers import NodeArena, Space, payload_sums
+from headrace_kvstore.node_tiers import payload_sums
 from headrace_kvstore.remote.messages import Failed, Lease, Leased, Row
 
 LENT_SHARE = 0.5
@@ -55,7 +57,7 @@ class Lender:
 
     def __init__(
         self,
-        arena: NodeArena,
+        arena: Arena,
         generation: str,
         on_nvme: Callable[[bytes, Sequence[bytes]], np.ndarray],
         prefetcher: Prefetcher,

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena_map import Space
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.events import DRAM, NVME
 from headrace_kvstore.node_sources import Fill, Found, Offer, Unavailable
-from headrace_kvstore.node_tiers import Space
 from headrace_kvstore.remote.agent import Agent, Pull, PullError
 from headrace_kvstore.remote.messages import Lease, Leased, Release
 from headrace_kvstore.remote.peers import Peers

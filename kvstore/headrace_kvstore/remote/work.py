@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena_map import Space
 from headrace_kvstore.node_prefetch import Prefetcher
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.node_tiers import NodeArena, NodeTier, Space
 from headrace_kvstore.remote.agent import Agent
 from headrace_kvstore.remote.lender import Lender
 from headrace_kvstore.remote.messages import Hello, Lease, PeerRequest, Release, Welcome
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.source import PullLimits, RemoteSource
+from headrace_kvstore.tiers.nvme import NvmeTier
 from headrace_kvstore.wire import Done
 
 
@@ -38,8 +40,8 @@ class RemoteWork:
     def __init__(
         self,
         settings: NodeSettings,
-        arena: NodeArena,
-        tier: Callable[[], NodeTier | None],
+        arena: Arena,
+        tier: Callable[[], NvmeTier | None],
         below: Prefetcher,
         peers: Peers,
     ) -> None:
