@@ -37,6 +37,7 @@ class Node:
             if name == "peers"
             else value
             for name, value in asdict(self.settings).items()
+            if name != "quotas"  # written otherwise than kept, and of no meaning here
         }
         config.write_text(yaml.safe_dump(plain))
         self.process = subprocess.Popen(
