@@ -32,7 +32,7 @@ from benchmarks.speculation.report import figures, table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS = ("draftable", "undraftable")
-STEADY_STEPS, STEPS_MAX = 40, 120
+WARM_UP_STEPS, STEADY_STEPS, STEPS_MAX = 8, 40, 120
 """Most steps of a turn: where each brings about the same, and where that varies with the text."""
 
 
@@ -52,14 +52,15 @@ def cell(
         for node, arm, mode in turns[first:] + turns[:first]:
             if mode is not None:
                 node.do("mode", mode=mode)
-            steady = arm in ("plain", "off") or workload == "undraftable" or number < 0
+            steady = arm in ("plain", "off") or workload == "undraftable"
+            most = WARM_UP_STEPS if number < 0 else STEADY_STEPS if steady else STEPS_MAX
             measured = node.do(
                 "turn",
                 workload=workload,
                 concurrency=concurrency,
-                requests=requests,
+                requests=requests if number >= 0 else concurrency,
                 first=max(number, 0) * requests,
-                steps_max=STEADY_STEPS if steady else STEPS_MAX,
+                steps_max=most,
             )
             if number >= 0:
                 taken[arm].append(measured)
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of the engines")
     args = parser.parse_args()
     concurrencies = args.concurrency or ((1, 8, 64) if args.quick else CONCURRENCIES)
-    rounds = args.rounds or (1 if args.quick else 3)
+    rounds = args.rounds or (1 if args.quick else 2)
     start = time.perf_counter()
     document: dict[str, Any] = {"figures": {}, "turns": {}, "reports": {}}
     if args.merge and args.json is not None and args.json.exists():

@@ -28,7 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.budget import best_budget
+from headrace_decode.speculation.calibrate import ROWS
 from headrace_decode.speculation.planner import Limits, Load, Mode, Planner, Step
+from headrace_decode.speculation.request import CALIBRATION_LENGTHS
+from headrace_decode.speculation.session import CALIBRATION_STEP_TOKENS
 from headrace_decode.speculation.steptime import StepTime
 from headrace_decode.speculation.trust import Kept, Trust
 
@@ -77,11 +80,20 @@ class Policy:
     def __init__(
         self, *, auto: bool = True, controls: bool = True, trust: bool = True, learns: bool = True
     ) -> None:
-        self.planner = Planner(controls=controls)
+        self.planner = Planner(controls=controls, padded_sizes=range(PAD, 513, PAD))
         if not auto:
             self.planner.mode = Mode("off")
         self._trusts, self._learns = trust, learns
+        if learns:
+            self._calibrate()
         self.trust = Trust()
+
+    def _calibrate(self) -> None:
+        """What a replica measures before it serves (`speculation.calibrate`)."""
+        for rows in ROWS:
+            for k in CALIBRATION_LENGTHS:
+                tokens = min(rows * (1 + k), CALIBRATION_STEP_TOKENS)
+                self.planner.times.observe(tokens, 0, float(true_seconds(tokens, 0.0)))
 
     def choose(self, requests: list[Request], hour: float) -> NDArray[np.int32]:
         load, none = Load(len(requests)), np.zeros(len(requests), np.int32)

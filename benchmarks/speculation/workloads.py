@@ -79,16 +79,20 @@ class Workload:
 
     def _code(self, functions: list[str], number: int) -> None:
         """The document is a module; the tail asks for one of its functions with another name."""
-        shown = self._cut("\n\n".join(functions[4 * number : 4 * number + 12]))
-        self.documents.append(shown)
-        bodies = [f for f in functions[4 * number : 4 * number + 4] if f.count("\n") > 4]
+        shown, text = [], ""
+        for function in functions[5 * number :] + functions:
+            text += function + "\n\n"
+            if len(self._encode(text)) > DOCUMENT_TOKENS:
+                break
+            shown.append(function)
+        self.documents.append(self._cut(text))
 
         def tail() -> str:
-            body = self._rng.choice(bodies or functions[:4])
+            body = self._rng.choice(shown or functions[:1])
             name = body.split("def ", 1)[1].split("(", 1)[0]
             renamed = f"{name}_{self._rng.randrange(10, 99)}"
             head = body.replace(f"def {name}", f"def {renamed}", 1).split("\n", 1)[0]
-            return f"\n\n{body}\n\n# The same function, renamed to {renamed}:\n\n{head}\n"
+            return f"\n\n# {name} from above, renamed to {renamed}:\n\n{head}\n"
 
         self._tails.append(tail)
 
@@ -112,20 +116,17 @@ class Workload:
             return f"User: order of {name}, {city}, day {day}\nCall:", " " + call(name, city, day)
 
         self.documents.append(self._cut("".join("".join(turn()) + "\n" for _ in range(12))))
-        self._tails.append(lambda: "".join(turn()) + "\n" + "".join(turn()) + "\n" + turn()[0])
+        self._tails.append(lambda: '"}}\n' + turn()[0])
 
     def _quotes(self, chapter: str) -> None:
         """The document is a text; the tail begins to quote it."""
-        shown = self._cut(chapter)
-        self.documents.append(shown)
-        sentences = [s.strip() + "." for s in " ".join(chapter[:900].split()).split(".")]
-        sentences = [s for s in sentences if len(s) > 40] or [chapter[:200]]
+        text = " ".join(chapter.split())
+        self.documents.append(self._cut(f'Text: "{text}'))
+        sentences = [s.strip() for s in text[:700].split(". ")[:-1] if len(s) > 40] or [text[:100]]
 
         def tail() -> str:
-            first = self._rng.randrange(len(sentences))
-            quoted = " ".join(sentences[first:] + sentences[:first])
-            start = " ".join(quoted.split()[: self._rng.randrange(3, 7)])
-            return f'\n\nText: "{quoted[:500]}"\n\nThe text once more, word for word: "{start}'
+            start = " ".join(self._rng.choice(sentences).split()[: self._rng.randrange(4, 9)])
+            return f'..."\n\nThe text once more, word for word: "{start}'
 
         self._tails.append(tail)
 
