@@ -4,7 +4,8 @@ Each node numbers its batches of events from 0 (see `events.py`). A batch that b
 `AllBlocksCleared` is a node's whole state and is taken under any number; another one is taken if it
 is the next, skipped if it is older, and refused if batches before it are missing: then the caller
 has the node replay from `wanted`. A node that was restarted numbers anew; who learns of that (by
-its generation, not by its numbers) calls `drop`. Pure; not thread-safe.
+its generation, not by its numbers) calls `drop`. Pure. One thread may change it while others look:
+these see a batch in part at worst, and no look waits for a node's whole state to be taken.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Directory:
         known = self._nodes.get(node)
         if known is None:
             return []
-        sets = [(medium, known.media[medium]) for medium in media if medium in known.media]
+        sets = [(medium, known.media.get(medium, ())) for medium in media]
         found: list[str] = []
         for block_hash in hashes:
             key = digest + block_hash.ljust(HASH_BYTES, b"\0")

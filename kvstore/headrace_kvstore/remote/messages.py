@@ -55,8 +55,8 @@ PeerRequest = Hello | Lease | Release
 
 class Welcome(Message):
     """`generation`: changes whenever addresses may have changed. `agent`: NIXL's metadata.
-    `events`, `replay`: ports on the same host, 0 if they cannot be followed; `batches`: how many of
-    events there were."""
+    `events`, `replay`: ports on the same host, 0 if they cannot be followed; `batches`: how many
+    batches of events there were."""
 
     generation: Generation
     agent: bytes

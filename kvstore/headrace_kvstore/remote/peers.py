@@ -81,16 +81,17 @@ class Peers:
         """Of each peer that may be asked, the leading run of these blocks that it holds."""
         now_s, runs = time.monotonic(), []
         with self._lock:
-            for address, link in self._links.items():
-                if link.state != "up" or not link.breaker.allows(now_s):
-                    continue
-                found = self._directory.leading(address, digest, hashes, MEDIA)
-                if found:
-                    parts = tuple(
-                        (medium, sum(1 for _ in run), link.costs.setdefault(medium, PullCost()))
-                        for medium, run in groupby(found)
-                    )
-                    runs.append(Run(address, parts))
+            links = list(self._links.items())
+        for address, link in links:
+            if link.state != "up" or not link.breaker.allows(now_s):
+                continue
+            found = self._directory.leading(address, digest, hashes, MEDIA)
+            if found:
+                parts = tuple(
+                    (medium, sum(1 for _ in run), link.costs.setdefault(medium, PullCost()))
+                    for medium, run in groupby(found)
+                )
+                runs.append(Run(address, parts))
         return runs
 
     def welcome(self, address: str) -> Welcome | None:
@@ -159,11 +160,12 @@ class Peers:
         self._stop.set()
         self._ring()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return
         with self._lock:
             for link in (*self._links.values(), *self._leaving):
                 link.close()
             self._links.clear()
-        if not self._thread.is_alive():
             self._context.destroy(0)
 
     def _ring(self) -> None:
@@ -177,10 +179,12 @@ class Peers:
             try:
                 self._wait()
                 with self._lock:
-                    while self._leaving:
-                        self._leaving.pop().close()
-                    for link in list(self._links.values()):
-                        self._turn(link)
+                    leaving, self._leaving = self._leaving, []
+                    links = list(self._links.values())
+                for link in leaving:
+                    link.close()
+                for link in links:  # without the lock: a peer's whole state may take a while
+                    self._turn(link)
             except Exception:
                 logger.exception("talking to peers failed; it goes on")
                 time.sleep(0.1)
