@@ -127,15 +127,27 @@ def _decode(kind: int, body: bytes) -> Record:
         return FaredRecord(tuple(_FARED.iter_unpack(body)))
     if kind != SEGMENT:
         raise ValueError(f"a record is of kind {kind}; known are {SEGMENT} and {FARED}")
-    *fixed, count = _FIXED.unpack_from(body)
+    uid, created_s, expires_s, accepted, refused, version, source, count = _FIXED.unpack_from(body)
     corpus, at = _name(body, _FIXED.size)
     model, at = _name(body, at)
     tokenizer, at = _name(body, at)
     tag, at = _name(body, at)
     if len(body) - at != 4 * count:
         raise ValueError(f"{count} tokens in {len(body) - at} bytes")
-    tokens = np.frombuffer(body, "<i4", offset=at).astype(np.int32)
-    return SegmentRecord(*fixed, corpus.decode(), model, tokenizer, tag.decode(), tokens)
+    return SegmentRecord(
+        uid,
+        created_s,
+        expires_s,
+        accepted,
+        refused,
+        version,
+        source,
+        corpus.decode(),
+        model,
+        tokenizer,
+        tag.decode(),
+        np.frombuffer(body, "<i4", offset=at).astype(np.int32),
+    )
 
 
 def _segment_body(record: SegmentRecord) -> bytes:
