@@ -114,14 +114,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the calibration")
     parser.add_argument("--tokenizer", type=Path, default=Path(TOKENIZER).expanduser())
     parser.add_argument("--only", choices=sorted(EXCHANGES), help="one corpus")
-    parser.add_argument("--costs-only", action="store_true", help="no replay")
+    parser.add_argument("--part", choices=["costs", "replay"], help="one of the two parts")
     args = parser.parse_args()
     start, encode = time.perf_counter(), corpora.tokenizer(args.tokenizer)
     names = [args.only] if args.only else list(EXCHANGES)
     loaded = {name: corpora.load(name, encode, EXCHANGES[name]) for name in names}
-    figures = costs.measure(loaded[names[0]])
+    figures = costs.measure(loaded[names[0]]) if args.part != "replay" else {}
     arms = {}
-    for name in [] if args.costs_only else names:
+    for name in names if args.part != "costs" else []:
         found, arms[name] = measure(name, loaded[name])
         figures |= found
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
