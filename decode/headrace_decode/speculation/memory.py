@@ -192,9 +192,9 @@ class Memory:
         self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
     ) -> None:
         """`extend` for a step: `tokens` of all rows one after the other, `counts` [n] of them."""
-        rows, added = np.asarray(handles, np.int64), np.asarray(counts, np.int64)
+        rows, sizes = np.asarray(handles, np.int64), np.asarray(counts, np.int64)
         with self.lock:
-            self._grow(rows, added)
+            self._grow(rows, sizes)
             pool = self.pool
             extend_rows(
                 pool.arena.words,
@@ -202,7 +202,7 @@ class Memory:
                 self._requests,
                 rows,
                 np.asarray(tokens, np.int32),
-                added,
+                sizes,
             )
 
     def draft(self, handle: int, max_tokens: int) -> Draft:

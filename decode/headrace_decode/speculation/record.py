@@ -134,10 +134,19 @@ def _decode(kind: int, body: bytes) -> Record:
     tag, at = _name(body, at)
     if len(body) - at != 4 * count:
         raise ValueError(f"{count} tokens in {len(body) - at} bytes")
-    tokens = np.frombuffer(body, "<i4", offset=at).astype(np.int32)
     return SegmentRecord(
-        *(uid, created_s, expires_s, accepted, refused, version, source),
-        *(corpus.decode(), model, tokenizer, tag.decode(), tokens),
+        uid,
+        created_s,
+        expires_s,
+        accepted,
+        refused,
+        version,
+        source,
+        corpus.decode(),
+        model,
+        tokenizer,
+        tag.decode(),
+        np.frombuffer(body, "<i4", offset=at).astype(np.int32),
     )
 
 

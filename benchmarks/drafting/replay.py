@@ -1,0 +1,80 @@
+"""Answers replayed as if a model gave them greedily: what would each drafter have saved?
+
+A request's first token comes from its prefill. From then on, each step asks for a draft, accepts
+the part of it that the answer goes on with, and one token more, which the step computes anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.drafting.arms import Arm, Ours
+from benchmarks.drafting.corpora import Exchange
+
+MOST = 24
+"""Tokens in a draft: vLLM's default for suffix decoding."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Sums over a replay."""
+
+    queries: int
+    drafted: int
+    accepted: int
+
+    @property
+    def accepted_per_query(self) -> float:
+        return self.accepted / max(self.queries, 1)
+
+
+def replay(arm: Arm, exchanges: list[Exchange]) -> Outcome:
+    """Walk all exchanges, one after the other; each answer is in the memory of those behind it."""
+    queries = drafted = accepted = 0
+    for exchange in exchanges:
+        whole = np.concatenate([exchange.prompt, exchange.answer])
+        arm.open(exchange.prompt)
+        at = len(exchange.prompt)
+        fresh = 1
+        while True:
+            arm.extend(whole[at : at + fresh])
+            at += fresh
+            left = len(whole) - at
+            if left <= 0:
+                break
+            draft = arm.draft(whole[:at], min(MOST, left))
+            right = draft == whole[at : at + len(draft)]
+            good = len(draft) if right.all() else int(np.argmin(right))
+            arm.verified(len(draft), good)
+            queries += 1
+            drafted += len(draft)
+            accepted += good
+            fresh = min(good + 1, left)
+        arm.close()
+    return Outcome(queries, drafted, accepted)
+
+
+def at_equal_drafts(
+    make: Callable[[float], Ours], exchanges: list[Exchange], drafted: int, rounds: int = 12
+) -> tuple[Outcome, Ours, float]:
+    """Replay with the floor at which no more than `drafted` tokens are drafted, by bisection.
+
+    Returns:
+        The outcome, its arm, and the floor.
+    """
+    low, high, best = 0.0, 1.0, None
+    for _ in range(rounds):
+        floor = (low + high) / 2
+        arm = make(floor)
+        outcome = replay(arm, exchanges)
+        if outcome.drafted > drafted:
+            low = floor
+        else:
+            high, best = floor, (outcome, arm, floor)
+            if outcome.drafted >= 0.995 * drafted:
+                break
+    assert best is not None, "a floor near 1 drafts next to nothing"
+    return best
