@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.test_contracts import assert_fields, assert_takes, find
@@ -168,3 +170,55 @@ def test_vllms_own_way_of_spreading_a_temperature_is_still_wrong_on_cpus() -> No
     )
     assert "_ensure_int64(output)" in source
     assert "copy_" not in source
+
+
+def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
+    """A model runner with these KV blocks a row, of 16 tokens, and prompts of 20 tokens."""
+    table = np.zeros((len(blocks), 8), np.int32)
+    for row, ids in enumerate(blocks):
+        table[row, : len(ids)] = ids
+    block_table = SimpleNamespace(
+        num_blocks_per_row=np.array([len(ids) for ids in blocks]),
+        block_size=16,
+        blocks_per_kv_block=1,
+        block_table=SimpleNamespace(np=table),
+    )
+    params = SimpleNamespace(max_tokens=9, extra_args={"headrace": {"tenant": "blue"}})
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=[f"r{row}" for row in range(len(blocks))],
+            num_computed_tokens_cpu=np.full(len(blocks), 4),
+            block_table=[block_table],
+        ),
+        requests={"r0": SimpleNamespace(num_prompt_tokens=20, sampling_params=params)},
+        kv_cache_config=SimpleNamespace(num_blocks=pool_blocks),
+    )
+
+
+def view(blocks: list[list[int]], pool_blocks: int) -> Any:
+    from headrace_decode.speculation._vllm_compat import RunnerView
+
+    return RunnerView(runner(blocks, pool_blocks), 8)
+
+
+def test_a_runner_tells_what_is_left_of_prompts() -> None:
+    seen = view([[1, 2], [3, 4]], 100).rows(
+        [[5], []], np.array([21, 20]), np.zeros((2, 40)), {"r0": 1, "r1": 10}
+    )
+    assert seen.request_ids == ["r0", "r1"]
+    assert seen.prefill_tokens == 20 - 4 - 10
+    assert seen.kv_tokens is None
+
+
+def test_blocks_that_rows_share_count_once() -> None:
+    """Two rows at the end of their last block, 5 blocks of which they hold 3, one of them both."""
+    lengths, tokens = np.array([32, 32]), np.zeros((2, 40))
+    shared = view([[1, 2], [1, 3]], 6).rows([[5], [5]], lengths, tokens, {})
+    assert shared.kv_tokens is None
+    apart = view([[1, 2], [3, 4]], 6).rows([[5], [5]], lengths, tokens, {})
+    assert apart.kv_tokens.tolist() == [0, 0]
+
+
+def test_a_request_tells_its_tenant_and_how_long_it_may_get() -> None:
+    facts = view([[1]], 10).facts("r0")
+    assert (facts.prompt_tokens, facts.max_tokens, facts.tenant) == (20, 9, "blue")
