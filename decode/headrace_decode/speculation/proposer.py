@@ -73,6 +73,10 @@ class HeadraceProposer:
         self._failures_in_a_row = 0
         self._engine: Engine | None = None
         self._scheduled: Mapping[str, int] = {}
+        try:
+            self.session.compile()
+        except Exception:
+            self._failed()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none; vLLM calls this."""

@@ -113,7 +113,6 @@ class Session:
         self._pending: _Pending | None = None
         self._trust = Trust()
         self._calibration_step = 0
-        self._compile()
 
     def begin(
         self,
@@ -173,8 +172,9 @@ class Session:
         self.propose_s += time.perf_counter() - started_s
         return drafts
 
-    def _compile(self) -> None:
-        """Have numba compile or load what is used here, now and not in a step."""
+    def compile(self) -> None:
+        """Have numba compile or load what is used here, now and not in a step. Raises what the
+        drafter raises."""
         text = np.arange(8, dtype=np.int32) % 3
         handle = self.drafter.open_request("compile", text)
         self.drafter.extend_many([handle], text, np.array([len(text)], np.int32))
