@@ -85,6 +85,7 @@ def test_a_partition_holds_the_newest_segments_whole(
         memory.extend(past, written[-1])
         memory.close_request(past)
         assert memory.stats()["used_bytes"] <= 100_000
+    now = memory.open_request("", np.zeros(0, np.int32), "a")
     row = memory.pool.find(tenant_key("a"))
     assert row is not None
     held = [memory.pool.tokens_of(header).tolist() for header in memory.pool.segments(row)]
@@ -92,7 +93,7 @@ def test_a_partition_holds_the_newest_segments_whole(
     assert held, "the newest always fits"
     some = data.draw(st.sampled_from(held))
     at = data.draw(st.integers(1, len(some) - 1))
-    now = memory.open_request("", np.array(some[:at], np.int32), "a")
+    memory.extend(now, some[:at])
     assert memory.draft(now, 1).tokens.tolist() == [some[at]]
 
 

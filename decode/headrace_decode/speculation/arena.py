@@ -23,6 +23,16 @@ class Arena:
     def free_words(self) -> int:
         return sum(length for _, length in self._free)
 
+    def longest_around(self, offset: int, words: int) -> int:
+        """Length of the free run that would be there if this one were given back."""
+        start, end = offset, offset + words
+        for run, length in self._free:
+            if run + length == offset:
+                start = run
+            if run == offset + words:
+                end = run + length
+        return end - start
+
     def take(self, words: int) -> int | None:
         """Offset of a run, its content arbitrary; None if no free run is that long."""
         fitting = [(length, offset) for offset, length in self._free if length >= words]

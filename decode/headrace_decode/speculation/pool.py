@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation import layout, ring
+from headrace_decode.speculation import ring
 from headrace_decode.speculation.arena import Arena
 from headrace_decode.speculation.layout import (
     CAPACITY,
@@ -41,6 +41,9 @@ from headrace_decode.speculation.layout import (
 SMALLEST_TOKENS = 512
 LONGEST_SEGMENT_TOKENS = 8192
 """A longer sequence becomes several segments."""
+RESERVE_SHARE = 8
+"""Kept partitions grow no further while less than the arena's length over this would be left for
+open requests."""
 BYTES_PER_HEADER = 2048
 """One header for so many bytes of capacity: short answers take about as much of the arena."""
 _EMPTY = np.zeros(COLUMNS, np.int64)
@@ -221,7 +224,7 @@ class Pool:
         part = self.parts[row]
         held = int(part[HEAD] - part[TAIL])
         if part[HEAD] + need > MAX_POSITION:
-            self._resize(row, int(part[CAPACITY]), now_s)
+            self._relay(row, int(part[CAPACITY]), now_s)
         elif held + need > part[CAPACITY]:
             self._resize(row, _rounded(max(int(part[CAPACITY]) * 3 // 2, held + need)), now_s)
 
@@ -272,37 +275,63 @@ class Pool:
     def _take_words(self, words: int, asking: int, now_s: float) -> int | None:
         """A run of the arena, if need be from partitions that are larger."""
         while (offset := self.arena.take(words)) is None:
-            rows = [row for row in self._kept.values() if row != asking]
-            largest = max(rows, key=lambda row: int(self.parts[row, WORDS]), default=NONE)
-            if largest == NONE or self.parts[largest, WORDS] <= words:
+            if not self._halve_largest(asking, words, now_s):
                 return None
-            tokens = _rounded(int(self.parts[largest, CAPACITY]) // 2)
-            if tokens == self.parts[largest, CAPACITY]:
-                return None
-            self._shrink(largest, tokens, now_s)
         return offset
 
     def _resize(self, row: int, tokens: int, now_s: float) -> None:
-        """Give a partition another capacity if the arena has room for it beside the old one."""
+        """Let a partition hold more tokens, if the arena grants at least an eighth more: beside
+        the old place where there is room for both, otherwise, if kept, around it."""
         old = self.parts[row].copy()
         kept = old[FAILURE_BITS] != NONE
-        offset = self._take_words(_words_of(tokens, kept=kept), row, now_s)
-        if offset is None:
-            if old[HEAD] > MAX_POSITION - layout.GRANULE * tokens:
-                self._shrink(row, int(old[CAPACITY]), now_s)
-            return
-        self._move(row, self.arena.words, old, self._laid_out(offset, tokens, kept=kept), now_s)
-        self.arena.give(int(old[TOKENS]), int(old[WORDS]))
+        if kept:
+            tokens = self._granted(row, tokens, now_s)
+            if 8 * tokens <= 9 * old[CAPACITY]:
+                return
+            offset = self.arena.take(_words_of(tokens, kept=True))
+        else:
+            offset = self._take_words(_words_of(tokens, kept=False), row, now_s)
+        if offset is not None:
+            self._move(row, self.arena.words, old, self._laid_out(offset, tokens, kept=kept), now_s)
+            self.arena.give(int(old[TOKENS]), int(old[WORDS]))
+        elif kept:
+            around = self.arena.longest_around(int(old[TOKENS]), int(old[WORDS]))
+            tokens = min(tokens, _fitting(around))
+            if 8 * tokens > 9 * old[CAPACITY]:
+                self._relay(row, tokens, now_s)
 
-    def _shrink(self, row: int, tokens: int, now_s: float) -> None:
-        """Lay a kept partition out anew in no more room than it has."""
+    def _granted(self, row: int, tokens: int, now_s: float) -> int:
+        """How many of these tokens a kept partition may grow to, the reserve for requests left
+        alone; larger ones are halved for it."""
+        own = int(self.parts[row, WORDS])
+        spare = len(self.arena.words) // RESERVE_SHARE - own
+        while self.arena.free_words - _words_of(tokens, kept=True) < spare:
+            if not self._halve_largest(row, _words_of(tokens, kept=True), now_s):
+                return min(tokens, _fitting(self.arena.free_words - spare))
+        return tokens
+
+    def _halve_largest(self, asking: int, words: int, now_s: float) -> bool:
+        """Halve the largest kept partition but the one that asks, if it is larger than what is
+        asked for; whether there was such a one."""
+        rows = [row for row in self._kept.values() if row != asking]
+        largest = max(rows, key=lambda row: int(self.parts[row, WORDS]), default=NONE)
+        if largest == NONE or self.parts[largest, WORDS] <= words:
+            return False
+        tokens = _rounded(int(self.parts[largest, CAPACITY]) // 2)
+        if tokens == self.parts[largest, CAPACITY]:
+            return False
+        self._relay(largest, tokens, now_s)
+        return True
+
+    def _relay(self, row: int, tokens: int, now_s: float) -> None:
+        """Lay a kept partition out anew where it is, its content meanwhile aside."""
         old = self.parts[row].copy()
         offset, words = int(old[TOKENS]), int(old[WORDS])
         aside = self.arena.words[offset : offset + words].copy()
         old[list(_OFFSETS)] -= offset
         self.arena.give(offset, words)
         place = self.arena.take(_words_of(tokens, kept=True))
-        assert place is not None, "a run no longer than the one just freed"
+        assert place is not None, "a run no longer than the one that it lay in"
         self._move(row, aside, old, self._laid_out(place, tokens, kept=True), now_s)
 
     def _move(
@@ -343,3 +372,15 @@ def _words_of(tokens: int, *, kept: bool) -> int:
     bits = tokens.bit_length() - 1
     words = tokens * (1 + LENGTHS) + (LENGTHS << bits)
     return words + (tokens // GRANULE + (2 << max(bits - 4, 4)) if kept else 0)
+
+
+def _fitting(words: int) -> int:
+    """Most tokens that a kept ring in so many arena words holds."""
+    low, high = SMALLEST_TOKENS // 64, max(words // (1 + LENGTHS) // 64, SMALLEST_TOKENS // 64)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _words_of(64 * middle, kept=True) <= words:
+            low = middle
+        else:
+            high = middle - 1
+    return 64 * low

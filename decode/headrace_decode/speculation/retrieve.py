@@ -28,8 +28,10 @@ from headrace_decode.speculation.ring import is_live
 
 SURVIVORS = 8
 """Per partition."""
-HOPS = 16
-"""Chain links followed per anchor length."""
+ENOUGH = (8, 8, 4, 3)
+"""Survivors that suffice, by anchor length: places that share more with the context agree more."""
+HOPS = 2
+"""Chain links followed per survivor that is wanted."""
 CANDIDATES = 3 * SURVIVORS
 """Of the request's own partition, its tenant's and the public one together."""
 
@@ -62,8 +64,8 @@ def find_own(
         if length < ANCHORS[which]:
             continue
         position = next_of(words, part, last, which)
-        for _ in range(HOPS):
-            if position < part[TAIL] or count == SURVIVORS:
+        for _ in range(HOPS * ENOUGH[which]):
+            if position < part[TAIL] or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
@@ -100,8 +102,8 @@ def find_kept(
         if length < ANCHORS[which]:
             continue
         position = first_of(words, part, context, which)
-        for _ in range(HOPS):
-            if position < part[TAIL] or count == SURVIVORS:
+        for _ in range(HOPS * ENOUGH[which]):
+            if position < part[TAIL] or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:

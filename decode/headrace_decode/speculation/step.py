@@ -108,7 +108,8 @@ def draft_rows(
     recent = np.empty(KEY_TOKENS, np.int64)
     found = np.empty((CANDIDATES, 5), np.int64)
     weights = np.empty(CANDIDATES, np.float64)
-    upcoming = np.empty(CANDIDATES, np.int64)
+    upcoming, choices = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
+    votes = np.empty(CANDIDATES, np.float64)
     origin = np.empty(5, np.int64)
     epoch = epoch_of(now_s)
     for index in range(len(handles)):
@@ -165,6 +166,8 @@ def draft_rows(
             cells[index],
             keys[index],
             upcoming,
+            choices,
+            votes,
             origin,
         )
         if lengths[index]:

@@ -66,6 +66,8 @@ def walk(
     cells: Any,
     keys: Any,
     upcoming: Any,
+    choices: Any,
+    votes: Any,
     origin: Any,
 ) -> int:
     """Draft along the heaviest way; how many tokens.
@@ -76,7 +78,7 @@ def walk(
         failing: partition whose failure memory is asked, or -1 for none.
         tokens, survival, cells, keys: outputs, at least [most]: the draft, and for each token its
             calibration cell and its key in the failure memory.
-        upcoming: scratch, i8 [candidates].
+        upcoming, choices, votes: scratch, i8, i8 and f8 [candidates].
         origin: output, i8 [columns of a candidate]: whom the first token was mostly read from.
     """
     alive, survives = count, 1.0
@@ -97,27 +99,26 @@ def walk(
         if going == 0:
             return depth
 
-        total, best, best_votes, best_known, best_key = 0.0, -1, -1.0, 0, 0
+        options = 0
         for which in range(going):
-            token = upcoming[which]
-            votes, seen = 0.0, False
-            for other in range(going):
-                if upcoming[other] == token:
-                    if other < which:
-                        seen = True
-                        break
-                    votes += weights[other]
-            if seen:
-                continue
-            known = 0
-            key = key_of(recent, token)
+            option = 0
+            while option < options and choices[option] != upcoming[which]:
+                option += 1
+            if option == options:
+                choices[option], votes[option] = upcoming[which], 0.0
+                options += 1
+            votes[option] += weights[which]
+
+        total, best, best_votes, best_known, best_key = 0.0, -1, -1.0, 0, 0
+        for option in range(options):
+            known, key, vote = 0, key_of(recent, choices[option]), votes[option]
             if failing >= 0:
                 refused, accepted = evidence(words, parts[failing], key, epoch)
-                votes *= (1.0 + accepted) / (1.0 + refused)
+                vote *= (1.0 + accepted) / (1.0 + refused)
                 known = known_of(refused, accepted)
-            total += votes
-            if votes > best_votes:
-                best, best_votes, best_known, best_key = token, votes, known, key
+            total += vote
+            if vote > best_votes:
+                best, best_votes, best_known, best_key = choices[option], vote, known, key
 
         alive, lead = 0, 0
         for which in range(going):
