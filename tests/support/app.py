@@ -246,7 +246,6 @@ class Session:
             "observability.otlp_endpoint": self.collector.url,
             "store.nvme_folder": str(self.folder / "nvme"),
             "store.nvme_gb": "1",
-            "speculation.enabled": "true",
             **{
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },
