@@ -202,9 +202,15 @@ def without_transfer_params(params: SamplingParams) -> SamplingParams:
 
 
 def with_drafting_facts(params: SamplingParams, salt: str | None) -> SamplingParams:
-    """A copy of `params` that tells the engine's drafter whose request this is."""
+    """A copy of `params` that tells the engine's drafter whose request this is.
+
+    A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
+    same seed would not repeat its sample.
+    """
     told = copy.copy(params)
-    told.extra_args = request_arguments(params.extra_args, tenant=salt or "")
+    told.extra_args = request_arguments(
+        params.extra_args, tenant=salt or "", drafts=params.seed is None
+    )
     return told
 
 
