@@ -148,7 +148,7 @@ class SlowCache:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self.layer_names = cache.layer_names
-        self.save = cache.save
+        self.save, self.fence = cache.save, cache.fence
         self.layer_s = self.spent_s = 0.0
 
     def load(self, layer: int, *arguments: np.ndarray) -> np.ndarray:

@@ -238,6 +238,7 @@ def _main(model: str, task: dict[str, Any]) -> list[dict[str, Any]]:
     for arm in task["arms"]:
         wanted = (arm["draft_tokens"], arm["blocks"])
         if key != wanted:
+            KindsOfDrafts.kind = "memory"
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
             llm, key = _engine(model, *wanted), wanted
