@@ -3,8 +3,8 @@
 Real engines (SmolLM2-135M, one thread each, a process each) decode a draftable and an undraftable
 workload at several concurrencies. All arms take turns, those of one engine by switching the
 planner's mode, those of other engines by waiting in their processes, so that a slower minute meets
-all of them. In a round all arms get requests about the same documents in the same order, each with
-an end of its own. Steps that compute prompts do not count.
+all of them. All arms get the same requests in the same order, none twice, and draft from what they
+answered themselves, never from another arm's answers. Steps that compute prompts do not count.
 
 - ``plain``: vLLM without a speculative configuration. ``ngram``, ``suffix``: vLLM with its own
   proposers, the second with Arctic Inference's cache.
@@ -32,7 +32,7 @@ from benchmarks.speculation.report import figures, table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS = ("draftable", "undraftable")
-WARM_UP_STEPS, STEADY_STEPS, STEPS_MAX = 8, 40, 120
+WARM_UP_STEPS, STEADY_STEPS, STEPS_MAX = 8, 40, 400
 """Most steps of a turn: where each brings about the same, and where that varies with the text."""
 
 
@@ -56,6 +56,7 @@ def cell(
             most = WARM_UP_STEPS if number < 0 else STEADY_STEPS if steady else STEPS_MAX
             measured = node.do(
                 "turn",
+                arm=arm,
                 workload=workload,
                 concurrency=concurrency,
                 requests=requests if number >= 0 else concurrency,

@@ -18,6 +18,7 @@ from headrace_decode.speculation.settings import engine_arguments
 DRAFT_TOKENS = 16
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # vLLM's ngram proposer sets torch's threads to this after each step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,8 +1,8 @@
 """An engine that answers requests of a workload, so many at once, and counts: an arm's turn.
 
-Driven by JSON lines (`benchmarks.kvstore.child`). In a round every arm gets requests about the same
-documents in the same order, each with an end of its own, so that nobody finds an answer that was
-given before. Steps that compute prompts do not count: what is compared is decoding.
+Driven by JSON lines (`benchmarks.kvstore.child`). Every arm gets the same requests in the same order,
+none twice, and is a tenant of its own: its drafts come from its own past answers only, as if it
+had the engine for itself. Steps that compute prompts do not count: what is compared is decoding.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from typing import Any
 
 from benchmarks.kvstore.child import serve
 from benchmarks.speculation.workloads import Workload
+from headrace_decode.speculation.request import REQUEST_KEY
 
 ANSWER_TOKENS = 64
 MODEL_TOKENS = 1024
@@ -38,6 +40,7 @@ class Node:
         self._workloads = {name: Workload(name, encode) for name in ("draftable", "undraftable")}
         self._running: set[str] = set()
         self._number = 0
+        self._asked: Counter[tuple[str, str, int]] = Counter()
 
     def mode(self, mode: str) -> dict[str, Any]:
         """Switch the planner; the proposer's report."""
@@ -45,18 +48,19 @@ class Node:
         return dict(report)
 
     def turn(
-        self, workload: str, concurrency: int, requests: int, first: int, steps_max: int
+        self, arm: str, workload: str, concurrency: int, requests: int, first: int, steps_max: int
     ) -> dict[str, float]:
         """Answer so many requests, so many at once, and count while that many run.
 
         Args:
+            arm: whose turn it is.
             first: document of the first request; those of the others follow.
             steps_max: end after so many steps.
         """
         tokens, spent, taken, begun = 0, 0.0, 0, 0
         while taken < steps_max:
             new = min(concurrency - len(self._running), requests - begun)
-            self._start(workload, range(first + begun, first + begun + new))
+            self._start(arm, workload, range(first + begun, first + begun + new))
             begun += new
             if len(self._running) < concurrency:
                 if begun == requests:
@@ -75,7 +79,7 @@ class Node:
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
-    def _start(self, name: str, documents: range) -> None:
+    def _start(self, arm: str, name: str, documents: range) -> None:
         """Start a request about each, and compute their prompts."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -90,11 +94,14 @@ class Node:
                 max_tokens=ANSWER_TOKENS,
                 temperature=workload.temperature,
                 ignore_eos=True,
-                seed=self._number if workload.temperature else None,
+                extra_args={REQUEST_KEY: {"tenant": arm}},
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = workload.prompt(document)[: MODEL_TOKENS - ANSWER_TOKENS - 1]
+            asked = (arm, name, document % len(workload.documents))
+            prompt = workload.prompt(document, self._asked[asked])
+            self._asked[asked] += 1
+            prompt = prompt[: MODEL_TOKENS - ANSWER_TOKENS - 1]
             self._engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), params)
             self._running.add(request_id)
             new.add(request_id)

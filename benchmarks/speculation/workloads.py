@@ -42,13 +42,13 @@ _SUBJECTS = (
 
 
 class Workload:
-    """An endless supply of prompts, the same for everybody who asks with the same seed."""
+    """An endless supply of prompts, the same for everybody."""
 
-    def __init__(self, name: str, encode: Encode, seed: int = 0) -> None:
+    def __init__(self, name: str, encode: Encode) -> None:
         """`name`: "draftable" or "undraftable"."""
         self.name = name
         self.temperature = 0.0 if name == "draftable" else 1.0
-        self._encode, self._rng = encode, random.Random(f"{name} {seed}")
+        self._encode, self._rng = encode, random.Random(name)
         self.documents: list[list[int]] = []
         self._tails: list[Callable[[], str]] = []
         if name == "draftable":
@@ -56,9 +56,10 @@ class Workload:
         else:
             self._prepare_prose()
 
-    def prompt(self, number: int) -> list[int]:
-        """Another one about document `number` (modulo their count), as token ids."""
+    def prompt(self, number: int, variant: int) -> list[int]:
+        """One about document `number` (modulo their count), as token ids."""
         at = number % len(self.documents)
+        self._rng.seed(f"{self.name} {at} {variant}")
         return self.documents[at] + self._encode(self._tails[at]())
 
     def _prepare_draftable(self) -> None:

@@ -64,7 +64,9 @@ class Agent:
         ImportError, RuntimeError: no NIXL, or no UCX.
     """
 
-    def __init__(self, address: int, length: int, serving: Callable[[], bool]) -> None:
+    def __init__(
+        self, address: int, length: int, serving: Callable[[], bool] = lambda: False
+    ) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.name = f"headrace-{uuid.uuid4()}"

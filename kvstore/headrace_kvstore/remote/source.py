@@ -20,10 +20,11 @@ from headrace_kvstore.arena_map import Space
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.events import DRAM, NVME
 from headrace_kvstore.node_sources import Fill, Found, Offer, Unavailable
-from headrace_kvstore.remote.agent import Agent, Pull, PullError
+from headrace_kvstore.remote.agent import Pull, PullError
 from headrace_kvstore.remote.messages import Lease, Leased, Release
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.price import Run
+from headrace_kvstore.remote.readers import Readers
 from headrace_kvstore.table import HASH_BYTES, SLOT
 from headrace_kvstore.tiers.record import Shape
 
@@ -44,7 +45,7 @@ class RemoteSource:
 
     Args:
         space: digest -> how the arena's blocks of a namespace are cut, None if it is not known.
-        agent: that reads, with the arena's memory.
+        readers: with the arena's memory.
     """
 
     batch_blocks = 64
@@ -52,11 +53,11 @@ class RemoteSource:
     def __init__(
         self,
         peers: Peers,
-        agent: Agent,
+        readers: Readers,
         space: Callable[[bytes], Space | None],
         limits: PullLimits,
     ) -> None:
-        self._peers, self._agent, self._space, self.limits = peers, agent, space, limits
+        self._peers, self._readers, self._space, self.limits = peers, readers, space, limits
         self._lock = threading.Lock()
         self._met: dict[str, tuple[str, Future[str]]] = {}
         self.counts: Counter[str] = Counter()
@@ -121,17 +122,22 @@ class RemoteSource:
         with self._lock:
             self.counts[f"failed_{word}"] += blocks
             if word in ("lost", "slow", "refused"):
-                self._met.pop(peer, None)  # its connection is cut: it is met anew
+                self._cut(peer)
         self._peers.failed(peer, word)
 
     def _meet(self, peer: str, generation: str, metadata: bytes) -> Future[str]:
         with self._lock:
             known = self._met.get(peer)
             if known is None or known[0] != generation:
-                if known is not None and known[1].done() and not known[1].exception():
-                    self._agent.forget(known[1].result())
-                known = self._met[peer] = generation, self._agent.meet(metadata)
+                self._cut(peer)
+                known = self._met[peer] = generation, self._readers.meet(metadata)
             return known[1]
+
+    def _cut(self, peer: str) -> None:
+        """End the connection; it is met anew."""
+        known = self._met.pop(peer, None)
+        if known is not None and known[1].done() and not known[1].exception():
+            self._readers.forget(known[1].result())
 
 
 class RemoteOffer:
@@ -173,7 +179,7 @@ class RemoteOffer:
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
         """As `Offer`."""
         limit_s = min(self._source.limits.pull_s, self._until_s - time.monotonic())
-        pull = self._source._agent.read(
+        pull = self._source._readers.read(
             self._name,
             addresses[:, 0],
             self._remote[list(which)],

@@ -21,9 +21,14 @@ from headrace_kvstore.remote.agent import Agent
 from headrace_kvstore.remote.lender import Lender
 from headrace_kvstore.remote.messages import Hello, Lease, PeerRequest, Release, Welcome
 from headrace_kvstore.remote.peers import Peers
+from headrace_kvstore.remote.readers import Readers
 from headrace_kvstore.remote.source import PullLimits, RemoteSource
 from headrace_kvstore.tiers.nvme import NvmeTier
 from headrace_kvstore.wire import Done
+
+READERS = 2
+"""Agents that read. UCX copies shared memory in the call that posts a read, so one thread keeps one
+core busy and is slower than the memory."""
 
 
 class RemoteWork:
@@ -56,9 +61,15 @@ class RemoteWork:
 
         self.generation = uuid.uuid4().hex
         self.lender = Lender(arena, self.generation, on_nvme, below)
-        self.agent = Agent(arena.base_address, arena.geometry.size_bytes, self.lender.serving)
+        memory = arena.base_address, arena.geometry.size_bytes
+        self.agent = Agent(*memory, self.lender.serving)
+        try:
+            self.readers = Readers([self.agent, *(Agent(*memory) for _ in range(READERS - 1))])
+        except BaseException:
+            self.agent.close(0.0)
+            raise
         limits = PullLimits(settings.pull_limit_s, settings.peer_lease_s)
-        self.source = RemoteSource(peers, self.agent, space, limits)
+        self.source = RemoteSource(peers, self.readers, space, limits)
         self.puller = Prefetcher(arena, self.source, settings.pulling_bytes, "kv-pull")
 
     def answer(self, request: PeerRequest, batches: int, ports: tuple[int, int]) -> Any:
@@ -88,4 +99,4 @@ class RemoteWork:
         """End it; False if bytes may still arrive after that time."""
         self.lender.close()
         ended = self.puller.close(timeout_s)
-        return self.agent.close(timeout_s) and ended
+        return self.readers.close(timeout_s) and ended
