@@ -251,7 +251,8 @@ class SchedulerHalf:
         if name not in self._taken:
             if name not in self._asked:
                 self._asked[name] = hashes[: self._most_slow]
-                self._slow.ask(name, self._asked[name], self._pace.block_s)
+                block_s = 0.0 if self._price is None else self._pace.block_s
+                self._slow.ask(name, self._asked[name], block_s)
             answer = self._slow.answer(name)
             if answer is None:
                 return None
