@@ -182,7 +182,7 @@ class TestFaults:
             before = engine.events()
             answers = engine.answers([PROMPTS[MIDDLE]] * 2, ["t-1", "t-2"], together=True)
             assert [answer.tokens for answer in answers] == [cold[MIDDLE].tokens] * 2
-            until(lambda: (engine.events() - before)["save_refused"] >= 2 * FOUND[MIDDLE] // BLOCK)
+            until(lambda: (engine.events() - before)["save_no_room"] >= 2 * FOUND[MIDDLE] // BLOCK)
             arena.abandon(held)
             arena.release(leased)
             [again] = engine.answers([PROMPTS[LONG]], anew=True)

@@ -73,8 +73,8 @@ def reader(mover: Mover) -> Iterator[Reader]:
 def written(node: StoreNode, engine: Engine, *numbers: int) -> None:
     """Blocks that are on NVMe."""
     engine.put(*numbers)
+    until(lambda: len(node.locate(DIGEST, keys(*numbers), 0.0)) == len(numbers))
     assert node.quiesce(20)
-    assert len(node.locate(DIGEST, keys(*numbers), 0.0)) == len(numbers)
 
 
 def located(node: StoreNode, *numbers: int, request: str = "r") -> int:
