@@ -54,6 +54,9 @@ Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
 LOOKUP_TRIES = 4
+TAKEN, NO_ROOM, NOT_WORTH = kernels.ABSENT, kernels.NO_ROOM, kernels.NOT_WORTH
+"""Of `reserve`, in the place of a slot: the block is there, or somebody is writing it; all that
+could be evicted is in use, or the lock is; what would have to go is worth more."""
 
 
 class Arena(ArenaMap):
@@ -242,7 +245,7 @@ class Arena(ArenaMap):
         return self.policy.policy.rates(keys, rows, self._clock())
 
     def release(self, slots: np.ndarray) -> None:
-        """End a lease early, once for each `lease`. Slots of -1 are skipped."""
+        """End a lease early, once for each `lease`. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
         with self._section:
             kernels.release(self._t, wanted[wanted >= 0], self._clock())
@@ -261,14 +264,14 @@ class Arena(ArenaMap):
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
-        -1 where the block is there, is being written, is not worth the room, or has no room even
-        after eviction. parents, depths, compute_s and load_s as in SLOT, one a block (the last two
-        may be one for all). Each slot must be given to `publish` or `abandon`.
+        TAKEN, NO_ROOM or NOT_WORTH, all below 0, where a block gets none. parents, depths,
+        compute_s and load_s as in SLOT, one a block (the last two may be one for all). Each slot
+        must be given to `publish` or `abandon`.
         """
         self._check_row(row)
         keys = pack_hashes(hashes)
         count, heads = len(keys), np.ascontiguousarray(keys[:, 0])
-        slots = np.full(count, kernels.NO_ROOM, np.int64)
+        slots = np.full(count, NO_ROOM, np.int64)
         now_s = self._clock()
         stands = heads, _column(parents, count, np.uint64), _column(depths, count, np.uint32)
         costs = _column(compute_s, count, np.float32), _column(load_s, count, np.float32)
@@ -287,7 +290,7 @@ class Arena(ArenaMap):
             absent = np.flatnonzero(self.lookup(row, keys) < 0)
             admitted = self._eviction.admitted(row, *(c[absent] for c in (*stands, *costs)))
             refused = absent[~admitted]
-            slots[refused] = kernels.ABSENT
+            slots[refused] = NOT_WORTH
             asked_bytes = int(admitted.sum()) * float(self._t.spaces["slot_bytes"][row])
             own = self._eviction.over_quota(tenant, asked_bytes, now_s)
             with self._section:
@@ -305,7 +308,7 @@ class Arena(ArenaMap):
             self._eviction.written(row, now_s, slots[given], *(c[given] for c in stands))
         except LockBusyError as error:
             logger.warning("not all blocks are stored: %s", error)
-        return np.maximum(slots, -1)
+        return np.where(slots == kernels.STUCK, TAKEN, slots)
 
     def publish(self, slots: np.ndarray, sums: np.ndarray) -> np.ndarray:
         """Make reserved blocks readable; sums: u64 [n, layers]. Slots must be of one namespace.
@@ -330,7 +333,7 @@ class Arena(ArenaMap):
         return done
 
     def abandon(self, slots: np.ndarray) -> None:
-        """Give reserved slots back unwritten. Slots of -1 are skipped."""
+        """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
         with self._section:
             kernels.abandon(self._t, wanted, os.getpid(), self._per_segment)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace_kvstore.arena_check import broken_invariants, describe
+from headrace_kvstore.arena_kernels import NOT_WORTH
 from headrace_kvstore.arena_layout import (
     EVENT_FLOOR,
     EVENT_HEAD,
@@ -188,7 +189,7 @@ class ArenaMap:
         if not 0 <= row < self._words[NAMESPACE_COUNT]:
             raise ValueError(f"{row} is no namespace of this arena")
 
-    def _slots(self, slots: np.ndarray, least: int = -1) -> np.ndarray:
+    def _slots(self, slots: np.ndarray, least: int = NOT_WORTH) -> np.ndarray:
         wanted = np.array(slots, np.int64, order="C").reshape(-1)
         if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
             raise IndexError("no such slot")

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,24 +25,22 @@ import msgspec
 import numpy as np
 
 from headrace_kvstore import wire
-from headrace_kvstore.chains import chains
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
 from headrace_kvstore.locking import LockBusyError
 from headrace_kvstore.mover import Mover
+from headrace_kvstore.node_changes import all_there, arena_contents, nvme_change, object_change
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_keeper import TierKeeper
 from headrace_kvstore.node_objects import open_tier
 from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.node_worth import Uses, Worth, below_dram
 from headrace_kvstore.node_writer import Admit
-from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
 from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.tiers.catalog import use_per_second
 from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
 from headrace_kvstore.tiers.objects import ObjectTier
-from headrace_kvstore.tiers.record import padded
 from headrace_kvstore.tiers.segment import Location
 
 logger = logging.getLogger("headrace.kvstore")
@@ -50,12 +48,8 @@ logger = logging.getLogger("headrace.kvstore")
 TIERS = ("dram", "nvme")
 CLEARABLE = (*TIERS, "object")
 """The object tier only by name: others may share what is there."""
-REMEMBERED_USES = 1 << 16
-"""Blocks of which it is known that one request read them from NVMe."""
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that nobody asked for."""
-SAMPLE_BLOCKS = 1024
-"""Blocks in DRAM that new ones are compared with before they are written."""
 CHECK_S = 1.0
 """Between looks whether the arena was replaced."""
 
@@ -75,9 +69,10 @@ class StoreNode:
         self, settings: NodeSettings, *, admit: Admit | None = None, mover: Mover | None = None
     ) -> None:
         self.settings = settings
-        self._admit = admit or self._worth_writing
+        self._worth = Worth(lambda: self._dram)
+        self._admit = admit or self._worth.writing
         self._mover, self._owns_mover = mover, mover is None
-        self._uses: OrderedDict[bytes, str] = OrderedDict()
+        self._uses = Uses()
         self._counts: Counter[str] = Counter()
         self._dram_lock = threading.Lock()
         self._dram: DramWork | None = None
@@ -266,33 +261,8 @@ class StoreNode:
         many were queued."""
         with self._dram_lock:
             room = 0 if self._dram is None else self._dram.arena.free_bytes()
-        contents = list(self._below_dram())
-        if not contents or not room:
-            return 0
-        rows = np.concatenate([rows for _, rows in contents])
-        owner = np.repeat(np.arange(len(contents)), [len(rows) for _, rows in contents])
-        worth = [self._worth(digest, found, time.monotonic()) for digest, found in contents]
-        best = np.argsort(-np.concatenate(worth), kind="stable")
-        best = best[np.cumsum(rows["bytes"][best]) <= room]
-        best = best[np.argsort(rows["depth"][best], kind="stable")]
-        queued = 0
-        for i in np.unique(owner[best]).tolist():
-            hashes = [rows["hash"][j].tobytes() for j in best[owner[best] == i]]
-            queued += self.prefetch(contents[i][0], hashes, WARM_PRIORITY)
-        return queued
-
-    def _below_dram(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Namespace digest and rows, SLOT (n,), of the blocks of slower tiers, each block once."""
-        nvme = self._tier()
-        if nvme is not None:
-            yield from nvme.contents()
-        if self._objects is not None:
-            for digest, rows in self._objects.contents():
-                if nvme is not None:
-                    hashes = [row["hash"].tobytes() for row in rows]
-                    rows = rows[~nvme.contains(digest, hashes)]
-                if len(rows):
-                    yield digest, rows
+        best = self._worth.best(list(below_dram(self._tier(), self._objects)), room)
+        return sum(self.prefetch(digest, hashes, WARM_PRIORITY) for digest, hashes in best)
 
     def clear(self, digest: bytes | None = None, tiers: Sequence[str] = TIERS) -> int:
         """Drop all blocks of a namespace, or of all, also pinned and leased ones; how many. Of
@@ -420,17 +390,7 @@ class StoreNode:
             return 0 if self._dram is None or row is None else act(self._dram, row)
 
     def _promote(self, digest: bytes, hashes: Sequence[bytes], request_key: str) -> None:
-        again = []
-        for block_hash in hashes:
-            key = digest + padded(block_hash)
-            before = self._uses.get(key)
-            if before is None:
-                self._uses[key] = request_key
-            elif before != request_key:
-                del self._uses[key]
-                again.append(block_hash)
-        while len(self._uses) > REMEMBERED_USES:
-            self._uses.popitem(last=False)
+        again = self._uses.again(digest, hashes, request_key)
         if again:
             self._counts["promoted"] += self.prefetch(digest, again, PROMOTION_PRIORITY)
 
@@ -471,45 +431,19 @@ class StoreNode:
     def _peers(self) -> Peers | None:
         return None if self._neighbours is None else self._neighbours.peers
 
-    def _worth(self, digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
-        """What keeping blocks on NVMe is worth: a `catalog.Value`."""
-        dram = self._dram
-        if dram is None:
-            return use_per_second(digest, rows, now_s)
-        return worth_keeping(rows, dram.arena.rates(digest, rows))
-
-    def _worth_writing(self, rows: np.ndarray, backlog: float) -> np.ndarray:
-        """Which blocks of one namespace of the arena to write: an `Admit`."""
-        dram = self._dram
-        if dram is None or not len(rows) or pressure(backlog) == 0.0:
-            return np.ones(len(rows), np.bool_)
-        row = int(rows["namespace"][0])
-        digest, now_s = dram.arena.spaces()[row].digest, time.monotonic()
-        there, _ = dram.arena.blocks(row)
-        sample = there[:: max(1, len(there) // SAMPLE_BLOCKS)]
-        others = self._worth(digest, sample, now_s) / np.maximum(sample["bytes"], 1.0)
-        return worth_writing(rows, self._worth(digest, rows, now_s), others, backlog)
-
     def _nvme_opened(self) -> None:
         tier = self._tier()
         if tier is not None:
-            tier.value = self._worth
+            tier.value = self._worth.keeping
         dram = self._dram
         if dram is not None:
             dram.follower.sweep_soon()
         self._tier_opened()
 
     def _nvme_event(self, event: TierEvent) -> None:
-        if self._publisher is None or event.reason == "scanned":
-            return
-        parent = 0
-        if event.stored:
-            tier = self._tier()
-            record = None if tier is None else tier.record(event.digest, event.hash)
-            if record is None:
-                return  # gone already; another thread tells so
-            parent = int(record["parent"])
-        self._publish([Change(event.stored, NVME, event.digest, event.hash, parent)])
+        change = nvme_change(self._tier(), event)
+        if change is not None:
+            self._publish([change])
 
     def _tier_opened(self) -> None:
         """A tier that others or an earlier node filled can be read."""
@@ -518,14 +452,9 @@ class StoreNode:
             self._slow.submit(self.warm)
 
     def _object_event(self, event: TierEvent) -> None:
-        tier = self._objects
-        if self._publisher is None or tier is None:
-            return
-        place = tier.find(event.digest, event.hash) if event.stored else None
-        if event.stored and place is None:
-            return  # gone already; another thread tells so
-        parent = 0 if place is None else int.from_bytes(place.block.parent[:8], "little")
-        self._publish([Change(event.stored, OBJECT, event.digest, event.hash, parent)])
+        change = None if self._objects is None else object_change(self._objects, event)
+        if change is not None:
+            self._publish([change])
 
     def _publish(self, changes: list[Change]) -> None:
         if self._publisher is not None:
@@ -538,20 +467,13 @@ class StoreNode:
     def _contents(self) -> Iterator[Change]:
         """All blocks of all tiers, each chain in order."""
         with self._dram_lock:
-            rows, spaces = np.zeros(0), []
-            if self._dram is not None:
-                rows, _ = self._dram.arena.blocks()
-                spaces = self._dram.arena.spaces()
-        for row in chains(rows):
-            digest = spaces[int(row["namespace"])].digest
-            yield Change(True, DRAM, digest, row["hash"].tobytes(), int(row["parent"]))
+            in_dram = [] if self._dram is None else arena_contents(self._dram.arena)
+        yield from all_there(DRAM, in_dram)
         tier = self._tier()
-        for digest, found in [] if tier is None else tier.contents():
-            for row in chains(found):
-                yield Change(True, NVME, digest, row["hash"].tobytes(), int(row["parent"]))
-        for digest, found in [] if self._objects is None else self._objects.contents():
-            for row in chains(found):
-                yield Change(True, OBJECT, digest, row["hash"].tobytes(), int(row["parent"]))
+        if tier is not None:
+            yield from all_there(NVME, tier.contents())
+        if self._objects is not None:
+            yield from all_there(OBJECT, self._objects.contents())
 
 
 def _staged(located: wire.Located, pulling: Pulling) -> Staged:

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
 from headrace_kvstore.node_loop import MoveLoop
 from headrace_kvstore.node_sources import Fill, Found, Offer, Source, Unavailable
 from headrace_kvstore.tiers.record import padded
 
 QUEUE_BLOCKS = 1 << 16
+REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room", NOT_WORTH: "dropped_not_worth"}
 OPENINGS = 4
 """Batches of which the source is asked at once."""
 
@@ -219,12 +220,8 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
         shape = found[0].shape
         slots = self._reserve(found)
         given = slots >= 0
-        if not given.all():
-            refused = [each.hash for each, g in zip(found, given, strict=True) if not g]
-            row = self._arena.namespace(shape.digest, shape.payload_bytes, shape.layers)
-            there = int((self._arena.lookup(row, refused) >= 0).sum())
-            self._count("already_there", there)
-            self._count("dropped_no_room", len(refused) - there)
+        for code, word in REFUSED.items():
+            self._count(word, int((slots == code).sum()))
         which = [i for i, g in zip(group, given, strict=True) if g]
         slots = slots[given]
         started: set[bytes] = set()

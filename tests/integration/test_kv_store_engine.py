@@ -8,119 +8,46 @@ everything is gone but the NVMe files, and a third one, under a node of its own,
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from headrace.model import resolve
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.table import READY, WRITING
 from headrace_kvstore.writers import WRITER_TIMEOUT_S
+from tests.support.machine import (
+    BLOCK,
+    LOGPROB_TOLERANCE,
+    Machine,
+    assert_same,
+    full_tokens,
+    until,
+)
 from tests.support.prompts import noise
 from tests.support.stored import Stored, StoredEngine
-from tests.support.storenode import StoreNodeProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
-BLOCK, LAYERS = 128, 30
-BLOCK_BYTES = LAYERS * 196_608
-DRAM_BYTES = 768 << 20
 LENGTHS = [127, 128, 129, 1000, 2500, 7000]
-FOUND = [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
-"""Tokens of each prompt in full blocks, but for the last token."""
-LOGPROB_TOLERANCE = 1e-4
-"""Nats. The cold run computes a prompt in one step, the warm one its last block only: float32 sums
-in another order."""
-PATIENCE_S = 200.0
-
 PROMPTS = [noise(length, seed) for seed, length in enumerate(LENGTHS)]
+FOUND = [full_tokens(prompt) for prompt in PROMPTS]
 MIDDLE, LONG = 3, 4
 """The prompts of 1,000 and of 2,500 tokens."""
 
 
-class Story:
-    """One arena, one folder of NVMe files, a node, and the engines there are."""
-
-    def __init__(self, folder: Path) -> None:
-        self.name = f"headrace-test-{uuid.uuid4().hex[:12]}"
-        self.node = StoreNodeProcess(
-            name=self.name,
-            dram_bytes=DRAM_BYTES,
-            block_bytes=BLOCK_BYTES,
-            layers=LAYERS,
-            keep_arena=True,
-            nvme_folder=folder,
-            nvme_bytes=4 << 30,
-        )
-        self.engines: list[StoredEngine] = []
-
-    def engine(self, **settings: Any) -> StoredEngine:
-        """Starts; `ready` waits for it."""
-        store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
-        store |= {"lease_s": 20.0, **settings}
-        self.engines.append(StoredEngine(str(resolve("smollm2-135m-instruct")), store))
-        return self.engines[-1]
-
-    def arena(self) -> Arena:
-        """The arena, as any process may open it."""
-        return Arena.create_or_attach(self.name, DRAM_BYTES)
-
-    def forget_dram(self) -> None:
-        """Leave what is on NVMe."""
-        with self.arena() as arena:
-            arena.clear()
-
-    def remove_dram(self) -> None:
-        """As a restart of the machine does."""
-        (Path("/dev/shm") / self.name).unlink(missing_ok=True)
-
-    def from_nvme(self, engine: StoredEngine, number: int, salt: str | None = None) -> Stored:
-        """A prompt's answer with all that can be found, none of it in DRAM; asked again as long as
-        the node was slow to answer."""
-        answers: list[Stored] = []
-
-        def found() -> bool:
-            self.forget_dram()
-            answers[:] = engine.answers([PROMPTS[number]], [salt], anew=True)
-            return answers[0].cached == FOUND[number]
-
-        until(found)
-        return answers[0]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for it; fails the test if it does not come about."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.05)
-
-
-def assert_same(answers: Sequence[Stored], cold: Sequence[Stored]) -> None:
-    """Same tokens, and log-probabilities within the tolerance."""
-    for answer, truth in zip(answers, cold, strict=True):
-        assert answer.tokens == truth.tokens
-        assert answer.logprobs == pytest.approx(truth.logprobs, abs=LOGPROB_TOLERANCE)
-
-
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    story = Story(tmp_path_factory.mktemp("nvme"))
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """One machine, with a disk."""
+    machine = Machine(nvme_folder=tmp_path_factory.mktemp("nvme"), nvme_bytes=4 << 30)
     try:
-        yield story
+        yield machine
     finally:
-        for engine in story.engines:
-            engine.kill()
-        story.node.kill()
-        story.remove_dram()
+        machine.end()
 
 
 @pytest.fixture(scope="module")
-def engines(story: Story) -> tuple[StoredEngine, StoredEngine]:
+def engines(story: Machine) -> tuple[StoredEngine, StoredEngine]:
     """Two that live at once; they take from files without asking what computing would cost."""
     first, second = story.engine(priced=False), story.engine(priced=False)
     first.ready()
@@ -129,23 +56,18 @@ def engines(story: Story) -> tuple[StoredEngine, StoredEngine]:
 
 
 @pytest.fixture(scope="module")
-def cold(engines: tuple[StoredEngine, StoredEngine], story: Story) -> list[Stored]:
+def cold(engines: tuple[StoredEngine, StoredEngine], story: Machine) -> list[Stored]:
     """The first engine's answers; it has nothing to load and saves all."""
     prompts = [*PROMPTS, PROMPTS[MIDDLE]]
     answers = engines[0].answers(prompts, [None] * len(PROMPTS) + ["tenant-a"])
     assert [answer.cached for answer in answers] == [0] * len(answers)
     computed = [len(prompt) + len(answers[0].tokens) - 1 for prompt in prompts]
-    until(lambda: ready_blocks(story) == sum(tokens // BLOCK for tokens in computed))
+    until(lambda: story.ready_blocks() == sum(tokens // BLOCK for tokens in computed))
     return answers[: len(PROMPTS)]
 
 
-def ready_blocks(story: Story) -> int:
-    with story.arena() as arena:
-        return int((arena.table["state"] == READY).sum())
-
-
 @pytest.fixture(scope="module")
-def flipped(cold: list[Stored], story: Story) -> Iterator[Arena]:
+def flipped(cold: list[Stored], story: Machine) -> Iterator[Arena]:
     """The arena, one bit of the last block of the prompt of 2,500 tokens flipped."""
     with story.arena() as arena:
         ready = (arena.table["state"] == READY).nonzero()[0]
@@ -196,10 +118,10 @@ class TestDram:
 
 
 @pytest.fixture(scope="module")
-def on_disk(warm: tuple[list[Stored], list[Stored]], story: Story) -> Story:
+def on_disk(warm: tuple[list[Stored], list[Stored]], story: Machine) -> Machine:
     """A node came, and wrote all that is in DRAM."""
     story.node.start()
-    blocks = ready_blocks(story)
+    blocks = story.ready_blocks()
     until(lambda: story.node.stats()["tiers"]["nvme"]["blocks"] >= blocks)
     return story
 
@@ -208,22 +130,22 @@ class TestNvme:
     @pytest.mark.parametrize("number", range(1, len(PROMPTS)), ids=map(str, LENGTHS[1:]))
     def test_what_is_on_disk_only_is_loaded_from_there(
         self,
-        on_disk: Story,
+        on_disk: Machine,
         engines: tuple[StoredEngine, StoredEngine],
         cold: list[Stored],
         number: int,
     ) -> None:
-        assert_same([on_disk.from_nvme(engines[1], number)], [cold[number]])
+        assert_same([on_disk.from_below(engines[1], PROMPTS[number])], [cold[number]])
 
     def test_it_came_from_there(
-        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine]
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine]
     ) -> None:
         assert engines[1].events()["loaded_nvme"] > 0
 
     def test_a_salt_finds_its_own_blocks_and_no_other_does(
-        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
     ) -> None:
-        own = on_disk.from_nvme(engines[1], MIDDLE, "tenant-a")
+        own = on_disk.from_below(engines[1], PROMPTS[MIDDLE], "tenant-a")
         on_disk.forget_dram()
         [other] = engines[1].answers([PROMPTS[MIDDLE]], ["tenant-d"], anew=True)
         assert other.cached == 0
@@ -232,7 +154,7 @@ class TestNvme:
 
 class TestFaults:
     def test_a_node_killed_under_load_costs_hits_only_and_they_come_back(
-        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
     ) -> None:
         _, engine = engines
         on_disk.forget_dram()
@@ -244,10 +166,10 @@ class TestFaults:
         [alone] = engine.answers([PROMPTS[MIDDLE]], anew=True)
         assert (alone.cached, alone.tokens) == (0, cold[MIDDLE].tokens)
         on_disk.node.start()
-        assert_same([on_disk.from_nvme(engine, MIDDLE)], [cold[MIDDLE]])
+        assert_same([on_disk.from_below(engine, PROMPTS[MIDDLE])], [cold[MIDDLE]])
 
     def test_an_arena_full_of_leased_blocks_takes_no_more_and_harms_nobody(
-        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
     ) -> None:
         _, engine = engines
         engine.answers([PROMPTS[LONG]], anew=True)
@@ -260,14 +182,14 @@ class TestFaults:
             before = engine.events()
             answers = engine.answers([PROMPTS[MIDDLE]] * 2, ["t-1", "t-2"], together=True)
             assert [answer.tokens for answer in answers] == [cold[MIDDLE].tokens] * 2
-            until(lambda: (engine.events() - before)["save_refused"] >= 2 * FOUND[MIDDLE] // BLOCK)
+            until(lambda: (engine.events() - before)["save_no_room"] >= 2 * FOUND[MIDDLE] // BLOCK)
             arena.abandon(held)
             arena.release(leased)
             [again] = engine.answers([PROMPTS[LONG]], anew=True)
             assert again.cached == FOUND[LONG]
 
     def test_two_engines_that_compute_one_prompt_at_once_store_it_once(
-        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine]
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine]
     ) -> None:
         before = [engine.events() for engine in engines]
         fresh = noise(3 * BLOCK + 1, seed=78)
@@ -284,7 +206,7 @@ class TestFaults:
         assert saved() == 3
 
     def test_an_engine_killed_while_it_reads_and_writes_leaves_nothing_behind(
-        self, on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+        self, on_disk: Machine, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
     ) -> None:
         victim, engine = engines
         fresh = noise(2 * BLOCK + 1, seed=77)
@@ -306,7 +228,7 @@ class TestFaults:
 
 @pytest.fixture(scope="module")
 def restarted(
-    on_disk: Story, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
+    on_disk: Machine, engines: tuple[StoredEngine, StoredEngine], cold: list[Stored]
 ) -> StoredEngine:
     """Everything was gone but the files; a node and an engine came anew."""
     for engine in engines:
@@ -320,7 +242,7 @@ def restarted(
 
 
 @pytest.fixture(scope="module")
-def lossy(restarted: StoredEngine, on_disk: Story) -> StoredEngine:
+def lossy(restarted: StoredEngine, on_disk: Machine) -> StoredEngine:
     """An engine that stores fp8, over the same arena."""
     return on_disk.engines[-1]
 
@@ -328,15 +250,15 @@ def lossy(restarted: StoredEngine, on_disk: Story) -> StoredEngine:
 class TestRestart:
     @pytest.mark.parametrize("number", range(len(PROMPTS) - 1, -1, -1), ids=map(str, LENGTHS[::-1]))
     def test_all_is_found_again_on_disk(
-        self, on_disk: Story, restarted: StoredEngine, cold: list[Stored], number: int
+        self, on_disk: Machine, restarted: StoredEngine, cold: list[Stored], number: int
     ) -> None:
-        assert_same([on_disk.from_nvme(restarted, number)], [cold[number]])
+        assert_same([on_disk.from_below(restarted, PROMPTS[number])], [cold[number]])
 
     def test_it_came_from_there(self, restarted: StoredEngine) -> None:
         assert restarted.events()["loaded_nvme"] >= sum(FOUND) // BLOCK
 
     def test_a_disk_slower_than_computing_is_left_and_found_again_when_it_has_recovered(
-        self, on_disk: Story, restarted: StoredEngine, cold: list[Stored]
+        self, on_disk: Machine, restarted: StoredEngine, cold: list[Stored]
     ) -> None:
         restarted.slow_disk(bytes_per_s=2e6)
 
@@ -352,7 +274,7 @@ class TestRestart:
         assert seen["lost_slow_nvme"] > 0 and seen["loaded_nvme"] == 0
         restarted.slow_disk(None)
         until(lambda: bool(ask() or (restarted.events() - before)["loaded_nvme"]))
-        assert_same([on_disk.from_nvme(restarted, MIDDLE)], [cold[MIDDLE]])
+        assert_same([on_disk.from_below(restarted, PROMPTS[MIDDLE])], [cold[MIDDLE]])
 
 
 class TestCodec:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from headrace_kvstore.tiers.breaker import Breaker
+from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.tiers.objects import ObjectTier
 from tests.support.kvnode import SHAPE
 from tests.support.kvobjects import Blocks, FakeStore, has

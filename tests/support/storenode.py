@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,11 @@ class StoreNodeProcess:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+    def stop(self) -> None:
+        """Have it stand still, until it is killed."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
 
     def stats(self) -> dict[str, Any]:
         """As `StoreNode.stats`."""

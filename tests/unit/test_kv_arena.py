@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace_kvstore.arena import NO_ROOM, TAKEN
 from headrace_kvstore.arena_layout import slot_bytes
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
 from tests.support.kvarena import (
@@ -58,12 +59,12 @@ def test_a_block_is_reserved_once(make: Make) -> None:
     arena = make()
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     first = arena.reserve(row, hashes(1, 1), [0, 0], [0, 0])
-    assert first[0] >= 0 and first[1] == -1
-    assert (arena.reserve(row, hashes(1), [0], [0]) == -1).all()
+    assert first[0] >= 0 and first[1] == TAKEN
+    assert arena.reserve(row, hashes(1), [0], [0]) == [TAKEN]
     arena.abandon(first)
     again = store(arena, row, 1)
     assert again[0] >= 0
-    assert (arena.reserve(row, hashes(1), [0], [0]) == -1).all()
+    assert arena.reserve(row, hashes(1), [0], [0]) == [TAKEN]
 
 
 def test_each_block_given_to_a_slot_is_another_generation(make: Make) -> None:
@@ -125,7 +126,7 @@ def test_one_readers_release_leaves_the_others_lease(make: Make) -> None:
     store(arena, row, 1)
     first, second = arena.lease(row, hashes(1), 9.0), arena.lease(row, hashes(1), 9.0)
     arena.release(first)
-    assert (store(arena, row, 2) == -1).all()
+    assert store(arena, row, 2) == [NO_ROOM]
     arena.release(second)
     assert (store(arena, row, 2) >= 0).all()
 

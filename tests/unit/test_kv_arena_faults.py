@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import Arena, ArenaFormatError, LockBusyError
+from headrace_kvstore.arena import NO_ROOM, TAKEN, Arena, ArenaFormatError, LockBusyError
 from headrace_kvstore.arena_layout import SECTION
 from headrace_kvstore.table import WRITING
 from tests.support.kvarena import (
@@ -87,7 +87,7 @@ def test_a_reservation_that_nothing_living_explains_is_taken_back(make: Make) ->
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1), [0], [0])
     clock.now_s += 599.0
-    assert (arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]) == -1).all()
+    assert arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]).tolist() == [TAKEN, NO_ROOM]
     assert arena.table["state"][slots[0]] == WRITING
     clock.now_s += 2.0
     assert (arena.reserve(row, hashes(1), [0], [0]) == slots).all()
@@ -197,7 +197,7 @@ def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
     with holder._section:
         assert present(arena, row, 1) == [1]
         assert (arena.lease(row, hashes(1), 1.0) == -1).all()
-        assert (arena.reserve(row, hashes(2), [0], [0]) == -1).all()
+        assert arena.reserve(row, hashes(2), [0], [0]) == [NO_ROOM]
         with pytest.raises(LockBusyError):
             arena.clear()
     assert (arena.lease(row, hashes(1), 1.0) >= 0).all()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena import NOT_WORTH, Arena
 from headrace_kvstore.policy import LFU, LRU, S3FIFO, CostAware, Policy, Priority
 from headrace_kvstore.policy.shared import KINDS, SharedPolicy, affordable, state_bytes
 from headrace_kvstore.table import READY, SLOT, hash_word
@@ -145,6 +145,10 @@ def test_what_the_policy_holds_worth_less_than_its_room_is_not_written(
     before = arena.stats()["refused_total"]
     assert ask(arena, row, *chain(90, 30), compute_s=0.0011) == []
     assert arena.stats()["refused_total"] == before + 30
+    slots = arena.reserve(
+        *(row, hashes(*chain(90, 30)), [0] * 30, range(30)), compute_s=0.0011, load_s=0.001
+    )
+    assert set(slots.tolist()) == {NOT_WORTH}
     arena.clear()
     assert len(ask(arena, row, *chain(91, 30), compute_s=0.0011)) == 30  # room enough
 

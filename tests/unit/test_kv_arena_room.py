@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace_kvstore.arena import NO_ROOM
 from headrace_kvstore.arena_layout import slot_bytes
 from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
 from tests.support.kvarena import (
@@ -64,7 +65,7 @@ def test_leased_pinned_and_unfinished_blocks_stay_whatever_the_policy_says(make:
     store(arena, row, 4)
     assert present(arena, row, *range(5)) == [0, 1, 4]
     arena.lease(row, hashes(4), 5.0)
-    assert (store(arena, row, 5) == -1).all()
+    assert store(arena, row, 5) == [NO_ROOM]
     clock.now_s += 5.0
     assert (store(arena, row, 5) >= 0).all()
     arena.pin(row, hashes(1), pinned=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from headrace_kvstore.connector.price import PROBE_SHARE, NonNegativeFit, Price, Run, pairs
@@ -109,6 +110,13 @@ class TestChoice:
     def test_a_tier_that_nobody_measured_is_tried(self) -> None:
         choice = engine().choose(0, [Run("nvme", 46)], 6000)
         assert choice.blocks == 46 and choice.limit_s < math.inf
+
+    def test_a_block_costs_the_mean_of_those_asked_for(self) -> None:
+        price = engine(token_s=1e-3, pair_s=1e-6)
+        each = [price.block_s(first, 1) for first in (10, 11)]
+        assert price.block_s(10, 2) == pytest.approx(np.mean(each))
+        assert each[0] < each[1]
+        assert Price(B, LAYERS).block_s(0, 1) is None
 
     def test_an_engine_that_never_computed_loads(self) -> None:
         price = Price(B, LAYERS)

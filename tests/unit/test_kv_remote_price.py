@@ -1,4 +1,4 @@
-"""What a pull is predicted to cost, when it is worth it, and when a peer is left alone."""
+"""What a pull is predicted to cost, and when it is worth it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.connector.pace import Pace
-from headrace_kvstore.remote.breaker import FAILURES, LONGEST, Breaker
 from headrace_kvstore.remote.price import LineFit, PullCost, Run, choose
 
 MIB = 2**20
@@ -82,40 +80,3 @@ def test_each_medium_of_a_run_has_its_price() -> None:
     both = Run("a", (("DRAM", 2, line(0.001, 1)), ("NVME", 1, line(0.02, 1))))
     assert both.blocks == 3
     assert both.pull_s(2**30) == pytest.approx(3.021)
-
-
-def test_a_breaker_opens_after_failures_in_a_row_for_longer_each_time() -> None:
-    breaker = Breaker(10.0)
-    for _ in range(FAILURES - 1):
-        breaker.failure(0.0)
-    breaker.success()
-    for _ in range(FAILURES - 1):
-        breaker.failure(0.0)
-    assert breaker.allows(0.0)
-    breaker.failure(0.0)
-    assert not breaker.allows(9.9) and breaker.allows(10.0)
-    breaker.failure(10.0)
-    assert not breaker.allows(29.9) and breaker.allows(30.0)
-    for _ in range(20):
-        breaker.failure(0.0)
-    assert breaker.allows(10.0 * LONGEST)
-    breaker.success()
-    assert breaker.opened == 22
-
-
-def test_an_engine_s_pace_is_the_slope_of_its_prefill_steps() -> None:
-    pace, now_s = Pace(128), 0.0
-    for tokens in (512, 128, 256, 512, 384):
-        assert pace.block_s == 0.0 or pace.block_s == pytest.approx(0.128, rel=0.3)
-        pace.step({"r": tokens}, now_s)
-        now_s += 0.02 + 0.001 * tokens
-    assert pace.block_s == pytest.approx(0.128, rel=0.3)
-
-
-def test_pauses_and_decodes_say_nothing_of_prefill() -> None:
-    pace = Pace(128)
-    pace.step({"a": 512}, 0.0)
-    pace.step({"b": 512}, 100.0)
-    for i in range(10):
-        pace.step({"b": 1}, 101.0 + i)
-    assert pace.block_s == 0.0

@@ -45,10 +45,12 @@ class Tiers:
     def __init__(self, *held: bytes) -> None:
         self.held = held
         self.asked: list[tuple[str, list[bytes]]] = []
+        self.compute_s: list[float] = []
         self.ready = False
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
         self.asked.append((request_id, list(hashes)))
+        self.compute_s.append(compute_s)
 
     def answer(self, request_id: str) -> list[str] | None:
         asked = dict(self.asked)[request_id]
@@ -434,6 +436,17 @@ def test_a_tier_that_is_slower_than_computing_is_left() -> None:
     load = engine.step(4 * B, new=True).load
     assert (load.places, load.limits_s) == ({}, [])
     assert engine.half.counts == {"declined_nvme": 2}
+
+
+@pytest.mark.parametrize("priced_engine", [True, False])
+def test_slower_tiers_hear_what_computing_a_block_takes_where_that_decides(
+    priced_engine: bool,
+) -> None:
+    tiers = Tiers()
+    price = priced(compute_s=0.01, load_s=None) if priced_engine else None
+    engine = Engine(Store(held=set(hashes(2))), request(6 * B), slow=tiers, price=price)
+    assert engine.half.matched(engine.request, 0) is None
+    assert tiers.compute_s == [pytest.approx(0.01 * B) if priced_engine else 0.0]
 
 
 def test_the_decision_stands_however_often_vllm_asks() -> None:

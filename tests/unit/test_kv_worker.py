@@ -156,7 +156,7 @@ def test_a_save_without_room_ends_and_costs_nothing(node: Node) -> None:
     slots = arena.reserve(0, many, [0] * len(many), [0] * len(many))
     assert (slots < 0).any()
     save(worker, [3], job=2)
-    assert (worker.counts["saved"], worker.counts["save_refused"]) == (1, 1)
+    assert (worker.counts["saved"], worker.counts["save_no_room"]) == (1, 1)
     arena.abandon(slots)
 
 
@@ -198,7 +198,7 @@ def test_what_another_writer_stored_first_is_not_copied_twice(node: Node) -> Non
     second, _, _ = node.engine(2)
     slots = arena.reserve(0, [HASHES[1]], [0], [1])
     save(first, [0, 1])
-    assert first.counts == Counter(saved=1, save_refused=1)
+    assert first.counts == Counter(saved=1, save_not_needed=1)
     arena.abandon(slots)
     save(second, [0, 1])
     assert second.counts == Counter(saved=1, save_not_needed=1)

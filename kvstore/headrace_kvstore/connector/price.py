@@ -172,6 +172,13 @@ class Price:
             return None
         return float(theta[:2] @ (last_token - first_token, pairs(first_token, last_token)))
 
+    def block_s(self, first_block: int, blocks: int) -> float | None:
+        """Predicted seconds to compute each of these blocks, in the mean: what a pull from a peer
+        or an object must beat (`remote.price`)."""
+        first = first_block * self._block_tokens
+        seconds = self.compute_s(first, first + blocks * self._block_tokens)
+        return None if seconds is None else seconds / blocks
+
     def choose(self, first_block: int, runs: Sequence[Run], tokens: int) -> Choice:
         """How many of the offered blocks to load.
 

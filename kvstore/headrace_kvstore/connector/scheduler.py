@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from headrace_kvstore.connector.pace import Pace
 from headrace_kvstore.connector.price import Price, Run, pairs
 from headrace_kvstore.policy.costs import Costs, block_seconds
 
@@ -58,7 +56,7 @@ class SlowTiers(Protocol):
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
         """Ask which of these blocks, from the first on, can be supplied; computing one takes
-        `compute_s`, 0 if that is not known."""
+        `compute_s` in the mean, 0 if that is not known or does not matter."""
         ...
 
     def answer(self, request_id: str) -> Sequence[Any] | None:
@@ -193,7 +191,6 @@ class SchedulerHalf:
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, list[bytes]] = {}
         self._taken: dict[str, _Taken] = {}
-        self._pace = Pace(block_tokens)
         self._block_tokens, self._block_bytes = block_tokens, block_bytes
         self._costs, self._prompted = costs, prompted
         self._loads, self._saves = load, save
@@ -251,7 +248,10 @@ class SchedulerHalf:
         if name not in self._taken:
             if name not in self._asked:
                 self._asked[name] = hashes[: self._most_slow]
-                self._slow.ask(name, self._asked[name], self._pace.block_s)
+                block_s = 0.0
+                if self._price is not None:
+                    block_s = self._price.block_s(first, len(self._asked[name])) or 0.0
+                self._slow.ask(name, self._asked[name], block_s)
             answer = self._slow.answer(name)
             if answer is None:
                 return None
@@ -307,7 +307,6 @@ class SchedulerHalf:
         Args:
             output: vLLM's SchedulerOutput.
         """
-        self._pace.step(output.num_scheduled_tokens, time.monotonic())
         self._follow(output)
         for request_id in output.num_scheduled_tokens:
             if request_id in self._requests:

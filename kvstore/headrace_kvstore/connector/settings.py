@@ -36,7 +36,8 @@ class StoreSettings:
         node_timeout_s: longest wait for what it has; other requests go on meanwhile.
         codec: how blocks are stored: raw is exact; fp8 and int4 are not, and shared only with
             engines that say the same.
-        priced: load from below DRAM only what is predicted to take fewer seconds than computing.
+        priced: load from below DRAM, peers and objects included, only what is predicted to take
+            fewer seconds than computing.
         policy: what evicts from the arena; whoever makes it decides.
         quotas: what tenants may hold there; given as `quotas`, sizes by cache salt, and
             `default_quota`.

@@ -10,8 +10,9 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     lost_error                                  the load as a whole failed; the log says why
     declined_nvme                               computing was predicted to be faster
     saved, save_failed
-    save_not_needed                             another engine had stored it meanwhile
-    save_refused                                no room, or another engine is writing it
+    save_not_needed                             another engine had stored it meanwhile, or is at it
+    save_no_room                                all that could make room is in use
+    save_not_worth                              worth less than what would have had to go
 
 Whatever was lost or declined was computed: no request fails for it.
 """

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.pipeline import MAX_DEPTH, DepthFit, LayerPipeline, LayerSource
 from headrace_kvstore.connector.scheduler import Load, Save, Work
@@ -66,6 +66,8 @@ class FileBlocks(Protocol):
     def settle(self, source: Any) -> None: ...
     def close(self) -> None: ...
 
+
+REFUSED = {TAKEN: "save_not_needed", NO_ROOM: "save_no_room", NOT_WORTH: "save_not_worth"}
 
 Seeds = Callable[[Sequence[bytes]], np.ndarray]
 """Block hashes -> checksum seeds, u64 [n, layers]."""
@@ -288,12 +290,8 @@ class WorkerHalf:
             load_s=np.array(save.load_s),
         )
         given = slots >= 0
+        self.counts.update(REFUSED[code] for code in slots[~given].tolist())
         slots = slots[given]
-        refused = [h for h, g in zip(save.hashes, given, strict=True) if not g]
-        if refused:
-            there = int((self._arena.lookup(self._row, refused) >= 0).sum())
-            self.counts["save_not_needed"] += there
-            self.counts["save_refused"] += len(refused) - there
         if not len(slots):
             return
         try:

@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from headrace_kvstore import wire
+from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.directory import Directory
 from headrace_kvstore.events import EventBatch
 from headrace_kvstore.remote import messages
 from headrace_kvstore.remote.agent import PullError
-from headrace_kvstore.remote.breaker import Breaker
 from headrace_kvstore.remote.messages import Failed, Hello, Leased, Welcome
 from headrace_kvstore.remote.price import PullCost
 
@@ -36,6 +36,8 @@ ANSWER_S = 3.0
 """A peer that does not answer a greeting for so long is down."""
 REPLAY_S = 5.0
 RETRY_S = 0.1
+FAILURES, LONGEST = 3, 16
+"""Pulls that fail in a row until a peer is left alone; how often the pause doubles, as a factor."""
 LINE_QUEUE = 1000
 
 _batches = msgspec.msgpack.Decoder(EventBatch)
@@ -54,7 +56,7 @@ class Link:
         address: HOST:PORT of its peers' socket.
         directory: told what it holds, under its address.
         is_own: whether a generation is this node's own: a list of all nodes may name this one too.
-        pause_s: of the breaker.
+        pause_s: of the breaker, at first.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Link:
         self.state = "down"
         self.reason = "not answered yet"
         self.welcome: Welcome | None = None
-        self.breaker = Breaker(pause_s)
+        self.breaker = Breaker(FAILURES, pause_s, LONGEST * pause_s)
         self.costs: dict[str, PullCost] = {}
         self.counts: Counter[str] = Counter()
         self.outbox: deque[tuple[wire.Message, Future[Any] | None, float]] = deque()

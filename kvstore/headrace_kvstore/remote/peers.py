@@ -83,7 +83,7 @@ class Peers:
         with self._lock:
             links = list(self._links.items())
         for address, link in links:
-            if link.state != "up" or not link.breaker.allows(now_s):
+            if link.state != "up" or link.breaker.blocked(now_s):
                 continue
             found = self._directory.leading(address, digest, hashes, MEDIA)
             if found:
@@ -95,10 +95,14 @@ class Peers:
         return runs
 
     def welcome(self, address: str) -> Welcome | None:
-        """How a peer's memory is read, while it is up."""
+        """How a peer's memory is read, if it may be tried now; then `succeeded` or `failed` must
+        tell how it went."""
         with self._lock:
             link = self._links.get(address)
-            return None if link is None or link.state != "up" else link.welcome
+            welcome = None if link is None else link.welcome
+            if link is None or welcome is None or not link.breaker.allow(time.monotonic()):
+                return None
+            return welcome
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
         """Ask a peer; the future raises `PullError`."""
@@ -121,12 +125,13 @@ class Peers:
                 self._ring()
 
     def succeeded(self, address: str, medium: str, size_bytes: int, seconds: float) -> None:
-        """A pull has come: what it cost."""
+        """A peer did what it was asked: what the bytes cost, if there were any."""
         with self._lock:
             link = self._links.get(address)
             if link is not None:
                 link.breaker.success()
-                link.costs.setdefault(medium, PullCost()).observe(size_bytes, seconds)
+                if size_bytes:
+                    link.costs.setdefault(medium, PullCost()).observe(size_bytes, seconds)
                 link.counts["pulled_bytes"] += size_bytes
 
     def failed(self, address: str, word: str) -> None:
@@ -146,7 +151,7 @@ class Peers:
             return {
                 address: {
                     **link.stats(),
-                    "left_alone": not link.breaker.allows(now_s),
+                    "left_alone": link.breaker.blocked(now_s),
                     "cost": {
                         medium: {"latency_s": cost.fixed_s, "s_per_byte": cost.each_s}
                         for medium, cost in link.costs.items()

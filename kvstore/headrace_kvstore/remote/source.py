@@ -195,7 +195,7 @@ class RemoteOffer:
             peers.tell(peer, Release(self._lease, list(bad)))
         if self._word:
             self._source.failed(peer, self._word, len(bad))
-        elif self._good_bytes:
+        else:
             media = {medium for medium, _, _ in self._run.media}
             medium = NVME if NVME in media else DRAM
             seconds = time.monotonic() - self._began_s

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.tiers.breaker import Breaker
+from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.tiers.nvme import Save, TierEvent
 from headrace_kvstore.tiers.object_catalog import Bundle, ObjectCatalog, Place
 from headrace_kvstore.tiers.object_client import Listed, ObjectClient, ObjectError

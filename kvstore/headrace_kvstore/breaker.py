@@ -3,8 +3,9 @@
     closed --`failures` in a row--> open --after a pause--> half-open --success--> closed
                                       ^------failure, pause doubled------|
 
-While it is open nothing is tried, so that a dead endpoint costs no thread and no waiting. Half open
-lets one try through at a time; whoever got it reports back, by `success`, `failure` or `neither`.
+While it is open nothing is tried, so that a dead endpoint or peer costs no thread and no waiting.
+Half open lets one try through at a time; whoever got it reports back, by `success`, `failure` or
+`neither`.
 """
 
 from __future__ import annotations
