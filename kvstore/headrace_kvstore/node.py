@@ -89,6 +89,7 @@ class StoreNode:
         self._publisher: EventPublisher | None = None
         self._server: NodeServer | None = None
         self._neighbours: Neighbours | None = None
+        self._lending = threading.Lock()
         self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self._stop = threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
@@ -107,12 +108,7 @@ class StoreNode:
         path = wire.socket_path(settings.name, settings.socket_folder)
         self._server = NodeServer(path, self._handle)
         try:
-            events, replay = settings.events, settings.replay
-            if settings.listen is not None:  # peers follow them too
-                anywhere = f"tcp://{settings.listen.rpartition(':')[0]}:*"
-                events, replay = events or anywhere, replay or anywhere
-            if events is not None:
-                self._publisher = EventPublisher(events, replay, self._contents)
+            self._open_publisher(settings.listen)
             self._neighbours = Neighbours(settings, lambda: self._dram, lambda: self._publisher)
             if settings.nvme_folder is not None:
                 self._open_nvme()
@@ -125,6 +121,15 @@ class StoreNode:
         self._checker.start()
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
+
+    def _open_publisher(self, listen: str | None) -> None:
+        """Publish events where the settings say so; with `listen`, for peers in any case."""
+        events, replay = self.settings.events, self.settings.replay
+        if listen is not None:
+            anywhere = f"tcp://{listen.rpartition(':')[0]}:*"
+            events, replay = events or anywhere, replay or anywhere
+        if events is not None and self._publisher is None:
+            self._publisher = EventPublisher(events, replay, self._contents)
 
     def _open_nvme(self) -> None:
         try:
@@ -208,6 +213,31 @@ class StoreNode:
     def peer_address(self) -> str | None:
         """HOST:PORT that peers reach this node at; None if it lends nothing."""
         return None if self._neighbours is None else self._neighbours.address
+
+    def lend(self, listen: str) -> str:
+        """Lend to peers from now on, at HOST:PORT as in the settings, which go before; the address.
+
+        Events that the settings publish without TCP or replay stay so, and then no peer follows.
+
+        Raises:
+            RuntimeError: the node is closed.
+            zmq.ZMQError: the address cannot be bound.
+        """
+        with self._lending:
+            neighbours = self._neighbours
+            if neighbours is None:
+                raise RuntimeError("the store node is closed")
+            if neighbours.address is None:
+                neighbours.open(listen)
+                self._open_publisher(listen)
+            assert neighbours.address is not None
+            return neighbours.address
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Pull from these peers, HOST:PORT, and those of the settings, and from no others; without
+        effect before `lend`. Raises ValueError."""
+        if self._neighbours is not None:
+            self._neighbours.follow(addresses)
 
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
@@ -448,6 +478,8 @@ class StoreNode:
                         dram.close(self.settings.close_s)
                 if self._dram is None:
                     self._open_arena()
+                else:
+                    self._dram.share(self._peers())
             except Exception:
                 logger.exception("looking after the arena failed; it goes on")
 

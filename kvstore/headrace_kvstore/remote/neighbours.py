@@ -1,6 +1,7 @@
 """The part of a StoreNode that other nodes see: its port, its peers, and pulls that engines want.
 
-Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all.
+Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all, until
+`open` gives it both.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
+
+import zmq
 
 from headrace_kvstore import wire
 from headrace_kvstore.events import EventPublisher
@@ -52,19 +55,28 @@ class Neighbours:
         self._settings, self._dram, self._publisher = settings, dram, publisher
         self.peers: Peers | None = None
         self._server: FrameServer | None = None
+        self._deaf = ""
         self._counts: Counter[str] = Counter()
-        if settings.listen is None and not settings.peers:
-            return
-        self.peers = Peers(settings.peers, self._is_own, settings.heal_s)
-        if settings.listen is not None:
-            endpoint = f"tcp://{settings.listen}"
+        if settings.listen is not None or settings.peers:
+            self.open(settings.listen)
+
+    def open(self, listen: str | None) -> None:
+        """Have peers from now on and, if HOST:PORT is given, lend to them; what is open stays so.
+
+        Raises:
+            zmq.ZMQError: `listen` cannot be bound.
+        """
+        if listen is not None and self._server is None:
             try:
                 self._server = FrameServer(
-                    lambda socket: socket.bind(endpoint), decode_request, self._answer, "kv-lend"
+                    lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer, "kv-lend"
                 )
-            except BaseException:
-                self.peers.close()
+            except zmq.ZMQError as error:
+                self._deaf = f"cannot listen at {listen}: {error}"
                 raise
+            self._deaf = ""
+        if self.peers is None:
+            self.peers = Peers(self._settings.peers, self._is_own, self._settings.heal_s)
 
     @property
     def address(self) -> str | None:
@@ -119,13 +131,23 @@ class Neighbours:
         except ValueError as error:
             return wire.Failed(str(error))
 
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Have these peers and those of the settings, and no others. Raises ValueError."""
+        if self.peers is None:
+            return
+        wanted = {*addresses, *self._settings.peers}
+        for address in self.peers.addresses() - wanted:
+            self.peers.remove(address)
+        for address in wanted:
+            self.peers.add(address)
+
     def stats(self) -> dict[str, Any]:
         """JSON-able."""
         dram = self._dram()
         work = None if dram is None else dram.remote
         return {
             "state": "off" if work is None else "on",
-            "reason": "no arena" if dram is None else dram.remote_reason if work is None else "",
+            "reason": self._deaf or ("no arena" if dram is None else dram.remote_reason),
             "address": self.address,
             "peers": {} if self.peers is None else self.peers.stats(),
             "pulls": self._counts["pulls"],
