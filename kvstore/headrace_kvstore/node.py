@@ -19,11 +19,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from headrace_kvstore import survey as surveys
 from headrace_kvstore import wire
 from headrace_kvstore.chains import chains
 from headrace_kvstore.checksum import prepare
@@ -207,6 +209,26 @@ class StoreNode:
             self._counts["nvme_hits"] += len(found)
             self._counts["nvme_misses"] += len(hashes) - len(found)
             self._promote(digest, hashes[: len(found)], request_key)
+        return found
+
+    def survey(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
+    ) -> list[surveys.Supply]:
+        """Where the leading run of these blocks would come from: DRAM and NVMe, and behind these
+        what `pull` would bring. Nothing is read, leased or counted."""
+        dram, tier = self._dram, self._tier()
+        row = None if dram is None else dram.arena.row_of(digest)
+        in_dram = on_nvme = np.zeros(len(hashes), np.bool_)
+        if dram is not None and row is not None:
+            in_dram = dram.arena.lookup(row, hashes) >= 0
+        if tier is not None:
+            on_nvme = tier.contains(digest, hashes)
+        here = int(np.append(in_dram | on_nvme, False).argmin())
+        media = [surveys.DRAM if fast else surveys.NVME for fast in in_dram[:here]]
+        found = [surveys.Supply(medium, len(list(run))) for medium, run in groupby(media)]
+        neighbours = self._neighbours
+        if neighbours is not None:
+            found += neighbours.survey(digest, hashes[here:], compute_s)
         return found
 
     @property
@@ -416,6 +438,8 @@ class StoreNode:
                 located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
                 pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
                 return located if pulling is None else _staged(located, pulling)
+            case wire.Survey(digest, hashes, compute_s):
+                return wire.Surveyed([*self.survey(digest, hashes, compute_s)])
             case wire.Prefetch(digest, hashes, priority):
                 return wire.Done(self.prefetch(digest, hashes, priority))
             case wire.AddPeer() | wire.RemovePeer():

@@ -13,7 +13,7 @@ import zmq
 
 from headrace_kvstore.node import StoreNode
 from headrace_kvstore.peering import Peering
-from tests.support.kvnode import Engine, settings, until
+from tests.support.kvnode import DIGEST, Engine, keys, settings, until
 
 
 class Fake:
@@ -123,6 +123,12 @@ def test_nodes_lend_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) 
     engine.put(0, 1)
     until(lambda: two.stats()["remote"]["peers"][addresses[0]]["blocks"]["DRAM"] == 2)
     until(lambda: peers(one) == {addresses[1]: "up"})
+    reader = Engine(two.settings)
+    [told] = two.survey(DIGEST, keys(0, 1, 2), 1.0)
+    assert (told.medium, told.length) == ("remote", 2) and 0 < told.wait_s < 1
+    assert two.survey(DIGEST, keys(0, 1, 2), 1e-9) == [], "computing is faster"
+    assert two.stats()["remote"]["pulls"] == 0
+    reader.close()
     one.follow([])
     assert peers(one) == {}
     engine.close()

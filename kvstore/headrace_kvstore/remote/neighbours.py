@@ -21,7 +21,8 @@ from headrace_kvstore.node_server import FrameServer
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.remote.messages import PeerRequest, decode_request
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.remote.price import choose
+from headrace_kvstore.remote.price import Choice, choose
+from headrace_kvstore.survey import OBJECT, REMOTE, Supply
 
 PULL_PRIORITY = 0
 
@@ -92,6 +93,38 @@ class Neighbours:
         compute_s: what computing a block takes, 0 if that is not known. None if nobody has any, or
         computing is predicted to be as fast. See `remote.price`.
         """
+        offered = self._offered(digest, hashes, compute_s)
+        if offered is None:
+            return None
+        dram, wanted, choice = offered
+        if choice is None:
+            self._counts["pulls_not_worth_it"] += 1
+            return None
+        limit_s = self._settings.pull_limit_s
+        if compute_s > 0:
+            limit_s = min(limit_s, compute_s * choice.blocks)
+        self._counts["pulls"] += 1
+        if dram.objects is not None and choice.peer == OBJECTS:
+            puller = dram.objects.fetcher
+        else:
+            assert dram.remote is not None
+            puller = dram.remote.puller
+        done = puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
+        return Pulling(choice.blocks, limit_s, done)
+
+    def survey(self, digest: bytes, hashes: Sequence[bytes], compute_s: float) -> list[Supply]:
+        """What `pull` would bring; brings nothing."""
+        offered = self._offered(digest, hashes, compute_s)
+        if offered is None or offered[2] is None:
+            return []
+        choice = offered[2]
+        return [Supply(OBJECT if choice.peer == OBJECTS else REMOTE, choice.blocks, choice.pull_s)]
+
+    def _offered(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float
+    ) -> tuple[DramWork, list[bytes], Choice | None] | None:
+        """The blocks that the arena lacks, and what of them is worth pulling; None if nobody has
+        the first."""
         dram, peers = self._dram(), self.peers
         row = None if dram is None else dram.arena.row_of(digest)
         if dram is None or row is None or not hashes:
@@ -105,21 +138,8 @@ class Neighbours:
             runs += dram.objects.runs(digest, wanted)
         if not runs:
             return None
-        limit_s = self._settings.pull_limit_s
-        choice = choose(runs, dram.arena.spaces()[row].block_bytes, compute_s, limit_s)
-        if choice is None:
-            self._counts["pulls_not_worth_it"] += 1
-            return None
-        if compute_s > 0:
-            limit_s = min(limit_s, compute_s * choice.blocks)
-        self._counts["pulls"] += 1
-        if dram.objects is not None and choice.peer == OBJECTS:
-            puller = dram.objects.fetcher
-        else:
-            assert dram.remote is not None
-            puller = dram.remote.puller
-        done = puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
-        return Pulling(choice.blocks, limit_s, done)
+        size, limit_s = dram.arena.spaces()[row].block_bytes, self._settings.pull_limit_s
+        return dram, wanted, choose(runs, size, compute_s, limit_s)
 
     def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:
         """Add a peer, or drop one."""

@@ -116,8 +116,8 @@ def store_table(nodes: list[dict[str, Any]]) -> Table:
         peers = list((remote.get("peers") or {}).values())
         if peers or remote.get("address"):
             state = f"{sum(peer.get('state') == 'up' for peer in peers)} of {len(peers)} peers up"
-            blocks = sum(sum((peer.get("blocks") or {}).values()) for peer in peers)
-            table.add_row(machine, "remote", state, f"{blocks:,}")
+            theirs = sum(sum((peer.get("blocks") or {}).values()) for peer in peers)
+            table.add_row(machine, "remote", state, f"{theirs:,}")
     return table
 
 

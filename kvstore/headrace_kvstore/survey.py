@@ -1,0 +1,122 @@
+"""What a machine's StoreNode could supply of a prompt: asked by whoever plans, answered at once.
+
+The node knows what lies on its disk, follows its peers' events with replay, and lists the object
+store; it prices what would have to be pulled. A survey reads, leases and counts nothing. The line
+waits `limit_s` at most, without blocking its event loop, and leaves a node that does not answer
+alone for `retry_s`: whoever plans then knows of DRAM only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import zmq
+import zmq.asyncio
+
+from headrace_kvstore import wire
+
+DRAM, NVME, REMOTE, OBJECT = MEDIA = ("dram", "nvme", "remote", "object")
+"""Fastest first. What is remote or in objects comes into DRAM before engines load it."""
+MOST_BLOCKS = 1024
+"""Asked for at once, as by an engine."""
+LIMIT_S, RETRY_S = 0.01, 1.0
+"""A node that lives answers within a millisecond."""
+
+
+class Supply(NamedTuple):
+    """A run of a prompt that the store can supply."""
+
+    medium: str
+    """One of MEDIA."""
+    length: int
+    """In blocks as a node says, in tokens as plans take it."""
+    wait_s: float = 0.0
+    """Predicted seconds until an engine can load them; 0 where it can at once."""
+
+
+def common(workers: Sequence[Sequence[Supply]]) -> list[Supply]:
+    """The leading run that every worker of an engine is supplied with: of each block the slowest
+    medium, of each medium the longest wait."""
+    waits: dict[str, float] = {}
+    for supply in (supply for supplies in workers for supply in supplies):
+        waits[supply.medium] = max(supply.wait_s, waits.get(supply.medium, 0.0))
+    media = [[s.medium for s in supplies for _ in range(s.length)] for supplies in workers]
+    slowest = [max(block, key=MEDIA.index) for block in zip(*media, strict=False)]
+    return [Supply(m, len(list(run)), waits[m]) for m, run in groupby(slowest)]
+
+
+class Surveyor:
+    """The line to the node of one arena; used from one event loop.
+
+    Args:
+        name: of the arena.
+        limit_s: longest wait for an answer.
+        retry_s: for how long a node that gave none is not asked again.
+        socket_folder: where the node's socket is; None for the system's temporary folder.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        limit_s: float = LIMIT_S,
+        retry_s: float = RETRY_S,
+        socket_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._path = wire.socket_path(name, socket_folder)
+        self._limit_s, self._retry_s, self._retry_at_s = limit_s, retry_s, 0.0
+        self._context: zmq.asyncio.Context | None = None
+
+    async def supplies(
+        self, digests: Sequence[bytes], hashes: Sequence[bytes], compute_s: float
+    ) -> list[Supply]:
+        """The leading run of these blocks that every worker's part of could be had, by medium;
+        nothing where the node is away. Never raises.
+
+        Args:
+            digests: namespaces, one a worker.
+            compute_s: what computing a block takes: what is pulled in no less counts as nothing.
+        """
+        if not digests or not hashes or time.monotonic() < self._retry_at_s or not self._is_ours():
+            return []
+        names = [bytes(name) for name in hashes[:MOST_BLOCKS]]
+        asked = (self._ask(wire.Survey(digest, names, compute_s)) for digest in digests)
+        return common(await asyncio.gather(*asked))
+
+    def close(self) -> None:
+        """Hang up."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.destroy(0)
+
+    def _is_ours(self) -> bool:
+        try:
+            return self._path.stat().st_uid == os.geteuid()
+        except OSError:
+            return False
+
+    async def _ask(self, question: wire.Survey) -> list[Supply]:
+        """One question, one socket: no answer that comes late is taken for another's."""
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+            socket.connect(f"ipc://{self._path}")
+            await socket.send(wire.encode(1, question))
+            if await socket.poll(int(1e3 * self._limit_s)):
+                _, reply = wire.decode_reply(await socket.recv())
+                if isinstance(reply, wire.Surveyed):
+                    return [Supply(*run) for run in reply.runs]
+        except (zmq.ZMQError, wire.WireError):
+            pass
+        finally:
+            socket.close(0)
+        self._retry_at_s = time.monotonic() + self._retry_s
+        return []
