@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace_kvstore import survey as surveys
-from headrace_kvstore import wire
+from headrace_kvstore import supply, wire
 from headrace_kvstore.chains import chains
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
@@ -213,7 +212,7 @@ class StoreNode:
 
     def survey(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
-    ) -> list[surveys.Supply]:
+    ) -> list[supply.Supply]:
         """Where the leading run of these blocks would come from: DRAM and NVMe, and behind these
         what `pull` would bring. Nothing is read, leased or counted."""
         dram, tier = self._dram, self._tier()
@@ -224,8 +223,8 @@ class StoreNode:
         if tier is not None:
             on_nvme = tier.contains(digest, hashes)
         here = int(np.append(in_dram | on_nvme, False).argmin())
-        media = [surveys.DRAM if fast else surveys.NVME for fast in in_dram[:here]]
-        found = [surveys.Supply(medium, len(list(run))) for medium, run in groupby(media)]
+        media = [supply.DRAM if fast else supply.NVME for fast in in_dram[:here]]
+        found = [supply.Supply(medium, len(list(run))) for medium, run in groupby(media)]
         neighbours = self._neighbours
         if neighbours is not None:
             found += neighbours.survey(digest, hashes[here:], compute_s)

@@ -16,7 +16,8 @@ import numpy as np
 
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.connector.settings import StoreSettings
-from headrace_kvstore.survey import DRAM, Supply, Surveyor
+from headrace_kvstore.supply import DRAM, Supply
+from headrace_kvstore.survey import Surveyor
 
 logger = logging.getLogger("headrace.kvstore")
 

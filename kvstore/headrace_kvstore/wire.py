@@ -174,7 +174,7 @@ class Located(Message):
 
 class Surveyed(Message):
     """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
-    `survey.Supply`."""
+    `supply.Supply`."""
 
     runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
 

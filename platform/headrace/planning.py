@@ -18,7 +18,7 @@ from headrace.router import (
     RouterSettings,
     StepSample,
 )
-from headrace_kvstore.survey import Supply
+from headrace_kvstore.supply import Supply
 from headrace_kvstore.view import StoreView, store_settings
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from headrace_kvstore import wire
 from headrace_kvstore.connector.settings import StoreSettings
 from headrace_kvstore.node import StoreNode
-from headrace_kvstore.survey import MEDIA, Supply, Surveyor, common
+from headrace_kvstore.supply import MEDIA, Supply, common
+from headrace_kvstore.survey import Surveyor
 from headrace_kvstore.view import StoreView
 from tests.support.kvnode import DIGEST, Engine, keys, settings
 

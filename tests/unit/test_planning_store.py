@@ -11,7 +11,7 @@ from headrace.planning import ReplicaPlanner
 from headrace.router import Geometry, Plan, Router, RouterSettings
 from headrace_kvstore.handoff import PrefillResult
 from headrace_kvstore.meter import EngineMeter, StoreLoad
-from headrace_kvstore.survey import Supply
+from headrace_kvstore.supply import Supply
 
 BLOCK = 16
 PROMPT = range(10 * BLOCK + 1)

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
 from headrace.router.stored import Loaded, worth_loading
-from headrace_kvstore.survey import Supply
+from headrace_kvstore.supply import Supply
 
 BLOCK, TOKEN_BYTES = 16, 1000
 

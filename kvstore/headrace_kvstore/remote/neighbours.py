@@ -22,7 +22,7 @@ from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.remote.messages import PeerRequest, decode_request
 from headrace_kvstore.remote.peers import Peers
 from headrace_kvstore.remote.price import Choice, choose
-from headrace_kvstore.survey import OBJECT, REMOTE, Supply
+from headrace_kvstore.supply import OBJECT, REMOTE, Supply
 
 PULL_PRIORITY = 0
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headrace_kvstore.survey import Supply
+from headrace_kvstore.supply import Supply
 
 Kind = Literal["local", "remote"]
 Role = Literal["prefill", "decode"]

@@ -75,6 +75,7 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     stalled = settings.stall_weight * r
     idle_step = step.seconds(0, r)
 
+    local_begins = s.decode_queue_s + s.pull_decode_s
     local_compute = step.prefill_s(s.uncached_decode_tokens, r, limit)
     # What loading adds where it takes longer than the computation that it runs under.
     local_load = max(0.0, costs.load_s(s.load_decode_bytes) - local_compute)
@@ -96,11 +97,7 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
         "local.compute": local_compute,
         "local.load": local_load,
         "local.stall": local_stall,
-        "local.total": s.decode_queue_s
-        + s.pull_decode_s
-        + local_compute
-        + local_load
-        + local_stall,
+        "local.total": local_begins + local_compute + local_load + local_stall,
         "remote.call": call,
         "remote.queue": s.prefill_queue_s,
         "remote.pull": s.pull_prefill_s,

@@ -41,7 +41,7 @@ from headrace.router.price import (
     remote_timeout_s,
 )
 from headrace.router.stored import Loaded, worth_loading
-from headrace_kvstore.survey import Supply
+from headrace_kvstore.supply import Supply
 
 _PLANS_KEPT = 1_000
 

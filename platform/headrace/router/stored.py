@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace_kvstore.survey import DRAM, NVME, Supply
+from headrace_kvstore.supply import DRAM, NVME, Supply
 
 
 @dataclass(frozen=True, slots=True)
