@@ -438,7 +438,8 @@ class StoreNode:
                 pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
                 return located if pulling is None else _staged(located, pulling)
             case wire.Survey(digest, hashes, compute_s):
-                return wire.Surveyed([*self.survey(digest, hashes, compute_s)])
+                found = self.survey(digest, hashes, compute_s)
+                return wire.Surveyed([*found], self._has_more_than_dram)
             case wire.Prefetch(digest, hashes, priority):
                 return wire.Done(self.prefetch(digest, hashes, priority))
             case wire.AddPeer() | wire.RemovePeer():
@@ -461,6 +462,16 @@ class StoreNode:
         return wire.Failed(f"nobody answers {type(request).__name__}")
 
     # Inside
+
+    @property
+    def _has_more_than_dram(self) -> bool:
+        neighbours = self._neighbours
+        peers = None if neighbours is None else neighbours.peers
+        return (
+            self._keeper is not None
+            or self._objects is not None
+            or (peers is not None and bool(peers.addresses()))
+        )
 
     def _tier(self) -> NvmeTier | None:
         keeper = self._keeper

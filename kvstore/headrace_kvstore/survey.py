@@ -2,8 +2,8 @@
 
 The node knows what lies on its disk, follows its peers' events with replay, and lists the object
 store; it prices what would have to be pulled. A survey reads, leases and counts nothing. The line
-waits `limit_s` at most, without blocking its event loop, and leaves a node that does not answer
-alone for `retry_s`: whoever plans then knows of DRAM only.
+waits `limit_s` at most, without blocking its event loop. A node that does not answer, or has no
+tier below DRAM, is left alone for `retry_s`: whoever plans then knows of DRAM only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Surveyor:
     Args:
         name: of the arena.
         limit_s: longest wait for an answer.
-        retry_s: for how long a node that gave none is not asked again.
+        retry_s: for how long a node that gave none, or has no tier below DRAM, is not asked again.
         socket_folder: where the node's socket is; None for the system's temporary folder.
     """
 
@@ -46,6 +46,7 @@ class Surveyor:
         self._path = wire.socket_path(name, socket_folder)
         self._limit_s, self._retry_s, self._retry_at_s = limit_s, retry_s, 0.0
         self._context: zmq.asyncio.Context | None = None
+        self._idle: list[zmq.asyncio.Socket] = []
 
     async def supplies(
         self, digests: Sequence[bytes], hashes: Sequence[bytes], compute_s: float
@@ -68,6 +69,7 @@ class Surveyor:
         context, self._context = self._context, None
         if context is not None:
             context.destroy(0)
+        self._idle.clear()
 
     def _is_ours(self) -> bool:
         try:
@@ -76,22 +78,34 @@ class Surveyor:
             return False
 
     async def _ask(self, question: wire.Survey) -> list[Supply]:
-        """One question, one socket: no answer that comes late is taken for another's."""
-        if self._context is None:
-            self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.DEALER)
+        """One question at a time on a socket, and one that got no answer is closed: no answer that
+        comes late is taken for another's."""
+        socket = self._idle.pop() if self._idle else self._dial()
         try:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-            socket.connect(f"ipc://{self._path}")
             await socket.send(wire.encode(1, question))
             if await socket.poll(int(1e3 * self._limit_s)):
                 _, reply = wire.decode_reply(await socket.recv())
                 if isinstance(reply, wire.Surveyed):
+                    self._idle.append(socket)
+                    if not reply.below:
+                        self._pause()
                     return [Supply(*run) for run in reply.runs]
         except (zmq.ZMQError, wire.WireError):
             pass
         finally:
-            socket.close(0)
-        self._retry_at_s = time.monotonic() + self._retry_s
+            if socket not in self._idle:
+                socket.close(0)
+        self._pause()
         return []
+
+    def _pause(self) -> None:
+        self._retry_at_s = time.monotonic() + self._retry_s
+
+    def _dial(self) -> zmq.asyncio.Socket:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.connect(f"ipc://{self._path}")
+        return socket

@@ -174,9 +174,10 @@ class Located(Message):
 
 class Surveyed(Message):
     """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
-    `supply.Supply`."""
+    `supply.Supply`. `below`: whether there is any tier below DRAM, so that asking makes sense."""
 
     runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
+    below: bool = True
 
 
 class Stats(Message):

@@ -133,6 +133,33 @@ def test_many_ask_at_once_and_each_gets_its_own_answer(
     assert asyncio.run(all_at_once()) == [[Supply("nvme", n)] for n in range(1, 9)]
 
 
+def test_a_node_that_was_restarted_is_asked_again(
+    node: StoreNode, engine: Engine, surveyor: Surveyor, tmp_path: Path
+) -> None:
+    on_nvme_only(node, engine, 0)
+
+    async def before_and_after() -> None:
+        assert await surveyor.supplies([DIGEST], keys(0), 0.0) == [Supply("nvme", 1)]
+        node.close()
+        assert await surveyor.supplies([DIGEST], keys(0), 0.0) == []
+        other = StoreNode(settings(tmp_path)).start()
+        assert await asyncio.to_thread(other.quiesce, PATIENT_S)
+        assert await surveyor.supplies([DIGEST], keys(0), 0.0) == [Supply("nvme", 1)]
+        other.close()
+
+    asyncio.run(before_and_after())
+
+
+def test_a_node_with_nothing_below_dram_is_not_asked_again_and_again(
+    tmp_path: Path, surveyor: Surveyor
+) -> None:
+    alone = StoreNode(settings(tmp_path, nvme_folder=None)).start()
+    for _ in range(3):
+        assert ask(surveyor, 0) == []
+    assert alone.stats()["requests"]["survey"] == 1
+    alone.close()
+
+
 def test_without_a_node_there_is_no_wait(surveyor: Surveyor) -> None:
     assert ask(surveyor, 0) == []  # or the test would take as long as the limit
 
