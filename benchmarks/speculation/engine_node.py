@@ -1,6 +1,6 @@
 """An engine that answers requests of a workload, so many at once, and counts: an arm's turn.
 
-Driven by JSON lines (`benchmarks.kvstore.child`). Every arm gets the same requests in the same order,
+Driven by JSON lines (`benchmarks.kvstore.child`). Every arm gets the same requests in one order,
 none twice, and is a tenant of its own: its drafts come from its own past answers only, as if it
 had the engine for itself. Steps that compute prompts do not count: what is compared is decoding.
 """

@@ -50,7 +50,7 @@ class Plan(Protocol):
 class Planner(Protocol):
     """Makes plans and learns from what came of them (`headrace.router`, bound by the app)."""
 
-    def plan(
+    async def plan(
         self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
     ) -> Plan: ...
     def remote_failed(self, request_id: str, why: str) -> Plan: ...
@@ -110,7 +110,7 @@ class Orchestrator:
         stream: AsyncGenerator[Output, None] | None = None
         answered: list[int] = []
         try:
-            plan = planner.plan(work.request_id, work.token_ids, work.salt, work.local_only)
+            plan = await planner.plan(work.request_id, work.token_ids, work.salt, work.local_only)
             self.own_seconds_total += time.perf_counter() - started
             kv_params = None
             if plan.prefill is not None:

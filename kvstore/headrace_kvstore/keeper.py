@@ -3,7 +3,8 @@
 Each engine's replica says where it runs (`join`). The keeper, a Serve deployment, has a named,
 detached Ray actor there: Ray restarts it when it dies, and it outlives the keeper, whose successor
 finds it by its name. When the app is deleted the keeper ends them all, and with them the arenas.
-Engines never wait for any of this; without a node they do without its tiers.
+Engines never wait for any of this; without a node they do without its tiers. The keeper also
+introduces the nodes to each other (`peering`), so that machines lend each other what they hold.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace_kvstore.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.peering import Peering
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -28,6 +30,7 @@ LOOK_S = 5.0
 """Between looks whether every machine has its node; Ray itself restarts one that dies."""
 ANSWER_S = 3.0
 JOIN_RETRY_S = 2.0
+ANYWHERE = ("0.0.0.0", "[::]")
 
 Setup = Callable[[str], None]
 
@@ -48,6 +51,16 @@ class StoreNodeActor:
         """As `StoreNode.warm`."""
         return self._node.warm()
 
+    def lend(self) -> str:
+        """As `StoreNode.lend`, where other machines reach this one."""
+        host = ray.util.get_node_ip_address()
+        bound, _, port = self._node.lend(f"{host}:0").rpartition(":")
+        return f"{host if bound in ANYWHERE else bound}:{port}"
+
+    def follow(self, addresses: list[str]) -> None:
+        """As `StoreNode.follow`."""
+        self._node.follow(addresses)
+
     def close(self) -> bool:
         """As `StoreNode.close`."""
         return self._node.close()
@@ -59,16 +72,18 @@ class StoreKeeper:
     Args:
         settings: of every machine's node.
         setup: prepares each process (logs, traces).
+        share: whether machines lend each other their blocks.
 
     Raises:
         SettingsError: they are unknown or impossible.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: dict[str, Any], setup: Setup | None = None
+        self, settings: dict[str, Any], setup: Setup | None = None, share: bool = False
     ) -> None:
         if setup is not None:
             setup("store")
+        self._peering = Peering(self._ask) if share else None
         self._name = NodeSettings.parse(settings).name
         self._settings, self._setup = settings, setup
         self._nodes: dict[str, Any] = {}
@@ -129,16 +144,16 @@ class StoreKeeper:
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
-    async def _ask(self, node: Any, method: str) -> Any:
+    async def _ask(self, node: Any, method: str, *arguments: Any) -> Any:
         """A node's answer; None if it gives none in time."""
         try:
-            return await asyncio.wait_for(getattr(node, method).remote(), ANSWER_S)
+            return await asyncio.wait_for(getattr(node, method).remote(*arguments), ANSWER_S)
         except Exception as error:
             logger.debug("store node: %s: %r", method, error)
             return None
 
     async def _look(self) -> None:
-        """Make dead nodes anew on machines that live; forget the other machines."""
+        """Make dead nodes anew on machines that live; forget the other machines; introduce."""
         while True:
             await asyncio.sleep(LOOK_S)
             with contextlib.suppress(Exception):
@@ -158,6 +173,8 @@ class StoreKeeper:
                     self._nodes[machine] = self._make(machine)
                 except Exception as error:
                     self._why[machine] = f"does not answer: {_first_line(error)}"
+            if self._peering is not None:
+                await self._peering.turn(dict(self._nodes))
 
 
 async def join_store(keeper: DeploymentHandle) -> None:

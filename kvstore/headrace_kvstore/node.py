@@ -19,12 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headrace_kvstore import wire
+from headrace_kvstore import supply, wire
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
 from headrace_kvstore.locking import LockBusyError
@@ -84,6 +85,7 @@ class StoreNode:
         self._publisher: EventPublisher | None = None
         self._server: NodeServer | None = None
         self._neighbours: Neighbours | None = None
+        self._lending = threading.Lock()
         self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self._stop = threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
@@ -102,12 +104,7 @@ class StoreNode:
         path = wire.socket_path(settings.name, settings.socket_folder)
         self._server = NodeServer(path, self._handle)
         try:
-            events, replay = settings.events, settings.replay
-            if settings.listen is not None:  # peers follow them too
-                anywhere = f"tcp://{settings.listen.rpartition(':')[0]}:*"
-                events, replay = events or anywhere, replay or anywhere
-            if events is not None:
-                self._publisher = EventPublisher(events, replay, self._contents)
+            self._open_publisher(settings.listen)
             self._neighbours = Neighbours(settings, lambda: self._dram, lambda: self._publisher)
             if settings.nvme_folder is not None:
                 self._open_nvme()
@@ -120,6 +117,15 @@ class StoreNode:
         self._checker.start()
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
+
+    def _open_publisher(self, listen: str | None) -> None:
+        """Publish events where the settings say so; with `listen`, for peers in any case."""
+        events, replay = self.settings.events, self.settings.replay
+        if listen is not None:
+            anywhere = f"tcp://{listen.rpartition(':')[0]}:*"
+            events, replay = events or anywhere, replay or anywhere
+        if events is not None and self._publisher is None:
+            self._publisher = EventPublisher(events, replay, self._contents)
 
     def _open_nvme(self) -> None:
         try:
@@ -199,10 +205,55 @@ class StoreNode:
             self._promote(digest, hashes[: len(found)], request_key)
         return found
 
+    def survey(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
+    ) -> list[supply.Supply]:
+        """Where the leading run of these blocks would come from: DRAM and NVMe, and behind these
+        what `pull` would bring. Nothing is read, leased or counted."""
+        dram, tier = self._dram, self._tier()
+        row = None if dram is None else dram.arena.row_of(digest)
+        in_dram = on_nvme = np.zeros(len(hashes), np.bool_)
+        if dram is not None and row is not None:
+            in_dram = dram.arena.lookup(row, hashes) >= 0
+        if tier is not None:
+            on_nvme = tier.contains(digest, hashes)
+        here = int(np.append(in_dram | on_nvme, False).argmin())
+        media = [supply.DRAM if fast else supply.NVME for fast in in_dram[:here]]
+        found = [supply.Supply(medium, len(list(run))) for medium, run in groupby(media)]
+        neighbours = self._neighbours
+        if neighbours is not None:
+            found += neighbours.survey(digest, hashes[here:], compute_s)
+        return found
+
     @property
     def peer_address(self) -> str | None:
         """HOST:PORT that peers reach this node at; None if it lends nothing."""
         return None if self._neighbours is None else self._neighbours.address
+
+    def lend(self, listen: str) -> str:
+        """Lend to peers from now on, at HOST:PORT as in the settings, which go before; the address.
+
+        Events that the settings publish without TCP or replay stay so, and then no peer follows.
+
+        Raises:
+            RuntimeError: the node is closed.
+            zmq.ZMQError: the address cannot be bound.
+        """
+        with self._lending:
+            neighbours = self._neighbours
+            if neighbours is None:
+                raise RuntimeError("the store node is closed")
+            if neighbours.address is None:
+                neighbours.open(listen)
+                self._open_publisher(listen)
+            assert neighbours.address is not None
+            return neighbours.address
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Pull from these peers, HOST:PORT, and those of the settings, and from no others; without
+        effect before `lend`. Raises ValueError."""
+        if self._neighbours is not None:
+            self._neighbours.follow(addresses)
 
     def pull(
         self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
@@ -356,6 +407,9 @@ class StoreNode:
                 located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
                 pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
                 return located if pulling is None else _staged(located, pulling)
+            case wire.Survey(digest, hashes, compute_s):
+                found = self.survey(digest, hashes, compute_s)
+                return wire.Surveyed([*found], self._has_more_than_dram)
             case wire.Prefetch(digest, hashes, priority):
                 return wire.Done(self.prefetch(digest, hashes, priority))
             case wire.AddPeer() | wire.RemovePeer():
@@ -378,6 +432,16 @@ class StoreNode:
         return wire.Failed(f"nobody answers {type(request).__name__}")
 
     # Inside
+
+    @property
+    def _has_more_than_dram(self) -> bool:
+        neighbours = self._neighbours
+        peers = None if neighbours is None else neighbours.peers
+        return (
+            self._keeper is not None
+            or self._objects is not None
+            or (peers is not None and bool(peers.addresses()))
+        )
 
     def _tier(self) -> NvmeTier | None:
         keeper = self._keeper
@@ -408,6 +472,8 @@ class StoreNode:
                         dram.close(self.settings.close_s)
                 if self._dram is None:
                     self._open_arena()
+                else:
+                    self._dram.share(self._peers())
             except Exception:
                 logger.exception("looking after the arena failed; it goes on")
 

@@ -27,6 +27,8 @@ from headrace_kvstore.tiers.objects import ObjectTier
 
 logger = logging.getLogger("headrace.kvstore")
 
+ALONE = "neither listen nor peers are given"
+
 _LEFT_BEHIND: list[DramWork] = []
 """Still mapped, since a disk that hangs may read or write their memory yet."""
 
@@ -58,16 +60,23 @@ class DramWork:
             self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
         )
         self.prefetcher = Prefetcher(self.arena, NvmeSource(tier), settings.reading_bytes)
+        self._settings, self._tier = settings, tier
         self.remote: RemoteWork | None = None
-        self.remote_reason = "neither listen nor peers are given"
-        if peers is not None:
-            try:
-                self.remote = RemoteWork(settings, self.arena, tier, self.prefetcher, peers)
-            except (ImportError, RuntimeError) as error:
-                self.remote_reason = str(error)
-                logger.exception("no blocks are shared with peers")
+        self.remote_reason = ALONE
+        self.share(peers)
         self.objects = None if objects is None else ObjectWork(settings, self.arena, objects)
         self.follower = Follower(self.arena, self.writer, publish, resync, settings.sweep_s)
+
+    def share(self, peers: Peers | None) -> None:
+        """Lend to peers and pull from them from now on; tried once. Not thread-safe."""
+        if peers is None or self.remote_reason != ALONE:
+            return
+        try:
+            remote = RemoteWork(self._settings, self.arena, self._tier, self.prefetcher, peers)
+            self.remote_reason, self.remote = "", remote
+        except (ImportError, RuntimeError) as error:
+            self.remote_reason = str(error)
+            logger.exception("no blocks are shared with peers")
 
     @property
     def idle(self) -> bool:

@@ -1,8 +1,9 @@
-"""What a machine's DRAM holds of a prompt, as whoever plans on that machine sees it: exactly, and
-for the price of hashing the prompt.
+"""What a machine's KV store holds of a prompt, as whoever plans on that machine sees it.
 
-The arena is shared memory, so the planner looks into it as the engines do. Which blocks are its
-engine's own (namespace) the engine tells by its statistics; until then nothing is known to be held.
+The arena is shared memory, so the planner looks into it as the engines do: DRAM is known exactly,
+for the price of hashing the prompt. For what lies below, the machine's StoreNode is asked
+(`survey`). Which blocks are its engine's own (namespace) the engine tells by its statistics; until
+then nothing is known to be held.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import numpy as np
 
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.supply import DRAM, Supply
+from headrace_kvstore.survey import Surveyor
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -32,6 +35,7 @@ class StoreView:
         digests: gives the namespaces of the engine's blocks, one a worker, once they are known.
         hashes: hashes blocks as the engine does.
         block_tokens: tokens of a block.
+        surveyor: asks the machine's node; None makes one.
     """
 
     def __init__(
@@ -40,9 +44,11 @@ class StoreView:
         digests: Callable[[], Sequence[bytes]],
         hashes: Hasher,
         block_tokens: int,
+        surveyor: Surveyor | None = None,
     ) -> None:
         self._settings, self._digests = settings, digests
         self._hashes, self._block_tokens = hashes, block_tokens
+        self._surveyor = surveyor or Surveyor(settings.name)
         self._arena: Arena | None = None
         self._rows: list[int] = []
 
@@ -55,6 +61,28 @@ class StoreView:
         except Exception:
             logger.exception("the arena cannot be looked into")
             return 0
+
+    async def supplies(self, token_ids: Sequence[int], salt: str, compute_s: float) -> list[Supply]:
+        """Leading tokens of a prompt that the store could supply, by medium; below DRAM as far as
+        the node answers at once. Never raises.
+
+        Args:
+            compute_s: what computing a block takes.
+        """
+        if len(token_ids) < self._block_tokens or not self._open():
+            return []
+        try:
+            hashes = self._hashes(token_ids, salt)
+            held = self._held(hashes)
+        except Exception:
+            logger.exception("the arena cannot be looked into")
+            return []
+        # The last token is always computed, so the block that it completes is never loaded.
+        rest = hashes[held : (len(token_ids) - 1) // self._block_tokens]
+        found = [Supply(DRAM, held)] if held else []
+        if rest and self._settings.node:
+            found += await self._surveyor.supplies(self._digests(), rest, compute_s)
+        return [supply._replace(length=supply.length * self._block_tokens) for supply in found]
 
     def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
         """Keep a prompt's blocks in DRAM whatever comes, or let them go; how many tokens of it are
@@ -71,6 +99,7 @@ class StoreView:
 
     def close(self) -> None:
         """Let go of the arena."""
+        self._surveyor.close()
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()

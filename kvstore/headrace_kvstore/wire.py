@@ -37,6 +37,7 @@ MAX_PATH_BYTES = 107
 MAX_LEASE_S = 600.0
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
 Hash = Annotated[bytes, Meta(min_length=1, max_length=HASH_BYTES)]
 
 
@@ -67,6 +68,17 @@ class Locate(Message):
     digest: Digest
     hashes: list[Hash]
     lease_s: Annotated[float, Meta(ge=0.0, le=MAX_LEASE_S)]
+    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
+class Survey(Message):
+    """Where would these blocks, from the first on, come from? Answered by `Surveyed`.
+
+    `compute_s`: what computing one of the blocks takes: what is slower to pull is left out.
+    """
+
+    digest: Digest
+    hashes: list[Hash]
     compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
 
 
@@ -122,7 +134,17 @@ class GetStats(Message):
 
 
 Request = (
-    Ping | Locate | Prefetch | ReportBad | Pin | Warm | Clear | AddPeer | RemovePeer | GetStats
+    Ping
+    | Locate
+    | Survey
+    | Prefetch
+    | ReportBad
+    | Pin
+    | Warm
+    | Clear
+    | AddPeer
+    | RemovePeer
+    | GetStats
 )
 
 
@@ -150,6 +172,14 @@ class Located(Message):
     wait_s: float = 0.0
 
 
+class Surveyed(Message):
+    """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
+    `supply.Supply`. `below`: whether there is any tier below DRAM, so that asking makes sense."""
+
+    runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
+    below: bool = True
+
+
 class Stats(Message):
     """See `StoreNode.stats`."""
 
@@ -162,7 +192,7 @@ class Failed(Message):
     reason: str
 
 
-Reply = Done | Located | Stats | Failed
+Reply = Done | Located | Surveyed | Stats | Failed
 
 
 class _Envelope(msgspec.Struct, array_like=True):

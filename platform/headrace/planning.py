@@ -18,6 +18,7 @@ from headrace.router import (
     RouterSettings,
     StepSample,
 )
+from headrace_kvstore.supply import Supply
 from headrace_kvstore.view import StoreView, store_settings
 
 if TYPE_CHECKING:
@@ -68,12 +69,15 @@ class ReplicaPlanner:
     def policy(self, policy: str) -> None:
         self.router.settings = replace(self.router.settings, policy=policy)  # type: ignore[arg-type]
 
-    def plan(
+    async def plan(
         self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
     ) -> Plan:
         started = time.perf_counter()
-        stored = self.stored_tokens(token_ids, salt) if local_only is None else 0
-        shared = stored if self._prefill_machine == self._machine else 0
+        stored: Sequence[Supply] = ()
+        if self._store is not None and local_only is None:
+            compute_s = self.router.block_compute_s
+            stored = await self._store.supplies(token_ids, salt, compute_s)
+        shared = stored if self._prefill_machine == self._machine else ()
         plan = self.router.plan(
             PlanRequest(request_id, token_ids, salt, local_only, stored, shared)
         )
@@ -91,8 +95,8 @@ class ReplicaPlanner:
         self._prefill_machine = result.machine
         for ctx_tokens, gen_requests, seconds in result.steps:
             self.router.observe_step("prefill", StepSample(ctx_tokens, gen_requests, seconds))
-        for _, size_bytes, seconds in result.loads:
-            self.router.observe_load(size_bytes, seconds)
+        for load in result.loads:
+            self.router.observe_load(*load)
         self.router.prefill_done(
             request_id,
             PrefillReport(
@@ -147,7 +151,7 @@ class ReplicaPlanner:
         self.router.observe_step("decode", StepSample(*step))
 
     def _on_load(self, load: StoreLoad) -> None:
-        self.router.observe_load(load.bytes, load.seconds)
+        self.router.observe_load(*load)
 
     def _on_transfer(self, transfer: Transfer) -> None:
         self.router.observe_transfer(transfer.bytes, transfer.seconds)

@@ -43,7 +43,11 @@ def add_store(
         logger.warning("store: no engine uses NixlConnector alone, so none gets the KV store")
         return None
     options = {"name": "store", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
-    return serve.deployment(StoreKeeper).options(**options).bind(store.node_settings(name), setup)
+    return (
+        serve.deployment(StoreKeeper)
+        .options(**options)
+        .bind(store.node_settings(name), setup, store.share)
+    )
 
 
 def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:

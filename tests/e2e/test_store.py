@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from headrace_kvstore import wire
+from headrace_kvstore.client import call
 from tests.support.app import App, until
 from tests.support.prompts import noise
 
@@ -63,6 +65,32 @@ def test_the_prefill_engine_loads_what_the_decode_engine_computed(app: App) -> N
     prefill = app.replica("prefill")
     assert prefill["store"]["loaded_dram"] - loaded_before == 5
     assert prefill["prompt_tokens_computed"] - computed_before == 40
+
+
+def test_a_prompt_that_lies_on_disk_only_is_planned_as_loaded_and_loaded(app: App) -> None:
+    """Tried anew where the node answered too late for the plan, as on a busy machine."""
+    for attempt in range(8):
+        prompt, salt = noise(5 * BLOCK + 40, 320 + attempt), uuid.uuid4().hex
+        before = store(app)["tiers"]["dram"]["stored_total"]
+        with app.policy("local"):
+            computed, _ = ask(app, prompt, salt)
+        saved(app, before, 5)
+        until(
+            lambda: store(app)["write_behind"]["backlog_blocks"] == 0,
+            60.0,
+            "all blocks on disk",
+            lambda: store(app)["write_behind"],
+        )
+        assert call(store(app)["name"], wire.Clear(None, ["dram"]), 30.0, app.folder)
+        assert store(app)["tiers"]["dram"]["blocks"] == 0
+        loaded_before = app.replica("prefill")["store"].get("loaded_nvme", 0)
+        with app.policy("remote"):
+            loaded, plan = ask(app, prompt, salt)
+        assert loaded == computed
+        assert app.replica("prefill")["store"]["loaded_nvme"] - loaded_before == 5
+        if plan["loaded_from"] == {"nvme": 5 * BLOCK}:
+            break
+    assert (plan["kind"], plan["loaded_tokens"]) == ("remote", 5 * BLOCK)
 
 
 def test_another_tenant_finds_nothing(app: App) -> None:

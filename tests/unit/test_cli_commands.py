@@ -117,9 +117,10 @@ def test_a_port_in_use_fails_before_anything_starts(
 def test_config_show_masks_keys_and_loads_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    _, out, _ = run(capsys, "config", "show", "--set", "gateway.api_keys=[sk-very-secret]")
-    assert "sk-very-secret" not in out
-    assert "'***'" in out
+    for secret in ("gateway.api_keys=[sk-very-secret]", "store.object_options={k: sk-very-secret}"):
+        _, out, _ = run(capsys, "config", "show", "--set", secret)
+        assert "sk-very-secret" not in out
+        assert "'***'" in out
     _, out, _ = run(capsys, "config", "show", "--preset", "gpu-node")
     (tmp_path / "c.yaml").write_text(out)
     code, out, _ = run(capsys, "config", "check", "-f", str(tmp_path / "c.yaml"))

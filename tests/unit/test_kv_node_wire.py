@@ -102,6 +102,7 @@ def answer(client: NodeClient) -> Any:
     [
         wire.Ping(),
         wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
+        wire.Survey(DIGEST, keys(0, 1), 0.5),
         wire.Prefetch(DIGEST, keys(0), -3),
         wire.ReportBad(DIGEST, [b"\0" * 16], "nvme"),
         wire.Pin(DIGEST, keys(0), False),
@@ -119,7 +120,13 @@ def test_requests_come_out_as_they_went_in(request_: wire.Request) -> None:
 
 @pytest.mark.parametrize(
     "reply",
-    [wire.Done(3), wire.Failed("no"), wire.Stats({"a": [1, None]}), wire.pack_locations(places(5))],
+    [
+        wire.Done(3),
+        wire.Failed("no"),
+        wire.Stats({"a": [1, None]}),
+        wire.Surveyed([("nvme", 3, 0.0), ("remote", 1, 0.5)]),
+        wire.pack_locations(places(5)),
+    ],
 )
 def test_replies_come_out_as_they_went_in(reply: wire.Reply) -> None:
     assert wire.decode_reply(wire.encode(7, reply)) == (7, reply)

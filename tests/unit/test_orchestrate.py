@@ -118,7 +118,7 @@ class Planner:
         self.over: list[tuple[str, list[int]]] = []
         self.refuse: Exception | None = None
 
-    def plan(
+    async def plan(
         self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
     ) -> FakePlan:
         if self.refuse is not None:

@@ -228,10 +228,10 @@ def test_an_impossible_setting_is_refused_by_name(field: str, value: object) -> 
 
 
 def test_what_the_store_supplies_costs_only_what_outlasts_the_computation() -> None:
-    hidden = price(replace(IDLE, load_decode_bytes=10_000_000), Costs(), SETTINGS)
+    hidden = price(replace(IDLE, load_decode_bytes={"dram": 10_000_000}), Costs(), SETTINGS)
     assert hidden["local.load"] == 0.0, "15 ms of loading under 0.77 s of computing"
     seen = price(
-        replace(IDLE, uncached_decode_tokens=1, load_decode_bytes=10**9, running=2),
+        replace(IDLE, uncached_decode_tokens=1, load_decode_bytes={"dram": 10**9}, running=2),
         Costs(),
         SETTINGS,
     )
@@ -241,7 +241,7 @@ def test_what_the_store_supplies_costs_only_what_outlasts_the_computation() -> N
 
 
 def test_a_prefix_in_the_store_of_the_prefill_engines_machine_draws_the_request_there() -> None:
-    there = replace(IDLE, uncached_prefill_tokens=1, load_prefill_bytes=100_000_000)
+    there = replace(IDLE, uncached_prefill_tokens=1, load_prefill_bytes={"dram": 100_000_000})
     p = price(there, Costs(), SETTINGS)
     assert p["remote.load"] == pytest.approx(0.105 - p["remote.compute"])
     assert p["remote.total"] < p["local.total"]

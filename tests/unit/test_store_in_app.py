@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
 
-from headrace.config import ConfigError, load_config
+from headrace.config import ConfigError, load_config, warnings
 from headrace.config.schema import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.store import add_store
@@ -84,6 +85,45 @@ def test_each_side_gets_its_own_settings_and_the_shared_ones() -> None:
     node = NodeSettings.parse(section.node_settings("n"))
     assert (node.name, node.dram_bytes, node.nvme_bytes, node.warm) == ("n", 2**29, 2**31, True)
     assert str(node.nvme_folder) == "/kv"
+    assert (node.object_url, node.listen, node.peers) == (None, None, ())
+
+
+def test_an_object_store_is_passed_to_the_nodes_and_its_options_are_not_shown() -> None:
+    section = StoreSection(
+        object_url="s3://b/kv", object_gb=2, object_options={"secret_access_key": "hush"}
+    )
+    node = NodeSettings.parse(section.node_settings("n"))
+    assert (node.object_url, node.object_bytes) == ("s3://b/kv", 2**31)
+    assert node.object_options == {"secret_access_key": "hush"}
+    assert "hush" not in repr(section) + repr(node)
+
+
+def test_an_object_store_without_its_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "obstore" else found(name)
+    )
+    with pytest.raises(ConfigError, match=r"store\.object_url: .*headrace\[object\]"):
+        load_config(overrides=["store.object_url=s3://b/kv"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["store.object_url=foo://b"], "recognise URL"),
+        (["store.object_url=s3://b", "store.object_options={regon: x}"], "'regon' is not valid"),
+    ],
+)
+def test_what_the_client_does_not_know_is_warned_of(overrides: list[str], words: str) -> None:
+    [line] = [line for line in warnings(load_config(overrides=overrides)) if "object" in line]
+    assert "store.object_url" in line and words in line
+
+
+def test_the_keeper_is_told_whether_machines_share() -> None:
+    for share in (True, False):
+        app = add_store(StoreSection(share=share), [engine()], ProcessSetup())
+        assert app is not None
+        assert app._bound_deployment.init_args[-1] is share
 
 
 @pytest.mark.parametrize(
@@ -96,6 +136,11 @@ def test_each_side_gets_its_own_settings_and_the_shared_ones() -> None:
         ("store.nvme_folder=kv", "must be an absolute path"),
         ("store.name=a/b", "store.name"),
         ("store.dram_gb=0", "store.dram_gb"),
+        ("store.object_url=bucket/kv", 'object_url: must be like "s3://BUCKET/PREFIX"'),
+        ("store.object_gb=0", "store.object_gb"),
+        ("store.object_options=[a]", "store.object_options: must be a mapping"),
+        ("store.node={object_options: {a: b}}", "set store.object_options instead"),
+        ("store.share=perhaps", "store.share: must be true or false"),
     ],
 )
 def test_what_cannot_be_says_where_and_what_would_be_right(override: str, words: str) -> None:

@@ -1,6 +1,7 @@
 """The part of a StoreNode that other nodes see: its port, its peers, and pulls that engines want.
 
-Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all.
+Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all, until
+`open` gives it both.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import zmq
+
 from headrace_kvstore import wire
 from headrace_kvstore.events import EventPublisher
 from headrace_kvstore.node_dram import DramWork
@@ -18,7 +21,8 @@ from headrace_kvstore.node_server import FrameServer
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.remote.messages import PeerRequest, decode_request
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.remote.price import choose
+from headrace_kvstore.remote.price import Choice, choose
+from headrace_kvstore.supply import OBJECT, REMOTE, Supply
 
 PULL_PRIORITY = 0
 
@@ -52,19 +56,28 @@ class Neighbours:
         self._settings, self._dram, self._publisher = settings, dram, publisher
         self.peers: Peers | None = None
         self._server: FrameServer | None = None
+        self._deaf = ""
         self._counts: Counter[str] = Counter()
-        if settings.listen is None and not settings.peers:
-            return
-        self.peers = Peers(settings.peers, self._is_own, settings.heal_s)
-        if settings.listen is not None:
-            endpoint = f"tcp://{settings.listen}"
+        if settings.listen is not None or settings.peers:
+            self.open(settings.listen)
+
+    def open(self, listen: str | None) -> None:
+        """Have peers from now on and, if HOST:PORT is given, lend to them; what is open stays so.
+
+        Raises:
+            zmq.ZMQError: `listen` cannot be bound.
+        """
+        if listen is not None and self._server is None:
             try:
                 self._server = FrameServer(
-                    lambda socket: socket.bind(endpoint), decode_request, self._answer, "kv-lend"
+                    lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer, "kv-lend"
                 )
-            except BaseException:
-                self.peers.close()
+            except zmq.ZMQError as error:
+                self._deaf = f"cannot listen at {listen}: {error}"
                 raise
+            self._deaf = ""
+        if self.peers is None:
+            self.peers = Peers(self._settings.peers, self._is_own, self._settings.heal_s)
 
     @property
     def address(self) -> str | None:
@@ -80,6 +93,38 @@ class Neighbours:
         compute_s: what computing a block takes, 0 if that is not known. None if nobody has any, or
         computing is predicted to be as fast. See `remote.price`.
         """
+        offered = self._offered(digest, hashes, compute_s)
+        if offered is None:
+            return None
+        dram, wanted, choice = offered
+        if choice is None:
+            self._counts["pulls_not_worth_it"] += 1
+            return None
+        limit_s = self._settings.pull_limit_s
+        if compute_s > 0:
+            limit_s = min(limit_s, compute_s * choice.blocks)
+        self._counts["pulls"] += 1
+        if dram.objects is not None and choice.peer == OBJECTS:
+            puller = dram.objects.fetcher
+        else:
+            assert dram.remote is not None
+            puller = dram.remote.puller
+        done = puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
+        return Pulling(choice.blocks, limit_s, done)
+
+    def survey(self, digest: bytes, hashes: Sequence[bytes], compute_s: float) -> list[Supply]:
+        """What `pull` would bring; brings nothing."""
+        offered = self._offered(digest, hashes, compute_s)
+        if offered is None or offered[2] is None:
+            return []
+        choice = offered[2]
+        return [Supply(OBJECT if choice.peer == OBJECTS else REMOTE, choice.blocks, choice.pull_s)]
+
+    def _offered(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float
+    ) -> tuple[DramWork, list[bytes], Choice | None] | None:
+        """The blocks that the arena lacks, and what of them is worth pulling; None if nobody has
+        the first."""
         dram, peers = self._dram(), self.peers
         row = None if dram is None else dram.arena.row_of(digest)
         if dram is None or row is None or not hashes:
@@ -93,21 +138,8 @@ class Neighbours:
             runs += dram.objects.runs(digest, wanted)
         if not runs:
             return None
-        limit_s = self._settings.pull_limit_s
-        choice = choose(runs, dram.arena.spaces()[row].block_bytes, compute_s, limit_s)
-        if choice is None:
-            self._counts["pulls_not_worth_it"] += 1
-            return None
-        if compute_s > 0:
-            limit_s = min(limit_s, compute_s * choice.blocks)
-        self._counts["pulls"] += 1
-        if dram.objects is not None and choice.peer == OBJECTS:
-            puller = dram.objects.fetcher
-        else:
-            assert dram.remote is not None
-            puller = dram.remote.puller
-        done = puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
-        return Pulling(choice.blocks, limit_s, done)
+        size, limit_s = dram.arena.spaces()[row].block_bytes, self._settings.pull_limit_s
+        return dram, wanted, choose(runs, size, compute_s, limit_s)
 
     def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:
         """Add a peer, or drop one."""
@@ -119,13 +151,23 @@ class Neighbours:
         except ValueError as error:
             return wire.Failed(str(error))
 
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Have these peers and those of the settings, and no others. Raises ValueError."""
+        if self.peers is None:
+            return
+        wanted = {*addresses, *self._settings.peers}
+        for address in self.peers.addresses() - wanted:
+            self.peers.remove(address)
+        for address in wanted:
+            self.peers.add(address)
+
     def stats(self) -> dict[str, Any]:
         """JSON-able."""
         dram = self._dram()
         work = None if dram is None else dram.remote
         return {
             "state": "off" if work is None else "on",
-            "reason": "no arena" if dram is None else dram.remote_reason if work is None else "",
+            "reason": self._deaf or ("no arena" if dram is None else dram.remote_reason),
             "address": self.address,
             "peers": {} if self.peers is None else self.peers.stats(),
             "pulls": self._counts["pulls"],

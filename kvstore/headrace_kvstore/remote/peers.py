@@ -77,6 +77,11 @@ class Peers:
             self._ring()
             return len(self._links)
 
+    def addresses(self) -> set[str]:
+        """All that there are now."""
+        with self._lock:
+            return set(self._links)
+
     def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
         """Of each peer that may be asked, the leading run of these blocks that it holds."""
         now_s, runs = time.monotonic(), []

@@ -112,6 +112,12 @@ def store_table(nodes: list[dict[str, Any]]) -> Table:
             blocks, hits, misses = counts
             sizes = (human_bytes(tier.get(key, 0)) for key in ("bytes", "size_bytes"))
             table.add_row(machine, name, state, blocks, *sizes, hits, misses)
+        remote = node.get("remote") or {}
+        peers = list((remote.get("peers") or {}).values())
+        if peers or remote.get("address"):
+            state = f"{sum(peer.get('state') == 'up' for peer in peers)} of {len(peers)} peers up"
+            theirs = sum(sum((peer.get("blocks") or {}).values()) for peer in peers)
+            table.add_row(machine, "remote", state, f"{theirs:,}")
     return table
 
 

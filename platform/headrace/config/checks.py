@@ -83,6 +83,7 @@ def check(config: HeadraceConfig) -> list[Problem]:
     problems += _roles_agree(config)
     problems += _cpus(config)
     problems += _kv_holds_one_request(config)
+    problems += _objects(config)
     return problems
 
 
@@ -100,7 +101,7 @@ def warnings(config: HeadraceConfig) -> list[str]:
         )
     if config.ray.address is not None and config.ray.temp_dir is not None:
         lines.append("ray.temp_dir: has no effect on a cluster that runs already (ray.address)")
-    return lines
+    return lines + _object_warnings(config)
 
 
 def _gateway(config: HeadraceConfig) -> Iterator[Problem]:
@@ -219,6 +220,31 @@ def _kv_holds_one_request(config: HeadraceConfig) -> Iterator[Problem]:
                 f"{needed / GIB:.3g} GiB; set at least {_ceil_gib(needed):g}, or "
                 f"model.max_model_len: {fits}",
             )
+
+
+def _objects(config: HeadraceConfig) -> Iterator[Problem]:
+    url = config.store.object_url
+    if config.store.enabled and url is not None and importlib.util.find_spec("obstore") is None:
+        yield (
+            "store.object_url",
+            f'is "{url}", but its client is not installed; pip install "headrace[object]" here and '
+            "on every machine, or set null",
+        )
+
+
+def _object_warnings(config: HeadraceConfig) -> list[str]:
+    """What the client says of URL and options; a warning, as each machine has an environment of its
+    own."""
+    store = config.store
+    if not store.enabled or store.object_url is None or store.object_url.startswith("file:"):
+        return []
+    from headrace_kvstore.tiers.object_client import StoreClient
+
+    try:
+        StoreClient(store.object_url, store.object_options, timeout_s=1.0)
+    except ValueError as error:
+        return [f"store.object_url, with store.object_options and this environment: {error}"]
+    return []
 
 
 def _widening(role: RoleSettings) -> int:

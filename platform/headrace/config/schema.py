@@ -317,6 +317,27 @@ class StoreSection(Section):
     nvme_gb: float = Field(
         default=16.0, gt=0, description="GiB that the files in `nvme_folder` may take, per node."
     )
+    object_url: str | None = Field(
+        default=None,
+        description="Below the disk: where blocks that were used again go, and come from on every "
+        "machine, such as `s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`. Needs the "
+        "extra `headrace[object]`. Whoever can write there is trusted. null: no object store.",
+    )
+    object_gb: float = Field(
+        default=64.0, gt=0, description="GiB that this app's objects may take there."
+    )
+    object_options: dict[str, Any] = Field(
+        default_factory=dict,
+        repr=False,
+        description="Of the object store's client (`endpoint`, `region`, `access_key_id`, ...), "
+        "before the environment; `headrace config show` masks the values.",
+    )
+    share: bool = Field(
+        default=True,
+        description="Whether the machines of a cluster lend each other the blocks that they hold. "
+        "Each then listens on free ports of its Ray address: whoever reaches these, or UCX's own, "
+        "can read KV, so they belong behind a firewall. A machine that is alone opens none.",
+    )
     system_prompts: list[str] = Field(
         default_factory=list,
         description="System messages whose KV is made when a decode replica starts, and pinned.",
@@ -337,6 +358,15 @@ class StoreSection(Section):
     def _folder_is_absolute(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith("/"):
             raise ValueError(f'must be an absolute path, got "{value}"')
+        return value
+
+    @field_validator("object_url")
+    @classmethod
+    def _is_an_object_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.match(r"[a-z0-9]+://.", value):
+            raise ValueError(
+                f'must be like "s3://BUCKET/PREFIX" or "file:///FOLDER", got "{value}"'
+            )
         return value
 
     @model_validator(mode="after")
@@ -366,6 +396,9 @@ class StoreSection(Section):
         own: dict[str, Any] = {"dram_bytes": self._dram_bytes}
         if self.nvme_folder is not None:
             own |= {"nvme_folder": self.nvme_folder, "nvme_bytes": int(self.nvme_gb * GIB)}
+        if self.object_url is not None:
+            own |= {"object_url": self.object_url, "object_bytes": int(self.object_gb * GIB)}
+            own |= {"object_options": self.object_options}
         return self._settings("node", NodeSettings.parse, name, own)
 
     @property
@@ -378,6 +411,8 @@ class StoreSection(Section):
         given: dict[str, Any] = getattr(self, field)
         decided = {"name": "name", "dram_bytes": "dram_gb"}
         decided |= {"nvme_folder": "nvme_folder", "nvme_bytes": "nvme_gb"}
+        decided |= {"object_url": "object_url", "object_bytes": "object_gb"}
+        decided |= {"object_options": "object_options"}
         for key in decided.keys() & given:
             raise ValueError(f"{field}.{key}: set store.{decided[key]} instead")
         settings = {"name": self.name or name, **own, **given}

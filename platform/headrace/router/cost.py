@@ -81,15 +81,14 @@ class StepTimeModel:
 class TransferModel:
     """Seconds to pull KV over NIXL: ``T(bytes) = alpha + beta * bytes``; 0 for no bytes.
 
-    Weighed like the step model, so ``rms_error`` is relative. Prior: 5 ms and 1 GB/s.
+    Weighed like the step model, so ``rms_error`` is relative. Prior: 5 ms and 1 GB/s, with a
+    standard deviation of ``std`` (seconds, seconds a MB).
     """
 
     _MB = 1e6
 
-    def __init__(self) -> None:
-        self._fit = RecursiveLeastSquares(
-            mean=(0.005, 0.001), std=(0.05, 0.005), error=0.2, forgetting=0.98
-        )
+    def __init__(self, std: tuple[float, float] = (0.05, 0.005)) -> None:
+        self._fit = RecursiveLeastSquares(mean=(0.005, 0.001), std=std, error=0.2, forgetting=0.98)
 
     @property
     def samples(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headrace_kvstore.supply import Supply
+
 Kind = Literal["local", "remote"]
 Role = Literal["prefill", "decode"]
 Policy = Literal["cost", "local", "remote"]
@@ -25,9 +27,9 @@ class PlanRequest:
     salt: str = ""
     #: Why this request must stay on the decode engine (e.g. prompt logprobs), or None.
     local_only: str | None = None
-    #: Leading tokens whose KV the store can supply, to the decode and to the prefill engine.
-    stored_decode_tokens: int = 0
-    stored_prefill_tokens: int = 0
+    #: Leading runs of tokens whose KV the store can supply, to the decode and the prefill engine.
+    stored_decode: Sequence[Supply] = ()
+    stored_prefill: Sequence[Supply] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Plan:
     cached_prefill_tokens: int
     #: Tokens beyond those in the engine's own cache that the chosen engine loads from the store.
     loaded_tokens: int = 0
+    #: The same by the medium that held them when the plan was made: dram, nvme, remote, object.
+    loaded_from: Mapping[str, int] = field(default_factory=dict)
     #: Seconds by part for both options: "local.queue", ..., "remote.total".
     predicted: Mapping[str, float] = field(default_factory=dict)
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
@@ -68,6 +72,7 @@ class Plan:
             "cached_decode_tokens": self.cached_decode_tokens,
             "cached_prefill_tokens": self.cached_prefill_tokens,
             "loaded_tokens": self.loaded_tokens,
+            "loaded_from": dict(self.loaded_from),
             "predicted": dict(self.predicted),
             "timeout_s": self.timeout_s,
             "reasons": list(self.reasons),

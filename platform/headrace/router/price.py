@@ -3,12 +3,14 @@
 Both options are priced in seconds added to everybody: this request's time to its first token plus
 what the streams that run on the decode engine lose meanwhile::
 
-    local  = queue_d + max(T_d(u_d, r), L(l_d)) + w * r * (max(T_d(u_d, r), L(l_d)) - T_d(0, r))
-    remote = call + queue_p + max(T_p(u_p, 0), L(l_p)) + transfer(bytes) + handoff + queue_d'
-             + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r))
+    local  = queue_d + pull_d + max(T_d(u_d, r), L(l_d))
+             + w * r * (max(T_d(u_d, r), L(l_d)) - T_d(0, r))
+    remote = call + queue_p + pull_p + max(T_p(u_p, 0), L(l_p)) + transfer(bytes) + handoff
+             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r))
 
 ``u`` are the prompt tokens that the engine must compute (at least one), ``l`` the bytes that the KV
-store supplies, loaded layer by layer under the computation, ``r`` the running decodes,
+store supplies, loaded layer by layer under the computation, each medium at its own speed,
+``pull`` the wait for those that must come into DRAM first, ``r`` the running decodes,
 ``w`` the stall weight, ``T`` the step models (prompts above ``max_step_tokens`` take several
 steps), ``queue_d'`` what is left of the decode queue once the KV is there.
 """
@@ -22,6 +24,9 @@ from dataclasses import dataclass, field
 from headrace.router.cost import CallModel, StepTimeModel, TransferModel
 from headrace.router.plan import Kind, RouterSettings
 
+LOAD_STD = (0.5, 1.0)
+"""A medium of the store may be a disk of 1 MB/s: four loads tell (with the default's, hundreds)."""
+
 
 @dataclass(slots=True)
 class Costs:
@@ -30,14 +35,21 @@ class Costs:
     decode_step: StepTimeModel = field(default_factory=StepTimeModel)
     prefill_step: StepTimeModel = field(default_factory=StepTimeModel)
     transfer: TransferModel = field(default_factory=TransferModel)
-    #: Loading from the machine's KV store.
-    load: TransferModel = field(default_factory=TransferModel)
+    #: Loading from the machine's KV store, by the medium that the engine reads.
+    loads: dict[str, TransferModel] = field(default_factory=dict)
     #: The remote call beside the prefill engine's queue and compute.
     call: CallModel = field(default_factory=lambda: CallModel(0.020, 0.050))
     #: From the call's return to the first token, beside transfer and the decode step.
     handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
     #: Wait at the prefill engine beyond what this router put there (other decode replicas).
     others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
+
+    def load(self, medium: str) -> TransferModel:
+        return self.loads.setdefault(medium, TransferModel(LOAD_STD))
+
+    def load_s(self, bytes_read: Mapping[str, int]) -> float:
+        """Predicted seconds to load so many bytes of each medium."""
+        return sum(self.load(medium).seconds(size) for medium, size in bytes_read.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +62,11 @@ class Situation:
     running: int
     decode_queue_s: float
     prefill_queue_s: float
-    load_decode_bytes: int = 0
-    load_prefill_bytes: int = 0
+    #: Bytes to load from the store, by the medium that is read, and the wait before that.
+    load_decode_bytes: Mapping[str, int] = field(default_factory=dict)
+    load_prefill_bytes: Mapping[str, int] = field(default_factory=dict)
+    pull_decode_s: float = 0.0
+    pull_prefill_s: float = 0.0
 
 
 def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, float]:
@@ -60,28 +75,32 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     stalled = settings.stall_weight * r
     idle_step = step.seconds(0, r)
 
+    local_begins = s.decode_queue_s + s.pull_decode_s
     local_compute = step.prefill_s(s.uncached_decode_tokens, r, limit)
     # What loading adds where it takes longer than the computation that it runs under.
-    local_load = max(0.0, costs.load.seconds(s.load_decode_bytes) - local_compute)
+    local_load = max(0.0, costs.load_s(s.load_decode_bytes) - local_compute)
     steps = math.ceil(s.uncached_decode_tokens / limit)
     local_stall = stalled * max(0.0, local_compute + local_load - steps * idle_step)
 
     call, transfer = costs.call.seconds(), costs.transfer.seconds(s.transfer_bytes)
     remote_compute = costs.prefill_step.prefill_s(s.uncached_prefill_tokens, 0, limit)
-    remote_load = max(0.0, costs.load.seconds(s.load_prefill_bytes) - remote_compute)
+    remote_load = max(0.0, costs.load_s(s.load_prefill_bytes) - remote_compute)
     handoff = costs.handoff.seconds()
-    arrival = call + s.prefill_queue_s + remote_compute + remote_load + transfer + handoff
+    arrival = call + s.prefill_queue_s + s.pull_prefill_s + remote_compute + remote_load
+    arrival += transfer + handoff
     decode_queue = max(0.0, s.decode_queue_s - arrival)
     last_step = step.seconds(1, r)
     remote_stall = stalled * max(0.0, last_step - idle_step)
     return {
         "local.queue": s.decode_queue_s,
+        "local.pull": s.pull_decode_s,
         "local.compute": local_compute,
         "local.load": local_load,
         "local.stall": local_stall,
-        "local.total": s.decode_queue_s + local_compute + local_load + local_stall,
+        "local.total": local_begins + local_compute + local_load + local_stall,
         "remote.call": call,
         "remote.queue": s.prefill_queue_s,
+        "remote.pull": s.pull_prefill_s,
         "remote.compute": remote_compute,
         "remote.load": remote_load,
         "remote.transfer": transfer,
@@ -95,15 +114,13 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
 
 def formula(p: Mapping[str, float]) -> str:
     """The whole comparison with its numbers, for one log line."""
-    return (
-        f"local {p['local.total']:.3f} s = queue {p['local.queue']:.3f} + compute "
-        f"{p['local.compute']:.3f} + load {p['local.load']:.3f} + stall {p['local.stall']:.3f}; "
-        f"remote {p['remote.total']:.3f} s"
-        f" = call {p['remote.call']:.3f} + queue {p['remote.queue']:.3f} + compute "
-        f"{p['remote.compute']:.3f} + load {p['remote.load']:.3f} + transfer "
-        f"{p['remote.transfer']:.3f} + handoff "
-        f"{p['remote.handoff']:.3f} + decode queue {p['remote.decode_queue']:.3f} + decode "
-        f"{p['remote.decode']:.3f} + stall {p['remote.stall']:.3f}"
+    local = ("queue", "pull", "compute", "load", "stall")
+    remote = ("call", "queue", "pull", "compute", "load", "transfer", "handoff", "decode_queue")
+    sides = {"local": local, "remote": (*remote, "decode", "stall")}
+    return "; ".join(
+        f"{side} {p[f'{side}.total']:.3f} s = "
+        + " + ".join(f"{part.replace('_', ' ')} {p[f'{side}.{part}']:.3f}" for part in parts)
+        for side, parts in sides.items()
     )
 
 
@@ -188,7 +205,8 @@ def remote_timeout_s(
     squares; step and transfer errors are relative). The floor is higher while the prefill side is
     cold, that is, until a first remote prefill has paid the engines' handshake.
     """
-    t = sum(p[f"remote.{k}"] for k in ("call", "queue", "compute", "load", "transfer", "handoff"))
+    parts = ("call", "queue", "pull", "compute", "load", "transfer", "handoff")
+    t = sum(p[f"remote.{part}"] for part in parts)
     rms = math.hypot(
         costs.call.rms_error,
         costs.handoff.rms_error,

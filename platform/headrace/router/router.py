@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headrace.router.cost import StepTimeModel
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 from headrace.router.load import Breaker, EngineLoad
 from headrace.router.plan import (
@@ -39,6 +40,8 @@ from headrace.router.price import (
     price,
     remote_timeout_s,
 )
+from headrace.router.stored import Loaded, worth_loading
+from headrace_kvstore.supply import Supply
 
 _PLANS_KEPT = 1_000
 
@@ -113,32 +116,37 @@ class Router:
         if self._prefill is not None:
             held_p = self._held(self.prefill_index, hashes, n)
         cached_d, cached_p = held_d * g.block_tokens, held_p * g.block_tokens
-        loaded_d = max(0, self._useful(request.stored_decode_tokens, n) - cached_d)
-        loaded_p = max(0, self._useful(request.stored_prefill_tokens, n) - cached_p)
+        running, costs = self.decode_load.running, self.costs
+        loaded_d = self._loaded(request.stored_decode, cached_d, n, costs.decode_step, running)
+        loaded_p = self._loaded(request.stored_prefill, cached_p, n, costs.prefill_step, 0)
         own_queue_s = self.prefill_load.queue_s(
             self.costs.prefill_step, self.settings.max_step_tokens, now
         )
         s = Situation(
-            uncached_decode_tokens=max(1, n - cached_d - loaded_d),
-            uncached_prefill_tokens=max(1, n - cached_p - loaded_p),
+            uncached_decode_tokens=max(1, n - cached_d - loaded_d.tokens),
+            uncached_prefill_tokens=max(1, n - cached_p - loaded_p.tokens),
             transfer_bytes=(math.ceil(n / g.block_tokens) - held_d) * g.block_bytes,
-            running=self.decode_load.running,
+            running=running,
             decode_queue_s=self.decode_load.queue_s(
                 self.costs.decode_step, self.settings.max_step_tokens, now
             ),
             prefill_queue_s=own_queue_s + self._others_wait_s(now),
-            load_decode_bytes=loaded_d * g.kv_bytes_per_token,
-            load_prefill_bytes=loaded_p * g.kv_bytes_per_token,
+            load_decode_bytes=loaded_d.bytes_read(g.kv_bytes_per_token),
+            load_prefill_bytes=loaded_p.bytes_read(g.kv_bytes_per_token),
+            pull_decode_s=loaded_d.wait_s,
+            pull_prefill_s=loaded_p.wait_s,
         )
         p = price(s, self.costs, self.settings)
         remote, reasons = self._decide(request, s, p, now)
+        loaded = loaded_p if remote else loaded_d
         plan = Plan(
             request_id=request.request_id,
             prefill=self._prefill if remote else None,
             prompt_tokens=n,
             cached_decode_tokens=cached_d,
             cached_prefill_tokens=cached_p,
-            loaded_tokens=loaded_p if remote else loaded_d,
+            loaded_tokens=loaded.tokens,
+            loaded_from=loaded.by_medium,
             predicted=p,
             timeout_s=self._timeout_s(p) if remote else 0.0,
             reasons=(*reasons, formula(p)),
@@ -185,6 +193,32 @@ class Router:
         """Blocks in an engine's own cache that spare computation."""
         block = self.geometry.block_tokens
         return self._useful(index.match(hashes) * block, prompt_tokens) // block
+
+    def _loaded(
+        self,
+        supplies: Sequence[Supply],
+        cached_tokens: int,
+        prompt_tokens: int,
+        step: StepTimeModel,
+        running: int,
+    ) -> Loaded:
+        """What an engine loads of what the store could supply."""
+
+        def seconds(loaded: Loaded) -> float:
+            left = max(1, prompt_tokens - cached_tokens - loaded.tokens)
+            compute_s = step.prefill_s(left, running, self.settings.max_step_tokens)
+            read = loaded.bytes_read(self.geometry.kv_bytes_per_token)
+            return loaded.wait_s + max(compute_s, self.costs.load_s(read))
+
+        held = sum(supply.length for supply in supplies)
+        useful = self._useful(held, prompt_tokens)
+        return worth_loading(supplies, cached_tokens, useful, seconds)
+
+    @property
+    def block_compute_s(self) -> float:
+        """Predicted seconds that one more block of prompt adds to a step of the decode engine."""
+        step = self.costs.decode_step.seconds
+        return step(self.geometry.block_tokens, 0) - step(0, 0)
 
     def _useful(self, held_tokens: int, prompt_tokens: int) -> int:
         """Tokens of whole blocks that spare computation: vLLM always computes at least the last."""
@@ -268,7 +302,8 @@ class Router:
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
-        if self.costs.others.observe(report.queue_s - active.own_queue_s):
+        expected_s = active.own_queue_s + active.plan.predicted["remote.pull"]
+        if self.costs.others.observe(report.queue_s - expected_s):
             self._others_measured_s = now
         self._correct(
             self.prefill_index, active, report.cached_tokens, active.plan.cached_prefill_tokens
@@ -362,9 +397,9 @@ class Router:
             self._moved["bytes"] += size_bytes
             self._moved["seconds"] += seconds
 
-    def observe_load(self, size_bytes: int, seconds: float) -> None:
-        """One load from the machine's KV store."""
-        self.costs.load.observe(size_bytes, seconds)
+    def observe_load(self, medium: str, size_bytes: int, seconds: float) -> None:
+        """One load from a medium of the machine's KV store."""
+        self.costs.load(medium).observe(size_bytes, seconds)
 
     def prefill_down(self, why: str) -> None:
         """The prefill side is gone, and its cache with it: all goes local until it is up."""
@@ -402,7 +437,7 @@ class Router:
                 "decode_step": c.decode_step.to_dict(),
                 "prefill_step": c.prefill_step.to_dict(),
                 "transfer": c.transfer.to_dict(),
-                "load": c.load.to_dict(),
+                **{f"load_{medium}": model.to_dict() for medium, model in c.loads.items()},
                 "call": c.call.to_dict(),
                 "handoff": c.handoff.to_dict(),
                 "others": c.others.to_dict(),

@@ -1,0 +1,42 @@
+"""Introduces the StoreNodes of an app's machines to each other: each pulls what others have.
+
+Who is there is asked anew each turn, since machines come and go, and a node that was restarted
+listens at another port. A node that does not answer keeps the address it had: what its peers know
+of it would otherwise have to be replayed for one slow answer. One node alone has nobody to lend to
+and opens no port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+Ask = Callable[..., Awaitable[Any]]
+"""(node, method, *arguments) -> the node's answer; None if it gives none. Never raises."""
+
+
+class Peering:
+    """The nodes' addresses, HOST:PORT, as far as they have told them."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._addresses: dict[str, str] = {}
+
+    async def turn(self, nodes: Mapping[str, Any]) -> None:
+        """Have each of these nodes, by machine, follow all the others."""
+        told: dict[str, Any] = {}
+        if len(nodes) > 1:
+            answers = await asyncio.gather(*(self._ask(node, "lend") for node in nodes.values()))
+            told = dict(zip(nodes, answers, strict=True))
+        known = {machine: told.get(machine) or self._addresses.get(machine) for machine in nodes}
+        self._addresses = {machine: address for machine, address in known.items() if address}
+        await asyncio.gather(
+            *(
+                self._ask(nodes[machine], "follow", self._others(machine))
+                for machine in self._addresses
+            )
+        )
+
+    def _others(self, machine: str) -> list[str]:
+        return [address for other, address in self._addresses.items() if other != machine]

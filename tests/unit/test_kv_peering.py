@@ -1,0 +1,160 @@
+"""Who is introduced to whom: a keeper's view of its machines' nodes, and a node that begins to
+lend while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from headrace_kvstore.node import StoreNode
+from headrace_kvstore.peering import Peering
+from tests.support.kvnode import DIGEST, Engine, keys, settings, until
+
+
+class Fake:
+    """A machine's node: `address` is where it would listen; `deaf` ones answer nothing."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.deaf = False
+        self.lent = 0
+        self.follows: list[str] | None = None
+
+
+async def ask(node: Fake, method: str, *arguments: Any) -> Any:
+    if node.deaf:
+        return None
+    if method == "lend":
+        node.lent += 1
+        return node.address
+    assert method == "follow"
+    [node.follows] = arguments
+    return None
+
+
+def turn(peering: Peering, nodes: Mapping[str, Fake]) -> None:
+    asyncio.run(peering.turn(nodes))
+
+
+def test_each_node_follows_all_others() -> None:
+    nodes = {name: Fake(f"{name}:1") for name in "abc"}
+    turn(Peering(ask), nodes)
+    assert nodes["a"].follows == ["b:1", "c:1"]
+    assert nodes["b"].follows == ["a:1", "c:1"]
+    assert nodes["c"].follows == ["a:1", "b:1"]
+
+
+def test_a_node_alone_opens_no_port() -> None:
+    node = Fake("a:1")
+    turn(Peering(ask), {"a": node})
+    assert (node.lent, node.follows) == (0, None)
+
+
+def test_machines_come_and_go() -> None:
+    peering, nodes = Peering(ask), {name: Fake(f"{name}:1") for name in "abc"}
+    turn(peering, {"a": nodes["a"], "b": nodes["b"]})
+    assert (nodes["a"].follows, nodes["b"].follows) == (["b:1"], ["a:1"])
+    turn(peering, nodes)
+    assert nodes["a"].follows == ["b:1", "c:1"]
+    turn(peering, {"a": nodes["a"], "c": nodes["c"]})
+    assert (nodes["a"].follows, nodes["c"].follows) == (["c:1"], ["a:1"])
+    turn(peering, {"a": nodes["a"]})
+    assert nodes["a"].follows == [], "the last one is left alone"
+
+
+def test_a_restarted_node_is_followed_at_its_new_port() -> None:
+    peering, nodes = Peering(ask), {name: Fake(f"{name}:1") for name in "ab"}
+    turn(peering, nodes)
+    nodes["b"] = Fake("b:2")
+    turn(peering, nodes)
+    assert (nodes["a"].follows, nodes["b"].follows) == (["b:2"], ["a:1"])
+
+
+def test_a_node_that_does_not_answer_for_once_keeps_its_place() -> None:
+    peering, nodes = Peering(ask), {name: Fake(f"{name}:1") for name in "ab"}
+    turn(peering, nodes)
+    nodes["b"].deaf = True
+    turn(peering, nodes)
+    assert nodes["a"].follows == ["b:1"]
+
+
+def test_a_node_that_never_answered_is_followed_by_nobody() -> None:
+    nodes = {name: Fake(f"{name}:1") for name in "ab"}
+    nodes["b"].deaf = True
+    turn(Peering(ask), nodes)
+    assert (nodes["a"].follows, nodes["b"].follows) == ([], None)
+
+
+# A node that begins to lend
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[StoreNode]]:
+    """Two that do not lend yet."""
+    made = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        made.append(StoreNode(settings(tmp_path / name, nvme_folder=None)).start())
+    yield made
+    for node in made:
+        node.close()
+
+
+def peers(node: StoreNode) -> dict[str, str]:
+    """Each one's state."""
+    return {name: peer["state"] for name, peer in node.stats()["remote"]["peers"].items()}
+
+
+def test_nodes_lend_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) -> None:
+    one, two = nodes
+    assert one.peer_address is None and one.stats()["events"] == {}
+    one.follow(["127.0.0.1:1"])
+    assert peers(one) == {}, "nobody to pull from before it lends itself"
+    addresses = [node.lend("127.0.0.1:0") for node in nodes]
+    assert [node.lend("127.0.0.1:0") for node in nodes] == addresses, "once"
+    one.follow(addresses[1:])
+    two.follow(addresses[:1])
+    engine = Engine(one.settings)
+    engine.put(0, 1)
+    until(lambda: two.stats()["remote"]["peers"][addresses[0]]["blocks"]["DRAM"] == 2)
+    until(lambda: peers(one) == {addresses[1]: "up"})
+    reader = Engine(two.settings)
+    [told] = two.survey(DIGEST, keys(0, 1, 2), 1.0)
+    assert (told.medium, told.length) == ("remote", 2) and 0 < told.wait_s < 1
+    assert two.survey(DIGEST, keys(0, 1, 2), 1e-9) == [], "computing is faster"
+    assert two.stats()["remote"]["pulls"] == 0
+    reader.close()
+    one.follow([])
+    assert peers(one) == {}
+    engine.close()
+
+
+def test_peers_of_the_settings_stay(tmp_path: Path) -> None:
+    node = StoreNode(settings(tmp_path, nvme_folder=None, peers=("127.0.0.1:1",))).start()
+    node.follow(["127.0.0.1:2"])
+    assert set(peers(node)) == {"127.0.0.1:1", "127.0.0.1:2"}
+    node.follow([])
+    assert set(peers(node)) == {"127.0.0.1:1"}
+    node.close()
+
+
+def test_an_address_that_is_not_this_machine_s_is_told_and_changes_nothing(
+    nodes: list[StoreNode],
+) -> None:
+    with pytest.raises(zmq.ZMQError):
+        nodes[0].lend("192.0.2.1:0")
+    assert "cannot listen at 192.0.2.1:0" in nodes[0].stats()["remote"]["reason"]
+    assert nodes[0].peer_address is None
+    nodes[0].lend("127.0.0.1:0")
+    assert "cannot" not in nodes[0].stats()["remote"]["reason"]
+
+
+def test_a_closed_node_lends_nothing(nodes: list[StoreNode]) -> None:
+    nodes[0].close()
+    with pytest.raises(RuntimeError, match="closed"):
+        nodes[0].lend("127.0.0.1:0")
