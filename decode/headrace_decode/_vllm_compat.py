@@ -38,6 +38,7 @@ class PlannedLLM(AsyncLLM):
     prefill_call: PrefillCall
     meter: EngineMeter
     gate: ComputeGate
+    _own_tokenizer: Any = None
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -74,8 +75,19 @@ class PlannedLLM(AsyncLLM):
         """How drafting stands, after the command (`HeadraceProposer.command`); None without it."""
         if not self.speculates:
             return None
-        answers = await self.collective_rpc("headrace_speculation", args=(command,))
-        return next((dict(answer) for answer in answers if answer), None)
+        return await self._tell_worker("headrace_speculation", command)
+
+    async def memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """What the drafting memory answers (`Corpora.command`); None without one."""
+        return await self._tell_worker("headrace_memory", command) if self.speculates else None
+
+    def tokenized(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of texts that stand by themselves, without special tokens. Blocks."""
+        if self._own_tokenizer is None:
+            # The one that requests are rendered with must not be used by two threads at once.
+            self._own_tokenizer = copy.deepcopy(self.get_tokenizer())
+        ids: list[list[int]] = self._own_tokenizer(texts, add_special_tokens=False).input_ids
+        return ids
 
     async def calibrate_drafting(self) -> None:
         """Measure what steps with drafts cost here; nothing for an engine without our drafting."""
@@ -98,6 +110,11 @@ class PlannedLLM(AsyncLLM):
         self, request_id: str, kv_transfer_params: dict[str, Any], **kwargs: Any
     ) -> None:
         """Nothing: vLLM's serving layer calls this with parameters that a client sent."""
+
+    async def _tell_worker(self, method: str, command: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer of the worker that drafts."""
+        answers = await self.collective_rpc(method, args=(command,))
+        return next((dict(answer) for answer in answers if answer), None)
 
     def _refuse(self, prompt: Any, params: SamplingParams) -> None:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None

@@ -25,6 +25,7 @@ from ray.util import get_node_ip_address
 
 from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.calibrate import calibrate, warm_up
+from headrace_decode.corpora import CorpusLoader
 from headrace_decode.orchestrate import Orchestrator, Planner
 from headrace_decode.warm import warm
 from headrace_kvstore.gate import ComputeGate
@@ -117,6 +118,7 @@ class DecodeServer(PDDecodeServer):
         self.engine.llm.gate = ComputeGate(self.engine.meter)
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
+        self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
         self._app = app = await self.__serve_build_asgi_app__()
         if wiring.calibrate:
             await calibrate(self.engine.llm, self._planner)
@@ -244,6 +246,12 @@ class DecodeServer(PDDecodeServer):
     async def headrace_speculation(self, command: dict[str, Any]) -> dict[str, Any] | None:
         """Change how the engine drafts, and say how drafting stands; None where it does not."""
         return await self.engine.llm.speculation(command)
+
+    async def headrace_memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """What this replica's drafting memory answers to `CorpusLoader.command`; None without."""
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        answer = await self._corpora.command(command, replica_id)
+        return None if answer is None else {"replica_id": replica_id, **answer}
 
     async def headrace_set_policy(self, policy: str) -> None:
         """Let plans follow the `cost`, or force them `local` or `remote`, until told otherwise."""

@@ -29,6 +29,7 @@ def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool
         mode=section.mode,
         drafter=section.drafter,
         drafter_options=section.drafter_options,
+        corpora=section.corpora,
     )
     additional = {**engine.get("additional_config", {}), **wanted.pop("additional_config")}
     engine |= {**wanted, "additional_config": additional}

@@ -172,13 +172,58 @@ class TestExchange:
         answered(a, run(100, 30), "x")
         assert log.absorb(log.read(tenant_key("x"), 0, MIB)[0], "own") == 0
 
-    def test_the_public_partition_has_a_log_too(self) -> None:
+    def test_a_corpus_is_logged_whole_when_it_takes_over(self) -> None:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
-        a.add_to_corpus("docs", 1, [run(300, 20)])
-        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
-        b.flip("docs", 1)
+        a.add_to_corpus("docs", 1, [run(300, 20), run(400, 20)])
+        assert log.read(PUBLIC_KEY, 0, MIB) == (b"", 0)
+        a.flip("docs", 1)
+        data, after = log.read(PUBLIC_KEY, 0, MIB)
+        assert (other.absorb(data, "from a"), after) == (3, 3)
         assert drafted(b, run(300, 5), "anyone") == [305, 306, 307, 308]
+        assert drafted(b, run(400, 5), "anyone") == [405, 406, 407, 408]
+
+    def test_a_corpus_that_is_there_already_is_not_put_in_again(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        for memory in (a, b):
+            memory.add_to_corpus("docs", 1, [run(300, 20)])
+            memory.flip("docs", 1, tell=memory is a)
+        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        assert b.stats()["segments"] == 1
+
+    def test_versions_in_force_only_grow_whatever_order_logs_are_read_in(self) -> None:
+        a, b, c = new(1), new(2), new(3)
+        logs, other = [Exchange(a), Exchange(b)], Exchange(c)
+        for version, memory in enumerate((a, b), 1):
+            memory.add_to_corpus("docs", version, [run(100 * version, 20)])
+            memory.flip("docs", version)
+        for log in reversed(logs):
+            other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from another")
+        assert drafted(c, run(100, 5), "x") == []
+        assert drafted(c, run(200, 5), "x") == [205, 206, 207, 208]
+
+    def test_a_dropped_corpus_is_dropped_at_the_others_and_not_told_to_new_ones(self) -> None:
+        a, b, c = new(1), new(2), new(3)
+        log, other, late = Exchange(a), Exchange(b), Exchange(c)
+        a.add_to_corpus("docs", 1, [run(300, 20)], tenant="x")
+        a.flip("docs", 1, tenant="x")
+        data, after = log.read(tenant_key("x"), 0, MIB)
+        other.absorb(data, "from a")
+        a.flip("docs", 2, tenant="x")
+        other.absorb(log.read(tenant_key("x"), after, MIB)[0], "from a")
+        assert drafted(b, run(300, 5), "x") == []
+        assert late.absorb(log.read(tenant_key("x"), 0, MIB)[0], "from a") == 2
+        assert c.stats()["segments"] == 0
+
+    def test_what_is_for_all_is_refused_where_nothing_may_be(self) -> None:
+        a, b = new(1), Memory(Settings(capacity_bytes=4 * MIB, for_all=frozenset()))
+        log, other = Exchange(a), Exchange(b)
+        a.add_to_corpus("docs", 1, [run(300, 20)])
+        a.flip("docs", 1)
+        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        restored = snapshot.restore(b, snapshot.save(a), "file")
+        assert (restored.segments, b.stats()["segments"]) == (0, 0)
 
     def test_a_damaged_batch_is_refused_whole_and_named(self) -> None:
         a, b = new(1), new(2)

@@ -6,6 +6,9 @@ segment that was evicted meanwhile is passed over. Entries carry sequence number
 within (replica, partition), so that whoever absorbs keeps one number a replica and partition and
 skips what is not above it: absorbing twice, or again after a crash of the carrier, changes nothing.
 What was absorbed is not logged again; each replica reads every other's log.
+
+A corpus reaches the replicas that run by itself; one of them logs it whole when its version takes
+over, for those that start later. Segments that are there already are not put in again.
 """
 
 from __future__ import annotations
@@ -15,14 +18,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.layout import NONE
 from headrace_decode.speculation.memory import Key, Memory
 from headrace_decode.speculation.record import (
     FaredRecord,
+    FlippedRecord,
     SegmentRecord,
     decode_batch,
     encode_batch,
     encode_record,
 )
+from headrace_decode.speculation.ring import is_over
 from headrace_decode.speculation.step import quarantine
 from headrace_decode.speculation.transfer import put_in, record_of
 
@@ -31,14 +38,16 @@ MOST_ENTRIES = 65536
 FARED_PER_RECORD = 1024
 
 
+Entry = tuple[int, int] | FaredRecord | FlippedRecord
+"""Of a segment, its header row and generation."""
+
+
 @dataclass
 class _Entries:
     following: int = 1
-    known: deque[tuple[int, tuple[int, int] | FaredRecord]] = field(
-        default_factory=lambda: deque(maxlen=MOST_ENTRIES)
-    )
+    known: deque[tuple[int, Entry]] = field(default_factory=lambda: deque(maxlen=MOST_ENTRIES))
 
-    def add(self, entry: tuple[int, int] | FaredRecord) -> None:
+    def add(self, entry: Entry) -> None:
         self.known.append((self.following, entry))
         self.following += 1
 
@@ -52,6 +61,7 @@ class Exchange:
         self._log: dict[Key, _Entries] = {}
         self._absorbed: dict[tuple[int, str, str], int] = {}
         memory.inserted = self._note
+        memory.flipped = self._note_flip
 
     def keys(self) -> list[Key]:
         """Partitions that have a log."""
@@ -71,7 +81,7 @@ class Exchange:
             for number, entry in log.known if log else ():
                 if number <= after:
                     continue
-                record = entry if isinstance(entry, FaredRecord) else self._segment(*entry)
+                record = self._segment(*entry) if isinstance(entry, tuple) else entry
                 after = number
                 if record is None:
                     continue
@@ -106,17 +116,37 @@ class Exchange:
                 if isinstance(record, SegmentRecord):
                     if record.expires_s > self.memory.clock():
                         put_in(self.memory, key, record, foreign=True)
+                elif isinstance(record, FlippedRecord):
+                    self._flip(key, record)
                 else:
                     self._apply(key, record)
         return new
 
     def _note(self, key: Key, header: int) -> None:
-        generation = int(self.memory.pool.headers[header]["generation"])
-        self._log.setdefault(key, _Entries()).add((header, generation))
+        self._add(key, (header, int(self.memory.pool.headers[header]["generation"])))
+
+    def _add(self, key: Key, entry: Entry) -> None:
+        self._log.setdefault(key, _Entries()).add(entry)
+
+    def _note_flip(self, key: Key, name: str, version: int) -> None:
+        pool, number = self.memory.pool, self.memory.corpus_number(key, name)
+        mine = (pool.headers["corpus"] == number) & (pool.headers["version"] == version)
+        rows = np.flatnonzero(mine & (pool.headers["partition"] != NONE))
+        for header in rows[np.argsort(pool.headers["start"][rows])].tolist():
+            self._note(key, header)
+        self._add(key, FlippedRecord(name, version))
+
+    def _flip(self, key: Key, record: FlippedRecord) -> None:
+        if record.corpus and self.memory.may_hold(key, Source.OPERATOR):
+            number = self.memory.corpus_number(key, record.corpus)
+            versions = self.memory.pool.versions
+            versions[number] = max(int(versions[number]), record.version)
 
     def _segment(self, header: int, generation: int) -> SegmentRecord | None:
         fields = self.memory.pool.headers[header]
         if fields["generation"] != generation or fields["partition"] < 0:
+            return None
+        if is_over(fields, self.memory.pool.versions, self.memory.clock()):
             return None
         return record_of(self.memory, header)
 

@@ -14,7 +14,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,11 @@ def tenant_key(tenant: str) -> Key:
     return Key("tenant", tenant)
 
 
+def corpus_key(tenant: str | None) -> Key:
+    """Where a corpus for one tenant, or with None for all, lies."""
+    return PUBLIC_KEY if tenant is None else tenant_key(tenant)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a memory may take and use.
@@ -76,6 +81,8 @@ class Settings:
         floor: least survival that is drafted.
         failures, calibration: whether refusals are remembered, rates learned.
         sources: which texts are drafted from.
+        for_all: whose texts may lie in the public partition: operator corpora, and answers where
+            windows of them are known to come from several tenants.
         replica: tells this replica's segments from those of others; random if 0.
     """
 
@@ -89,6 +96,7 @@ class Settings:
     failures: bool = True
     calibration: bool = True
     sources: frozenset[Source] = ALL_SOURCES
+    for_all: frozenset[Source] = frozenset({Source.OPERATOR})
     replica: int = 0
 
 
@@ -143,7 +151,9 @@ class Memory:
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
-        """Told of each segment that this replica put in, under the lock."""
+        """Told of each segment of no corpus that this replica put in, under the lock."""
+        self.flipped: Callable[[Key, str, int], None] = lambda key, name, version: None
+        """Told of each version of a corpus that this replica tells of, when it takes over."""
         self._uids = 0
         self._model = self.digest_number(settings.model)
         self._tokenizer = self.digest_number(settings.tokenizer)
@@ -312,11 +322,12 @@ class Memory:
                 )
                 if len(piece) < 2:
                     continue
-                self._uids += 1
-                numbered = SegmentInfo(**{**vars(info), "uid": self._uid(self._uids)})
-                header = self.pool.insert(key, piece, numbered)
-                if header is not None:
-                    kept += len(piece)
+                uid = self._corpus_uid(key, info, piece) if info.corpus else self._next_uid()
+                header = self.pool.insert(key, piece, replace(info, uid=uid))
+                if header is None:
+                    continue
+                kept += len(piece)
+                if not info.corpus:
                     self.inserted(key, header)
         return kept
 
@@ -337,11 +348,14 @@ class Memory:
             How many tokens were kept.
 
         Raises:
-            ValueError: a version below 1, or more than 65535 corpora.
+            ValueError: a version below 1, more than 65535 corpora, or for all where
+                `Settings.for_all` has no corpora.
         """
         if not 1 <= version < 2**32:
             raise ValueError(f"corpus {name!r} has version {version}; versions count from 1")
-        key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
+        key = corpus_key(tenant)
+        if not self.may_hold(key, Source.OPERATOR):
+            raise ValueError(f"corpus {name!r} is for all tenants, which is not allowed here")
         with self.lock:
             now_s = self.clock()
             info = SegmentInfo(
@@ -355,11 +369,20 @@ class Memory:
             )
         return sum(self.insert(key, np.asarray(each, np.int32), info) for each in sequences)
 
-    def flip(self, name: str, version: int, *, tenant: str | None = None) -> None:
-        """Put a corpus's version in force; at once no other is drafted. 0: none is."""
-        key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
+    def flip(
+        self, name: str, version: int, *, tenant: str | None = None, tell: bool = True
+    ) -> None:
+        """Put a corpus's version in force; at once no other is drafted. 0: none is. With `tell`,
+        other replicas hear of it."""
+        key = corpus_key(tenant)
         with self.lock:
             self.pool.versions[self.corpus_number(key, name)] = version
+            if tell:
+                self.flipped(key, name, version)
+
+    def may_hold(self, key: Key, source: int) -> bool:
+        """Whether texts of this source may lie in a partition."""
+        return key != PUBLIC_KEY or source in self.settings.for_all
 
     def drop_tenant(self, tenant: str) -> bool:
         """Forget all that was kept for a tenant; whether there was anything."""
@@ -459,6 +482,18 @@ class Memory:
             raise ValueError(f"corpus {name!r}: there have been 65535 others, the most that fit")
         return number
 
-    def _uid(self, count: int) -> int:
-        name = self.replica.to_bytes(8, "little") + count.to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    def _next_uid(self) -> int:
+        self._uids += 1
+        return _uid(self.replica.to_bytes(8, "little"), self._uids.to_bytes(8, "little"))
+
+    def _corpus_uid(self, key: Key, info: SegmentInfo, tokens: NDArray[np.int32]) -> int:
+        """The same on every replica that is given the same document."""
+        names = repr((self.corpora.names[info.corpus], info.version)).encode()
+        return _uid(names, tokens.astype("<i4").tobytes())
+
+
+def _uid(*parts: bytes) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Drafter
+from headrace_decode.speculation.corpora import Corpora
+from headrace_decode.speculation.draft import Drafter, Source
 from headrace_decode.speculation.memory import Memory
 from headrace_decode.speculation.memory import Settings as MemorySettings
 from headrace_decode.speculation.ngram import NgramDrafter
@@ -69,6 +70,8 @@ class HeadraceProposer:
             step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
             vocabulary=vllm_config.model_config.get_vocab_size(),
         )
+        drafter = self.session.drafter
+        self.corpora = Corpora(drafter) if isinstance(drafter, Memory) else None
         self.failures = 0
         self._failures_in_a_row = 0
         self._engine: Engine | None = None
@@ -151,6 +154,14 @@ class HeadraceProposer:
             "draft_cap": cap,
         }
 
+    def memory_command(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """`Corpora.command`; empty where another worker of this model drafts."""
+        if self._engine is None:
+            return {}
+        if self.corpora is None:
+            return {"error": "speculation.drafter keeps no memory: set it to memory"}
+        return self.corpora.command(command)
+
     def _failed(self) -> None:
         self.failures += 1
         self._failures_in_a_row += 1
@@ -170,7 +181,10 @@ def load_drafter(settings: Settings, model_config: Any) -> Drafter:
     try:
         if settings.drafter == "memory":
             model, tokenizer = _digests(model_config)
-            return Memory(MemorySettings(model=model, tokenizer=tokenizer, **options))
+            for_all = frozenset({Source.OPERATOR} if settings.corpora else ())
+            return Memory(
+                MemorySettings(model=model, tokenizer=tokenizer, for_all=for_all, **options)
+            )
         if settings.drafter == "ngram":
             return NgramDrafter(**options)
         module, _, name = settings.drafter.partition(":")

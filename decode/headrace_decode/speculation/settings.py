@@ -31,6 +31,7 @@ class Settings:
         drafter: "memory" (`memory.Memory`), "ngram" (`ngram.NgramDrafter`), or "module:function",
             which returns a `draft.Drafter`.
         drafter_options: arguments of its settings, or of that function.
+        corpora: whether operators may load corpora for all tenants.
         controls: whether to run random steps without drafts and heed what they say.
         seed: of those.
     """
@@ -38,6 +39,7 @@ class Settings:
     mode: str = "auto"
     drafter: str = "memory"
     drafter_options: Mapping[str, Any] | None = None
+    corpora: bool = False
     controls: bool = True
     seed: int = 0
 

@@ -415,6 +415,11 @@ class SpeculationSection(Section):
     drafter_options: dict[str, Any] = Field(
         default_factory=dict, description="The drafter's own settings, as docs/speculation.md says."
     )
+    corpora: bool = Field(
+        default=False,
+        description="Whether `headrace memory load` may load texts from which every tenant's "
+        "answers are drafted. Those for one tenant may always be loaded.",
+    )
 
 
 class RaySettings(Section):

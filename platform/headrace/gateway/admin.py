@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
+from headrace.gateway.memory import MEMORY
 from headrace.gateway.openapi import openapi_document
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.warm import WarmRequest
@@ -148,6 +149,7 @@ class Admin:
 
     async def _index(self, pool: ReplicaPool) -> Answer:
         paths = [*self._documents, PLANS + "{request_id}", ROUTER, WARM, SPECULATION]
+        paths += [MEMORY, MEMORY + "/{corpus}"]
         paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
         index = {
             "name": "headrace",

@@ -47,6 +47,10 @@ class Backend(Protocol):
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; how each that drafts stands now."""
 
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell the drafting memory of every decode replica that has one. Each answers with its
+        `replica_id`; one that failed with `error`."""
+
     async def set_policy(self, policy: str) -> int:
         """Force all plans `local` or `remote`, or let them follow the `cost`; replicas reached."""
 

@@ -95,6 +95,21 @@ class ServeBackend:
         answers = await _broadcast(self._decode, "headrace_speculation", command)
         return [dict(answer) for answer in answers if answer]
 
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell every decode replica's drafting memory; what those that have one answer."""
+        try:
+            asked = self._decode.broadcast("headrace_memory", command)
+            answers = await asked.results_async(timeout_s=None, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
+        return [
+            {"replica_id": "", "error": f"a replica failed: {answer}"}
+            if isinstance(answer, BaseException)
+            else dict(answer)
+            for answer in answers
+            if answer is not None
+        ]
+
     async def set_policy(self, policy: str) -> int:
         """Force every decode replica's plans, or set them free; returns how many obeyed."""
         return len(await _broadcast(self._decode, "headrace_set_policy", policy))
