@@ -22,6 +22,7 @@ from headrace_decode.guard import why_refused
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.speculation.calibrate import calibrate_steps
 from headrace_decode.speculation.request import request_arguments
+from headrace_decode.tenants import ALL_ALIKE, TenantPolicy
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
@@ -38,6 +39,7 @@ class PlannedLLM(AsyncLLM):
     prefill_call: PrefillCall
     meter: EngineMeter
     gate: ComputeGate
+    tenants = ALL_ALIKE
     _own_tokenizer: Any = None
 
     async def generate(  # type: ignore[override]
@@ -48,7 +50,8 @@ class PlannedLLM(AsyncLLM):
         self._refuse(prompt, sampling_params)
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-            sampling_params = with_drafting_facts(sampling_params, salt)
+            policy = self.tenants.of(salt or "")
+            sampling_params = with_drafting_facts(sampling_params, salt, policy)
         plain = super().generate
         if self.orchestrator is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
@@ -218,7 +221,9 @@ def without_transfer_params(params: SamplingParams) -> SamplingParams:
     return cleaned
 
 
-def with_drafting_facts(params: SamplingParams, salt: str | None) -> SamplingParams:
+def with_drafting_facts(
+    params: SamplingParams, salt: str | None, policy: TenantPolicy
+) -> SamplingParams:
     """A copy of `params` that tells the engine's drafter whose request this is.
 
     A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
@@ -226,7 +231,10 @@ def with_drafting_facts(params: SamplingParams, salt: str | None) -> SamplingPar
     """
     told = copy.copy(params)
     told.extra_args = request_arguments(
-        params.extra_args, tenant=salt or "", drafts=params.seed is None
+        params.extra_args,
+        tenant=salt or "",
+        drafts=policy.draft and params.seed is None,
+        keeps=policy.keep,
     )
     return told
 

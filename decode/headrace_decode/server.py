@@ -27,6 +27,7 @@ from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PrefillRequest, PrefillResult
@@ -85,6 +86,8 @@ class DecodeWiring:
     setup: Callable[[str], None] | None = None
     system_prompts: tuple[str, ...] = ()
     """Whose KV is made and pinned when the replica starts."""
+    tenants: Tenants = ALL_ALIKE
+    """Who is drafted for, and whose answers are kept."""
     calibrate: bool = True
     """Run a few prompts both ways before serving, so that the first plan rests on measurements."""
 
@@ -118,6 +121,7 @@ class DecodeServer(PDDecodeServer):
         self.engine.llm.gate = ComputeGate(self.engine.meter)
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
+        self.engine.llm.tenants = wiring.tenants
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
         self._app = app = await self.__serve_build_asgi_app__()
         if wiring.calibrate:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.config.schema import SpeculationSection
+
+if TYPE_CHECKING:
+    from headrace_decode.tenants import Tenants
 
 logger = logging.getLogger("headrace.speculation")
 
@@ -30,7 +33,15 @@ def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool
         drafter=section.drafter,
         drafter_options=section.drafter_options,
         corpora=section.corpora,
+        shared_k=section.shared_k,
     )
     additional = {**engine.get("additional_config", {}), **wanted.pop("additional_config")}
     engine |= {**wanted, "additional_config": additional}
     return True
+
+
+def tenants_of(section: SpeculationSection) -> Tenants:
+    """What the configuration allows for whom."""
+    from headrace_decode.tenants import TenantPolicy, Tenants
+
+    return Tenants({s: TenantPolicy(**t.model_dump()) for s, t in section.tenants.items()})

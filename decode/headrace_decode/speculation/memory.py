@@ -2,7 +2,8 @@
 
 Who may be drafted for whom is decided by where a text lies: a request is looked up in its own
 partition, in its tenant's and in the public one, and there is no way from one tenant's partition to
-another's. The public one holds only what the operator loaded for everybody.
+another's. The public one holds only what the operator loaded for everybody and, if that is switched
+on, what several tenants were answered alike (`anonymity`).
 
 What tenants do share: the capacity (`pool` says who gives way), and the calibration, which counts
 how often drafts of a kind were accepted, and no text.
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.speculation.anonymity import SharedWindows
 from headrace_decode.speculation.calibration import SOURCES, Calibration
 from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
 from headrace_decode.speculation.layout import CAPACITY, HEAD, NONE, TAIL
@@ -81,8 +83,10 @@ class Settings:
         floor: least survival that is drafted.
         failures, calibration: whether refusals are remembered, rates learned.
         sources: which texts are drafted from.
-        for_all: whose texts may lie in the public partition: operator corpora, and answers where
-            windows of them are known to come from several tenants.
+        for_all: whose texts may lie in the public partition: operator corpora, and of answers what
+            several tenants have in common.
+        shared_k: a window of tokens that so many tenants' answers contain is put there; None:
+            nothing of answers is. Needs RESPONSE in `for_all`.
         replica: tells this replica's segments from those of others; random if 0.
     """
 
@@ -97,6 +101,7 @@ class Settings:
     calibration: bool = True
     sources: frozenset[Source] = ALL_SOURCES
     for_all: frozenset[Source] = frozenset({Source.OPERATOR})
+    shared_k: int | None = None
     replica: int = 0
 
 
@@ -148,6 +153,7 @@ class Memory:
         self.digests, self.tags, self.corpora = Interner(), Interner(), Interner()
         self.calibration = Calibration(learn=settings.calibration)
         self.replica = settings.replica or int.from_bytes(np.random.bytes(8), "little")
+        self._shared = SharedWindows(settings.shared_k) if settings.shared_k else None
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
@@ -301,6 +307,7 @@ class Memory:
             self.pool.close_run(int(fields[OWN]))
             if answer is None:
                 return
+            tokens, asked_tokens = answer
             now_s = self.clock()
             info = SegmentInfo(
                 source=Source.RESPONSE,
@@ -310,7 +317,10 @@ class Memory:
                 tokenizer=self._tokenizer,
                 tag=int(fields[TAG]),
             )
-            self.insert(tenant_key(tenant), answer, info)
+            self.insert(tenant_key(tenant), tokens, info)
+            if self._shared is not None:
+                for window in self._shared.observe(tenant, tokens[asked_tokens:]):
+                    self.insert(PUBLIC_KEY, window, replace(info, tag=0))
 
     def insert(self, key: Key, tokens: NDArray[np.int32], info: SegmentInfo) -> int:
         """Keep a sequence, in several segments if it is long; how many of its tokens were kept."""
@@ -322,7 +332,8 @@ class Memory:
                 )
                 if len(piece) < 2:
                     continue
-                uid = self._corpus_uid(key, info, piece) if info.corpus else self._next_uid()
+                same = info.corpus or key == PUBLIC_KEY
+                uid = self._content_uid(key, info, piece) if same else self._next_uid()
                 header = self.pool.insert(key, piece, replace(info, uid=uid))
                 if header is None:
                     continue
@@ -460,12 +471,13 @@ class Memory:
                 room = 2 * int(wanted[index])
                 self.pool.widen_run(int(own[index]), min(room, self.settings.run_tokens))
 
-    def _answer(self, own: int, prompt_end: int) -> NDArray[np.int32] | None:
+    def _answer(self, own: int, prompt_end: int) -> tuple[NDArray[np.int32], int] | None:
+        """What is kept of a request, and how many tokens of its prompt that begins with."""
         part = self.pool.parts[own]
         if part[HEAD] - prompt_end < 2:
             return None
         start = max(int(part[TAIL]), prompt_end - self.settings.lead_tokens)
-        return self.pool.run_tokens(own, start)
+        return self.pool.run_tokens(own, start), max(prompt_end - start, 0)
 
     def digest_number(self, digest: bytes) -> int:
         """A digest's number; 0, which fits every request, for the empty one."""
@@ -486,10 +498,10 @@ class Memory:
         self._uids += 1
         return _uid(self.replica.to_bytes(8, "little"), self._uids.to_bytes(8, "little"))
 
-    def _corpus_uid(self, key: Key, info: SegmentInfo, tokens: NDArray[np.int32]) -> int:
-        """The same on every replica that is given the same document."""
-        names = repr((self.corpora.names[info.corpus], info.version)).encode()
-        return _uid(names, tokens.astype("<i4").tobytes())
+    def _content_uid(self, key: Key, info: SegmentInfo, tokens: NDArray[np.int32]) -> int:
+        """The same on every replica that puts in the same text."""
+        names = (key, self.corpora.names[info.corpus], info.version, self.settings.model)
+        return _uid(repr(names).encode(), tokens.astype("<i4").tobytes())
 
 
 def _uid(*parts: bytes) -> int:

@@ -181,10 +181,12 @@ def load_drafter(settings: Settings, model_config: Any) -> Drafter:
     try:
         if settings.drafter == "memory":
             model, tokenizer = _digests(model_config)
-            for_all = frozenset({Source.OPERATOR} if settings.corpora else ())
-            return Memory(
-                MemorySettings(model=model, tokenizer=tokenizer, for_all=for_all, **options)
-            )
+            wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
+            isolation = {
+                "for_all": frozenset(source for source, on in wanted.items() if on),
+                "shared_k": settings.shared_k,
+            }
+            return Memory(MemorySettings(**options, model=model, tokenizer=tokenizer, **isolation))
         if settings.drafter == "ngram":
             return NgramDrafter(**options)
         module, _, name = settings.drafter.partition(":")

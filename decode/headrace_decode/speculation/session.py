@@ -147,7 +147,8 @@ class Session:
         for request_id in finished:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                keep = request.facts.drafts and not request.facts.calibrates
+                facts = request.facts
+                keep = facts.drafts and facts.keeps and not facts.calibrates
                 self.drafter.close_request(request.handle, keep=keep)
         self._running = _Running(now, tokens, drafted, ids) if tokens else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.memory import Key, Memory
+from headrace_decode.speculation.memory import PUBLIC_KEY, Key, Memory
 from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, SegmentInfo
 from headrace_decode.speculation.record import SegmentRecord
 
@@ -32,7 +32,7 @@ def record_of(memory: Memory, header: int) -> SegmentRecord:
 
 def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) -> int | None:
     """Insert a record's segment; its header row, or None if it is unfit, there is no room, or it is
-    a document that is there already: corpora reach a replica by more ways than one.
+    there already: corpora, and what is for all, reach a replica by more ways than one.
 
     Unfit is what no memory writes: negative tokens, other sources than corpora and answers,
     lengths out of bounds. The caller holds the memory's lock.
@@ -46,7 +46,7 @@ def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) ->
         return None
     if not memory.may_hold(key, record.source):
         return None
-    if record.corpus and is_there(memory, key, record.uid):
+    if (record.corpus or key == PUBLIC_KEY) and is_there(memory, key, record.uid):
         return None
     header = memory.pool.insert(
         key,
