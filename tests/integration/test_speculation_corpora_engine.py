@@ -1,4 +1,4 @@
-"""A real engine is given corpora while it serves: through the tokenizer, between steps, in drafts."""
+"""A real engine is given corpora while it serves: tokenised, loaded between steps, drafted."""
 
 from __future__ import annotations
 

@@ -188,7 +188,10 @@ async def test_a_query_may_name_one_tenant_and_nothing_else() -> None:
 
 async def test_other_methods_are_told_which_there_are() -> None:
     async with gateway_over(answer, backend=Memories("a")) as bench:
-        for method, path, allow in (("POST", PATH, "GET"), ("GET", PATH + "/c", "PUT, DELETE")):
+        for method, path, allow in (
+            ("POST", PATH, "GET, HEAD"),
+            ("GET", PATH + "/c", "PUT, DELETE"),
+        ):
             async with bench.client.request(method, path) as response:
                 assert (response.status, response.headers["allow"]) == (405, allow)
 

@@ -39,6 +39,14 @@ def test_nothing_is_for_all_tenants_unless_switched_on() -> None:
     assert memory().may_hold(tenant_key("a"), Source.OPERATOR)
     shared = memory(corpora=True)
     assert [source for source in Source if shared.may_hold(PUBLIC_KEY, source)] == [Source.OPERATOR]
+    common = memory(shared_k=3)
+    assert common.settings.shared_k == 3
+    assert [source for source in Source if common.may_hold(PUBLIC_KEY, source)] == [Source.RESPONSE]
+
+
+def test_isolation_is_no_matter_of_the_drafters_own_options() -> None:
+    with pytest.raises(ValueError, match="for_all"):
+        memory(drafter_options={"for_all": [Source.RESPONSE]})
 
 
 @pytest.mark.parametrize(("bound", "answer"), [(True, {"corpora": []}), (False, {})])

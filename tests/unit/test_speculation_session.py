@@ -185,6 +185,14 @@ def test_an_ended_request_is_closed_and_kept() -> None:
     assert engine.drafter.closed == {0: True}
 
 
+def test_who_is_not_kept_is_drafted_for_all_the_same() -> None:
+    engine = Engine(keeps=False)
+    engine.step({"a": [5]})
+    engine.step({"b": [5]}, finished=["a"])
+    assert set(engine.drafter.opened) == {"a", "b"}
+    assert engine.drafter.closed == {0: False}
+
+
 def test_who_opted_out_is_neither_drafted_for_nor_kept() -> None:
     engine = Engine(drafts=False)
     assert engine.step({"a": [5]}) == {"a": []}

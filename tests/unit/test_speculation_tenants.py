@@ -68,7 +68,7 @@ class TestSharing:
         kept = memory(2)
         for tenant in "ab":
             handle = kept.open_request("past", TEXT, tenant)
-            kept.extend(handle, [int(ord(tenant)), 5, 6])
+            kept.extend(handle, [ord(tenant), 5, 6])
             kept.close_request(handle)
         assert kept.pool.find(PUBLIC_KEY) is None
 

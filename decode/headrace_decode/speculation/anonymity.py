@@ -5,7 +5,8 @@ be drafted for everybody, since it does not tell of any of them; nothing longer 
 that overlap can come from different tenants. What is published is the k-th tenant's own copy.
 
 Windows begin at places chosen by their first two tokens, one in four, so that all tenants' copies
-of a text are cut alike wherever they stand (winnowing: Schleimer, Wilkerson and Aiken, SIGMOD 2003).
+of a text are cut alike wherever they stand (Schleimer, Wilkerson and Aiken, Winnowing, SIGMOD
+2003, choose places by content, too).
 Of a window and of a tenant only a keyed digest is kept. When there are too many, those that nobody
 has used for the longest time are forgotten: that can only count too few tenants.
 """

@@ -182,11 +182,16 @@ def load_drafter(settings: Settings, model_config: Any) -> Drafter:
         if settings.drafter == "memory":
             model, tokenizer = _digests(model_config)
             wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
-            isolation = {
-                "for_all": frozenset(source for source, on in wanted.items() if on),
-                "shared_k": settings.shared_k,
-            }
-            return Memory(MemorySettings(**options, model=model, tokenizer=tokenizer, **isolation))
+            for_all = frozenset(source for source, on in wanted.items() if on)
+            return Memory(
+                MemorySettings(
+                    model=model,
+                    tokenizer=tokenizer,
+                    for_all=for_all,
+                    shared_k=settings.shared_k,
+                    **options,
+                )
+            )
         if settings.drafter == "ngram":
             return NgramDrafter(**options)
         module, _, name = settings.drafter.partition(":")

@@ -32,8 +32,8 @@ class Settings:
             which returns a `draft.Drafter`.
         drafter_options: arguments of its settings, or of that function.
         corpora: whether operators may load corpora for all tenants.
-        shared_k: what at least so many tenants were answered alike is drafted for all; None: nothing
-            is.
+        shared_k: what so many tenants or more were answered alike is drafted for all; None:
+            nothing is.
         controls: whether to run random steps without drafts and heed what they say.
         seed: of those.
     """

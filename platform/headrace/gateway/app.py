@@ -341,7 +341,7 @@ class GatewayApp:
         if not call.from_here:
             raise errors.only_from_here(path)
         corpus = path[len(MEMORY) + 1 :]
-        allowed = ["PUT", "DELETE"] if corpus else ["GET"]
+        allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
         if call.method not in allowed:
             raise errors.method_not_allowed(call.method, allowed)
         wanted: Mapping[str, Any] = {}
