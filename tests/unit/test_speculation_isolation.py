@@ -1,4 +1,4 @@
-"""How `speculation:` gets into the decode engine, and what isolates tenants unless switched off."""
+"""What keeps tenants apart in the engine's memory unless `speculation:` switches it off."""
 
 from __future__ import annotations
 
