@@ -11,6 +11,7 @@ how often drafts of a kind were accepted, and no text.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -76,7 +77,8 @@ class Settings:
         floor: least survival that is drafted.
         failures, calibration: whether refusals are remembered, rates learned.
         sources: which texts are drafted from.
-        replica: tells this replica's segments from those of others; random if 0.
+        replica: tells this replica's segments from those of others; random if 0, whatever seed
+            the engine gave NumPy.
     """
 
     capacity_bytes: int = 256 << 20
@@ -139,7 +141,7 @@ class Memory:
         self.pool = Pool(settings.capacity_bytes)
         self.digests, self.tags, self.corpora = Interner(), Interner(), Interner()
         self.calibration = Calibration(learn=settings.calibration)
-        self.replica = settings.replica or int.from_bytes(np.random.bytes(8), "little")
+        self.replica = settings.replica or secrets.randbits(64)
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
