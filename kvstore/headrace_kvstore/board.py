@@ -5,11 +5,14 @@ note that goes no further than what the board has of that writer and stream is n
 whoever is in doubt posts twice. Readers go through the board in the order in which notes came,
 hence through each writer's stream in its own.
 
-When the board is full the oldest note of the stream that holds most goes, whoever wrote it: a
-stream that says little is never displaced by one that says much.
+When the board is full the oldest note of the stream that holds most goes, whoever wrote it, and
+of two that hold as much the older note: a stream that says little is never displaced by one that
+says much.
 
 A restarted node's board is empty and has another *generation*. Every answer names it, so that
-readers begin again at its start and writers post what they still have.
+readers begin again at its start, and writers post what they still have: from the beginning, since
+the board would take nothing that is behind what it has already. So whoever posts says which
+generation that is for.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ class Board:
             }
 
     def _drop_one(self) -> None:
-        stream = max(self._streams.values(), key=lambda each: each.size_bytes)
+        stream = max(self._streams.values(), key=lambda each: (each.size_bytes, -each.numbers[0]))
         number = stream.numbers.popleft()
         note, _ = self._notes.pop(number)
         size_bytes = len(note.data) + NOTE_COST_BYTES

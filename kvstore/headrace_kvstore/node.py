@@ -394,8 +394,9 @@ class StoreNode:
                 return located if pulling is None else _staged(located, pulling)
             case wire.Prefetch(digest, hashes, priority):
                 return wire.Done(self.prefetch(digest, hashes, priority))
-            case wire.PostNote(note):
-                self._board.post(note)
+            case wire.PostNote(generation, note):
+                if generation == self._board.generation:
+                    self._board.post(note)
                 end = self._board.head
                 return wire.Notes(self._board.generation, end, end)
             case wire.ReadNotes(generation, after, most_bytes, but):

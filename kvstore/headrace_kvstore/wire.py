@@ -123,8 +123,10 @@ class GetStats(Message):
 
 
 class PostNote(Message):
-    """Put a note on the node's board (`board.Board.post`). Answered by `Notes` without any."""
+    """Put a note on the node's board (`board.Board.post`), unless that is of another generation
+    than the writer believes. Answered by `Notes` without any."""
 
+    generation: Annotated[str, Meta(max_length=64)]
     note: Note
 
 

@@ -139,8 +139,8 @@ class Carrier:
         self._state = "away"
 
     def _turn(self) -> None:
-        self._post()
         self._absorb()
+        self._post()
         if time.monotonic() >= self._collect_at_s:
             self._collect_at_s = time.monotonic() + COLLECT_S
             self.exchange.collect()
@@ -156,11 +156,11 @@ class Carrier:
             key, last = self._behind[0]
             data, upto = self._read(key)
             if data:
-                reply = self._line.ask(PostNote(Note(self._writer, _stream(key), upto, data)))
+                note = Note(self._writer, _stream(key), upto, data)
+                if self._ask(PostNote(self._generation, note)).generation != self._generation:
+                    return  # restarted since it was read from: the next turn begins anew
                 self._counts["posted"] += 1
                 self._counts["posted_bytes"] += len(data)
-                if isinstance(reply, Notes) and self._is_new(reply.generation):
-                    return
                 left -= len(data)
             self._posted[key] = upto
             self._behind.popleft()
@@ -178,10 +178,11 @@ class Carrier:
 
     def _absorb(self) -> None:
         place = self._generation, self._read_to
-        reply = self._line.ask(ReadNotes(*place, TURN_BYTES, self._writer))
-        if not isinstance(reply, Notes):
-            raise NodeAway(f"a node answers ReadNotes with {type(reply).__name__}")
-        self._is_new(reply.generation)
+        reply = self._ask(ReadNotes(*place, TURN_BYTES, self._writer))
+        if reply.generation != self._generation:  # another board: it knows nothing of this replica
+            self._generation, self._logged = reply.generation, 0
+            self._posted.clear()
+            self._behind.clear()
         for note in reply.notes:
             name = f"note of {note.writer.hex()} up to {note.last}"
             try:
@@ -196,15 +197,11 @@ class Carrier:
             self._counts["absorbed_bytes"] += len(note.data)
         self._read_to, self._head = reply.after, reply.head
 
-    def _is_new(self, generation: str) -> bool:
-        """Whether it is another board than the one known; then all begins anew."""
-        if generation == self._generation:
-            return False
-        self._generation, self._read_to = generation, 0
-        self._posted.clear()
-        self._behind.clear()
-        self._logged = 0
-        return True
+    def _ask(self, request: PostNote | ReadNotes) -> Notes:
+        reply = self._line.ask(request)
+        if not isinstance(reply, Notes):
+            raise NodeAway(f"a node answers {type(request).__name__} with {type(reply).__name__}")
+        return reply
 
 
 def _stream(key: Key) -> bytes:
