@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 
 from headrace_kvstore import wire
+from headrace_kvstore.board import Board
 from headrace_kvstore.chains import chains
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
@@ -79,6 +81,7 @@ class StoreNode:
         self._mover, self._owns_mover = mover, mover is None
         self._uses: OrderedDict[bytes, str] = OrderedDict()
         self._counts: Counter[str] = Counter()
+        self._board = Board(settings.board_bytes, secrets.token_hex(8))
         self._dram_lock = threading.Lock()
         self._dram: DramWork | None = None
         self._dram_reason = "opening"
@@ -113,7 +116,9 @@ class StoreNode:
                 events, replay = events or anywhere, replay or anywhere
             if events is not None:
                 self._publisher = EventPublisher(events, replay, self._contents)
-            self._neighbours = Neighbours(settings, lambda: self._dram, lambda: self._publisher)
+            self._neighbours = Neighbours(
+                settings, lambda: self._dram, lambda: self._publisher, self._board
+            )
             if settings.nvme_folder is not None:
                 self._open_nvme()
             if settings.object_url is not None:
@@ -353,6 +358,7 @@ class StoreNode:
             },
             **work,
             "remote": {} if self._neighbours is None else self._neighbours.stats(),
+            "board": self._board.stats(),
             "promoted": self._counts["promoted"],
             "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
@@ -388,6 +394,15 @@ class StoreNode:
                 return located if pulling is None else _staged(located, pulling)
             case wire.Prefetch(digest, hashes, priority):
                 return wire.Done(self.prefetch(digest, hashes, priority))
+            case wire.PostNote(generation, note):
+                if generation == self._board.generation:
+                    self._board.post(note)
+                end = self._board.head
+                return wire.Notes(self._board.generation, end, end)
+            case wire.ReadNotes(generation, after, most_bytes, but):
+                return wire.pack_page(
+                    self._board.read(after, most_bytes, generation=generation, but=but)
+                )
             case wire.AddPeer() | wire.RemovePeer():
                 neighbours = self._neighbours
                 return wire.Failed("closed") if neighbours is None else neighbours.change(request)

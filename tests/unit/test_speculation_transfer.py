@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 from headrace_decode.speculation import exchange, snapshot
 from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings, tenant_key
-from headrace_decode.speculation.record import DamagedError
+from headrace_decode.speculation.record import (
+    DamagedError,
+    FaredRecord,
+    decode_batch,
+    encode_batch,
+    encode_record,
+)
 
 MIB = 1 << 20
 
@@ -115,6 +121,7 @@ class TestExchange:
         log, other = Exchange(a), Exchange(b)
         answered(a, run(100, 30), "x")
         failed(a, run(100, 5), "x")
+        log.collect()
         data, _ = log.read(tenant_key("x"), 0, MIB)
         assert other.absorb(data, "from a") == 2
         before = (b.stats(), b.pool.headers.copy())
@@ -144,13 +151,50 @@ class TestExchange:
         log_b.absorb(log_a.read(tenant_key("x"), 0, MIB)[0], "from a")
         for _ in range(3):
             failed(b, run(100, 5), "x")
+        log_b.collect()
         data, after = log_b.read(tenant_key("x"), 0, MIB)
         log_a.absorb(data, "from b")
         assert a.pool.headers["refused"].sum() == 3
+        log_a.collect()
         assert log_a.read(tenant_key("x"), 1, MIB)[0] == b"", "nothing is told back"
         failed(b, run(100, 5), "x")
+        log_b.collect()
         log_a.absorb(log_b.read(tenant_key("x"), after, MIB)[0], "from b")
         assert a.pool.headers["refused"].sum() == 4
+
+    def test_how_drafts_fared_is_told_in_their_own_partition(self) -> None:
+        a = new(1)
+        log = Exchange(a)
+        for tenant, start in (("x", 100), ("y", 200)):
+            answered(a, run(start, 30), tenant)
+            failed(a, run(start, 5), tenant)
+        assert log.logged == 2
+        log.collect()
+        assert log.heads() == {tenant_key("x"): 2, tenant_key("y"): 2}
+        log.collect()
+        assert log.logged == 4, "told once"
+        batch = decode_batch(log.read(tenant_key("y"), 1, MIB)[0], "y")
+        [(number, record)] = batch.records
+        assert (batch.tenant, number) == ("y", 2)
+        [header] = a.pool.segments(a.pool.find(tenant_key("y")) or 0)
+        assert record == FaredRecord(((int(a.pool.headers[header]["uid"]), 0, 1),))
+
+    def test_only_the_partition_that_it_is_told_in_is_touched(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        other.absorb(log.read(tenant_key("x"), 0, MIB)[0], "from a")
+        uid = int(b.pool.headers["uid"].max())
+        lie = encode_batch(1, "tenant", "y", [encode_record(1, FaredRecord(((uid, 0, 9),)))])
+        other.absorb(lie, "from somebody")
+        assert b.pool.headers["refused"].sum() == 0
+
+    def test_replicas_have_numbers_of_their_own_whatever_the_engine_seeds(self) -> None:
+        numbers = set()
+        for _ in range(2):
+            np.random.seed(0)
+            numbers.add(Memory(Settings(capacity_bytes=2 * MIB)).replica)
+        assert len(numbers) == 2
 
     def test_what_was_absorbed_is_not_logged_again(self) -> None:
         a, b = new(1), new(2)

@@ -12,6 +12,7 @@ how often drafts of a kind were accepted, and no text.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -87,7 +88,8 @@ class Settings:
             several tenants have in common.
         shared_k: a window of tokens that so many tenants' answers contain is put there; None:
             nothing of answers is. Needs RESPONSE in `for_all`.
-        replica: tells this replica's segments from those of others; random if 0.
+        replica: tells this replica's segments from those of others; random if 0, whatever seed
+            the engine gave NumPy.
     """
 
     capacity_bytes: int = 256 << 20
@@ -152,7 +154,7 @@ class Memory:
         self.pool = Pool(settings.capacity_bytes)
         self.digests, self.tags, self.corpora = Interner(), Interner(), Interner()
         self.calibration = Calibration(learn=settings.calibration)
-        self.replica = settings.replica or int.from_bytes(np.random.bytes(8), "little")
+        self.replica = settings.replica or secrets.randbits(64)
         self._shared = SharedWindows(settings.shared_k) if settings.shared_k else None
         self.clock = clock
         self.lock = threading.RLock()

@@ -20,8 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.speculation.carrier import Carrier
 from headrace_decode.speculation.corpora import Corpora
 from headrace_decode.speculation.draft import Drafter, Source
+from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import Memory
 from headrace_decode.speculation.memory import Settings as MemorySettings
 from headrace_decode.speculation.ngram import NgramDrafter
@@ -72,6 +74,10 @@ class HeadraceProposer:
         )
         drafter = self.session.drafter
         self.corpora = Corpora(drafter) if isinstance(drafter, Memory) else None
+        self.carrier: Carrier | None = None
+        shared = settings.carrier()
+        if shared is not None and isinstance(drafter, Memory):
+            self.carrier = Carrier(Exchange(drafter), shared)
         self.failures = 0
         self._failures_in_a_row = 0
         self._engine: Engine | None = None
@@ -85,8 +91,11 @@ class HeadraceProposer:
         """There is none; vLLM calls this."""
 
     def bind(self, engine: Engine) -> None:
-        """From now on drafts are made: the worker class says whose rows these are."""
+        """From now on drafts are made: the worker class says whose rows these are. The memory fills
+        with what other replicas have learned."""
         self._engine = engine
+        if self.carrier is not None:
+            self.carrier.start()
 
     def step_begins(
         self,
@@ -152,6 +161,7 @@ class HeadraceProposer:
             "failures": self.failures,
             "propose_s": self.session.propose_s,
             "draft_cap": cap,
+            "exchange": None if self.carrier is None else self.carrier.stats(),
         }
 
     def memory_command(self, command: Mapping[str, Any]) -> dict[str, Any]:

@@ -421,6 +421,11 @@ class SpeculationSection(Section):
         description="`memory`: the request's own text and past answers to its tenant. `ngram`: the "
         "request's own text only.",
     )
+    share: bool = Field(
+        default=True,
+        description="Whether decode replicas draft from each other's answers to the same tenant. "
+        "Needs the store (`store.enabled`), whose nodes carry them.",
+    )
     drafter_options: dict[str, Any] = Field(
         default_factory=dict, description="The drafter's own settings, as docs/speculation.md says."
     )
