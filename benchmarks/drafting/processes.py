@@ -66,7 +66,7 @@ class Node:
             "layers": 4,
             "name": STORE,
         }
-        paths = {"folder": folder, "socket_folder": folder}
+        paths: dict[str, Any] = {"folder": folder, "socket_folder": folder}
         self._node = StoreNode(NodeSettings(**small, **paths)).start()
 
     def board(self) -> dict[str, Any]:
