@@ -38,6 +38,8 @@ class PlannedLLM(AsyncLLM):
     prefill_call: PrefillCall
     meter: EngineMeter
     gate: ComputeGate
+    itl_target_s: float | None = None
+    """Step time that drafts shall not make longer; None for no such target."""
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -47,7 +49,7 @@ class PlannedLLM(AsyncLLM):
         self._refuse(prompt, sampling_params)
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-            sampling_params = with_drafting_facts(sampling_params, salt)
+            sampling_params = with_drafting_facts(sampling_params, salt, self.itl_target_s)
         plain = super().generate
         if self.orchestrator is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
@@ -201,15 +203,18 @@ def without_transfer_params(params: SamplingParams) -> SamplingParams:
     return cleaned
 
 
-def with_drafting_facts(params: SamplingParams, salt: str | None) -> SamplingParams:
-    """A copy of `params` that tells the engine's drafter whose request this is.
+def with_drafting_facts(
+    params: SamplingParams, salt: str | None, itl_s: float | None = None
+) -> SamplingParams:
+    """A copy of `params` that tells the engine's drafter whose request this is, and the seconds
+    between its tokens that it shall keep to.
 
     A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
     same seed would not repeat its sample.
     """
     told = copy.copy(params)
     told.extra_args = request_arguments(
-        params.extra_args, tenant=salt or "", drafts=params.seed is None
+        params.extra_args, tenant=salt or "", itl_s=itl_s, drafts=params.seed is None
     )
     return told
 

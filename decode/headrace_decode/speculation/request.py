@@ -57,7 +57,7 @@ def request_arguments(
     """
     kept = {k: v for k, v in (extra_args or {}).items() if k not in (REQUEST_KEY, OPT_OUT_KEY)}
     wanted = (extra_args or {}).get(OPT_OUT_KEY, 1)
-    told: dict[str, Any] = {"tenant": tenant, "tag": tag, "drafts": drafts and not _is_no(wanted)}
+    told: dict[str, Any] = {"tenant": tenant, "tag": tag, "drafts": drafts and not opts_out(wanted)}
     if itl_s is not None:
         told["itl_s"] = itl_s
     return {**kept, REQUEST_KEY: told}
@@ -84,5 +84,6 @@ def facts_of(
     )
 
 
-def _is_no(value: Any) -> bool:
+def opts_out(value: Any) -> bool:
+    """Whether a client that sends this under `OPT_OUT_KEY` wants no drafts."""
     return value in (0, False, "0", "no", "off", "false")
