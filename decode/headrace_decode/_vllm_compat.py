@@ -39,6 +39,8 @@ class PlannedLLM(AsyncLLM):
     prefill_call: PrefillCall
     meter: EngineMeter
     gate: ComputeGate
+    itl_target_s: float | None = None
+    """Step time that drafts shall not make longer; None for no such target."""
     tenants = ALL_ALIKE
     _own_tokenizer: Any = None
 
@@ -51,7 +53,7 @@ class PlannedLLM(AsyncLLM):
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
             policy = self.tenants.of(salt or "")
-            sampling_params = with_drafting_facts(sampling_params, salt, policy)
+            sampling_params = with_drafting_facts(sampling_params, salt, policy, self.itl_target_s)
         plain = super().generate
         if self.orchestrator is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
@@ -222,9 +224,10 @@ def without_transfer_params(params: SamplingParams) -> SamplingParams:
 
 
 def with_drafting_facts(
-    params: SamplingParams, salt: str | None, policy: TenantPolicy
+    params: SamplingParams, salt: str | None, policy: TenantPolicy, itl_s: float | None = None
 ) -> SamplingParams:
-    """A copy of `params` that tells the engine's drafter whose request this is.
+    """A copy of `params` that tells the engine's drafter whose request this is, and the seconds
+    between its tokens that it shall keep to.
 
     A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
     same seed would not repeat its sample.
@@ -233,6 +236,7 @@ def with_drafting_facts(
     told.extra_args = request_arguments(
         params.extra_args,
         tenant=salt or "",
+        itl_s=itl_s,
         drafts=policy.draft and params.seed is None,
         keeps=policy.keep,
     )

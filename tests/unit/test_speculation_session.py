@@ -321,7 +321,7 @@ def proposer(**settings: Any) -> HeadraceProposer:
         SimpleNamespace(
             additional_config={CONFIG_KEY: settings},
             scheduler_config=SimpleNamespace(
-                max_num_scheduled_tokens=None, max_num_batched_tokens=64
+                max_num_scheduled_tokens=None, max_num_batched_tokens=64, max_num_seqs=5
             ),
             compilation_config=SimpleNamespace(cudagraph_capture_sizes=None),
             speculative_config=SimpleNamespace(num_speculative_tokens=K),

@@ -64,8 +64,8 @@ def request_arguments(
     given, own = extra_args or {}, (REQUEST_KEY, OPT_OUT_KEY, KEEP_KEY)
     kept = {k: v for k, v in given.items() if k not in own}
     told: dict[str, Any] = {"tenant": tenant, "tag": tag}
-    told["drafts"] = drafts and not _is_no(given.get(OPT_OUT_KEY, 1))
-    told["keeps"] = keeps and not _is_no(given.get(KEEP_KEY, 1))
+    told["drafts"] = drafts and not opts_out(given.get(OPT_OUT_KEY, 1))
+    told["keeps"] = keeps and not opts_out(given.get(KEEP_KEY, 1))
     if itl_s is not None:
         told["itl_s"] = itl_s
     return {**kept, REQUEST_KEY: told}
@@ -93,5 +93,6 @@ def facts_of(
     )
 
 
-def _is_no(value: Any) -> bool:
+def opts_out(value: Any) -> bool:
+    """Whether a client that sends this under `OPT_OUT_KEY` wants no drafts."""
     return value in (0, False, "0", "no", "off", "false")

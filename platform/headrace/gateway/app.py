@@ -29,7 +29,7 @@ from headrace.gateway.asgi import (
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.errors import ApiError, Headers
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
-from headrace.gateway.pick import affinity_key
+from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.relay import Call, Relay
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
@@ -248,6 +248,7 @@ class GatewayApp:
             request = limits.parse_object(call.body)
             limits.check_fields(request)
             call.affinity = affinity_key(request)
+            call.draftable_tokens = draftable_tokens(request)
             left_s = options.request_timeout_s - (perf_counter() - call.started)
             interrupts.set_deadline(left_s, _TIME_UP)
             interrupts.listen(receive)

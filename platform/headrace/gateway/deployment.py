@@ -49,7 +49,7 @@ class ServeBackend:
             answers = await _ask_all(self._decode, "headrace_replica")
         except DeploymentUnavailableError:  # Serve knows of no running replica
             return []
-        return [ReplicaInfo(**answer) for answer in answers if answer["url"]]
+        return [ReplicaInfo.of(answer) for answer in answers if answer["url"]]
 
     async def status(self) -> dict[str, Any]:
         """State of every replica, and the app's totals."""

@@ -224,10 +224,11 @@ def _schemas(model_id: str) -> Schema:
         },
         "Speculation": {
             "type": "object",
-            "minProperties": 1,
+            "anyOf": [{"required": ["mode"]}, {"required": ["draft_cap"]}],
             "properties": {
-                "mode": {"type": "string", "pattern": "^(auto|off|static:[0-9]{1,3})$"},
+                "mode": {"type": "string", "pattern": "^(auto|off|static:[1-9][0-9]{0,2})$"},
                 "draft_cap": {"type": ["integer", "null"], "minimum": 0},
+                "for_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 604800},
             },
             "additionalProperties": False,
         },
