@@ -69,13 +69,14 @@ def show_list(name: str | None, *, as_json: bool) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("corpus", "for", "version", "tag"):
         table.add_column(column, no_wrap=True)
-    for column in ("tokens", "texts", "accepted", "refused", "replicas"):
+    for column in ("tokens", "texts", "accepted", "replicas"):
         table.add_column(column, justify="right")
     for each in found:
         tenant = "all tenants" if each["tenant"] is None else each["tenant"]
-        counts = (f"{each[key]:,}" for key in ("tokens", "segments", "accepted", "refused"))
-        version, replicas = str(each["version"]), str(each["replicas"])
-        table.add_row(each["corpus"], tenant, version, each["tag"], *counts, replicas)
+        counts = (f"{each[key]:,}" for key in ("tokens", "segments"))
+        drafts = f"{each['accepted']:,} of {each['accepted'] + each['refused']:,}"
+        names = (each["corpus"], tenant, str(each["version"]), each["tag"])
+        table.add_row(*names, *counts, drafts, str(each["replicas"]))
     stdout().print(table)
 
 
