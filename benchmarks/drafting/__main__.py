@@ -1,7 +1,8 @@
 """What the drafting memory finds, and at which cost: ``python -m benchmarks.drafting --json FILE``.
 
 Replays code, agents' function calls and prose (`corpora`) through the memory, Arctic Inference's
-suffix cache and vLLM's prompt look-up (`replay`), and times the memory's calls (`costs`).
+suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), and has
+replicas share what they learn (`share`).
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with no
   more drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came to as many
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.drafting import corpora, costs
+from benchmarks.drafting import corpora, costs, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
 from headrace_decode.speculation.draft import Source
@@ -114,14 +115,16 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the calibration")
     parser.add_argument("--tokenizer", type=Path, default=Path(TOKENIZER).expanduser())
     parser.add_argument("--only", choices=sorted(EXCHANGES), help="one corpus")
-    parser.add_argument("--part", choices=["costs", "replay"], help="one of the two parts")
+    parser.add_argument("--part", choices=["costs", "replay", "share"], help="one of the parts")
     args = parser.parse_args()
     start, encode = time.perf_counter(), corpora.tokenizer(args.tokenizer)
     names = [args.only] if args.only else list(EXCHANGES)
     loaded = {name: corpora.load(name, encode, EXCHANGES[name]) for name in names}
-    figures = costs.measure(loaded[names[0]]) if args.part != "replay" else {}
+    figures = costs.measure(loaded[names[0]]) if args.part in (None, "costs") else {}
+    if args.part in (None, "share"):
+        figures |= share.measure(loaded[names[0]])
     arms = {}
-    for name in names if args.part != "costs" else []:
+    for name in names if args.part in (None, "replay") else []:
         found, arms[name] = measure(name, loaded[name])
         figures |= found
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)

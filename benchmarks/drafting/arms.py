@@ -39,7 +39,7 @@ class Ours:
     """The memory; `floor` ends a draft where survival falls below it."""
 
     def __init__(self, floor: float, **settings: Any) -> None:
-        self.memory = Memory(Settings(floor=floor, replica=1, **settings))
+        self.memory = Memory(Settings(**{"floor": floor, "replica": 1, **settings}))
         self.predicted: list[tuple[float, bool]] = []
         self._handle = 0
         self._draft: Draft | None = None

@@ -69,6 +69,9 @@ class OneReplica:
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         return [command]
 
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
     async def set_policy(self, policy: str) -> int:
         return 0
 

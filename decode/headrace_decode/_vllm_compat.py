@@ -22,6 +22,7 @@ from headrace_decode.guard import why_refused
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.speculation.calibrate import calibrate_steps
 from headrace_decode.speculation.request import request_arguments
+from headrace_decode.tenants import ALL_ALIKE, TenantPolicy
 from headrace_kvstore._ray_compat import MeteredVLLMEngine
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
@@ -38,6 +39,10 @@ class PlannedLLM(AsyncLLM):
     prefill_call: PrefillCall
     meter: EngineMeter
     gate: ComputeGate
+    itl_target_s: float | None = None
+    """Step time that drafts shall not make longer; None for no such target."""
+    tenants = ALL_ALIKE
+    _own_tokenizer: Any = None
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -47,7 +52,8 @@ class PlannedLLM(AsyncLLM):
         self._refuse(prompt, sampling_params)
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-            sampling_params = with_drafting_facts(sampling_params, salt)
+            policy = self.tenants.of(salt or "")
+            sampling_params = with_drafting_facts(sampling_params, salt, policy, self.itl_target_s)
         plain = super().generate
         if self.orchestrator is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
@@ -74,8 +80,19 @@ class PlannedLLM(AsyncLLM):
         """How drafting stands, after the command (`HeadraceProposer.command`); None without it."""
         if not self.speculates:
             return None
-        answers = await self.collective_rpc("headrace_speculation", args=(command,))
-        return next((dict(answer) for answer in answers if answer), None)
+        return await self._tell_worker("headrace_speculation", command)
+
+    async def memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """What the drafting memory answers (`Corpora.command`); None without one."""
+        return await self._tell_worker("headrace_memory", command) if self.speculates else None
+
+    def tokenized(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of texts that stand by themselves, without special tokens. Blocks."""
+        if self._own_tokenizer is None:
+            # The one that requests are rendered with must not be used by two threads at once.
+            self._own_tokenizer = copy.deepcopy(self.get_tokenizer())
+        ids: list[list[int]] = self._own_tokenizer(texts, add_special_tokens=False).input_ids
+        return ids
 
     async def calibrate_drafting(self) -> None:
         """Measure what steps with drafts cost here; nothing for an engine without our drafting."""
@@ -98,6 +115,11 @@ class PlannedLLM(AsyncLLM):
         self, request_id: str, kv_transfer_params: dict[str, Any], **kwargs: Any
     ) -> None:
         """Nothing: vLLM's serving layer calls this with parameters that a client sent."""
+
+    async def _tell_worker(self, method: str, command: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer of the worker that drafts."""
+        answers = await self.collective_rpc(method, args=(command,))
+        return next((dict(answer) for answer in answers if answer), None)
 
     def _refuse(self, prompt: Any, params: SamplingParams) -> None:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
@@ -201,15 +223,22 @@ def without_transfer_params(params: SamplingParams) -> SamplingParams:
     return cleaned
 
 
-def with_drafting_facts(params: SamplingParams, salt: str | None) -> SamplingParams:
-    """A copy of `params` that tells the engine's drafter whose request this is.
+def with_drafting_facts(
+    params: SamplingParams, salt: str | None, policy: TenantPolicy, itl_s: float | None = None
+) -> SamplingParams:
+    """A copy of `params` that tells the engine's drafter whose request this is, and the seconds
+    between its tokens that it shall keep to.
 
     A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
     same seed would not repeat its sample.
     """
     told = copy.copy(params)
     told.extra_args = request_arguments(
-        params.extra_args, tenant=salt or "", drafts=params.seed is None
+        params.extra_args,
+        tenant=salt or "",
+        itl_s=itl_s,
+        drafts=policy.draft and params.seed is None,
+        keeps=policy.keep,
     )
     return told
 

@@ -14,7 +14,14 @@ import hmac
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +32,10 @@ from ray.util import get_node_ip_address
 
 from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.calibrate import calibrate, warm_up
+from headrace_decode.corpora import CorpusLoader
 from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_decode.report import DraftingReports
+from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PrefillRequest, PrefillResult
@@ -63,6 +73,8 @@ class PrefillAwarePlanner(Planner, Protocol):
 
     @property
     def block_tokens(self) -> int: ...
+    @property
+    def itl_target_s(self) -> float | None: ...
     def prefill_up(self) -> None: ...
     def prefill_down(self, why: str) -> None: ...
     def prefill_in_doubt(self) -> bool: ...
@@ -84,6 +96,10 @@ class DecodeWiring:
     setup: Callable[[str], None] | None = None
     system_prompts: tuple[str, ...] = ()
     """Whose KV is made and pinned when the replica starts."""
+    tenants: Tenants = ALL_ALIKE
+    """Who is drafted for, and whose answers are kept."""
+    drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
+    """Makes what is told every report on drafting."""
     calibrate: bool = True
     """Run a few prompts both ways before serving, so that the first plan rests on measurements."""
 
@@ -117,12 +133,21 @@ class DecodeServer(PDDecodeServer):
         self.engine.llm.gate = ComputeGate(self.engine.meter)
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
+        self.engine.llm.tenants = wiring.tenants
+        self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
+        self.engine.llm.itl_target_s = self._planner.itl_target_s
+        make_metrics = wiring.drafting_metrics if self.engine.llm.speculates else None
+        self._drafting = DraftingReports(
+            lambda: self.engine.llm.speculation({}), make_metrics and make_metrics()
+        )
         self._app = app = await self.__serve_build_asgi_app__()
         if wiring.calibrate:
             await calibrate(self.engine.llm, self._planner)
             await self.engine.llm.calibrate_drafting()
             await warm_up(app, self._llm_config.model_id)
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
+        if self.engine.llm.speculates:
+            self._tasks.append(asyncio.create_task(self._drafting.run()))
         if wiring.listen is not None:
             guarded = InternalOnly(app, wiring.internal_token)
             self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
@@ -186,6 +211,8 @@ class DecodeServer(PDDecodeServer):
             "url": f"http://{get_node_ip_address()}:{port}" if port else None,
             "running": meter.running,
             "waiting": meter.waiting,
+            "kv_usage": round(meter.kv_usage, 4),
+            "prices": self._drafting.prices,
         }
 
     async def headrace_status(self) -> dict[str, Any]:
@@ -244,6 +271,12 @@ class DecodeServer(PDDecodeServer):
     async def headrace_speculation(self, command: dict[str, Any]) -> dict[str, Any] | None:
         """Change how the engine drafts, and say how drafting stands; None where it does not."""
         return await self.engine.llm.speculation(command)
+
+    async def headrace_memory(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        """What this replica's drafting memory answers to `CorpusLoader.command`; None without."""
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        answer = await self._corpora.command(command, replica_id)
+        return None if answer is None else {"replica_id": replica_id, **answer}
 
     async def headrace_set_policy(self, policy: str) -> None:
         """Let plans follow the `cost`, or force them `local` or `remote`, until told otherwise."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 
 from headrace_kvstore import supply, wire
+from headrace_kvstore.board import Board
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
 from headrace_kvstore.locking import LockBusyError
@@ -75,6 +77,7 @@ class StoreNode:
         self._mover, self._owns_mover = mover, mover is None
         self._uses = Uses()
         self._counts: Counter[str] = Counter()
+        self._board = Board(settings.board_bytes, secrets.token_hex(8))
         self._dram_lock = threading.Lock()
         self._dram: DramWork | None = None
         self._dram_reason = "opening"
@@ -105,7 +108,9 @@ class StoreNode:
         self._server = NodeServer(path, self._handle)
         try:
             self._open_publisher(settings.listen)
-            self._neighbours = Neighbours(settings, lambda: self._dram, lambda: self._publisher)
+            self._neighbours = Neighbours(
+                settings, lambda: self._dram, lambda: self._publisher, self._board
+            )
             if settings.nvme_folder is not None:
                 self._open_nvme()
             if settings.object_url is not None:
@@ -374,6 +379,7 @@ class StoreNode:
             },
             **work,
             "remote": {} if self._neighbours is None else self._neighbours.stats(),
+            "board": self._board.stats(),
             "promoted": self._counts["promoted"],
             "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
@@ -412,6 +418,15 @@ class StoreNode:
                 return wire.Surveyed([*found], self._has_more_than_dram)
             case wire.Prefetch(digest, hashes, priority):
                 return wire.Done(self.prefetch(digest, hashes, priority))
+            case wire.PostNote(generation, note):
+                if generation == self._board.generation:
+                    self._board.post(note)
+                end = self._board.head
+                return wire.Notes(self._board.generation, end, end)
+            case wire.ReadNotes(generation, after, most_bytes, but):
+                return wire.pack_page(
+                    self._board.read(after, most_bytes, generation=generation, but=but)
+                )
             case wire.AddPeer() | wire.RemovePeer():
                 neighbours = self._neighbours
                 return wire.Failed("closed") if neighbours is None else neighbours.change(request)

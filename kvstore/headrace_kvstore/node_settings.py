@@ -22,7 +22,7 @@ from headrace_kvstore.wire import MAX_LEASE_S
 _SIZES = (
     *("dram_bytes", "nvme_bytes", "segment_bytes", "block_bytes"),
     *("backlog_bytes", "writing_bytes", "reading_bytes", "pulling_bytes"),
-    *("object_bytes", "object_part_bytes", "object_bytes_per_s"),
+    *("object_bytes", "object_part_bytes", "object_bytes_per_s", "board_bytes"),
 )
 _TIMES = (
     *("sweep_s", "retry_s", "heal_s", "close_s", "pull_limit_s", "peer_lease_s"),
@@ -66,6 +66,7 @@ class NodeSettings:
         object_sweep_s: between looks through the arena for blocks worth writing there.
         object_refresh_s: between looks for what others have written.
         object_timeout_s: of one request.
+        board_bytes: for what engines leave for each other (`board`), in this process's memory.
         socket_folder: of the node's own socket; None for the system's temporary folder.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
@@ -104,6 +105,7 @@ class NodeSettings:
     object_sweep_s: float = 10.0
     object_refresh_s: float = 30.0
     object_timeout_s: float = 10.0
+    board_bytes: int = 64 * 2**20
     socket_folder: Path | None = None
     retry_s: float = 5.0
     heal_s: float = 60.0

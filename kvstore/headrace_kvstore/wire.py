@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from headrace_kvstore.board import Name, Note, Number, Page
 from headrace_kvstore.table import HASH_BYTES
 from headrace_kvstore.tiers.record import DIGEST_BYTES, Shape, padded
 from headrace_kvstore.tiers.segment import Location
@@ -133,6 +134,23 @@ class GetStats(Message):
     """Answered by `Stats`."""
 
 
+class PostNote(Message):
+    """Put a note on the node's board (`board.Board.post`), unless that is of another generation
+    than the writer believes. Answered by `Notes` without any."""
+
+    generation: Annotated[str, Meta(max_length=64)]
+    note: Note
+
+
+class ReadNotes(Message):
+    """What is new on the node's board (`board.Board.read`). Answered by `Notes`."""
+
+    generation: Annotated[str, Meta(max_length=64)]
+    after: Number
+    most_bytes: Annotated[int, Meta(ge=0, le=MAX_MESSAGE_BYTES // 2)]
+    but: Name = b""
+
+
 Request = (
     Ping
     | Locate
@@ -145,6 +163,8 @@ Request = (
     | AddPeer
     | RemovePeer
     | GetStats
+    | PostNote
+    | ReadNotes
 )
 
 
@@ -186,13 +206,23 @@ class Stats(Message):
     values: dict[str, Any]
 
 
+class Notes(Message):
+    """Of a board: its generation, where to read on, where it ends, and what was read
+    (`board.Page`)."""
+
+    generation: Annotated[str, Meta(max_length=64)]
+    after: Number
+    head: Number
+    notes: list[Note] = []
+
+
 class Failed(Message):
     """The request was not understood, or not carried out."""
 
     reason: str
 
 
-Reply = Done | Located | Surveyed | Stats | Failed
+Reply = Done | Located | Surveyed | Stats | Notes | Failed
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -236,6 +266,11 @@ def open_frame(frame: bytes, decoder: Any) -> tuple[int, Any]:
         return envelope.id, decoder.decode(envelope.body)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
         raise WireError(str(error), envelope.id) from error
+
+
+def pack_page(page: Page) -> Notes:
+    """A part of a board, as it is sent."""
+    return Notes(page.generation, page.after, page.head, page.notes)
 
 
 def pack_locations(locations: Sequence[Location]) -> Located:

@@ -28,8 +28,9 @@ from headrace._ray_compat import (
 )
 from headrace.config import AppSection
 from headrace.observability import ProcessSetup
+from headrace.observability.drafting import RayDraftingMetrics
 from headrace.planning import RouterPlanner
-from headrace.speculation import add_speculation
+from headrace.speculation import add_speculation, tenants_of
 from headrace.store import add_store
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
 from headrace_prefill.server import DPPrefillServer, PrefillServer
@@ -72,6 +73,8 @@ def build_app(args: dict[str, Any]) -> Application:
         listen=_listen if section.token_path == "relay" else None,
         internal_token=token,
         setup=setup,
+        tenants=tenants_of(section.speculation),
+        drafting_metrics=RayDraftingMetrics,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
     )
     bind = {"prefill_server": prefill, "wiring": wiring, "store": store}

@@ -135,6 +135,11 @@ class ReplicaPlanner:
         return self.router.snapshot()
 
     @property
+    def itl_target_s(self) -> float | None:
+        """Longest engine step that running streams should see."""
+        return self.router.settings.itl_target_s
+
+    @property
     def block_tokens(self) -> int:
         """Tokens of a KV block."""
         return self.router.geometry.block_tokens

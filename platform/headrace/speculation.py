@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from headrace.config.schema import SpeculationSection
+from headrace_kvstore.view import store_settings
+
+if TYPE_CHECKING:
+    from headrace_decode.tenants import Tenants
 
 logger = logging.getLogger("headrace.speculation")
 
@@ -15,7 +20,8 @@ def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool
 
     Args:
         section: the configuration's section.
-        engine: `engine_kwargs` of the decode role; changed in place.
+        engine: `engine_kwargs` of the decode role, with the store in it if there is one: replicas
+            share their memories through its nodes. Changed in place.
     """
     if not section.enabled:
         return False
@@ -29,7 +35,26 @@ def add_speculation(section: SpeculationSection, engine: dict[str, Any]) -> bool
         mode=section.mode,
         drafter=section.drafter,
         drafter_options=section.drafter_options,
+        corpora=section.corpora,
+        shared_k=section.shared_k,
+        exchange=_exchange(engine) if section.share else None,
     )
     additional = {**engine.get("additional_config", {}), **wanted.pop("additional_config")}
     engine |= {**wanted, "additional_config": additional}
     return True
+
+
+def tenants_of(section: SpeculationSection) -> Tenants:
+    """What the configuration allows for whom."""
+    from headrace_decode.tenants import TenantPolicy, Tenants
+
+    return Tenants({s: TenantPolicy(**t.model_dump()) for s, t in section.tenants.items()})
+
+
+def _exchange(engine: dict[str, Any]) -> dict[str, Any] | None:
+    transfer = engine.get("kv_transfer_config")
+    if not isinstance(transfer, dict):
+        return None
+    fields = {"kv_connector": None, "kv_connector_extra_config": None, **transfer}
+    store = store_settings(SimpleNamespace(**fields))
+    return None if store is None else {"store": store.name}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace_kvstore import wire
+from headrace_kvstore.board import Note
 from headrace_kvstore.client import Answer, NodeClient
 from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, until
 from tests.support.kvprocess import Node
@@ -117,6 +118,22 @@ def pair(
     owner = begin("owner", environment, listen="127.0.0.1:0", **values)
     reader = begin("reader", environment, peers=(remote(owner)["address"],), **values)
     return owner, reader
+
+
+def test_notes_on_one_node_s_board_come_to_the_other_s_and_no_further(begin: Begin) -> None:
+    owner = begin("owner", listen="127.0.0.1:0")
+    reader = begin("reader", listen="127.0.0.1:0", peers=(remote(owner)["address"],))
+    owner.call(wire.AddPeer(remote(reader)["address"]))
+    place = owner.call(wire.ReadNotes("", 0, 2**20)).generation
+    for last in (1, 2):
+        owner.call(wire.PostNote(place, Note(b"writer", b"stream", last, b"note")))
+    owner.call(wire.PostNote("another", Note(b"writer", b"stream", 3, b"for another board")))
+    until(lambda: reader.stats()["board"]["notes"] == 2, PATIENT_S)
+    page = reader.call(wire.ReadNotes("", 0, 2**20))
+    assert [(note.last, note.data) for note in page.notes] == [(1, b"note"), (2, b"note")]
+    reader.call(wire.PostNote(page.generation, Note(b"other", b"stream", 1, b"back")))
+    until(lambda: owner.stats()["board"]["notes"] == 3, PATIENT_S)
+    assert peer(owner)["notes"] == 1, "its own are not sent back"
 
 
 @pytest.mark.parametrize("environment", [None, OVER_TCP], ids=["shared memory", "tcp"])

@@ -80,6 +80,8 @@ class FakeCluster:
     members: list[FakeReplica] = field(default_factory=list)
     asked: int = 0
     policy: str = "cost"
+    told: list[dict[str, Any]] = field(default_factory=list)
+    memories: dict[str, Any] = field(default_factory=dict)
     warmed: tuple[list[dict[str, Any]], str, bool] | None = None
 
     async def replicas(self) -> list[ReplicaInfo]:
@@ -97,6 +99,10 @@ class FakeCluster:
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         return [command]
+
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        self.told.append(command)
+        return [{"replica_id": each.replica_id, **self.memories} for each in self.members]
 
     async def set_policy(self, policy: str) -> int:
         self.policy = policy

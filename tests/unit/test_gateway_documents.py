@@ -92,6 +92,48 @@ async def test_plans_can_be_forced_only_from_the_gateways_own_machine() -> None:
     assert sent[0]["status"] == 403
 
 
+async def test_drafting_is_changed_for_good_or_for_a_while() -> None:
+    async with gateway_over(answer) as bench:
+        for command in (
+            {"mode": "off"},
+            {"mode": "static:16", "for_s": 0.5},
+            {"draft_cap": 4, "for_s": 60},
+            {"draft_cap": None, "mode": "auto"},
+        ):
+            async with bench.client.put("/headrace/v1/speculation", json=command) as response:
+                assert response.status == 200
+                assert await response.json() == {"replicas": [command]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({}, "mode"),
+        ({"for_s": 60}, "mode"),
+        ({"mode": "on"}, "mode"),
+        ({"mode": "static:0"}, "mode"),
+        ({"mode": None}, "mode"),
+        ({"draft_cap": -1}, "draft_cap"),
+        ({"draft_cap": True}, "draft_cap"),
+        ({"draft_cap": 4, "for_s": 0}, "for_s"),
+        ({"draft_cap": 4, "for_s": "60"}, "for_s"),
+        ({"draft_cap": 4, "for_s": None}, "for_s"),
+        ({"draft_cap": 4, "for_s": 604801}, "for_s"),
+        ({"draft_cap": 4, "until": 60}, "until"),
+    ],
+)
+async def test_a_wrong_change_of_drafting_is_told_by_its_field(
+    wrong: dict[str, Any], param: str
+) -> None:
+    async with (
+        gateway_over(answer) as bench,
+        bench.client.put("/headrace/v1/speculation", json=wrong) as response,
+    ):
+        error = (await response.json())["error"]
+        assert (response.status, error["code"], error["param"]) == (400, "invalid_value", param)
+        assert error["type"] == "invalid_request_error"
+
+
 async def test_prompts_are_warmed_and_nothing_else_is_taken() -> None:
     chat = [{"role": "system", "content": "You are kind."}]
     async with gateway_over(answer) as bench:

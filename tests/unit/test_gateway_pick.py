@@ -1,7 +1,20 @@
 """Which replica answers: the least loaded, ties by where the prefix was seen."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
 from headrace.gateway.backend import ReplicaInfo
-from headrace.gateway.pick import AFFINITY_CHARS, affinity_key, pick
+from headrace.gateway.pick import (
+    AFFINITY_CHARS,
+    TOKENS_MAX,
+    affinity_key,
+    draftable_tokens,
+    pick,
+)
+from headrace.router.tokens import TokenPrices
 
 
 def replica(name: str, waiting: int = 0, running: int = 0) -> ReplicaInfo:
@@ -82,3 +95,69 @@ def test_affinity_bears_any_nonsense() -> None:
         assert isinstance(affinity_key({"prompt": nonsense}), bytes)
     assert affinity_key({}) == b""
     assert len(affinity_key({"prompt": list(range(10**5))})) < 10 * AFFINITY_CHARS
+
+
+# A request that can be drafted for
+
+
+def told(waiting: int = 0, running: int = 0, *, step_s: float = 0.02) -> ReplicaInfo:
+    prices = TokenPrices([step_s, step_s * 1.5, step_s * 2], [8, 8, 8], 900.0, 500.0, 0.05)
+    return ReplicaInfo(f"{step_s} {running} {waiting}", "", running, waiting, 0.0, prices)
+
+
+def test_it_goes_where_tokens_are_cheap_and_others_where_the_load_is_least() -> None:
+    slow, fast = told(step_s=0.1), told(running=1)
+    in_flight = {fast.replica_id: 1}
+    assert pick([slow, fast], in_flight, (), b"any", 100) == fast
+    assert pick([slow, fast], in_flight, (), b"any", 0) == slow
+
+
+def test_what_this_gateway_has_sent_there_makes_a_replica_dearer_at_once() -> None:
+    one, other = told(step_s=0.02), told(step_s=0.021)
+    assert pick([one, other], {other.replica_id: 4}, (), b"any", 100) == one
+    assert pick([one, other], {one.replica_id: 4}, (), b"any", 100) == other
+
+
+def test_with_equal_prices_load_and_prefix_decide_as_ever() -> None:
+    a, b = (
+        ReplicaInfo(name, "", prices=TokenPrices([0.02], [8], 9.0, 5.0, 0.1)) for name in ("a", "b")
+    )
+    for key in KEYS:
+        assert pick([a, b], {}, (), key, 100) == pick([a, b], {}, (), key)
+        assert pick([a, b], {"a": 1}, (), key, 100) == b
+
+
+def test_a_cheap_replica_that_is_down_is_not_chosen() -> None:
+    slow, fast = told(step_s=0.1), told()
+    assert pick([slow, fast], {}, {fast.replica_id}, b"any", 100) == slow
+
+
+def test_one_replica_is_chosen_whatever_it_costs() -> None:
+    assert pick([told(waiting=99)], {}, (), b"any", 100) == told(waiting=99)
+
+
+@pytest.mark.parametrize(
+    ("request_", "tokens"),
+    [
+        ({"prompt": "a"}, TOKENS_MAX),
+        ({"prompt": "a", "max_tokens": 7}, 7),
+        ({"messages": [], "max_completion_tokens": 5, "max_tokens": 7}, 5),
+        ({"prompt": "a", "seed": 0}, 0),
+        ({"prompt": "a", "seed": None}, TOKENS_MAX),
+        ({"prompt": "a", "vllm_xargs": {"headrace_draft": 0}}, 0),
+        ({"prompt": "a", "vllm_xargs": {"headrace_draft": 1}}, TOKENS_MAX),
+        ({"prompt": "a", "vllm_xargs": "nonsense", "max_tokens": "many"}, TOKENS_MAX),
+        ({"prompt": "a", "max_tokens": -5}, 0),
+        ({"prompt": "a", "max_tokens": 1 << 80}, 1 << 80),
+    ],
+)
+def test_seeds_and_opt_outs_are_not_drafted_for(request_: dict[str, Any], tokens: int) -> None:
+    assert draftable_tokens(request_) == tokens
+
+
+def test_a_replicas_answer_tells_its_prices_or_none() -> None:
+    answer = {"replica_id": "a", "url": "http://a", "running": 1, "waiting": 2, "kv_usage": 0.5}
+    assert ReplicaInfo.of({**answer, "prices": None}).prices is None
+    told = {"step_s": [0.1], "draft_tokens": [4], "error": 0.1}
+    assert ReplicaInfo.of({**answer, "prices": told}).prices == TokenPrices([0.1], [4], error=0.1)
+    assert ReplicaInfo.of(answer).kv_usage == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from headrace_decode.speculation.request import (
 )
 from headrace_decode.speculation.session import Rows, Session, kv_room
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings, engine_arguments
+from tests.support.kvnode import until
 
 K, VOCABULARY = 4, 100
 
@@ -185,6 +187,14 @@ def test_an_ended_request_is_closed_and_kept() -> None:
     assert engine.drafter.closed == {0: True}
 
 
+def test_who_is_not_kept_is_drafted_for_all_the_same() -> None:
+    engine = Engine(keeps=False)
+    engine.step({"a": [5]})
+    engine.step({"b": [5]}, finished=["a"])
+    assert set(engine.drafter.opened) == {"a", "b"}
+    assert engine.drafter.closed == {0: False}
+
+
 def test_who_opted_out_is_neither_drafted_for_nor_kept() -> None:
     engine = Engine(drafts=False)
     assert engine.step({"a": [5]}) == {"a": []}
@@ -311,7 +321,7 @@ def proposer(**settings: Any) -> HeadraceProposer:
         SimpleNamespace(
             additional_config={CONFIG_KEY: settings},
             scheduler_config=SimpleNamespace(
-                max_num_scheduled_tokens=None, max_num_batched_tokens=64
+                max_num_scheduled_tokens=None, max_num_batched_tokens=64, max_num_seqs=5
             ),
             compilation_config=SimpleNamespace(cudagraph_capture_sizes=None),
             speculative_config=SimpleNamespace(num_speculative_tokens=K),
@@ -361,6 +371,26 @@ def test_a_bound_one_drafts_from_the_requests_own_text() -> None:
         told = proposer(mode="static:4", drafter=drafter)
         told.bind(OneRow())
         assert propose(told) == [[1, 2, 3, 4]]
+
+
+def test_a_memory_is_shared_from_the_time_that_the_engine_is_there(tmp_path: Path) -> None:
+    told = proposer(
+        mode="static:4", exchange={"store": "none", "socket_folder": str(tmp_path), "poll_s": 0.01}
+    )
+    assert told.carrier is not None
+    assert told.command({})["exchange"]["state"] == "not started"
+    told.bind(OneRow())
+    try:
+        until(lambda: told.command({})["exchange"]["state"] == "away")
+        assert propose(told) == [[1, 2, 3, 4]]
+    finally:
+        told.carrier.close()
+
+
+def test_only_a_memory_is_shared() -> None:
+    told = proposer(drafter="ngram", exchange={"store": "kv"})
+    assert told.carrier is None
+    assert told.command({})["exchange"] is None
 
 
 def test_a_failure_costs_one_steps_drafts_and_many_stop_drafting_until_told() -> None:

@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 from headrace_decode.speculation import exchange, snapshot
 from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings, tenant_key
-from headrace_decode.speculation.record import DamagedError
+from headrace_decode.speculation.record import (
+    DamagedError,
+    FaredRecord,
+    decode_batch,
+    encode_batch,
+    encode_record,
+)
 
 MIB = 1 << 20
 
@@ -115,6 +121,7 @@ class TestExchange:
         log, other = Exchange(a), Exchange(b)
         answered(a, run(100, 30), "x")
         failed(a, run(100, 5), "x")
+        log.collect()
         data, _ = log.read(tenant_key("x"), 0, MIB)
         assert other.absorb(data, "from a") == 2
         before = (b.stats(), b.pool.headers.copy())
@@ -144,13 +151,50 @@ class TestExchange:
         log_b.absorb(log_a.read(tenant_key("x"), 0, MIB)[0], "from a")
         for _ in range(3):
             failed(b, run(100, 5), "x")
+        log_b.collect()
         data, after = log_b.read(tenant_key("x"), 0, MIB)
         log_a.absorb(data, "from b")
         assert a.pool.headers["refused"].sum() == 3
+        log_a.collect()
         assert log_a.read(tenant_key("x"), 1, MIB)[0] == b"", "nothing is told back"
         failed(b, run(100, 5), "x")
+        log_b.collect()
         log_a.absorb(log_b.read(tenant_key("x"), after, MIB)[0], "from b")
         assert a.pool.headers["refused"].sum() == 4
+
+    def test_how_drafts_fared_is_told_in_their_own_partition(self) -> None:
+        a = new(1)
+        log = Exchange(a)
+        for tenant, start in (("x", 100), ("y", 200)):
+            answered(a, run(start, 30), tenant)
+            failed(a, run(start, 5), tenant)
+        assert log.logged == 2
+        log.collect()
+        assert log.heads() == {tenant_key("x"): 2, tenant_key("y"): 2}
+        log.collect()
+        assert log.logged == 4, "told once"
+        batch = decode_batch(log.read(tenant_key("y"), 1, MIB)[0], "y")
+        [(number, record)] = batch.records
+        assert (batch.tenant, number) == ("y", 2)
+        [header] = a.pool.segments(a.pool.find(tenant_key("y")) or 0)
+        assert record == FaredRecord(((int(a.pool.headers[header]["uid"]), 0, 1),))
+
+    def test_only_the_partition_that_it_is_told_in_is_touched(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        other.absorb(log.read(tenant_key("x"), 0, MIB)[0], "from a")
+        uid = int(b.pool.headers["uid"].max())
+        lie = encode_batch(1, "tenant", "y", [encode_record(1, FaredRecord(((uid, 0, 9),)))])
+        other.absorb(lie, "from somebody")
+        assert b.pool.headers["refused"].sum() == 0
+
+    def test_replicas_have_numbers_of_their_own_whatever_the_engine_seeds(self) -> None:
+        numbers = set()
+        for _ in range(2):
+            np.random.seed(0)
+            numbers.add(Memory(Settings(capacity_bytes=2 * MIB)).replica)
+        assert len(numbers) == 2
 
     def test_what_was_absorbed_is_not_logged_again(self) -> None:
         a, b = new(1), new(2)
@@ -172,13 +216,58 @@ class TestExchange:
         answered(a, run(100, 30), "x")
         assert log.absorb(log.read(tenant_key("x"), 0, MIB)[0], "own") == 0
 
-    def test_the_public_partition_has_a_log_too(self) -> None:
+    def test_a_corpus_is_logged_whole_when_it_takes_over(self) -> None:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
-        a.add_to_corpus("docs", 1, [run(300, 20)])
-        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
-        b.flip("docs", 1)
+        a.add_to_corpus("docs", 1, [run(300, 20), run(400, 20)])
+        assert log.read(PUBLIC_KEY, 0, MIB) == (b"", 0)
+        a.flip("docs", 1)
+        data, after = log.read(PUBLIC_KEY, 0, MIB)
+        assert (other.absorb(data, "from a"), after) == (3, 3)
         assert drafted(b, run(300, 5), "anyone") == [305, 306, 307, 308]
+        assert drafted(b, run(400, 5), "anyone") == [405, 406, 407, 408]
+
+    def test_a_corpus_that_is_there_already_is_not_put_in_again(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        for memory in (a, b):
+            memory.add_to_corpus("docs", 1, [run(300, 20)])
+            memory.flip("docs", 1, tell=memory is a)
+        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        assert b.stats()["segments"] == 1
+
+    def test_versions_in_force_only_grow_whatever_order_logs_are_read_in(self) -> None:
+        a, b, c = new(1), new(2), new(3)
+        logs, other = [Exchange(a), Exchange(b)], Exchange(c)
+        for version, memory in enumerate((a, b), 1):
+            memory.add_to_corpus("docs", version, [run(100 * version, 20)])
+            memory.flip("docs", version)
+        for log in reversed(logs):
+            other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from another")
+        assert drafted(c, run(100, 5), "x") == []
+        assert drafted(c, run(200, 5), "x") == [205, 206, 207, 208]
+
+    def test_a_dropped_corpus_is_dropped_at_the_others_and_not_told_to_new_ones(self) -> None:
+        a, b, c = new(1), new(2), new(3)
+        log, other, late = Exchange(a), Exchange(b), Exchange(c)
+        a.add_to_corpus("docs", 1, [run(300, 20)], tenant="x")
+        a.flip("docs", 1, tenant="x")
+        data, after = log.read(tenant_key("x"), 0, MIB)
+        other.absorb(data, "from a")
+        a.flip("docs", 2, tenant="x")
+        other.absorb(log.read(tenant_key("x"), after, MIB)[0], "from a")
+        assert drafted(b, run(300, 5), "x") == []
+        assert late.absorb(log.read(tenant_key("x"), 0, MIB)[0], "from a") == 2
+        assert c.stats()["segments"] == 0
+
+    def test_what_is_for_all_is_refused_where_nothing_may_be(self) -> None:
+        a, b = new(1), Memory(Settings(capacity_bytes=4 * MIB, for_all=frozenset()))
+        log, other = Exchange(a), Exchange(b)
+        a.add_to_corpus("docs", 1, [run(300, 20)])
+        a.flip("docs", 1)
+        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        restored = snapshot.restore(b, snapshot.save(a), "file")
+        assert (restored.segments, b.stats()["segments"]) == (0, 0)
 
     def test_a_damaged_batch_is_refused_whole_and_named(self) -> None:
         a, b = new(1), new(2)

@@ -70,6 +70,10 @@ class SpeculatingWorker(PlatformWorker):  # type: ignore[misc]
         """`HeadraceProposer.command`, for `collective_rpc`; empty if the proposer is another."""
         return {} if self._proposer is None else self._proposer.command(command)
 
+    def headrace_memory(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """`HeadraceProposer.memory_command`, likewise."""
+        return {} if self._proposer is None else self._proposer.memory_command(command)
+
 
 class RunnerView:
     """A model runner as a proposer sees it (`proposer.Engine`)."""

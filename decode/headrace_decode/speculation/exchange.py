@@ -6,57 +6,89 @@ segment that was evicted meanwhile is passed over. Entries carry sequence number
 within (replica, partition), so that whoever absorbs keeps one number a replica and partition and
 skips what is not above it: absorbing twice, or again after a crash of the carrier, changes nothing.
 What was absorbed is not logged again; each replica reads every other's log.
+
+A corpus reaches the replicas that run by itself; one of them logs it whole when its version takes
+over, for those that start later. Segments that are there already are not put in again.
+
+The engine's step needs the memory's lock, so it is held for one entry at a time, and whoever waits
+gets it in between.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.layout import NONE
 from headrace_decode.speculation.memory import Key, Memory
 from headrace_decode.speculation.record import (
     FaredRecord,
+    FlippedRecord,
     SegmentRecord,
     decode_batch,
     encode_batch,
     encode_record,
 )
+from headrace_decode.speculation.ring import is_over
 from headrace_decode.speculation.step import quarantine
 from headrace_decode.speculation.transfer import put_in, record_of
 
 MOST_ENTRIES = 65536
 """Per partition; a reader further behind misses the oldest."""
-FARED_PER_RECORD = 1024
+FARED_PER_RECORD = 128
+BREATH_S = 1e-4
+"""Between two entries: releasing a lock alone does not let a waiting thread run."""
+
+Entry = tuple[int, int] | FaredRecord | FlippedRecord
+"""A segment's header row and its generation, or what else is told."""
 
 
 @dataclass
 class _Entries:
-    following: int = 1
-    known: deque[tuple[int, tuple[int, int] | FaredRecord]] = field(
-        default_factory=lambda: deque(maxlen=MOST_ENTRIES)
-    )
+    """The last entries of a partition; numbers have no gaps."""
 
-    def add(self, entry: tuple[int, int] | FaredRecord) -> None:
-        self.known.append((self.following, entry))
-        self.following += 1
+    last: int = 0
+    known: deque[Entry] = field(default_factory=lambda: deque(maxlen=MOST_ENTRIES))
+
+    def add(self, entry: Entry) -> None:
+        self.known.append(entry)
+        self.last += 1
+
+    def behind(self, after: int) -> tuple[int, Entry] | None:
+        """The first one behind a number that is still known, with its own."""
+        first = self.last - len(self.known) + 1
+        number = max(after + 1, first)
+        return (number, self.known[number - first]) if number <= self.last else None
 
 
 class Exchange:
-    """The log of one memory, and what it absorbed of others'. Holds the memory's lock while it
-    works, for as long as one batch takes."""
+    """The log of one memory, and what it absorbed of others'.
+
+    Attributes:
+        logged: entries so far, of all partitions.
+        longest_hold_s: longest time for which the memory's lock was held here.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
+        self.logged = 0
+        self.longest_hold_s = 0.0
         self._log: dict[Key, _Entries] = {}
         self._absorbed: dict[tuple[int, str, str], int] = {}
         memory.inserted = self._note
+        memory.flipped = self._note_flip
 
-    def keys(self) -> list[Key]:
-        """Partitions that have a log."""
-        with self.memory.lock:
-            return list(self._log)
+    def heads(self) -> dict[Key, int]:
+        """Partitions that have a log, with the number of their last entry."""
+        with self._held():
+            return {key: log.last for key, log in self._log.items()}
 
     def read(self, key: Key, after: int, most_bytes: int) -> tuple[bytes, int]:
         """What was logged after a sequence number, about `most_bytes` of it at most.
@@ -64,21 +96,18 @@ class Exchange:
         Returns:
             A batch, empty bytes if there is nothing, and the number to go on from.
         """
-        with self.memory.lock:
-            self._collect_fared(key)
-            log = self._log.get(key)
-            records, size = [], 0
-            for number, entry in log.known if log else ():
-                if number <= after:
-                    continue
-                record = entry if isinstance(entry, FaredRecord) else self._segment(*entry)
-                after = number
-                if record is None:
-                    continue
-                records.append(encode_record(number, record))
-                size += len(records[-1])
-                if size >= most_bytes:
+        log, records, size = self._log.get(key), [], 0
+        while log is not None and size < most_bytes:
+            with self._held():
+                found = log.behind(after)
+                if found is None:
                     break
+                after, entry = found
+                record = self._segment(*entry) if isinstance(entry, tuple) else entry
+            if record is not None:
+                records.append(encode_record(after, record))
+                size += len(records[-1])
+                time.sleep(BREATH_S)
         if not records:
             return b"", after
         return encode_batch(self.memory.replica, key.scope, key.tenant, records), after
@@ -97,56 +126,96 @@ class Exchange:
             return 0
         source, key = (batch.replica, batch.scope, batch.tenant), Key(batch.scope, batch.tenant)
         new = 0
-        with self.memory.lock:
-            for number, record in batch.records:
-                if number <= self._absorbed.get(source, 0):
-                    continue
-                self._absorbed[source] = number
-                new += 1
-                if isinstance(record, SegmentRecord):
-                    if record.expires_s > self.memory.clock():
-                        put_in(self.memory, key, record, foreign=True)
-                else:
-                    self._apply(key, record)
+        for number, record in batch.records:
+            if number <= self._absorbed.get(source, 0):
+                continue
+            self._absorbed[source] = number
+            new += 1
+            if isinstance(record, FaredRecord):
+                self._apply(key, record)
+            elif isinstance(record, FlippedRecord):
+                with self._held():
+                    self._flip(key, record)
+            elif record.expires_s > self.memory.clock():
+                with self._held():
+                    put_in(self.memory, key, record, foreign=True)
+            time.sleep(BREATH_S)
         return new
 
+    def collect(self) -> None:
+        """Log how drafts have fared since this was called last."""
+        headers = self.memory.pool.headers
+        told = headers["untold_accepted"] | headers["untold_refused"]
+        found = np.flatnonzero(told)  # all headers are looked through without the lock
+        for start in range(0, len(found), FARED_PER_RECORD):
+            with self._held():
+                self._collect(found[start : start + FARED_PER_RECORD])
+            time.sleep(BREATH_S)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        with self.memory.lock:
+            started_s = time.perf_counter()
+            yield
+            self.longest_hold_s = max(self.longest_hold_s, time.perf_counter() - started_s)
+
     def _note(self, key: Key, header: int) -> None:
-        generation = int(self.memory.pool.headers[header]["generation"])
-        self._log.setdefault(key, _Entries()).add((header, generation))
+        self._add(key, (header, int(self.memory.pool.headers[header]["generation"])))
+
+    def _add(self, key: Key, entry: Entry) -> None:
+        self._log.setdefault(key, _Entries()).add(entry)
+        self.logged += 1
+
+    def _note_flip(self, key: Key, name: str, version: int) -> None:
+        pool, number = self.memory.pool, self.memory.corpus_number(key, name)
+        mine = (pool.headers["corpus"] == number) & (pool.headers["version"] == version)
+        rows = np.flatnonzero(mine & (pool.headers["partition"] != NONE))
+        for header in rows[np.argsort(pool.headers["start"][rows])].tolist():
+            self._note(key, header)
+        self._add(key, FlippedRecord(name, version))
+
+    def _flip(self, key: Key, record: FlippedRecord) -> None:
+        if record.corpus and self.memory.may_hold(key, Source.OPERATOR):
+            number = self.memory.corpus_number(key, record.corpus)
+            versions = self.memory.pool.versions
+            versions[number] = max(int(versions[number]), record.version)
 
     def _segment(self, header: int, generation: int) -> SegmentRecord | None:
         fields = self.memory.pool.headers[header]
         if fields["generation"] != generation or fields["partition"] < 0:
             return None
+        if is_over(fields, self.memory.pool.versions, self.memory.clock()):
+            return None
         return record_of(self.memory, header)
 
-    def _collect_fared(self, key: Key) -> None:
-        headers, row = self.memory.pool.headers, self.memory.pool.find(key)
-        if row is None:
-            return
-        told = headers["untold_accepted"].astype(np.int64) + headers["untold_refused"]
-        rows = np.flatnonzero((headers["partition"] == row) & (told > 0))
-        for start in range(0, len(rows), FARED_PER_RECORD):
-            some = rows[start : start + FARED_PER_RECORD]
-            columns = (headers[name][some].tolist() for name in _FARED)
-            record = FaredRecord(tuple(zip(*columns, strict=True)))
-            self._log.setdefault(key, _Entries()).add(record)
-        headers["untold_accepted"][rows] = 0
-        headers["untold_refused"][rows] = 0
+    def _collect(self, some: NDArray[np.intp]) -> None:
+        headers = self.memory.pool.headers
+        keys = {row: key for key, row in self.memory.pool.kept()}
+        owners = headers["partition"][some]
+        for row in set(owners.tolist()) & keys.keys():
+            key = keys[row]
+            assert isinstance(key, Key)
+            columns = (headers[name][some[owners == row]].tolist() for name in _FARED)
+            self._add(key, FaredRecord(tuple(zip(*columns, strict=True))))
+        headers["untold_accepted"][some] = 0
+        headers["untold_refused"][some] = 0
 
     def _apply(self, key: Key, record: FaredRecord) -> None:
-        row = self.memory.pool.find(key)
-        if row is None:
-            return
         headers = self.memory.pool.headers
-        rows = np.flatnonzero(headers["partition"] == row)
-        by_uid = dict(zip(headers["uid"][rows].tolist(), rows.tolist(), strict=True))
-        for uid, accepted, refused in record.counts:
-            header = by_uid.get(uid)
-            if header is not None:
-                headers[header]["accepted"] += accepted
-                headers[header]["refused"] += refused
-                quarantine(headers, header, self.memory.clock())
+        counts = np.array(record.counts, np.uint64).reshape(-1, len(_FARED))
+        counts = counts[np.argsort(counts[:, 0])]
+        if not len(counts):
+            return
+        at = np.searchsorted(counts[:, 0], headers["uid"]).clip(max=len(counts) - 1)
+        found = np.flatnonzero(counts[at, 0] == headers["uid"])  # without the lock, as above
+        with self._held():
+            row = self.memory.pool.find(key)
+            for header in found.tolist():
+                uid, accepted, refused = counts[at[header]].tolist()
+                if headers[header]["uid"] == uid and headers[header]["partition"] == row:
+                    headers[header]["accepted"] += accepted
+                    headers[header]["refused"] += refused
+                    quarantine(headers, header, self.memory.clock())
 
 
 _FARED = ("uid", "untold_accepted", "untold_refused")

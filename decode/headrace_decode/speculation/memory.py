@@ -2,7 +2,8 @@
 
 Who may be drafted for whom is decided by where a text lies: a request is looked up in its own
 partition, in its tenant's and in the public one, and there is no way from one tenant's partition to
-another's. The public one holds only what the operator loaded for everybody.
+another's. The public one holds only what the operator loaded for everybody and, if that is switched
+on, what several tenants were answered alike (`anonymity`).
 
 What tenants do share: the capacity (`pool` says who gives way), and the calibration, which counts
 how often drafts of a kind were accepted, and no text.
@@ -11,15 +12,17 @@ how often drafts of a kind were accepted, and no text.
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.speculation.anonymity import SharedWindows
 from headrace_decode.speculation.calibration import SOURCES, Calibration
 from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
 from headrace_decode.speculation.layout import CAPACITY, HEAD, NONE, TAIL
@@ -60,6 +63,11 @@ def tenant_key(tenant: str) -> Key:
     return Key("tenant", tenant)
 
 
+def corpus_key(tenant: str | None) -> Key:
+    """Where a corpus for one tenant, or with None for all, lies."""
+    return PUBLIC_KEY if tenant is None else tenant_key(tenant)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a memory may take and use.
@@ -76,7 +84,12 @@ class Settings:
         floor: least survival that is drafted.
         failures, calibration: whether refusals are remembered, rates learned.
         sources: which texts are drafted from.
-        replica: tells this replica's segments from those of others; random if 0.
+        for_all: whose texts may lie in the public partition: operator corpora, and of answers what
+            several tenants have in common.
+        shared_k: a window of tokens that so many tenants' answers contain is put there; None:
+            nothing of answers is. Needs RESPONSE in `for_all`.
+        replica: tells this replica's segments from those of others; random if 0, whatever seed
+            the engine gave NumPy.
     """
 
     capacity_bytes: int = 256 << 20
@@ -89,6 +102,8 @@ class Settings:
     failures: bool = True
     calibration: bool = True
     sources: frozenset[Source] = ALL_SOURCES
+    for_all: frozenset[Source] = frozenset({Source.OPERATOR})
+    shared_k: int | None = None
     replica: int = 0
 
 
@@ -139,11 +154,14 @@ class Memory:
         self.pool = Pool(settings.capacity_bytes)
         self.digests, self.tags, self.corpora = Interner(), Interner(), Interner()
         self.calibration = Calibration(learn=settings.calibration)
-        self.replica = settings.replica or int.from_bytes(np.random.bytes(8), "little")
+        self.replica = settings.replica or secrets.randbits(64)
+        self._shared = SharedWindows(settings.shared_k) if settings.shared_k else None
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
-        """Told of each segment that this replica put in, under the lock."""
+        """Told of each segment of no corpus that this replica put in, under the lock."""
+        self.flipped: Callable[[Key, str, int], None] = lambda key, name, version: None
+        """Told of each version of a corpus that this replica tells of, when it takes over."""
         self._uids = 0
         self._model = self.digest_number(settings.model)
         self._tokenizer = self.digest_number(settings.tokenizer)
@@ -291,6 +309,7 @@ class Memory:
             self.pool.close_run(int(fields[OWN]))
             if answer is None:
                 return
+            tokens, asked_tokens = answer
             now_s = self.clock()
             info = SegmentInfo(
                 source=Source.RESPONSE,
@@ -300,7 +319,10 @@ class Memory:
                 tokenizer=self._tokenizer,
                 tag=int(fields[TAG]),
             )
-            self.insert(tenant_key(tenant), answer, info)
+            self.insert(tenant_key(tenant), tokens, info)
+            if self._shared is not None:
+                for window in self._shared.observe(tenant, tokens[asked_tokens:]):
+                    self.insert(PUBLIC_KEY, window, replace(info, tag=0))
 
     def insert(self, key: Key, tokens: NDArray[np.int32], info: SegmentInfo) -> int:
         """Keep a sequence, in several segments if it is long; how many of its tokens were kept."""
@@ -312,11 +334,13 @@ class Memory:
                 )
                 if len(piece) < 2:
                     continue
-                self._uids += 1
-                numbered = SegmentInfo(**{**vars(info), "uid": self._uid(self._uids)})
-                header = self.pool.insert(key, piece, numbered)
-                if header is not None:
-                    kept += len(piece)
+                same = info.corpus or key == PUBLIC_KEY
+                uid = self._content_uid(key, info, piece) if same else self._next_uid()
+                header = self.pool.insert(key, piece, replace(info, uid=uid))
+                if header is None:
+                    continue
+                kept += len(piece)
+                if not info.corpus:
                     self.inserted(key, header)
         return kept
 
@@ -337,11 +361,14 @@ class Memory:
             How many tokens were kept.
 
         Raises:
-            ValueError: a version below 1, or more than 65535 corpora.
+            ValueError: a version below 1, more than 65535 corpora, or for all where
+                `Settings.for_all` has no corpora.
         """
         if not 1 <= version < 2**32:
             raise ValueError(f"corpus {name!r} has version {version}; versions count from 1")
-        key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
+        key = corpus_key(tenant)
+        if not self.may_hold(key, Source.OPERATOR):
+            raise ValueError(f"corpus {name!r} is for all tenants, which is not allowed here")
         with self.lock:
             now_s = self.clock()
             info = SegmentInfo(
@@ -355,11 +382,20 @@ class Memory:
             )
         return sum(self.insert(key, np.asarray(each, np.int32), info) for each in sequences)
 
-    def flip(self, name: str, version: int, *, tenant: str | None = None) -> None:
-        """Put a corpus's version in force; at once no other is drafted. 0: none is."""
-        key = PUBLIC_KEY if tenant is None else tenant_key(tenant)
+    def flip(
+        self, name: str, version: int, *, tenant: str | None = None, tell: bool = True
+    ) -> None:
+        """Put a corpus's version in force; at once no other is drafted. 0: none is. With `tell`,
+        other replicas hear of it."""
+        key = corpus_key(tenant)
         with self.lock:
             self.pool.versions[self.corpus_number(key, name)] = version
+            if tell:
+                self.flipped(key, name, version)
+
+    def may_hold(self, key: Key, source: int) -> bool:
+        """Whether texts of this source may lie in a partition."""
+        return key != PUBLIC_KEY or source in self.settings.for_all
 
     def drop_tenant(self, tenant: str) -> bool:
         """Forget all that was kept for a tenant; whether there was anything."""
@@ -437,12 +473,13 @@ class Memory:
                 room = 2 * int(wanted[index])
                 self.pool.widen_run(int(own[index]), min(room, self.settings.run_tokens))
 
-    def _answer(self, own: int, prompt_end: int) -> NDArray[np.int32] | None:
+    def _answer(self, own: int, prompt_end: int) -> tuple[NDArray[np.int32], int] | None:
+        """What is kept of a request, and how many tokens of its prompt that begins with."""
         part = self.pool.parts[own]
         if part[HEAD] - prompt_end < 2:
             return None
         start = max(int(part[TAIL]), prompt_end - self.settings.lead_tokens)
-        return self.pool.run_tokens(own, start)
+        return self.pool.run_tokens(own, start), max(prompt_end - start, 0)
 
     def digest_number(self, digest: bytes) -> int:
         """A digest's number; 0, which fits every request, for the empty one."""
@@ -459,6 +496,18 @@ class Memory:
             raise ValueError(f"corpus {name!r}: there have been 65535 others, the most that fit")
         return number
 
-    def _uid(self, count: int) -> int:
-        name = self.replica.to_bytes(8, "little") + count.to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    def _next_uid(self) -> int:
+        self._uids += 1
+        return _uid(self.replica.to_bytes(8, "little"), self._uids.to_bytes(8, "little"))
+
+    def _content_uid(self, key: Key, info: SegmentInfo, tokens: NDArray[np.int32]) -> int:
+        """The same on every replica that puts in the same text."""
+        names = (key, self.corpora.names[info.corpus], info.version, self.settings.model)
+        return _uid(repr(names).encode(), tokens.astype("<i4").tobytes())
+
+
+def _uid(*parts: bytes) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")

@@ -128,6 +128,8 @@ class Planner:
         self.counts: Counter[str] = Counter()
         self.price = 0.0
         """Survival that one more token had to offer in the last budget."""
+        self.last = Step(tokens=0, drafted=0, rows=0, emitted=0, context_tokens=0, seconds=0.0)
+        """The last step that was observed."""
         self._controls = controls
         self._random = random.Random(seed)
         self._ledgers: dict[int, Ledger] = {}
@@ -202,6 +204,9 @@ class Planner:
         self.counts["drafted_steps"] += step.drafted > 0
         self.counts["drafted_tokens"] += step.drafted
         self.counts["accepted_tokens"] += max(step.emitted - step.rows, 0)
+        self.counts["row_steps"] += step.rows
+        self.counts["emitted_tokens"] += step.emitted
+        self.last = step
         if not (step.pure and step.rows and self.mode.kind == "auto"):
             return
         ledger = self.ledger(step.rows)
@@ -211,12 +216,24 @@ class Planner:
             ledger.controls.observe(step.seconds, undrafted_s)
             ledger.idle_step()
 
-    def survival_price(self, load: Load) -> float:
-        """Survival at which one draft token more is worth its time, in a step without any."""
-        now, one_more = self.times.seconds(
-            np.array([load.rows, load.rows + 1]), load.context_tokens
-        ).tolist()
-        return load.rows * (one_more - now) / now if load.rows else 0.0
+    def depth(self, rows: int, draft_tokens: int) -> int:
+        """Most tokens that a request may draft at such a load, of `draft_tokens`; 0 while drafting
+        is off there."""
+        if self.mode.kind == "static":
+            return min(draft_tokens, self.mode.tokens)
+        ledger = self._ledgers.get(max(rows, 1).bit_length())
+        drafts = self.mode.kind == "auto" and (ledger is None or ledger.on)
+        return draft_tokens if drafts else 0
+
+    @property
+    def saved_s(self) -> float:
+        """Seconds that drafting saved of late, at all loads together."""
+        return sum(ledger.saved_s for ledger in self._ledgers.values())
+
+    @property
+    def regret_bound_s(self) -> float:
+        """Seconds that drafting lost of late at most, with confidence, summed over the loads."""
+        return sum(max(0.0, -ledger.lower_s) for ledger in self._ledgers.values())
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able view for metrics and status pages."""

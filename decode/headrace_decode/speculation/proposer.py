@@ -14,17 +14,23 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Drafter
+from headrace_decode.speculation.carrier import Carrier
+from headrace_decode.speculation.corpora import Corpora
+from headrace_decode.speculation.draft import Drafter, Source
+from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import Memory
 from headrace_decode.speculation.memory import Settings as MemorySettings
 from headrace_decode.speculation.ngram import NgramDrafter
+from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
 from headrace_decode.speculation.planner import Mode, Planner
+from headrace_decode.speculation.publish import figures, prices
 from headrace_decode.speculation.request import Facts
 from headrace_decode.speculation.session import Rows, Session
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings
@@ -60,7 +66,9 @@ class HeadraceProposer:
             seed=settings.seed,
             controls=settings.controls,
         )
-        self.planner.mode = Mode.parse(settings.mode)
+        self._mode = Order(Mode.parse(settings.mode))
+        self._draft_cap: Order[int | None] = Order(None)
+        self._rows_max = scheduler.max_num_seqs
         self.session = Session(
             load_drafter(settings, vllm_config.model_config),
             self.planner,
@@ -69,6 +77,13 @@ class HeadraceProposer:
             step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
             vocabulary=vllm_config.model_config.get_vocab_size(),
         )
+        drafter = self.session.drafter
+        self.corpora = Corpora(drafter) if isinstance(drafter, Memory) else None
+        self.carrier: Carrier | None = None
+        shared = settings.carrier()
+        if shared is not None and isinstance(drafter, Memory):
+            self.carrier = Carrier(Exchange(drafter), shared)
+        self._obey()
         self.failures = 0
         self._failures_in_a_row = 0
         self._engine: Engine | None = None
@@ -82,8 +97,11 @@ class HeadraceProposer:
         """There is none; vLLM calls this."""
 
     def bind(self, engine: Engine) -> None:
-        """From now on drafts are made: the worker class says whose rows these are."""
+        """From now on drafts are made: the worker class says whose rows these are. The memory fills
+        with what other replicas have learned."""
         self._engine = engine
+        if self.carrier is not None:
+            self.carrier.start()
 
     def step_begins(
         self,
@@ -110,6 +128,7 @@ class HeadraceProposer:
         try:
             if self._engine is None or self._failures_in_a_row >= FAILURES_MAX:
                 return [[] for _ in sampled_token_ids]
+            self._obey()
             rows = self._engine.rows(
                 sampled_token_ids, num_tokens_no_spec, token_ids_cpu, self._scheduled
             )
@@ -125,31 +144,65 @@ class HeadraceProposer:
 
         Args:
             command: any of `mode` ("auto", "off", "static:K"), `draft_cap` (tokens a step, None for
-                no cap) and `waiting_tokens` (prompt tokens that the engine has not begun).
+                no cap), `for_s` (mode and cap of this command end after so many seconds, and what
+                stood before is back) and `waiting_tokens` (prompt tokens that the engine has not
+                begun).
 
         Raises:
             ValueError: a key or a value is not one of these; nothing is changed then.
         """
-        unknown = sorted(set(command) - {"mode", "draft_cap", "waiting_tokens"})
+        unknown = sorted(set(command) - {"mode", "draft_cap", "for_s", "waiting_tokens"})
         if unknown:
             raise ValueError(f"speculation: unknown {unknown}")
-        mode = Mode.parse(command["mode"]) if "mode" in command else self.planner.mode
-        cap = command.get("draft_cap", self.session.draft_cap)
+        mode = Mode.parse(command["mode"]) if "mode" in command else None
+        cap, for_s = command.get("draft_cap"), command.get("for_s")
         waiting = command.get("waiting_tokens", self.session.waiting_tokens)
         if not (cap is None or (isinstance(cap, int) and cap >= 0)):
             raise ValueError(f"speculation: draft_cap {cap!r} is no count of tokens")
+        if not (for_s is None or is_duration(for_s)):
+            raise ValueError(
+                f"speculation: for_s {for_s!r}: expected seconds above 0 and up to {FOR_MAX_S:g}"
+            )
         if not (isinstance(waiting, int) and waiting >= 0):
             raise ValueError(f"speculation: waiting_tokens {waiting!r} is no count of tokens")
-        self.planner.mode, self.session.draft_cap = mode, cap
-        self.session.waiting_tokens = waiting
-        if "mode" in command:
+        now_s = time.monotonic()
+        if mode is not None:
+            self._mode.give(mode, now_s, for_s)
             self._failures_in_a_row = 0
+        if "draft_cap" in command:
+            self._draft_cap.give(cap, now_s, for_s)
+        self.session.waiting_tokens = waiting
+        return self._report()
+
+    def _report(self) -> dict[str, Any]:
+        self._obey()
+        now_s = time.monotonic()
+        drafts = self._failures_in_a_row < FAILURES_MAX
         return {
             **self.planner.snapshot(),
+            **figures(self.planner, self.session),
+            "prices": prices(self.planner, self.session, self._rows_max, drafts),
             "failures": self.failures,
             "propose_s": self.session.propose_s,
-            "draft_cap": cap,
+            "exchange": None if self.carrier is None else self.carrier.stats(),
+            "draft_cap": self.session.draft_cap,
+            "mode_left_s": self._mode.left_s(now_s),
+            "draft_cap_left_s": self._draft_cap.left_s(now_s),
         }
+
+    def memory_command(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """`Corpora.command`; empty where another worker of this model drafts."""
+        if self._engine is None:
+            return {}
+        if self.corpora is None:
+            return {"error": "speculation.drafter keeps no memory: set it to memory"}
+        return self.corpora.command(command)
+
+    def _obey(self) -> None:
+        """Work by the orders that are in force now."""
+        now_s = time.monotonic()
+        self.planner.mode = self._mode.at(now_s)
+        self.session.draft_cap = self._draft_cap.at(now_s)
 
     def _failed(self) -> None:
         self.failures += 1
@@ -170,7 +223,17 @@ def load_drafter(settings: Settings, model_config: Any) -> Drafter:
     try:
         if settings.drafter == "memory":
             model, tokenizer = _digests(model_config)
-            return Memory(MemorySettings(model=model, tokenizer=tokenizer, **options))
+            wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
+            for_all = frozenset(source for source, on in wanted.items() if on)
+            return Memory(
+                MemorySettings(
+                    model=model,
+                    tokenizer=tokenizer,
+                    for_all=for_all,
+                    shared_k=settings.shared_k,
+                    **options,
+                )
+            )
         if settings.drafter == "ngram":
             return NgramDrafter(**options)
         module, _, name = settings.drafter.partition(":")

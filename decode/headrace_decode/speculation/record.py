@@ -20,11 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = b"HRLOG001"
-SEGMENT, FARED = 1, 2
+SEGMENT, FARED, FLIPPED = 1, 2, 3
 _SUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<QBI")
 _FIXED = struct.Struct("<QddIIIBI")
 _FARED = struct.Struct("<QII")
+_FLIPPED = struct.Struct("<I")
 
 
 class DamagedError(ValueError):
@@ -56,7 +57,16 @@ class FaredRecord:
     counts: tuple[tuple[int, int, int], ...]
 
 
-Record = SegmentRecord | FaredRecord
+@dataclass(frozen=True)
+class FlippedRecord:
+    """A version of a corpus took over; one of which nothing was put in means that it was dropped.
+    Versions in force only grow, so that it does not matter in which order such records come."""
+
+    corpus: str
+    version: int
+
+
+Record = SegmentRecord | FaredRecord | FlippedRecord
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,8 @@ def encode_record(number: int, record: Record) -> bytes:
     """One record of a batch."""
     if isinstance(record, FaredRecord):
         kind, body = FARED, b"".join(_FARED.pack(*each) for each in record.counts)
+    elif isinstance(record, FlippedRecord):
+        kind, body = FLIPPED, _FLIPPED.pack(record.version) + record.corpus.encode()
     else:
         kind, body = SEGMENT, _segment_body(record)
     return _RECORD.pack(number, kind, len(body)) + body
@@ -125,8 +137,10 @@ def decode_batch(data: bytes, name: str) -> Batch:
 def _decode(kind: int, body: bytes) -> Record:
     if kind == FARED:
         return FaredRecord(tuple(_FARED.iter_unpack(body)))
+    if kind == FLIPPED:
+        return FlippedRecord(body[_FLIPPED.size :].decode(), *_FLIPPED.unpack_from(body))
     if kind != SEGMENT:
-        raise ValueError(f"a record is of kind {kind}; known are {SEGMENT} and {FARED}")
+        raise ValueError(f"a record is of kind {kind}; known are 1 to {FLIPPED}")
     uid, created_s, expires_s, accepted, refused, version, source, count = _FIXED.unpack_from(body)
     corpus, at = _name(body, _FIXED.size)
     model, at = _name(body, at)

@@ -125,6 +125,11 @@ class Ledger:
         return self._saved_s - CONFIDENCE_Z * math.sqrt(doubt)
 
     @property
+    def saved_s(self) -> float:
+        """Seconds saved by the drafted steps that are remembered; negative if they lost some."""
+        return self._saved_s
+
+    @property
     def gain(self) -> float:
         """Seconds saved per second of drafted steps, as measured; 0 without any."""
         return self._saved_s / self._elapsed_s if self._elapsed_s else 0.0

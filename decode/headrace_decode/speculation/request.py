@@ -15,6 +15,8 @@ REQUEST_KEY = "headrace"
 """In `extra_args`: our server's word."""
 OPT_OUT_KEY = "headrace_draft"
 """In a client's `vllm_xargs`: 0, and nothing is drafted for the request or kept of it."""
+KEEP_KEY = "headrace_keep"
+"""Likewise: 0, and its answer is not kept, though it may be drafted for."""
 CALIBRATION_LENGTHS = (0, 1, 2, 4, 8, 16, 3, 6, 12)
 """Draft tokens a row in successive steps of a request that calibrates."""
 
@@ -27,6 +29,7 @@ class Facts:
         prompt_tokens: length of its prompt.
         tenant, tag: as in `Drafter.open_request`.
         drafts: False for a request that opted out: nothing is drafted for it or kept of it.
+        keeps: whether its answer may be drafted from later.
         itl_s: its inter-token latency target; infinite without one.
         max_tokens: it ends after so many; None if nothing but the model ends it.
         calibrates: it is there to measure steps, and gets meaningless drafts.
@@ -36,6 +39,7 @@ class Facts:
     tenant: str = ""
     tag: str = ""
     drafts: bool = True
+    keeps: bool = True
     itl_s: float = float("inf")
     max_tokens: int | None = None
     calibrates: bool = False
@@ -48,16 +52,20 @@ def request_arguments(
     tag: str = "",
     itl_s: float | None = None,
     drafts: bool = True,
+    keeps: bool = True,
 ) -> dict[str, Any]:
     """A request's `extra_args` with what its engine must know; what a client wrote there is lost.
 
     Args:
         tenant: nothing of one tenant is drafted for another.
-        drafts: the tenant's policy; a client may opt out by `OPT_OUT_KEY`, never in.
+        drafts, keeps: the tenant's policy; a client may opt out by `OPT_OUT_KEY` and `KEEP_KEY`,
+            never in.
     """
-    kept = {k: v for k, v in (extra_args or {}).items() if k not in (REQUEST_KEY, OPT_OUT_KEY)}
-    wanted = (extra_args or {}).get(OPT_OUT_KEY, 1)
-    told: dict[str, Any] = {"tenant": tenant, "tag": tag, "drafts": drafts and not _is_no(wanted)}
+    given, own = extra_args or {}, (REQUEST_KEY, OPT_OUT_KEY, KEEP_KEY)
+    kept = {k: v for k, v in given.items() if k not in own}
+    told: dict[str, Any] = {"tenant": tenant, "tag": tag}
+    told["drafts"] = drafts and not opts_out(given.get(OPT_OUT_KEY, 1))
+    told["keeps"] = keeps and not opts_out(given.get(KEEP_KEY, 1))
     if itl_s is not None:
         told["itl_s"] = itl_s
     return {**kept, REQUEST_KEY: told}
@@ -78,11 +86,13 @@ def facts_of(
         tenant=str(told.get("tenant", "")),
         tag=str(told.get("tag", "")),
         drafts=bool(told.get("drafts", True)),
+        keeps=bool(told.get("keeps", True)),
         itl_s=float(itl_s) if good_itl else math.inf,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         calibrates=bool(told.get("calibrates", False)),
     )
 
 
-def _is_no(value: Any) -> bool:
+def opts_out(value: Any) -> bool:
+    """Whether a client that sends this under `OPT_OUT_KEY` wants no drafts."""
     return value in (0, False, "0", "no", "off", "false")

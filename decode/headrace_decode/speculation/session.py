@@ -25,6 +25,7 @@ from headrace_decode.speculation.budget import best_budget
 from headrace_decode.speculation.draft import DraftBatch, Drafter
 from headrace_decode.speculation.planner import Limits, Load, Planner, Step
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
+from headrace_decode.speculation.tally import Tally
 from headrace_decode.speculation.trust import Kept, Trust
 
 CALIBRATION_STEP_TOKENS = 256
@@ -75,9 +76,12 @@ class _Running:
 
 @dataclass
 class _Pending:
-    """Drafts whose tokens have not come yet: the batch, and where a request is in it."""
+    """Drafts whose tokens have not come yet: the batch, where a request is in it, and how many
+    tokens of each were looked for (int32 [n]) and given to the engine."""
 
     batch: DraftBatch
+    caps: NDArray[np.int32]
+    taken: NDArray[np.int32]
     place: dict[str, int] = field(default_factory=dict)
 
 
@@ -106,11 +110,13 @@ class Session:
         """Prompt tokens of requests that the engine has not begun, if anybody tells."""
         self.propose_s = 0.0
         """Seconds spent in `propose` so far."""
-        self._k, self._model_tokens = draft_tokens, model_tokens
+        self.draft_tokens, self._model_tokens = draft_tokens, model_tokens
         self._step_tokens, self._vocabulary = step_tokens, vocabulary
         self._requests: dict[str, _Request] = {}
         self._running: _Running | None = None
         self._pending: _Pending | None = None
+        self.tally = Tally()
+        """What became of drafts, by source."""
         self._trust = Trust()
         self._calibration_step = 0
 
@@ -147,7 +153,8 @@ class Session:
         for request_id in finished:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                keep = request.facts.drafts and not request.facts.calibrates
+                facts = request.facts
+                keep = facts.drafts and facts.keeps and not facts.calibrates
                 self.drafter.close_request(request.handle, keep=keep)
         self._running = _Running(now, tokens, drafted, ids) if tokens else None
 
@@ -185,6 +192,7 @@ class Session:
         count, places = np.ones(1, np.int32), np.zeros(1, np.int64)
         _gathered(one, places, places, count)
         _verdict(one, chance, count, count, count, places)
+        Tally().book(count, count, count, count, count, places)
         best_budget(chance, _usable(one, count, 1), np.ones(2))
 
     def _known(self, rows: Rows, row: int, facts: Callable[[str], Facts]) -> _Request:
@@ -217,6 +225,7 @@ class Session:
                 batch.tokens, batch.survival, batch.lengths, tokens, counts, places
             )
             self.drafter.feedback_many(batch, offered, accepted)
+            self.tally.book(batch.source, pending.caps, pending.taken, offered, accepted, places)
             for place, request in zip(places.tolist(), requests, strict=True):
                 if place >= 0 and offered[place]:
                     self._trust.learn(request.kept, float(promised[place]), float(accepted[place]))
@@ -231,10 +240,10 @@ class Session:
         drafted, and neither is one for which there is no place.
         """
         num_tokens = rows.num_tokens[live]
-        caps = np.minimum(self._k, self._model_tokens - num_tokens - 1)
+        caps = np.minimum(self.draft_tokens, self._model_tokens - num_tokens - 1)
         left = np.fromiter(
             (
-                self._k
+                self.draft_tokens
                 if r.facts.max_tokens is None
                 else r.facts.prompt_tokens + r.facts.max_tokens - r.seen_tokens - 1
                 for r in requests
@@ -272,13 +281,17 @@ class Session:
         batch = self.drafter.draft_many([request.handle for request in requests], caps)
         lengths = _usable(batch.tokens, np.minimum(batch.lengths, caps), self._vocabulary)
         self._pending = _Pending(
-            batch, {rows.request_ids[row]: place for place, row in enumerate(live)}
+            batch,
+            caps,
+            np.zeros(len(live), np.int32),
+            {rows.request_ids[row]: place for place, row in enumerate(live)},
         )
         survival = self._trust.believed(batch.survival, [request.kept for request in requests])
         if look == "compare":
             self.planner.saw(survival, lengths)
             return
-        take = self.planner.choose(load, limits, survival, lengths).tolist()
+        self._pending.taken = self.planner.choose(load, limits, survival, lengths)
+        take = self._pending.taken.tolist()
         for place, (row, count) in enumerate(zip(live, take, strict=True)):
             if count:
                 drafts[row] = batch.tokens[place, :count].tolist()

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace_decode.speculation.planner import Mode
+
+if TYPE_CHECKING:
+    from headrace_decode.speculation.carrier import CarrierSettings
 
 CONFIG_KEY = "headrace_speculation"
 """In the engine's `additional_config`."""
@@ -31,15 +34,23 @@ class Settings:
         drafter: "memory" (`memory.Memory`), "ngram" (`ngram.NgramDrafter`), or "module:function",
             which returns a `draft.Drafter`.
         drafter_options: arguments of its settings, or of that function.
+        corpora: whether operators may load corpora for all tenants.
+        shared_k: what so many tenants or more were answered alike is drafted for all; None:
+            nothing is.
         controls: whether to run random steps without drafts and heed what they say.
         seed: of those.
+        exchange: arguments of `carrier.CarrierSettings`; with them the memory is shared with other
+            replicas through the StoreNode. None: it is not.
     """
 
     mode: str = "auto"
     drafter: str = "memory"
     drafter_options: Mapping[str, Any] | None = None
+    corpora: bool = False
+    shared_k: int | None = None
     controls: bool = True
     seed: int = 0
+    exchange: Mapping[str, Any] | None = None
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> Settings:
@@ -59,7 +70,23 @@ class Settings:
                 f"{CONFIG_KEY}.drafter {settings.drafter!r}: expected one of {', '.join(DRAFTERS)} "
                 "or module:function"
             )
+        settings.carrier()
         return settings
+
+    def carrier(self) -> CarrierSettings | None:
+        """`exchange`, read.
+
+        Raises:
+            ValueError: a key is unknown, or a value is wrong.
+        """
+        if self.exchange is None:
+            return None
+        from headrace_decode.speculation.carrier import CarrierSettings
+
+        try:
+            return CarrierSettings(**self.exchange)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{CONFIG_KEY}.exchange: {error}") from error
 
 
 def engine_arguments(draft_tokens: int, **settings: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.memory import Key, Memory
+from headrace_decode.speculation.memory import PUBLIC_KEY, Key, Memory
 from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, SegmentInfo
 from headrace_decode.speculation.record import SegmentRecord
 
@@ -31,7 +31,8 @@ def record_of(memory: Memory, header: int) -> SegmentRecord:
 
 
 def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) -> int | None:
-    """Insert a record's segment; its header row, or None if it is unfit or there is no room.
+    """Insert a record's segment; its header row, or None if it is unfit, there is no room, or it is
+    there already: corpora, and what is for all, reach a replica by more ways than one.
 
     Unfit is what no memory writes: negative tokens, other sources than corpora and answers,
     lengths out of bounds. The caller holds the memory's lock.
@@ -42,6 +43,10 @@ def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) ->
     if record.source not in (Source.OPERATOR, Source.RESPONSE):
         return None
     if bool(record.corpus) != (record.source == Source.OPERATOR):
+        return None
+    if not memory.may_hold(key, record.source):
+        return None
+    if (record.corpus or key == PUBLIC_KEY) and is_there(memory, key, record.uid):
         return None
     header = memory.pool.insert(
         key,
@@ -63,6 +68,13 @@ def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) ->
         memory.pool.headers[header]["accepted"] = record.accepted
         memory.pool.headers[header]["refused"] = record.refused
     return header
+
+
+def is_there(memory: Memory, key: Key, uid: int) -> bool:
+    """Whether a partition holds a segment. The caller holds the memory's lock."""
+    headers = memory.pool.headers
+    rows = np.flatnonzero(headers["uid"] == uid)
+    return bool((headers["partition"][rows] == memory.pool.find(key)).any())
 
 
 def _digest(name: object) -> bytes:

@@ -4,7 +4,7 @@ Sockets are used on the thread of `Peers` only; what others have to send waits i
 is greeted every `HELLO_S`; its answer names its generation, its memory and the ports of its events.
 A new generation is a new peer under the same address: what was known of the old one is dropped.
 Events that were missed are replayed; the number of batches in each answer tells of those that
-nothing came after.
+nothing came after. What is new on its board is fetched every `BOARD_S`, `BOARD_BYTES` at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import msgspec
 import zmq
 
 from headrace_kvstore import wire
+from headrace_kvstore.board import Board
 from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.directory import Directory
 from headrace_kvstore.events import EventBatch
 from headrace_kvstore.remote import messages
 from headrace_kvstore.remote.agent import PullError
-from headrace_kvstore.remote.messages import Failed, Hello, Leased, Welcome
+from headrace_kvstore.remote.messages import Failed, Hello, Leased, Notes, Welcome
 from headrace_kvstore.remote.price import PullCost
 
 logger = logging.getLogger("headrace.kvstore")
@@ -38,6 +39,8 @@ REPLAY_S = 5.0
 RETRY_S = 0.1
 FAILURES, LONGEST = 3, 16
 """Pulls that fail in a row until a peer is left alone; how often the pause doubles, as a factor."""
+BOARD_S = 0.2
+BOARD_BYTES = 2**19
 LINE_QUEUE = 1000
 
 _batches = msgspec.msgpack.Decoder(EventBatch)
@@ -55,6 +58,7 @@ class Link:
     Args:
         address: HOST:PORT of its peers' socket.
         directory: told what it holds, under its address.
+        board: gets the notes of its board.
         is_own: whether a generation is this node's own: a list of all nodes may name this one too.
         pause_s: of the breaker, at first.
     """
@@ -64,11 +68,12 @@ class Link:
         address: str,
         context: zmq.Context[Any],
         directory: Directory,
+        board: Board,
         is_own: Callable[[str], bool],
         pause_s: float,
     ) -> None:
         self.address, self._context, self._directory = address, context, directory
-        self._is_own = is_own
+        self._board, self._is_own = board, is_own
         self.host = address.rpartition(":")[0]
         self.state = "down"
         self.reason = "not answered yet"
@@ -81,6 +86,10 @@ class Link:
         self._last_id = wire.NO_REPLY
         self._hello: tuple[int, float] | None = None
         self._hello_at_s = 0.0
+        self._notes: tuple[int, float] | None = None
+        self._notes_at_s = 0.0
+        self._read = "", 0
+        """Generation of its board, and how far it was read."""
         self._replaying_until_s = 0.0
         self._events: zmq.Socket[bytes] | None = None
         self._replay: zmq.Socket[bytes] | None = None
@@ -124,6 +133,8 @@ class Link:
                 self._hello = id, now_s + ANSWER_S
             elif self.state == "up":
                 self._go_down("is not there")
+        if self.state == "up":
+            self._ask_notes(now_s)
 
     def lost(self) -> None:
         """Its memory is gone, or its connection: greet it anew before it is asked again."""
@@ -190,6 +201,11 @@ class Link:
             else:
                 self._go_down(body.reason if isinstance(body, Failed) else "speaks nonsense")
             return
+        if self._notes is not None and id == self._notes[0]:
+            self._notes = None
+            if isinstance(body, Notes):
+                self._take_notes(body)
+            return
         asked = self._asked.pop(id, None)
         if asked is None:
             return
@@ -200,6 +216,20 @@ class Link:
         if isinstance(body, Failed) and body.reason == "generation":
             self.lost()
         _fail(asked.answer, "refused")
+
+    def _ask_notes(self, now_s: float) -> None:
+        if self._notes is not None and now_s > self._notes[1]:
+            self._notes = None
+        if self._notes is None and now_s >= self._notes_at_s:
+            id = self._send(wire.ReadNotes(*self._read, BOARD_BYTES))
+            self._notes_at_s = now_s + BOARD_S
+            self._notes = None if id is None else (id, now_s + ANSWER_S)
+
+    def _take_notes(self, page: Notes) -> None:
+        for note in page.notes:
+            if self._board.post(note, own=False):
+                self.counts["notes"] += 1
+        self._read = page.generation, page.after
 
     def _welcomed(self, welcome: Welcome) -> None:
         if self._is_own(welcome.generation):
@@ -266,7 +296,7 @@ class Link:
             if socket is not None:
                 socket.close(0)
         self._events = self._replay = None
-        self._hello, self._replaying_until_s = None, 0.0
+        self._hello, self._notes, self._replaying_until_s = None, None, 0.0
         self.welcome = None
 
 

@@ -3,6 +3,7 @@
     Hello  -> Welcome      who are you, and how is your memory read
     Lease  -> Leased       keep these blocks for me, and tell where they are
     Release                done; these were not right
+    ReadNotes -> Notes     what is new on your board (`board`) that was not brought from others'
 
 Only numbers, names and hashes travel, no pickle. Memory is named by addresses within the memory
 that the owner's NIXL agent has registered; the agent's metadata is NIXL's own binary form. Whoever
@@ -16,7 +17,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from headrace_kvstore.wire import MAX_LEASE_S, Digest, Failed, Hash, Message, WireError, open_frame
+from headrace_kvstore.wire import (
+    MAX_LEASE_S,
+    Digest,
+    Failed,
+    Hash,
+    Message,
+    Notes,
+    ReadNotes,
+    WireError,
+    open_frame,
+)
 
 MAX_BLOCKS = 4096
 """In one lease."""
@@ -50,7 +61,7 @@ class Release(Message):
     bad: list[int] = []
 
 
-PeerRequest = Hello | Lease | Release
+PeerRequest = Hello | Lease | Release | ReadNotes
 
 
 class Welcome(Message):
@@ -85,7 +96,7 @@ class Leased(Message):
     sums: bytes = b""
 
 
-PeerReply = Welcome | Leased | Failed
+PeerReply = Welcome | Leased | Notes | Failed
 
 _requests = msgspec.msgpack.Decoder(PeerRequest)
 _replies = msgspec.msgpack.Decoder(PeerReply)

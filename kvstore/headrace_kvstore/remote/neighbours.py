@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from headrace_kvstore import wire
+from headrace_kvstore.board import Board
 from headrace_kvstore.events import EventPublisher
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_objects import OBJECTS
@@ -42,6 +43,7 @@ class Neighbours:
     Args:
         dram: the work on the arena, None while there is none.
         publisher: of the events that peers follow.
+        board: gets the notes of peers' boards; they get its own.
 
     Raises:
         zmq.ZMQError: `listen` cannot be bound.
@@ -52,8 +54,10 @@ class Neighbours:
         settings: NodeSettings,
         dram: Callable[[], DramWork | None],
         publisher: Callable[[], EventPublisher | None],
+        board: Board,
     ) -> None:
         self._settings, self._dram, self._publisher = settings, dram, publisher
+        self._board = board
         self.peers: Peers | None = None
         self._server: FrameServer | None = None
         self._deaf = ""
@@ -77,7 +81,9 @@ class Neighbours:
                 raise
             self._deaf = ""
         if self.peers is None:
-            self.peers = Peers(self._settings.peers, self._is_own, self._settings.heal_s)
+            self.peers = Peers(
+                self._settings.peers, self._is_own, self._settings.heal_s, self._board
+            )
 
     @property
     def address(self) -> str | None:
@@ -186,6 +192,9 @@ class Neighbours:
             self.peers.close()
 
     def _answer(self, request: PeerRequest) -> wire.Message | Future[Any]:
+        if isinstance(request, wire.ReadNotes):
+            place = request.after, request.most_bytes
+            return wire.pack_page(self._board.read(*place, generation=request.generation, own=True))
         dram, publisher = self._dram(), self._publisher()
         if dram is None or dram.remote is None or publisher is None:
             return wire.Failed("there is no arena to lend from")

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from headrace_kvstore import wire
+from headrace_kvstore.board import Board
 from headrace_kvstore.directory import Directory
 from headrace_kvstore.events import DRAM, NVME
 from headrace_kvstore.node_settings import is_address
@@ -35,12 +36,13 @@ class Peers:
         addresses: to begin with; this node's own may be among them.
         is_own: whether a generation is this node's own.
         pause_s: for how long a peer that fails is left alone at first.
+        board: gets what is posted on peers' boards.
     """
 
     def __init__(
-        self, addresses: Sequence[str], is_own: Callable[[str], bool], pause_s: float
+        self, addresses: Sequence[str], is_own: Callable[[str], bool], pause_s: float, board: Board
     ) -> None:
-        self._is_own, self._pause_s = is_own, pause_s
+        self._is_own, self._pause_s, self._board = is_own, pause_s, board
         self._context = zmq.Context()
         self._lock = threading.RLock()
         self._directory = Directory()
@@ -63,7 +65,8 @@ class Peers:
         with self._lock:
             if address not in self._links:
                 self._links[address] = Link(
-                    address, self._context, self._directory, self._is_own, self._pause_s
+                    *(address, self._context, self._directory, self._board),
+                    *(self._is_own, self._pause_s),
                 )
             self._ring()
             return len(self._links)

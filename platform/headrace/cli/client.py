@@ -51,12 +51,36 @@ def get_json(instance: state.Instance, path: str, timeout_s: float = 15.0) -> An
     """The JSON that the endpoint answers for a path.
 
     Raises:
+        CliError: as `call`.
+    """
+    return call(instance, "GET", path, timeout_s=timeout_s)
+
+
+def call(
+    instance: state.Instance,
+    method: str,
+    path: str,
+    body: Any = None,
+    query: dict[str, str] | None = None,
+    timeout_s: float = 15.0,
+) -> Any:
+    """The JSON that the endpoint answers; `body` is sent as JSON where there is one.
+
+    Raises:
         CliError: it cannot be reached or refuses; with the remedy where there is one.
     """
     url = instance.endpoint + path
     try:
         # trust_env=False: a proxy from the environment has no business between us and loopback.
-        answer = httpx.get(url, headers=headers(instance), timeout=timeout_s, trust_env=False)
+        answer = httpx.request(
+            method,
+            url,
+            json=body,
+            params=query,
+            headers=headers(instance),
+            timeout=timeout_s,
+            trust_env=False,
+        )
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise CliError(
@@ -65,11 +89,22 @@ def get_json(instance: state.Instance, path: str, timeout_s: float = 15.0) -> An
     if answer.status_code == 401:
         raise CliError("the endpoint asks for an API key; set HEADRACE_API_KEY")
     if answer.status_code != 200:
+        if (said := _said(answer)) is not None:
+            raise CliError(said)
         raise CliError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
     try:
         return answer.json()
     except ValueError:
         raise CliError(f"{url} did not answer JSON") from None
+
+
+def _said(answer: httpx.Response) -> str | None:
+    """What an answer in OpenAI's shape gives as its reason."""
+    try:
+        message = answer.json()["error"]["message"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return message if isinstance(message, str) else None
 
 
 def is_healthy(endpoint: str, token_path: str, headers: dict[str, str]) -> bool:

@@ -27,7 +27,11 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Fetch and inspect models.", no_args_is_help=True)
 config_app = typer.Typer(help="Check and explain configuration files.", no_args_is_help=True)
+memory_app = typer.Typer(
+    help="Texts that answers are expected to repeat, for drafting.", no_args_is_help=True
+)
 app.add_typer(model_app, name="model")
+app.add_typer(memory_app, name="memory")
 app.add_typer(config_app, name="config")
 
 FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
@@ -260,6 +264,59 @@ def model_verify(name: Annotated[str, typer.Argument(help="See `headrace model l
     from headrace.cli import models
 
     models.verify(name)
+
+
+TenantOption = Annotated[
+    str | None,
+    typer.Option(help="Whose it is, by cache salt. Without it, for all (speculation.corpora)."),
+]
+
+
+@memory_app.command("load")
+def memory_load(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Text files, and folders with all that is in them.")
+    ],
+    corpus: Annotated[str, typer.Option(help="Its name; a corpus of that name is replaced.")],
+    tenant: TenantOption = None,
+    ttl: Annotated[
+        float | None, typer.Option(min=1, help="Seconds it is kept. Without: until dropped.")
+    ] = None,
+    tag: Annotated[str, typer.Option(help="Kind of text; requests of this kind prefer it.")] = "",
+    name: NameOption = None,
+) -> None:
+    """Load files as a corpus's new version, which takes over when all of it is there."""
+    from headrace.cli import memory
+
+    memory.load(paths, corpus=corpus, tenant=tenant, ttl_s=ttl, tag=tag, name=name)
+
+
+@memory_app.command("list")
+def memory_list(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """List the corpora, and how drafts from them fared."""
+    from headrace.cli import memory
+
+    memory.show_list(name, as_json=as_json)
+
+
+@memory_app.command("drop")
+def memory_drop(
+    corpus: Annotated[str, typer.Argument(help="See `headrace memory list`.")],
+    tenant: TenantOption = None,
+    name: NameOption = None,
+) -> None:
+    """Draft from a corpus no more."""
+    from headrace.cli import memory
+
+    memory.drop(corpus, tenant=tenant, name=name)
+
+
+@memory_app.command("stats")
+def memory_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Show how full each replica's drafting memory is."""
+    from headrace.cli import memory
+
+    memory.stats(name, as_json=as_json)
 
 
 def _load(

@@ -12,9 +12,11 @@ import msgspec
 
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
+from headrace.gateway.memory import MEMORY
 from headrace.gateway.openapi import openapi_document
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.warm import WarmRequest
+from headrace_decode.speculation.order import FOR_MAX_S, is_duration
 
 BACKEND_TIMEOUT_S = 10.0
 PLANS = "/headrace/v1/plans/"
@@ -22,7 +24,7 @@ ROUTER = "/headrace/v1/router"
 WARM = "/headrace/v1/warm"
 SPECULATION = "/headrace/v1/speculation"
 POLICIES = ("cost", "local", "remote")
-_MODE = re.compile(r"auto|off|static:\d{1,3}")
+_MODE = re.compile(r"auto|off|static:[1-9]\d{0,2}")
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -105,15 +107,17 @@ class Admin:
 
         Raises:
             ApiError: 400 when the document is not `{"mode": "auto" | "off" | "static:K"}` and, or,
-                `{"draft_cap": TOKENS | null}`.
+                `{"draft_cap": TOKENS | null}`, with or without `{"for_s": SECONDS}`.
         """
         mode, cap = wanted.get("mode", "auto"), wanted.get("draft_cap")
         if not isinstance(mode, str) or not _MODE.fullmatch(mode):
             raise errors.bad_field("mode", 'must be "auto", "off" or "static:K"')
         if cap is not None and (type(cap) is not int or cap < 0):
             raise errors.bad_field("draft_cap", "must be a number of tokens a step, or null")
-        unknown = sorted(wanted.keys() - {"mode", "draft_cap"})
-        if unknown or not wanted:
+        if "for_s" in wanted and not is_duration(wanted["for_s"]):
+            raise errors.bad_field("for_s", f"must be seconds above 0, and {FOR_MAX_S:g} at most")
+        unknown = sorted(wanted.keys() - {"mode", "draft_cap", "for_s"})
+        if unknown or not wanted.keys() - {"for_s"}:
             name = unknown[0] if unknown else "mode"
             raise errors.bad_field(name, "is unknown or missing; give mode, draft_cap or both")
         return _json({"replicas": await self._backend.set_speculation(dict(wanted))})
@@ -148,6 +152,7 @@ class Admin:
 
     async def _index(self, pool: ReplicaPool) -> Answer:
         paths = [*self._documents, PLANS + "{request_id}", ROUTER, WARM, SPECULATION]
+        paths += [MEMORY, MEMORY + "/{corpus}"]
         paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
         index = {
             "name": "headrace",

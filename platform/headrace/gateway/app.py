@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from time import perf_counter
 from typing import Any
+
+import msgspec
 
 from headrace.gateway import errors, limits, tracing
 from headrace.gateway.admin import ROUTER, SPECULATION, WARM, Admin
@@ -26,7 +28,8 @@ from headrace.gateway.asgi import (
 )
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.errors import ApiError, Headers
-from headrace.gateway.pick import affinity_key
+from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
+from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.relay import Call, Relay
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
@@ -101,6 +104,7 @@ class GatewayApp:
         self._internal_token = internal_token
         self._metrics = metrics
         self._keys = limits.KeyRing.load(options.api_keys, options.api_keys_file)
+        self._corpora = MemoryAdmin(backend)
         self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys))
         self._relaying = 0
         self._parts: tuple[ReplicaPool, Upstream, Relay] | None = None
@@ -174,6 +178,9 @@ class GatewayApp:
         elif path == WARM and method == "POST":
             call.from_here = _is_loopback(scope.get("client"))
             await self._guarded(call, path, receive, send, self._warm, seen)
+        elif path == MEMORY or path.startswith(MEMORY + "/"):
+            call.from_here = _is_loopback(scope.get("client"))
+            await self._guarded(call, path, receive, send, self._memory, seen)
         else:
             await self._guarded(call, path, receive, send, self._other, seen)
 
@@ -241,6 +248,7 @@ class GatewayApp:
             request = limits.parse_object(call.body)
             limits.check_fields(request)
             call.affinity = affinity_key(request)
+            call.draftable_tokens = draftable_tokens(request)
             left_s = options.request_timeout_s - (perf_counter() - call.started)
             interrupts.set_deadline(left_s, _TIME_UP)
             interrupts.listen(receive)
@@ -320,6 +328,38 @@ class GatewayApp:
         interrupts.listen(receive)
         body = await self._admin.warm(wanted, may_pin=call.from_here)
         await _answer(call, send, 200, body, JSON_TYPE)
+
+    async def _memory(
+        self,
+        call: Call,
+        path: str,
+        receive: Receive,
+        send: Send,
+        seen: dict[bytes, bytes],
+        interrupts: Interrupts,
+    ) -> None:
+        """Corpora of the drafting memories; only from this machine, as it concerns every tenant."""
+        if not call.from_here:
+            raise errors.only_from_here(path)
+        corpus = path[len(MEMORY) + 1 :]
+        allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
+        if call.method not in allowed:
+            raise errors.method_not_allowed(call.method, allowed)
+        wanted: Mapping[str, Any] = {}
+        if call.method == "PUT":
+            limits.check_content_type(seen.get(b"content-type"))
+            limits.check_length(seen.get(b"content-length"), self.options.max_body_bytes)
+            interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
+            body = await limits.read_body(receive, self.options.max_body_bytes)
+            wanted = limits.parse_object(body)
+        interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
+        if call.method == "PUT":
+            answer = await self._corpora.load(corpus, wanted)
+        elif call.method == "DELETE":
+            answer = await self._corpora.drop(corpus, tenant_of(call.target))
+        else:
+            answer = await self._corpora.listing()
+        await _answer(call, send, 200, msgspec.json.encode(answer), JSON_TYPE)
 
     async def _other(
         self,

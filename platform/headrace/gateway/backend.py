@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+from headrace.router.tokens import TokenPrices
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
@@ -19,12 +21,22 @@ class ReplicaInfo:
         url: `http://ip:port` of the replica's own OpenAI server, without a trailing slash.
         running: requests in its engine's batch.
         waiting: requests in its engine's queue.
+        kv_usage: share of its KV blocks in use, 0 to 1.
+        prices: what tokens cost there; None where it does not draft, or has not told lately.
     """
 
     replica_id: str
     url: str
     running: int = 0
     waiting: int = 0
+    kv_usage: float = 0.0
+    prices: TokenPrices | None = None
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:
+        """From what a decode replica answers to `headrace_replica`."""
+        told = answer.get("prices")
+        return cls(**{**answer, "prices": None if told is None else TokenPrices(**told)})
 
 
 class Backend(Protocol):
@@ -46,6 +58,10 @@ class Backend(Protocol):
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Change how decode replicas draft; how each that drafts stands now."""
+
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell the drafting memory of every decode replica that has one. Each answers with its
+        `replica_id`; one that failed with `error`."""
 
     async def set_policy(self, policy: str) -> int:
         """Force all plans `local` or `remote`, or let them follow the `cost`; replicas reached."""

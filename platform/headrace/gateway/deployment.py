@@ -49,7 +49,7 @@ class ServeBackend:
             answers = await _ask_all(self._decode, "headrace_replica")
         except DeploymentUnavailableError:  # Serve knows of no running replica
             return []
-        return [ReplicaInfo(**answer) for answer in answers if answer["url"]]
+        return [ReplicaInfo.of(answer) for answer in answers if answer["url"]]
 
     async def status(self) -> dict[str, Any]:
         """State of every replica, and the app's totals."""
@@ -94,6 +94,21 @@ class ServeBackend:
         """Have every decode replica draft as the command says; how each that drafts stands."""
         answers = await _broadcast(self._decode, "headrace_speculation", command)
         return [dict(answer) for answer in answers if answer]
+
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell every decode replica's drafting memory; what those that have one answer."""
+        try:
+            asked = self._decode.broadcast("headrace_memory", command)
+            answers = await asked.results_async(timeout_s=None, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return []
+        return [
+            {"replica_id": "", "error": f"a replica failed: {answer}"}
+            if isinstance(answer, BaseException)
+            else dict(answer)
+            for answer in answers
+            if answer is not None
+        ]
 
     async def set_policy(self, policy: str) -> int:
         """Force every decode replica's plans, or set them free; returns how many obeyed."""

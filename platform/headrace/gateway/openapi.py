@@ -19,6 +19,7 @@ _ERRORS = {
     404: "There is no such route, model or plan.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
+    409: "No replica drafts from a memory, or all refuse; the message says what to set.",
     413: "The request body is too large.",
     415: "The content type is not supported.",
     422: "A field cannot be processed.",
@@ -223,10 +224,27 @@ def _schemas(model_id: str) -> Schema:
         },
         "Speculation": {
             "type": "object",
-            "minProperties": 1,
+            "anyOf": [{"required": ["mode"]}, {"required": ["draft_cap"]}],
             "properties": {
-                "mode": {"type": "string", "pattern": "^(auto|off|static:[0-9]{1,3})$"},
+                "mode": {"type": "string", "pattern": "^(auto|off|static:[1-9][0-9]{0,2})$"},
                 "draft_cap": {"type": ["integer", "null"], "minimum": 0},
+                "for_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 604800},
+            },
+            "additionalProperties": False,
+        },
+        "CorpusPart": {
+            "type": "object",
+            "description": "A corpus, or with `part` and `more` a part of one.",
+            "required": ["texts"],
+            "properties": {
+                "texts": _array({"type": "string", "minLength": 1}),
+                "tenant": _nullable({"type": "string", "maxLength": 256}),
+                "ttl_s": _nullable({"type": "number", "exclusiveMinimum": 0}),
+                "tag": {"type": "string", "maxLength": 256},
+                "version": _nullable({"type": "integer", "minimum": 1}),
+                "part": {"type": "integer", "minimum": 0},
+                "more": _BOOLEAN,
+                "total_chars": {"type": "integer", "minimum": 0},
             },
             "additionalProperties": False,
         },
@@ -259,7 +277,7 @@ def _schemas(model_id: str) -> Schema:
     }
 
 
-def _change(summary: str, body: str) -> Schema:
+def _change(summary: str, body: str, *statuses: int) -> Schema:
     """An operation that takes this body and answers with a JSON object."""
     return {
         "summary": summary,
@@ -268,7 +286,7 @@ def _change(summary: str, body: str) -> Schema:
             "content": {"application/json": {"schema": _ref(body)}},
         },
         "responses": _responses(
-            {"application/json": {"schema": _ref("Object")}}, *_CHANGE_REFUSALS
+            {"application/json": {"schema": _ref("Object")}}, *_CHANGE_REFUSALS, *statuses
         ),
     }
 
@@ -359,6 +377,26 @@ def openapi_document(
         },
         "/headrace/v1/speculation": {
             "put": _change("How far decode replicas draft, and whether at all.", "Speculation")
+        },
+        "/headrace/v1/memory": _get("Corpora to draft from.", anything, 403, 409, 500, 504),
+        "/headrace/v1/memory/{corpus}": {
+            "parameters": [_path_parameter("corpus", "handbook")],
+            "put": _change("Load a corpus to draft from, or a part of it.", "CorpusPart", 409),
+            "delete": {
+                "summary": "Draft from a corpus no more.",
+                "parameters": [{"name": "tenant", "in": "query", "schema": _STRING}],
+                "responses": _responses(
+                    {"application/json": {"schema": anything}},
+                    400,
+                    401,
+                    403,
+                    404,
+                    405,
+                    409,
+                    500,
+                    504,
+                ),
+            },
         },
         "/headrace/v1/warm": {
             "post": _change("Make prompts' KV before anybody asks for it.", "WarmRequest")

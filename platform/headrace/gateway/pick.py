@@ -2,9 +2,10 @@
 
     load(r) = requests of this gateway in flight to r + requests that r reported as waiting
 
-The least load wins. Ties go to the replica with the highest rendezvous weight for the request's
-affinity key, so a conversation stays where its prefix is cached, and losing one replica moves only
-the conversations that it held.
+A request that can be drafted for leaves out those where its tokens are clearly dearer
+(`headrace.router.tokens`). Of the rest the least load wins. Ties go to the replica with the highest
+rendezvous weight for the request's affinity key, so a conversation stays where its prefix is
+cached, and losing one replica moves only the conversations that it held.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.gateway.backend import ReplicaInfo
+from headrace.router.tokens import affordable
+from headrace_decode.speculation.request import OPT_OUT_KEY, opts_out
 
 AFFINITY_CHARS = 1024
+TOKENS_MAX = 1 << 20
+"""Of an answer whose length the request does not bound."""
 
 
 def pick(
@@ -23,6 +28,7 @@ def pick(
     in_flight: Mapping[str, int],
     down: Collection[str],
     affinity: bytes,
+    draftable_tokens: int = 0,
 ) -> ReplicaInfo | None:
     """Choose a replica.
 
@@ -31,15 +37,19 @@ def pick(
         in_flight: requests of this gateway by replica id; a missing id counts as 0.
         down: ids that failed a moment ago; they are never chosen.
         affinity: what is alike for requests that share a prefix; see `affinity_key`.
+        draftable_tokens: see there.
 
     Returns:
         The choice, or None when every replica is down or there is none.
     """
+    ready = [replica for replica in replicas if replica.replica_id not in down]
+    if draftable_tokens and len(ready) > 1:
+        prices = {replica.replica_id: replica.prices for replica in ready}
+        cheap = affordable(prices, _rows(ready, in_flight), draftable_tokens)
+        ready = [replica for replica in ready if replica.replica_id in cheap]
     best: list[ReplicaInfo] = []
     least = 0
-    for replica in replicas:
-        if replica.replica_id in down:
-            continue
+    for replica in ready:
         load = in_flight.get(replica.replica_id, 0) + replica.waiting
         if not best or load < least:
             best, least = [replica], load
@@ -50,9 +60,35 @@ def pick(
     return max(best, key=lambda replica: rendezvous_weight(replica.replica_id, affinity))
 
 
+def _rows(replicas: Sequence[ReplicaInfo], in_flight: Mapping[str, int]) -> dict[str, int]:
+    """Requests that each would run, this one included: as the replica reported, or those of this
+    gateway that are there by now."""
+    return {
+        replica.replica_id: 1
+        + replica.waiting
+        + max(replica.running, in_flight.get(replica.replica_id, 0))
+        for replica in replicas
+    }
+
+
 def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:
     """The replica's weight for this key: 8 bytes, compared as a number (highest random weight)."""
     return hashlib.blake2b(affinity, key=replica_id.encode()[:64], digest_size=8).digest()
+
+
+def draftable_tokens(request: Mapping[str, Any]) -> int:
+    """Most tokens of the answer to a request that may be drafted for; 0 where none is: it opted
+    out, or wants its sample to repeat.
+
+    Args:
+        request: as for `affinity_key`.
+    """
+    extra = request.get("vllm_xargs")
+    opted_out = isinstance(extra, Mapping) and opts_out(extra.get(OPT_OUT_KEY, 1))
+    if opted_out or request.get("seed") is not None:
+        return 0
+    limit = request.get("max_completion_tokens") or request.get("max_tokens")
+    return max(limit, 0) if isinstance(limit, int) else TOKENS_MAX
 
 
 def affinity_key(request: Mapping[str, Any]) -> bytes:

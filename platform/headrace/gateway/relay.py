@@ -71,6 +71,7 @@ class Call:
     headers: Headers
     body: bytes = b""
     affinity: bytes = b""
+    draftable_tokens: int = 0
     started: float = field(default_factory=perf_counter)
     waited_s: float = 0.0
     own_s: float | None = None
@@ -152,11 +153,13 @@ class Relay:
         until = loop.time() + self._queue_timeout_s
         deliveries = 0
         while True:
-            lease = self._pool.try_lease(call.affinity)
+            lease = self._pool.try_lease(call.affinity, call.draftable_tokens)
             if lease is None:
                 began = perf_counter()
                 try:
-                    lease = await self._pool.lease(call.affinity, until, self._queue_timeout_s)
+                    lease = await self._pool.lease(
+                        call.affinity, until, self._queue_timeout_s, call.draftable_tokens
+                    )
                 finally:
                     call.waited_s += perf_counter() - began
             call.replica_id = lease.replica.replica_id

@@ -97,18 +97,21 @@ class ReplicaPool:
         down = self._down()
         return sum(replica.replica_id not in down for replica in self._replicas)
 
-    def try_lease(self, affinity: bytes) -> Lease | None:
+    def try_lease(self, affinity: bytes, draftable_tokens: int = 0) -> Lease | None:
         """A place on the best replica, or None when none is ready."""
-        replica = pick(self._replicas, self.in_flight, self._down(), affinity)
+        replica = pick(self._replicas, self.in_flight, self._down(), affinity, draftable_tokens)
         return None if replica is None else Lease(self, replica)
 
-    async def lease(self, affinity: bytes, until: float, waited_s: float) -> Lease:
+    async def lease(
+        self, affinity: bytes, until: float, waited_s: float, draftable_tokens: int = 0
+    ) -> Lease:
         """A place on the best replica, as soon as there is one.
 
         Args:
             affinity: see `pick.affinity_key`.
             until: loop time at which to give up.
             waited_s: the length of the wait, for the message.
+            draftable_tokens: see `pick.draftable_tokens`.
 
         Raises:
             ApiError: 503 when none was ready in time.
@@ -116,7 +119,7 @@ class ReplicaPool:
         self.start()
         loop = asyncio.get_running_loop()
         while True:
-            lease = self.try_lease(affinity)
+            lease = self.try_lease(affinity, draftable_tokens)
             if lease is not None:
                 return lease
             left_s = until - loop.time()

@@ -1,0 +1,210 @@
+"""Carries a memory's log to the other replicas and theirs to it, over the StoreNode's board.
+
+A thread beside the engine. No look-up waits for it and it asks nobody while drafts are made; it
+holds the memory's lock for one segment at a time (`exchange`), and never while it talks. Turns move
+TURN_BYTES at most and are spaced so that no more than `bytes_per_s` move; partitions with something
+to tell take turns, so that loading a corpus does not hold up anybody's answers. A node that is away
+costs freshness: the thread tries again, and posts what it still has once a node is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_decode.speculation.exchange import Exchange
+from headrace_decode.speculation.memory import Key
+from headrace_decode.speculation.record import DamagedError
+from headrace_kvstore.board import Note
+from headrace_kvstore.line import Line, NodeAway
+from headrace_kvstore.wire import Notes, PostNote, ReadNotes
+
+logger = logging.getLogger("headrace.speculation")
+
+TURN_BYTES = 128 * 1024
+NOTE_BYTES = 32 * 1024
+COLLECT_S = 5.0
+"""Between looks for how drafts have fared."""
+
+
+@dataclass(frozen=True)
+class CarrierSettings:
+    """Where the board is, and what carrying may take.
+
+    Attributes:
+        store: name of the StoreNode's arena.
+        socket_folder: where its socket is; None for the system's temporary folder.
+        poll_s: between looks whether there is anything to carry.
+        bytes_per_s: in both directions together, on average.
+        timeout_s: until a node counts as away.
+
+    Raises:
+        ValueError: a value is impossible.
+    """
+
+    store: str
+    socket_folder: str | None = None
+    poll_s: float = 0.2
+    bytes_per_s: float = 2.0 * 2**20
+    timeout_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.store or not isinstance(self.store, str):
+            raise ValueError(f"store {self.store!r}: give the name of a store")
+        for name in ("poll_s", "bytes_per_s", "timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} {value!r}: give a number above 0")
+
+
+class Carrier:
+    """Carries from `start` to `close`, or as long as the process lives. Never raises."""
+
+    def __init__(self, exchange: Exchange, settings: CarrierSettings) -> None:
+        self.exchange, self.settings = exchange, settings
+        self._line = Line(settings.store, settings.socket_folder, settings.timeout_s)
+        self._writer = exchange.memory.replica.to_bytes(8, "little")
+        self._generation = ""
+        self._read_to = self._head = 0
+        self._posted: dict[Key, int] = {}
+        self._logged = 0
+        """Entries of the log at which `_behind` was complete."""
+        self._behind: deque[tuple[Key, int]] = deque()
+        """Partitions with entries to post, and the last of these."""
+        self._collect_at_s = 0.0
+        self._state = "not started"
+        self._counts: Counter[str] = Counter()
+        self._thread_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="draft-carrier", daemon=True)
+
+    def start(self) -> None:
+        """Begin; at once with all that is on the board. Once."""
+        if self._state == "not started":
+            self._state = "looking"
+            self._thread.start()
+
+    def close(self) -> None:
+        """Carry no more."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._line.close()
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able: the node's state; notes posted and absorbed, refused as damaged, failed for
+        another reason; records and bytes in them; log entries not posted yet (`untold`) and places
+        on the board not read yet (`behind`); the thread's CPU seconds."""
+        counted = ("posted", "posted_bytes", "absorbed", "absorbed_bytes", "records")
+        return {
+            "state": self._state,
+            **{name: self._counts[name] for name in (*counted, "damaged", "failed", "lost_node")},
+            "untold": self._untold(),
+            "behind": self._head - self._read_to,
+            "longest_hold_s": self.exchange.longest_hold_s,
+            "thread_s": self._thread_s,
+        }
+
+    def _untold(self) -> int:
+        waiting = [last - self._posted.get(key, 0) for key, last in list(self._behind)]
+        return sum(waiting) + self.exchange.logged - self._logged
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            before = self._counts["posted_bytes"] + self._counts["absorbed_bytes"]
+            try:
+                self._turn()
+                self._state = "up"
+            except NodeAway as error:
+                self._away(error)
+            except Exception:
+                self._counts["failed"] += 1
+                logger.exception("carrying what was learned failed; it goes on")
+            moved = self._counts["posted_bytes"] + self._counts["absorbed_bytes"] - before
+            more = moved and (self._behind or self._head > self._read_to)
+            pause_s = moved / self.settings.bytes_per_s
+            pause_s = pause_s if more else max(pause_s, self.settings.poll_s)
+            self._thread_s = time.thread_time()
+
+    def _away(self, error: NodeAway) -> None:
+        if self._state == "up":
+            self._counts["lost_node"] += 1
+            logger.warning("what is learned is not shared while no store node answers: %s", error)
+        self._state = "away"
+
+    def _turn(self) -> None:
+        self._absorb()
+        self._post()
+        if time.monotonic() >= self._collect_at_s:
+            self._collect_at_s = time.monotonic() + COLLECT_S
+            self.exchange.collect()
+
+    def _post(self) -> None:
+        if self._logged != self.exchange.logged:
+            self._logged = self.exchange.logged
+            heads = dict(self._behind) | self.exchange.heads()  # who has waited longest stays first
+            told = self._posted
+            self._behind = deque(each for each in heads.items() if each[1] > told.get(each[0], 0))
+        left = TURN_BYTES
+        while self._behind and left > 0:
+            key, last = self._behind[0]
+            data, upto = self._read(key)
+            if data:
+                note = Note(self._writer, _stream(key), upto, data)
+                if self._ask(PostNote(self._generation, note)).generation != self._generation:
+                    return  # restarted since it was read from: the next turn begins anew
+                self._counts["posted"] += 1
+                self._counts["posted_bytes"] += len(data)
+                left -= len(data)
+            self._posted[key] = upto
+            self._behind.popleft()
+            if upto < last:
+                self._behind.append((key, last))
+
+    def _read(self, key: Key) -> tuple[bytes, int]:
+        after = self._posted.get(key, 0)
+        try:
+            return self.exchange.read(key, after, NOTE_BYTES)
+        except Exception:
+            self._counts["failed"] += 1
+            logger.exception("what a replica learned cannot be written down; the next entry is")
+            return b"", after + 1
+
+    def _absorb(self) -> None:
+        place = self._generation, self._read_to
+        reply = self._ask(ReadNotes(*place, TURN_BYTES, self._writer))
+        if reply.generation != self._generation:  # another board: it knows nothing of this replica
+            self._generation, self._logged = reply.generation, 0
+            self._posted.clear()
+            self._behind.clear()
+        for note in reply.notes:
+            name = f"note of {note.writer.hex()} up to {note.last}"
+            try:
+                self._counts["records"] += self.exchange.absorb(note.data, name)
+                self._counts["absorbed"] += 1
+            except DamagedError as error:
+                self._counts["damaged"] += 1
+                logger.warning("%s", error)
+            except Exception:
+                self._counts["failed"] += 1
+                logger.exception("%s could not be taken in; the next one is", name)
+            self._counts["absorbed_bytes"] += len(note.data)
+        self._read_to, self._head = reply.after, reply.head
+
+    def _ask(self, request: PostNote | ReadNotes) -> Notes:
+        reply = self._line.ask(request)
+        if not isinstance(reply, Notes):
+            raise NodeAway(f"a node answers {type(request).__name__} with {type(reply).__name__}")
+        return reply
+
+
+def _stream(key: Key) -> bytes:
+    """A name for a partition that does not tell the tenant's."""
+    name = f"{len(key.scope)} {key.scope} {key.tenant}".encode()
+    return hashlib.blake2b(name, digest_size=16).digest()

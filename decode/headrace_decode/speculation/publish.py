@@ -1,0 +1,72 @@
+"""What a replica tells of its drafting: prices, by which a request's replica is chosen, and figures
+for metrics. JSON-able; made from planner and session between two steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace_decode.speculation.planner import Planner
+from headrace_decode.speculation.session import Session
+
+ROWS_MAX = 1024
+"""Prices are told up to this load."""
+
+
+def prices(
+    planner: Planner, session: Session, rows_max: int, drafts: bool = True
+) -> dict[str, Any]:
+    """What tokens cost here at 1, 2, 4, ... running requests, the last at least `rows_max`.
+
+    Args:
+        rows_max: most requests that the engine runs at once.
+        drafts: False while drafting is broken.
+
+    Returns:
+        step_s: seconds of a step without drafts at each load, with the context of the last step's
+            requests.
+        draft_tokens: most that one request may draft in a step at each load, 0 while none would.
+        tested_tokens, right_tokens: of late, drafted tokens that were put to the test and those
+            that were right.
+        error: relative error of `step_s`, root mean square.
+    """
+    most = min(max(rows_max, 1), ROWS_MAX)
+    loads = [1 << bits for bits in range((most - 1).bit_length() + 1)]
+    context_tokens = planner.last.context_tokens / max(planner.last.rows, 1)
+    step_s = [float(planner.times.seconds(rows, rows * context_tokens)) for rows in loads]
+    cap = session.draft_tokens if session.draft_cap is None else session.draft_cap
+    depth = min(session.draft_tokens, cap) if drafts else 0
+    tested, right = session.tally.recent
+    return {
+        "step_s": step_s,
+        "draft_tokens": [planner.depth(rows, depth) for rows in loads],
+        "tested_tokens": tested,
+        "right_tokens": right,
+        "error": planner.times.relative_error,
+    }
+
+
+def figures(planner: Planner, session: Session) -> dict[str, Any]:
+    """What metrics show.
+
+    Returns:
+        sources: drafted and accepted tokens by source, since the start.
+        budget_tokens: drafted tokens in the last step.
+        token_s: seconds that one more token would have made it longer.
+        saved_s, regret_bound_s: as `Planner`.
+        propose_s: seconds spent on drafts, since the start.
+    """
+    last = planner.last
+    now, ahead = planner.times.seconds(
+        np.array([last.tokens, last.tokens + 1]), last.context_tokens
+    ).tolist()
+    return {
+        "sources": session.tally.by_source(),
+        "budget_tokens": last.drafted,
+        "token_s": ahead - now,
+        "saved_s": planner.saved_s,
+        "regret_bound_s": planner.regret_bound_s,
+        "propose_s": session.propose_s,
+    }

@@ -1,0 +1,164 @@
+"""Notes that processes leave for each other on one machine's board, and which of them it keeps.
+
+A *note* is bytes that mean nothing here. Its writer numbers what it has to say within a stream; a
+note that goes no further than what the board has of that writer and stream is not taken again, so
+whoever is in doubt posts twice. Readers go through the board in the order in which notes came,
+hence through each writer's stream in its own.
+
+When the board is full the oldest note of the stream that holds most goes, whoever wrote it, and
+of two that hold as much the older note: a stream that says little is never displaced by one that
+says much.
+
+A restarted node's board is empty and has another *generation*. Every answer names it, so that
+readers begin again at its start, and writers post what they still have: from the beginning, since
+the board would take nothing that is behind what it has already. So whoever posts says which
+generation that is for.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_NAME_BYTES = 64
+MAX_NOTE_BYTES = 2**20
+NOTE_COST_BYTES = 512
+"""What a note takes beside its bytes."""
+
+Name = Annotated[bytes, Meta(max_length=MAX_NAME_BYTES)]
+Number = Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+class Note(msgspec.Struct, array_like=True, frozen=True):
+    """`last`: number of the last thing in `data`, within the writer's stream."""
+
+    writer: Name
+    stream: Name
+    last: Number
+    data: Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Notes in their order; where to read on in this generation; and where the board ends now."""
+
+    generation: str
+    after: int
+    head: int
+    notes: list[Note]
+
+
+@dataclass
+class _Stream:
+    size_bytes: int = 0
+    numbers: deque[int] = field(default_factory=deque)
+
+
+class Board:
+    """Thread-safe.
+
+    Args:
+        capacity_bytes: for all notes, each with NOTE_COST_BYTES.
+        generation: of no other board.
+    """
+
+    def __init__(self, capacity_bytes: int, generation: str) -> None:
+        self.capacity_bytes, self.generation = capacity_bytes, generation
+        self._lock = threading.Lock()
+        self._head = 0
+        self._notes: dict[int, tuple[Note, bool]] = {}
+        self._numbers: list[int] = []
+        """Ascending: those of `_notes`, and of some that are gone."""
+        self._streams: dict[bytes, _Stream] = {}
+        self._last: dict[tuple[bytes, bytes], tuple[int, int]] = {}
+        """By writer and stream, while a note of theirs is here: its number, and its `last`."""
+        self._size_bytes = 0
+        self._counts: Counter[str] = Counter()
+
+    def post(self, note: Note, *, own: bool = True) -> bool:
+        """Put a note up; False if it says nothing new, or is larger than the board.
+
+        own: of this machine, not brought from another one's board.
+        """
+        size_bytes = len(note.data) + NOTE_COST_BYTES
+        pair = note.writer, note.stream
+        with self._lock:
+            if size_bytes > self.capacity_bytes or note.last <= self._last.get(pair, (0, -1))[1]:
+                self._counts["not_taken"] += 1
+                return False
+            self._head += 1
+            self._notes[self._head] = note, own
+            self._numbers.append(self._head)
+            stream = self._streams.setdefault(note.stream, _Stream())
+            stream.numbers.append(self._head)
+            stream.size_bytes += size_bytes
+            self._last[pair] = self._head, note.last
+            self._size_bytes += size_bytes
+            self._counts["taken"] += 1
+            while self._size_bytes > self.capacity_bytes:
+                self._drop_one()
+            return True
+
+    def read(
+        self, after: int, most_bytes: int, *, generation: str, but: bytes = b"", own: bool = False
+    ) -> Page:
+        """Notes behind a place: at least one if there is any, else `most_bytes` of them at most.
+
+        Args:
+            generation: in which `after` was given; in another one reading begins at the start.
+            but: a writer whose notes are left out. own: leave out what other boards had.
+        """
+        notes: list[Note] = []
+        size_bytes = 0
+        with self._lock:
+            after = min(after, self._head) if generation == self.generation else 0
+            for index in range(bisect_right(self._numbers, after), len(self._numbers)):
+                note, is_own = self._notes.get(self._numbers[index], (None, False))
+                if note is not None and note.writer != but and (is_own or not own):
+                    size_bytes += len(note.data)
+                    if notes and size_bytes > most_bytes:
+                        return Page(self.generation, after, self._head, notes)
+                    notes.append(note)
+                after = self._numbers[index]
+            return Page(self.generation, self._head, self._head, notes)
+
+    @property
+    def head(self) -> int:
+        """Number of the last note so far."""
+        return self._head
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able."""
+        with self._lock:
+            return {
+                "notes": len(self._notes),
+                "bytes": self._size_bytes,
+                "size_bytes": self.capacity_bytes,
+                "streams": len(self._streams),
+                **{name: self._counts[name] for name in ("taken", "not_taken", "evicted")},
+            }
+
+    def _drop_one(self) -> None:
+        stream = max(self._streams.values(), key=lambda each: (each.size_bytes, -each.numbers[0]))
+        number = stream.numbers.popleft()
+        note, _ = self._notes.pop(number)
+        size_bytes = len(note.data) + NOTE_COST_BYTES
+        stream.size_bytes -= size_bytes
+        self._size_bytes -= size_bytes
+        self._counts["evicted"] += 1
+        if not stream.numbers:
+            del self._streams[note.stream]
+        pair = note.writer, note.stream
+        if self._last[pair][0] == number:
+            del self._last[pair]
+        if len(self._numbers) > 2 * len(self._notes) + 64:
+            self._numbers = list(self._notes)
+
+
+__all__ = ["Board", "Note", "Page"]

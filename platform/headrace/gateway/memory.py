@@ -1,0 +1,209 @@
+"""`/headrace/v1/memory`: operator corpora in the drafting memories of all decode replicas.
+
+A corpus comes in one request or in numbered parts, so that no body is long and every answer says
+how far it is. Each part goes to all replicas; behind the last one, those that have all of them are
+told to let the new version take over, and one of them to tell replicas that start later. The
+gateway remembers nothing between parts: the client carries the version.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+from headrace.gateway.backend import Backend
+from headrace.gateway.errors import ApiError, bad_field
+
+MEMORY = "/headrace/v1/memory"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+FIELDS = ("texts", "tenant", "ttl_s", "tag", "version", "part", "more", "total_chars")
+MAX_TEXT_CHARS = 256
+"""Of a tag or a tenant."""
+
+Answers = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusPart:
+    """A checked request to load a corpus, or a part of one.
+
+    Attributes:
+        texts: documents; at least one in a part behind which none comes alone.
+        tenant: cache salt of the tenant that it is for; None for all.
+        ttl_s: seconds for which it is kept; None for ever.
+        tag: kind of text.
+        version: None in the first part; then as the first answer said.
+        part: counts from 0.
+        more: whether parts follow; after the last one the version takes over.
+        total_chars: of all parts, 0 if unknown.
+    """
+
+    texts: list[str]
+    tenant: str | None = None
+    ttl_s: float | None = None
+    tag: str = ""
+    version: int | None = None
+    part: int = 0
+    more: bool = False
+    total_chars: int = 0
+
+    @classmethod
+    def parse(cls, wanted: Mapping[str, Any]) -> CorpusPart:
+        """Read a request's body.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        for name in wanted:
+            if name not in FIELDS:
+                raise bad_field(name, f"is unknown; give {', '.join(FIELDS)}")
+        part = cls(**{"texts": None, **wanted})
+        for good, name, what in part._rules():
+            if not good:
+                raise bad_field(name, what)
+        return part
+
+    def _rules(self) -> list[tuple[bool, str, str]]:
+        texts, first = self.texts, self.part == 0
+        return [
+            (_is_texts(texts), "texts", "must be a list of texts that are not empty"),
+            (bool(texts) or not first, "texts", "must not be empty in the first part"),
+            (self.tenant is None or _is_short(self.tenant), "tenant", _SHORT),
+            (_is_short(self.tag), "tag", _SHORT),
+            (self.ttl_s is None or _is_positive(self.ttl_s), "ttl_s", "must be a number above 0"),
+            (_is_count(self.part), "part", "must be a whole number from 0 on"),
+            (
+                self.version is None if first else _is_count(self.version),
+                "version",
+                "must be left out in part 0, and then be what part 0's answer said",
+            ),
+            (isinstance(self.more, bool), "more", "must be true or false"),
+            (_is_count(self.total_chars), "total_chars", "must be a whole number from 0 on"),
+        ]
+
+
+class MemoryAdmin:
+    """Answers the operations."""
+
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.time) -> None:
+        self._backend, self._clock = backend, clock
+        self._newest = 0
+
+    async def listing(self) -> dict[str, Any]:
+        """What each replica holds.
+
+        Raises:
+            ApiError: 409, nothing drafts from a memory here.
+        """
+        return {"replicas": await self._ask({"do": "list"})}
+
+    async def load(self, corpus: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Load a part, and flip behind the last one.
+
+        Raises:
+            ApiError: 400 the request is wrong, 409 it is refused by every replica.
+        """
+        _check_name(corpus)
+        part = CorpusPart.parse(wanted)
+        version = part.version or self._next_version()
+        names = {"corpus": corpus, "tenant": part.tenant, "version": version}
+        more = {"part": part.part, "texts": part.texts, "ttl_s": part.ttl_s, "tag": part.tag}
+        answers = await self._ask({"do": "part", **names, **more, "total_chars": part.total_chars})
+        loaded = [answer for answer in answers if "error" not in answer]
+        if not part.more:
+            teller = min(answer["replica_id"] for answer in loaded)
+            missed = [answer for answer in answers if "error" in answer]
+            flipped = await self._ask({"do": "flip", **names, "teller": teller})
+            known = {answer.get("replica_id") for answer in missed}
+            answers = [*missed, *(each for each in flipped if each["replica_id"] not in known)]
+        return {**names, "in_force": not part.more, "replicas": answers}
+
+    async def drop(self, corpus: str, tenant: str | None) -> dict[str, Any]:
+        """Have nothing more drafted from a corpus.
+
+        Raises:
+            ApiError: 400 no such name can be, 404 no replica has it, 409 as `listing`.
+        """
+        _check_name(corpus)
+        command = {"do": "drop", "corpus": corpus, "tenant": tenant}
+        answers = await self._ask({**command, "version": self._next_version()})
+        if not any(answer.get("dropped") for answer in answers):
+            whose = "all tenants" if tenant is None else "this tenant"
+            raise ApiError(
+                404,
+                f"There is no corpus '{corpus}' for {whose}.",
+                code="corpus_not_found",
+                param="corpus",
+            )
+        return {"corpus": corpus, "tenant": tenant, "replicas": answers}
+
+    async def _ask(self, command: dict[str, Any]) -> Answers:
+        """Answers of the replicas that draft from a memory.
+
+        Raises:
+            ApiError: 409 there is none, or each of them refuses.
+        """
+        answers = await self._backend.memory(command)
+        if not answers:
+            raise ApiError(
+                409,
+                "No replica drafts from a memory: set speculation.enabled: true and "
+                "speculation.drafter: memory.",
+                code="no_memory",
+            )
+        if all("error" in answer for answer in answers):
+            raise ApiError(409, _sentence(answers[0]["error"]), code="memory_refuses")
+        return answers
+
+    def _next_version(self) -> int:
+        """Above all that gateways gave before, as their clocks go: seconds since 1970."""
+        self._newest = max(int(self._clock()), self._newest + 1)
+        return self._newest
+
+
+_SHORT = f"must be a text of at most {MAX_TEXT_CHARS} characters"
+
+
+def _check_name(corpus: str) -> None:
+    if not NAME.fullmatch(corpus):
+        raise bad_field(
+            "corpus",
+            'must be 1 to 64 letters, digits, ".", "_" and "-", a letter or digit first',
+        )
+
+
+def tenant_of(target: str) -> str | None:
+    """The tenant that a request's query names, or None.
+
+    Raises:
+        ApiError: 400, the query says anything else.
+    """
+    query = parse_qsl(target.partition("?")[2], keep_blank_values=True)
+    if any(name != "tenant" for name, _ in query) or len(query) > 1:
+        raise bad_field("query", "may have one tenant and nothing else")
+    return query[0][1] if query else None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and each for each in value)
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**32
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

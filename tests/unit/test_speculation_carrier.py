@@ -1,0 +1,275 @@
+"""Two memories over a board: what arrives, what does not, and that nothing is ever raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace_decode.speculation import carrier as carriers
+from headrace_decode.speculation.carrier import Carrier, CarrierSettings
+from headrace_decode.speculation.exchange import Exchange
+from headrace_decode.speculation.memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.settings import Settings as EngineSettings
+from headrace_kvstore import wire
+from headrace_kvstore.board import Board, Note
+from headrace_kvstore.node_server import NodeServer
+from tests.support.kvnode import until
+
+MIB = 1 << 20
+
+
+class Node:
+    """A node that has a board and nothing else."""
+
+    def __init__(self, folder: Path, generation: str = "first") -> None:
+        self.board = Board(16 * MIB, generation)
+        self.server = NodeServer(wire.socket_path("store", folder), self.handle)
+
+    def handle(self, request: wire.Request) -> wire.Reply:
+        if isinstance(request, wire.PostNote):
+            if request.generation == self.board.generation:
+                self.board.post(request.note)
+            return wire.Notes(self.board.generation, 0, self.board.head)
+        if isinstance(request, wire.ReadNotes):
+            place = request.after, request.most_bytes
+            page = self.board.read(*place, generation=request.generation, but=request.but)
+            return wire.pack_page(page)
+        return wire.Failed("only a board")
+
+
+class Replica:
+    """A memory and its carrier."""
+
+    def __init__(self, number: int, folder: Path, **settings: Any) -> None:
+        self.memory = Memory(Settings(capacity_bytes=4 * MIB, replica=number))
+        usual = {"poll_s": 0.01, "timeout_s": 0.3, "bytes_per_s": 64.0 * MIB}
+        self.carrier = Carrier(
+            Exchange(self.memory),
+            CarrierSettings("store", str(folder), **(usual | settings)),
+        )
+
+    def answered(self, start: int, tenant: str = "x", count: int = 40) -> None:
+        handle = self.memory.open_request("past", run(7, 1), tenant)
+        self.memory.extend(handle, run(start, count))
+        self.memory.close_request(handle)
+
+    def drafts(self, start: int, tenant: str = "x") -> bool:
+        """Whether an answer is known here."""
+        handle = self.memory.open_request("now", run(start, 5), tenant)
+        tokens = self.memory.draft(handle, 4).tokens.tolist()
+        self.memory.close_request(handle, keep=False)
+        return bool(tokens == run(start + 5, 4).tolist())
+
+    def stats(self) -> dict[str, Any]:
+        return self.carrier.stats()
+
+
+def run(start: int, count: int) -> NDArray[np.int32]:
+    return np.arange(start, start + count, dtype=np.int32)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    node.server.close()
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Iterator[Callable[..., Replica]]:
+    """Makes replicas, begun unless they shall not."""
+    with ExitStack() as stack:
+
+        def make(number: int, *, begun: bool = True, **settings: Any) -> Replica:
+            made = Replica(number, tmp_path, **settings)
+            stack.callback(made.carrier.close)
+            if begun:
+                made.carrier.start()
+            return made
+
+        yield make
+
+
+class TestSharing:
+    def test_what_one_was_answered_the_other_drafts(
+        self, node: Node, replica: Callable[..., Replica]
+    ) -> None:
+        a, b = replica(1), replica(2)
+        a.answered(100)
+        until(lambda: b.drafts(100))
+        b.answered(200)
+        until(lambda: a.drafts(200))
+        assert not b.drafts(100, "another tenant")
+
+    def test_a_replica_that_starts_later_gets_all_that_is_on_the_board(
+        self, node: Node, replica: Callable[..., Replica]
+    ) -> None:
+        a = replica(1)
+        for n in range(20):
+            a.answered(1000 * n, f"tenant {n % 3}", 300)
+        until(lambda: a.stats()["untold"] == 0 and a.stats()["posted"] > 0)
+        a.carrier.close()
+        late = replica(2)
+        until(lambda: late.stats()["records"] == 20)
+        assert all(late.drafts(1000 * n, f"tenant {n % 3}") for n in range(20))
+        assert late.stats()["behind"] == 0
+
+    def test_what_was_answered_before_it_began_is_told(
+        self, node: Node, replica: Callable[..., Replica]
+    ) -> None:
+        a, b = replica(1, begun=False), replica(2)
+        a.answered(100)
+        a.carrier.start()
+        until(lambda: b.drafts(100))
+
+    def test_how_drafts_fared_reaches_the_other(
+        self,
+        node: Node,
+        replica: Callable[..., Replica],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(carriers, "COLLECT_S", 0.01)
+        a, b = replica(1), replica(2)
+        a.answered(100)
+        until(lambda: b.drafts(100))
+        handle = b.memory.open_request("now", run(100, 5), "x")
+        b.memory.feedback(handle, b.memory.draft(handle, 4), 4, 0)
+        until(lambda: a.memory.pool.headers["refused"].sum() == 1)
+
+    def test_a_note_is_no_longer_than_it_must_be(
+        self, node: Node, replica: Callable[..., Replica]
+    ) -> None:
+        a = replica(1, begun=False)
+        for n in range(30):
+            a.answered(3000 * n, count=3000)
+        a.carrier.start()
+        until(lambda: a.stats()["posted"] > 0 and a.stats()["untold"] == 0)
+        notes = node.board.read(0, 1 << 30, generation="first").notes
+        segment = 4 * 3000 + 200
+        assert all(len(note.data) <= carriers.NOTE_BYTES + segment for note in notes)
+        assert sum(len(note.data) for note in notes) >= 30 * 4 * 3000
+
+    def test_nobody_waits_for_a_partition_with_much_to_tell(
+        self, node: Node, replica: Callable[..., Replica]
+    ) -> None:
+        a = replica(1, begun=False)
+        for n in range(40):
+            a.answered(3000 * n, "loud", count=3000)
+        a.answered(100, "quiet")
+        a.carrier.start()
+        until(lambda: a.stats()["untold"] == 0 and a.stats()["posted"] > 2)
+        notes = node.board.read(0, 1 << 30, generation="first").notes
+        assert len({note.stream for note in notes[:2]}) == 2
+
+
+class TestFaults:
+    def test_without_a_node_it_waits_for_one(
+        self, tmp_path: Path, replica: Callable[..., Replica]
+    ) -> None:
+        a, b = replica(1), replica(2)
+        until(lambda: a.stats()["state"] == b.stats()["state"] == "away")
+        a.answered(100)
+        assert a.drafts(100)
+        assert a.stats()["untold"] == 1
+        node = Node(tmp_path)
+        try:
+            until(lambda: b.drafts(100))
+            assert a.stats()["state"] == "up"
+        finally:
+            node.server.close()
+
+    def test_a_restarted_node_is_told_again_what_the_replicas_still_have(
+        self, tmp_path: Path, replica: Callable[..., Replica]
+    ) -> None:
+        a, b = replica(1), replica(2)
+        node = Node(tmp_path)
+        a.answered(100)
+        until(lambda: b.drafts(100))
+        node.server.close()
+        until(lambda: a.stats()["lost_node"] == 1)
+        a.answered(200)
+        node = Node(tmp_path, "second")
+        try:
+            until(lambda: b.drafts(200))
+            late = replica(3)
+            until(lambda: late.drafts(100) and late.drafts(200))
+            assert b.stats()["records"] == 2, "nothing is taken in twice"
+        finally:
+            node.server.close()
+
+    def test_damaged_notes_are_refused_and_counted_and_the_next_is_taken(
+        self, node: Node, replica: Callable[..., Replica]
+    ) -> None:
+        b = replica(2)
+        a = replica(1, begun=False)
+        a.answered(100)
+        data, last = a.carrier.exchange.read(tenant_key("x"), 0, MIB)
+        for number, bad in enumerate((b"", b"junk", data[:-1], data[:-1] + b"\1", data), 1):
+            node.board.post(Note(b"somebody", b"stream", number, bad))
+        until(lambda: b.stats()["absorbed"] == 1)
+        assert b.drafts(100)
+        assert b.stats()["damaged"] == 4
+        assert last == 1
+
+    def test_an_entry_that_cannot_be_written_down_costs_that_entry(
+        self,
+        node: Node,
+        replica: Callable[..., Replica],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        a, b = replica(1, begun=False), replica(2)
+        read = a.carrier.exchange.read
+
+        def broken(key: Any, after: int, most_bytes: int) -> tuple[bytes, int]:
+            if after == 0:
+                raise OverflowError("a tag of 70,000 bytes")
+            return read(key, after, most_bytes)
+
+        monkeypatch.setattr(a.carrier.exchange, "read", broken)
+        a.answered(100)
+        a.answered(200)
+        a.carrier.start()
+        until(lambda: b.drafts(200))
+        assert not b.drafts(100)
+        assert a.stats()["failed"] == 1
+
+    def test_a_node_that_cannot_do_it_counts_as_away(
+        self, tmp_path: Path, replica: Callable[..., Replica]
+    ) -> None:
+        path = wire.socket_path("store", tmp_path)
+        server = NodeServer(path, lambda request: wire.Failed("of another version"))
+        try:
+            a = replica(1)
+            until(lambda: a.stats()["state"] == "away")
+            a.answered(100)
+            assert a.drafts(100)
+        finally:
+            server.close()
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({}, "store"),
+            ({"store": ""}, "give the name of a store"),
+            ({"store": "s", "poll_s": 0}, "poll_s 0: give a number above 0"),
+            ({"store": "s", "bytes_per_s": "fast"}, "bytes_per_s 'fast'"),
+            ({"store": "s", "speed": 1}, "speed"),
+        ],
+    )
+    def test_wrong_ones_are_refused_where_the_engine_is_configured(
+        self, given: dict[str, Any], says: str
+    ) -> None:
+        with pytest.raises(ValueError, match=r"headrace_speculation\.exchange: ") as refused:
+            EngineSettings.read({"exchange": given})
+        assert says in str(refused.value)
+
+    def test_without_them_nothing_is_shared(self) -> None:
+        assert EngineSettings.read({}).carrier() is None

@@ -1,0 +1,197 @@
+"""Orders that end by themselves, what became of drafts by source, and what a replica publishes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace_decode.speculation import proposer as proposer_module
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
+from headrace_decode.speculation.planner import Mode, Step
+from headrace_decode.speculation.tally import RECENT_TOKENS, Tally
+from tests.unit.test_speculation_session import Engine, K, OneRow, propose, proposer
+
+# Orders
+
+
+def test_an_order_for_a_while_ends_by_itself() -> None:
+    order = Order("auto")
+    order.give("off", now_s=100.0, for_s=60.0)
+    assert (order.at(159.9), order.left_s(159.9)) == ("off", pytest.approx(0.1))
+    assert (order.at(160.0), order.left_s(160.0)) == ("auto", None)
+
+
+def test_a_standing_order_ends_what_was_given_for_a_while() -> None:
+    order = Order(8)
+    order.give(2, 0.0, for_s=60.0)
+    order.give(4, 1.0)
+    assert (order.at(2.0), order.at(100.0), order.left_s(2.0)) == (4, 4, None)
+
+
+def test_the_later_of_two_passing_orders_holds_and_then_what_stood_before_both() -> None:
+    order = Order(8)
+    order.give(2, 0.0, for_s=60.0)
+    order.give(1, 10.0, for_s=5.0)
+    assert [order.at(now) for now in (10.0, 14.9, 15.0, 59.0)] == [1, 1, 8, 8]
+
+
+@pytest.mark.parametrize("good", [1, 0.5, FOR_MAX_S])
+def test_seconds_above_none_up_to_a_week_are_a_duration(good: float) -> None:
+    assert is_duration(good)
+
+
+@pytest.mark.parametrize("bad", [0, -1, FOR_MAX_S + 1, float("nan"), float("inf"), True, "60", []])
+def test_nothing_else_is_a_duration(bad: Any) -> None:
+    assert not is_duration(bad)
+
+
+class Clock:
+    """In place of the module's `time`: stands still until moved."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_replica_ends_cap_and_mode_without_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(proposer_module, "time", clock)
+    told = proposer(mode="static:4", drafter="ngram")
+    told.bind(OneRow())
+    report = told.command({"draft_cap": 1, "for_s": 60})
+    assert (report["draft_cap"], report["draft_cap_left_s"]) == (1, 60.0)
+    assert report["mode_left_s"] is None
+    told.command({"mode": "off", "for_s": 10})
+    assert propose(told) == [[]]
+    clock.now_s += 10
+    assert propose(told) == [[1]]
+    clock.now_s += 50
+    assert propose(told) == [[1, 2, 3, 4]]
+    assert told.command({})["draft_cap_left_s"] is None
+
+
+def test_a_wrong_duration_changes_nothing() -> None:
+    told = proposer(mode="static:4", drafter="ngram")
+    with pytest.raises(ValueError, match=r"for_s -1: expected seconds above 0 and up to 604800"):
+        told.command({"mode": "off", "for_s": -1})
+    assert told.command({})["mode"] == "static"
+
+
+# What became of drafts
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def test_drafts_are_counted_by_source_as_far_as_the_engine_got_them() -> None:
+    tally = Tally()
+    source = ints(Source.PROMPT, Source.PROMPT, Source.RESPONSE, Source.OUTPUT)
+    tally.book(
+        source,
+        caps=ints(8, 8, 8, 8),
+        taken=ints(4, 2, 0, 3),
+        offered=ints(3, 4, 2, 1),
+        accepted=ints(2, 3, 1, 0),
+        places=np.array([0, 1, 2, -1]),
+    )
+    assert tally.by_source() == {"prompt": {"drafted": 6, "accepted": 4}}
+    assert tally.recent == pytest.approx((9.0, 6.0), rel=0.02)
+
+
+def test_a_look_up_without_a_find_is_one_token_that_was_wrong() -> None:
+    tally = Tally()
+    tally.book(ints(0), ints(8), ints(0), ints(0), ints(0), np.array([0]))
+    assert tally.recent == (1.0, 0.0)
+
+
+def test_a_row_that_may_not_draft_says_nothing() -> None:
+    tally = Tally()
+    tally.book(ints(0), ints(0), ints(0), ints(0), ints(0), np.array([0]))
+    assert tally.recent == (0.0, 0.0)
+
+
+def test_the_recent_acceptance_forgets() -> None:
+    tally = Tally()
+    for accepted in (1, 0):
+        for _ in range(int(4 * RECENT_TOKENS)):
+            tally.book(ints(3), ints(8), ints(1), ints(1), ints(accepted), np.array([0]))
+    tested, right = tally.recent
+    assert tested == pytest.approx(RECENT_TOKENS, rel=0.05)
+    assert right / tested < 0.05
+
+
+def test_a_source_that_does_not_exist_does_no_harm() -> None:
+    tally = Tally()
+    tally.book(ints(99), ints(8), ints(2), ints(1), ints(1), np.array([0]))
+    assert tally.by_source() == {"none": {"drafted": 2, "accepted": 1}}
+
+
+def test_a_session_books_what_it_gave_to_the_engine() -> None:
+    engine = Engine()
+    assert engine.step({"a": [5]}) == {"a": [1, 2, 3, 4]}
+    engine.step({"a": [1, 2, 6]}, drafted=4)
+    assert engine.session.tally.by_source() == {"none": {"drafted": 4, "accepted": 2}}
+    assert engine.session.tally.recent == (3.0, 2.0)
+
+
+def test_drafts_that_are_only_compared_are_not_counted_as_drafted() -> None:
+    engine = Engine(mode="off")
+    engine.planner.mode = Mode.parse("auto")
+    engine.session.draft_cap = 0
+    for _ in range(40):
+        engine.step({"a": [1]})
+    assert engine.session.tally.by_source() == {}
+    assert engine.session.tally.recent[0] > 0
+
+
+# What is published
+
+
+def test_prices_are_told_for_every_load_up_to_the_engines_most() -> None:
+    told = proposer(mode="auto")
+    prices = told.command({})["prices"]
+    assert len(prices["step_s"]) == 4  # 1, 2, 4 and 8 rows for an engine of 5
+    assert prices["step_s"] == sorted(prices["step_s"])
+    assert prices["draft_tokens"] == [K] * 4
+
+
+@pytest.mark.parametrize(
+    ("command", "depth"),
+    [({"mode": "off"}, 0), ({"draft_cap": 2}, 2), ({"draft_cap": 0}, 0), ({"mode": "static:3"}, 3)],
+)
+def test_prices_say_how_deep_a_request_may_draft(command: dict[str, Any], depth: int) -> None:
+    assert set(proposer().command(command)["prices"]["draft_tokens"]) == {depth}
+
+
+def test_a_load_at_which_drafting_is_switched_off_drafts_nothing() -> None:
+    told = proposer(mode="auto")
+    told.planner.ledger(4).on = False
+    assert told.command({})["prices"]["draft_tokens"] == [K, K, 0, K]
+
+
+def test_a_broken_drafter_is_no_reason_to_come_here() -> None:
+    told = proposer(mode="static:4")
+    told.bind(OneRow(broken=True))
+    for _ in range(proposer_module.FAILURES_MAX):
+        propose(told)
+    assert set(told.command({})["prices"]["draft_tokens"]) == {0}
+
+
+def test_figures_tell_budget_price_and_regret_of_the_last_steps() -> None:
+    told = proposer(mode="auto")
+    for tokens in list(range(1, 33)) * 6:
+        told.planner.observe(Step(tokens, tokens - 1, 1, 1, 0, 0.02 + 0.001 * tokens))
+    report = told.command({})
+    assert report["budget_tokens"] == 31
+    assert report["token_s"] == pytest.approx(0.001, rel=0.3)
+    assert report["saved_s"] < 0 < report["regret_bound_s"]
+    assert report["counts"]["row_steps"] == report["counts"]["emitted_tokens"] == 192
