@@ -26,11 +26,11 @@ from benchmarks.drafting.arms import Ours
 from benchmarks.drafting.corpora import Exchange
 from benchmarks.drafting.processes import FLOOR, Child, Node, Replica, folder
 from benchmarks.drafting.replay import replay
+from headrace_decode.speculation.carrier import COLLECT_S, IDLE_S
 
 LIMIT_S = 120.0
 SINGLE = 11
 """Exchanges that are answered one at a time, and as many after the node's end."""
-IDLE_S = 10.0
 
 
 def measure(exchanges: list[Exchange]) -> dict[str, float]:
@@ -89,10 +89,10 @@ def _measure(
     assert new.call("wait", len(of_a) + len(of_b) + len(single), LIMIT_S), "it did not get warm"
     figures["warm_s"] = time.perf_counter() - start_s
     figures["acceptance_new"] = new.call("ask", of_a).accepted_per_query
-    time.sleep(IDLE_S / 4)
+    time.sleep(IDLE_S + 1.0)
     before_s = b.call("stats")["thread_s"]
-    time.sleep(IDLE_S)
-    figures["idle_cpu_us_per_s"] = 1e6 * (b.call("stats")["thread_s"] - before_s) / IDLE_S
+    time.sleep(COLLECT_S)
+    figures["idle_cpu_us_per_s"] = 1e6 * (b.call("stats")["thread_s"] - before_s) / COLLECT_S
     figures["longest_hold_ms"] = 1e3 * max(r.call("stats")["longest_hold_s"] for r in (a, b))
     node.kill()
     a.call("answer", killed)

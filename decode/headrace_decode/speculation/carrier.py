@@ -28,8 +28,11 @@ logger = logging.getLogger("headrace.speculation")
 
 TURN_BYTES = 128 * 1024
 NOTE_BYTES = 32 * 1024
-COLLECT_S = 5.0
+COLLECT_S = 15.0
 """Between looks for how drafts have fared."""
+IDLE_S = 30.0
+IDLE_LOOKS = 3
+"""Where nothing has moved for so long, the board is read at each third look only."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Carrier:
         self._behind: deque[tuple[Key, int]] = deque()
         """Partitions with entries to post, and the last of these."""
         self._collect_at_s = 0.0
+        self._moved_at_s = time.monotonic()
+        self._looks = 0
         self._state = "not started"
         self._counts: Counter[str] = Counter()
         self._thread_s = 0.0
@@ -120,7 +125,6 @@ class Carrier:
             before = self._counts["posted_bytes"] + self._counts["absorbed_bytes"]
             try:
                 self._turn()
-                self._state = "up"
             except NodeAway as error:
                 self._away(error)
             except Exception:
@@ -128,6 +132,7 @@ class Carrier:
                 logger.exception("carrying what was learned failed; it goes on")
             moved = self._counts["posted_bytes"] + self._counts["absorbed_bytes"] - before
             more = moved and (self._behind or self._head > self._read_to)
+            self._moved_at_s = time.monotonic() if moved else self._moved_at_s
             pause_s = moved / self.settings.bytes_per_s
             pause_s = pause_s if more else max(pause_s, self.settings.poll_s)
             self._thread_s = time.thread_time()
@@ -139,7 +144,9 @@ class Carrier:
         self._state = "away"
 
     def _turn(self) -> None:
-        self._absorb()
+        self._looks += 1
+        if time.monotonic() < self._moved_at_s + IDLE_S or self._looks % IDLE_LOOKS == 0:
+            self._absorb()
         self._post()
         if time.monotonic() >= self._collect_at_s:
             self._collect_at_s = time.monotonic() + COLLECT_S
@@ -201,6 +208,7 @@ class Carrier:
         reply = self._line.ask(request)
         if not isinstance(reply, Notes):
             raise NodeAway(f"a node answers {type(request).__name__} with {type(reply).__name__}")
+        self._state = "up"
         return reply
 
 
