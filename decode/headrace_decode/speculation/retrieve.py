@@ -35,10 +35,17 @@ HOPS = 2
 CANDIDATES = 3 * SURVIVORS
 """Of the request's own partition, its tenant's and the public one together."""
 
-# Columns of a candidate, int64 [CANDIDATES, 5].
-POSITION, PARTITION, MATCH, SOURCE, ROW = range(5)
+# Columns of a candidate, int64 [CANDIDATES, COLUMNS].
+POSITION, PARTITION, MATCH, SOURCE, ROW, COLUMNS = range(6)
 
 _PROMPT, _OUTPUT = int(Source.PROMPT), int(Source.OUTPUT)
+
+
+@jit
+def move(found: Any, which: int, to: int) -> None:
+    """Copy a candidate to another row. By hand: assigning slices costs more than all else here."""
+    for column in range(COLUMNS):
+        found[to, column] = found[which, column]
 
 
 @jit

@@ -18,12 +18,14 @@ from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import CONTEXT, HEAD, NONE, TAIL
 from headrace_decode.speculation.retrieve import (
     CANDIDATES,
+    COLUMNS,
     MATCH,
     ROW,
     SOURCE,
     SURVIVORS,
     find_kept,
     find_own,
+    move,
 )
 from headrace_decode.speculation.ring import append_run
 from headrace_decode.speculation.trie import walk, weigh
@@ -106,11 +108,11 @@ def draft_rows(
     """
     context = np.empty(CONTEXT, np.int64)
     recent = np.empty(KEY_TOKENS, np.int64)
-    found = np.empty((CANDIDATES, 5), np.int64)
+    found = np.empty((CANDIDATES, COLUMNS), np.int64)
     weights = np.empty(CANDIDATES, np.float64)
     upcoming, choices = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
     votes = np.empty(CANDIDATES, np.float64)
-    origin = np.empty(5, np.int64)
+    origin = np.empty(COLUMNS, np.int64)
     epoch = epoch_of(now_s)
     for index in range(len(handles)):
         lengths[index], source[index], match_tokens[index] = 0, _NONE, 0
@@ -142,7 +144,8 @@ def draft_rows(
         going = 0
         for which in range(count):
             if allowed[found[which, SOURCE]]:
-                found[going] = found[which]
+                if going != which:
+                    move(found, which, going)
                 weights[going] = weigh(headers, found[going], odds, request[TAG], now_s)
                 going += 1
         if going == 0:
