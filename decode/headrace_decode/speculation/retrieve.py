@@ -96,6 +96,7 @@ def find_kept(
     partition: int,
     context: Any,
     length: int,
+    hashes: Any,
     headers: Any,
     versions: Any,
     model: int,
@@ -103,12 +104,15 @@ def find_kept(
     now_s: float,
     found: Any,
 ) -> int:
-    """Survivors among the segments of a tenant's partition or of the public one."""
+    """Survivors among the segments of a tenant's partition or of the public one.
+
+    `hashes` are those of the context (`anchors.hash_context`).
+    """
     count, below = 0, CONTEXT + 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
-        position = first_of(words, part, context, which)
+        position = first_of(words, part, hashes, which)
         for _ in range(HOPS * ENOUGH[which]):
             if position < part[TAIL] or count == ENOUGH[which]:
                 break
