@@ -1,16 +1,18 @@
 """What the drafting memory finds, and at which cost: ``python -m benchmarks.drafting --json FILE``.
 
 Replays code, agents' function calls and prose (`corpora`) through the memory, Arctic Inference's
-suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), and has
-replicas share what they learn (`share`).
+suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), looks for traces
+of one tenant's texts in another's drafts (`isolation`), and has replicas share what they learn
+(`share`); the figures of these three are told there.
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with no
   more drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came to as many
 - ``C.accepted_per_query_vs_ngram``: the same against vLLM's prompt look-up
 - ``C.without_X``: our accepted tokens per query without X, over those with it, at Arctic's drafted
-  tokens: ``failures`` (failure memory), ``calibration`` (rates stay at their priors), ``responses``
-  (nothing kept of others), ``own`` (neither prompt nor own answer)
-- ``C.calibration_error``: mean |predicted - measured| survival, weighted by drafted tokens
+  tokens: ``failures`` (failure memory), ``calibration`` (rates stay at their priors), ``sharing``
+  (nothing kept of other requests), ``own`` (neither prompt nor own answer)
+- ``C.calibration_error``: mean |predicted - measured| survival over bins of a twentieth, weighted
+  by drafted tokens; ``C.without_X.calibration_error`` likewise
 
 It needs the packages ``arctic-inference`` and ``bfcl-eval`` on the path, which are no dependency:
 ``pip install --no-deps --target DIR arctic-inference bfcl-eval``.
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.drafting import corpora, costs, share
+from benchmarks.drafting import corpora, costs, isolation, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
 from headrace_decode.speculation.draft import Source
@@ -36,13 +38,16 @@ KEPT = frozenset({Source.OPERATOR, Source.RESPONSE})
 WITHOUT = {
     "failures": {"failures": False},
     "calibration": {"calibration": False},
-    "responses": {"sources": OWN},
+    "sharing": {"sources": OWN},
     "own": {"sources": KEPT},
 }
+PARTS = ("costs", "isolation", "share", "replay", "ablations")
 TOKENIZER = "~/.cache/headrace/models/smollm2-135m-instruct/tokenizer.json"
 
 
-def measure(name: str, exchanges: list[corpora.Exchange]) -> tuple[dict[str, float], Ours]:
+def measure(
+    name: str, exchanges: list[corpora.Exchange], *, ablate: bool
+) -> tuple[dict[str, float], Ours]:
     """Figures of one corpus, and our arm as it was at Arctic's drafted tokens."""
     longest = max(len(each.prompt) + len(each.answer) for each in exchanges) + 1
     arctic = replay(Arctic(), exchanges)
@@ -57,18 +62,19 @@ def measure(name: str, exchanges: list[corpora.Exchange]) -> tuple[dict[str, flo
         "floor": floor,
         "accepted_per_query_vs_ngram": beside.accepted_per_query / ngram.accepted_per_query,
         "drafted_vs_ngram": beside.drafted / ngram.drafted,
-        "calibration_error": float(_reliability(arm)[3]),
+        "calibration_error": _reliability(arm)[3],
     }
     for kind, outcome in (("ours", ours), ("arctic", arctic), ("ngram", ngram)):
         figures[f"{kind}.accepted_per_query"] = outcome.accepted_per_query
         figures[f"{kind}.drafted_per_query"] = outcome.drafted / outcome.queries
-    for part, setting in WITHOUT.items():
-        less, _, _ = at_equal_drafts(
+    for part, setting in WITHOUT.items() if ablate else ():
+        less, arm_less, _ = at_equal_drafts(
             lambda at, setting=setting: Ours(at, **setting),  # type: ignore[misc]
             exchanges,
             arctic.drafted,
         )
         figures[f"without_{part}"] = less.accepted_per_query / ours.accepted_per_query
+        figures[f"without_{part}.calibration_error"] = _reliability(arm_less)[3]
     return {f"{name}.{key}": value for key, value in figures.items()}, arm
 
 
@@ -115,17 +121,24 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the calibration")
     parser.add_argument("--tokenizer", type=Path, default=Path(TOKENIZER).expanduser())
     parser.add_argument("--only", choices=sorted(EXCHANGES), help="one corpus")
-    parser.add_argument("--part", choices=["costs", "replay", "share"], help="one of the parts")
+    parser.add_argument(
+        "--part", choices=PARTS, help="one part alone; ablations include the replay"
+    )
     args = parser.parse_args()
     start, encode = time.perf_counter(), corpora.tokenizer(args.tokenizer)
     names = [args.only] if args.only else list(EXCHANGES)
     loaded = {name: corpora.load(name, encode, EXCHANGES[name]) for name in names}
-    figures = costs.measure(loaded[names[0]]) if args.part in (None, "costs") else {}
-    if args.part in (None, "share"):
+    parts = [args.part] if args.part else PARTS
+    figures: dict[str, float] = {}
+    if "costs" in parts:
+        figures |= costs.measure(corpora.library(encode, costs.KEPT_TOKENS))
+    if "isolation" in parts:
+        figures |= isolation.measure(loaded[names[0]])
+    if "share" in parts:
         figures |= share.measure(loaded[names[0]])
     arms = {}
-    for name in names if args.part in (None, "replay") else []:
-        found, arms[name] = measure(name, loaded[name])
+    for name in names if {"replay", "ablations"} & set(parts) else []:
+        found, arms[name] = measure(name, loaded[name], ablate="ablations" in parts)
         figures |= found
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     for name, value in figures.items():

@@ -35,11 +35,17 @@ class Arm(Protocol):
     def close(self) -> None: ...
 
 
+STEP_S = 0.02
+"""What the memory is told that a step takes: what fades with time does so as in an engine."""
+
+
 class Ours:
     """The memory; `floor` ends a draft where survival falls below it."""
 
     def __init__(self, floor: float, **settings: Any) -> None:
-        self.memory = Memory(Settings(**{"floor": floor, "replica": 1, **settings}))
+        self.now_s = 0.0
+        asked = {"floor": floor, "replica": 1, **settings}
+        self.memory = Memory(Settings(**asked), lambda: self.now_s)
         self.predicted: list[tuple[float, bool]] = []
         self._handle = 0
         self._draft: Draft | None = None
@@ -51,6 +57,7 @@ class Ours:
         self.memory.extend(self._handle, tokens)
 
     def draft(self, context: NDArray[np.int32], most: int) -> NDArray[np.int32]:
+        self.now_s += STEP_S
         self._draft = self.memory.draft(self._handle, most)
         return self._draft.tokens
 

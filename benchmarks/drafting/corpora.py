@@ -70,6 +70,21 @@ def load(name: str, encode: Encode, exchanges: int, seed: int = 0) -> list[Excha
     return found
 
 
+def library(encode: Encode, tokens: int, seed: int = 0) -> list[NDArray[np.int32]]:
+    """About so many tokens of the standard library, in pieces as long as an answer."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files += sorted((Path(sysconfig.get_path("stdlib")) / "test").glob("*.py"))
+    random.Random(seed).shuffle(files)
+    found: list[NDArray[np.int32]] = []
+    for file in files:
+        ids = np.array(encode(file.read_text(errors="replace")), np.int32)
+        whole = len(ids) // ANSWER_TOKENS * ANSWER_TOKENS
+        found += list(ids[:whole].reshape(-1, ANSWER_TOKENS))
+        if len(found) * ANSWER_TOKENS >= tokens:
+            break
+    return found
+
+
 def _chat(user: str) -> str:
     return f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.drafting import isolation
 from benchmarks.drafting.arms import Ours
 from benchmarks.drafting.corpora import Exchange
 from benchmarks.drafting.replay import MOST, Outcome, at_equal_drafts, replay
@@ -72,3 +73,10 @@ def test_at_equal_drafts_no_more_is_drafted_than_allowed() -> None:
     outcome, arm, floor = at_equal_drafts(Ours, exchanges, most // 2)
     assert 0 < outcome.drafted <= most // 2
     assert arm.memory.settings.floor == floor
+
+
+def test_isolation_finds_the_owners_drafts_and_no_others_changed() -> None:
+    each = [np.arange(1000 * at, 1000 * at + 48, dtype=np.int32) for at in range(12)]
+    figures = isolation.measure([Exchange(text[:5], text) for text in each], trials=2)
+    assert figures["isolation.drafts_changed"] == 0
+    assert figures["isolation.owner_tokens_drafted"] == isolation.ROWS * isolation.DRAFT_TOKENS

@@ -5,11 +5,15 @@ position; each position links to the one before it in the same bucket. A chain i
 of candidates from the newest to the oldest, among them positions whose hash is only by chance the
 same: whoever reads it compares tokens. One posting costs two stores a length, and nothing is ever
 removed: a position below the ring's tail ends its chain, because all that follow are older.
+
+Each length is twice the one before it, so the hash of a k-gram is that of its two halves, joined.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import (
@@ -30,6 +34,7 @@ from headrace_decode.speculation.layout import (
 
 _MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio, as a signed number
 _LONGEST = ANCHORS[-1]
+assert tuple(1 << level for level in range(LENGTHS)) == ANCHORS
 
 
 @jit
@@ -42,9 +47,37 @@ def place(part: Any, position: int) -> int:
 
 
 @jit
+def read(words: Any, part: Any, position: int, tokens: Any) -> None:
+    """Fill `tokens` [n] from the ring, from a position on."""
+    base, capacity, at = part[TOKENS], part[CAPACITY], place(part, position)
+    for ahead in range(len(tokens)):
+        tokens[ahead] = words[base + at]
+        at += 1
+        if at == capacity:
+            at = 0
+
+
+@jit
+def write(words: Any, part: Any, position: int, tokens: Any) -> None:
+    """Put `tokens` [n] into the ring, from a position on."""
+    base, capacity, at = part[TOKENS], part[CAPACITY], place(part, position)
+    for ahead in range(len(tokens)):
+        words[base + at] = tokens[ahead]
+        at += 1
+        if at == capacity:
+            at = 0
+
+
+@jit
 def add_token(state: int, token: int) -> int:
-    """The hash of a k-gram, token by token from its last to its first."""
+    """The hash of a sequence, token by token; it begins as 0."""
     return (state ^ (token + 1)) * _MULTIPLIER
+
+
+@jit
+def _join(newer: int, older: int) -> int:
+    """The hash of a k-gram, of those of its two halves."""
+    return (newer ^ (newer >> 32)) * _MULTIPLIER + older
 
 
 @jit
@@ -56,34 +89,58 @@ def bucket_of(state: int, length_index: int, bits: int) -> int:
 
 @jit
 def post(words: Any, part: Any, first: int, last: int, begin: int) -> None:
-    """Index the positions [first, last); k-grams reach back to `begin` at most."""
-    tokens, capacity, links, heads = part[TOKENS], part[CAPACITY], part[LINKS], part[HEADS]
-    bits = part[HEAD_BITS]
-    for position in range(first, last):
-        at = place(part, position)
-        link = links + at * LENGTHS
-        state, which = 0, 0
-        available = min(position - begin + 1, _LONGEST)
-        for back in range(available):
-            where = at - back
-            state = add_token(state, words[tokens + (where if where >= 0 else where + capacity)])
-            if back + 1 == ANCHORS[which]:
-                bucket = heads + bucket_of(state, which, bits)
-                words[link + which] = words[bucket]
+    """Index the positions [first, last); k-grams reach back to `begin` at most.
+
+    One length after the other, so that only one table is in the processor's caches at a time.
+    """
+    capacity, links, heads, bits = part[CAPACITY], part[LINKS], part[HEADS], part[HEAD_BITS]
+    start = max(begin, first - _LONGEST + 1)
+    state = np.empty(max(last - start, 0), np.int64)
+    read(words, part, start, state)
+    for ahead in range(len(state)):
+        state[ahead] = add_token(0, state[ahead])
+    for which in range(LENGTHS):
+        half = ANCHORS[which] // 2
+        if half:
+            for ahead in range(len(state) - 1, half - 1, -1):
+                state[ahead] = _join(state[ahead], state[ahead - half])
+        at, reached = place(part, first), begin + ANCHORS[which] - 1
+        for position in range(first, last):
+            link = links + at * LENGTHS + which
+            if position < reached:
+                words[link] = NONE
+            else:
+                bucket = heads + bucket_of(state[position - start], which, bits)
+                words[link] = words[bucket]
                 words[bucket] = position
-                which += 1
-        for rest in range(which, LENGTHS):
-            words[link + rest] = NONE
+            at += 1
+            if at == capacity:
+                at = 0
 
 
 @jit
-def first_of(words: Any, part: Any, context: Any, length_index: int) -> int:
-    """Newest position that may end in the first ANCHORS[length_index] tokens of `context`, which
-    runs from the newest token backwards."""
-    state = 0
-    for back in range(ANCHORS[length_index]):
-        state = add_token(state, context[back])
-    return words[part[HEADS] + bucket_of(state, length_index, part[HEAD_BITS])]
+def hash_context(context: Any, length: int, scratch: Any, hashes: Any) -> None:
+    """Hashes of the last k-grams of `context`, which runs from the newest token backwards.
+
+    Args:
+        scratch, hashes: i8 [ANCHORS[-1]] and, the output, [LENGTHS]; those of k-grams longer than
+            `length` mean nothing.
+    """
+    most = min(length, _LONGEST)
+    for back in range(most):
+        scratch[back] = add_token(0, context[back])
+    for which in range(LENGTHS):
+        half = ANCHORS[which] // 2
+        if half:
+            for back in range(most - half):
+                scratch[back] = _join(scratch[back], scratch[back + half])
+        hashes[which] = scratch[0]
+
+
+@jit
+def first_of(words: Any, part: Any, hashes: Any, length_index: int) -> int:
+    """Newest position that may end in the k-gram of this hash (`hash_context`)."""
+    return words[part[HEADS] + bucket_of(hashes[length_index], length_index, part[HEAD_BITS])]
 
 
 @jit
@@ -108,10 +165,13 @@ def match_length(words: Any, part: Any, position: int, context: Any, length: int
 @jit
 def read_context(words: Any, part: Any, context: Any) -> int:
     """Write the partition's last tokens, newest first, to `context` [CONTEXT]; how many."""
+    base, capacity = part[TOKENS], part[CAPACITY]
     most = min(part[HEAD] - part[TAIL], CONTEXT)
+    at = place(part, part[HEAD] - 1)
     for back in range(most):
-        token = words[part[TOKENS] + place(part, part[HEAD] - 1 - back)]
+        token = words[base + at]
         if token == SEPARATOR:
             return back
         context[back] = token
+        at = (at if at > 0 else capacity) - 1
     return most

@@ -19,7 +19,7 @@ from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import FAILURE_BITS, FAILURES
 
 KEY_TOKENS = 2
-HALF_LIFE_S = 300.0
+HALF_LIFE_S = 3600.0
 MOST = 15
 _EPOCHS = 1 << 22
 

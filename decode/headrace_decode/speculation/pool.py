@@ -259,8 +259,8 @@ class Pool:
     def _laid_out(self, offset: int, tokens: int, *, kept: bool) -> NDArray[np.int64]:
         """A row for an empty ring at this offset, its tables cleared."""
         part = np.zeros(COLUMNS, np.int64)
-        bits = tokens.bit_length() - 1
-        failure_bits = max(bits - 4, 4) if kept else NONE
+        bits, failure_bits = _table_bits(tokens)
+        failure_bits = failure_bits if kept else NONE
         part[TOKENS], part[CAPACITY], part[HEAD_BITS] = offset, tokens, bits
         part[LINKS] = offset + tokens
         part[HEADS] = part[LINKS] + LENGTHS * tokens
@@ -369,9 +369,15 @@ def _rounded(tokens: int) -> int:
 
 def _words_of(tokens: int, *, kept: bool) -> int:
     """Arena words of a ring of so many tokens with its indexes."""
-    bits = tokens.bit_length() - 1
+    bits, failure_bits = _table_bits(tokens)
     words = tokens * (1 + LENGTHS) + (LENGTHS << bits)
-    return words + (tokens // GRANULE + (2 << max(bits - 4, 4)) if kept else 0)
+    return words + (tokens // GRANULE + (2 << failure_bits) if kept else 0)
+
+
+def _table_bits(tokens: int) -> tuple[int, int]:
+    """Binary logarithms of the buckets of an anchor length, and of the entries of the failure
+    memory, of a ring of so many tokens: one for 2 to 4 tokens, and for 16 to 32."""
+    return tokens.bit_length() - 2, max(tokens.bit_length() - 5, 4)
 
 
 def _fitting(words: int) -> int:

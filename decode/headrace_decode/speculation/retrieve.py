@@ -35,10 +35,17 @@ HOPS = 2
 CANDIDATES = 3 * SURVIVORS
 """Of the request's own partition, its tenant's and the public one together."""
 
-# Columns of a candidate, int64 [CANDIDATES, 5].
-POSITION, PARTITION, MATCH, SOURCE, ROW = range(5)
+# Columns of a candidate, int64 [CANDIDATES, COLUMNS].
+POSITION, PARTITION, MATCH, SOURCE, ROW, COLUMNS = range(6)
 
 _PROMPT, _OUTPUT = int(Source.PROMPT), int(Source.OUTPUT)
+
+
+@jit
+def move(found: Any, which: int, to: int) -> None:
+    """Copy a candidate to another row. By hand: assigning slices costs more than all else here."""
+    for column in range(COLUMNS):
+        found[to, column] = found[which, column]
 
 
 @jit
@@ -89,6 +96,7 @@ def find_kept(
     partition: int,
     context: Any,
     length: int,
+    hashes: Any,
     headers: Any,
     versions: Any,
     model: int,
@@ -96,12 +104,15 @@ def find_kept(
     now_s: float,
     found: Any,
 ) -> int:
-    """Survivors among the segments of a tenant's partition or of the public one."""
+    """Survivors among the segments of a tenant's partition or of the public one.
+
+    `hashes` are those of the context (`anchors.hash_context`).
+    """
     count, below = 0, CONTEXT + 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
-        position = first_of(words, part, context, which)
+        position = first_of(words, part, hashes, which)
         for _ in range(HOPS * ENOUGH[which]):
             if position < part[TAIL] or count == ENOUGH[which]:
                 break

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_decode.speculation.anchors import place, post
+import numpy as np
+
+from headrace_decode.speculation.anchors import place, post, read, write
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import (
     CAPACITY,
@@ -96,8 +98,7 @@ def _settle(words: Any, part: Any, headers: Any, row: int, tokens: int) -> None:
 @jit
 def append_segment(words: Any, part: Any, headers: Any, row: int, tokens: Any) -> None:
     """Put a segment in, for which `make_room` has made room."""
-    for ahead, token in enumerate(tokens):
-        words[part[TOKENS] + place(part, part[HEAD] + ahead)] = token
+    write(words, part, part[HEAD], tokens)
     headers[row].tokens = len(tokens)
     _settle(words, part, headers, row, len(tokens))
 
@@ -178,10 +179,9 @@ def rebuild(
         size = padded(length)
         keep = not is_over(headers[row], versions, now_s)
         if keep and live <= new[CAPACITY]:
-            for ahead in range(length):
-                words[new[TOKENS] + place(new, new[HEAD] + ahead)] = source[
-                    old[TOKENS] + place(old, position + ahead)
-                ]
+            tokens = np.empty(length, np.int32)
+            read(source, old, position, tokens)
+            write(words, new, new[HEAD], tokens)
             _settle(words, new, headers, row, length)
         else:
             if keep:

@@ -6,7 +6,7 @@
 The manifest has the lengths, the names behind interned numbers, and the checksums of segments and
 calibration: if any of these is damaged, the snapshot is refused whole. Each segment has a checksum
 over its tokens; those that do not match are left out and named. Open requests are not in it, nor is
-the failure memory, which is forgotten within the hour anyway.
+the failure memory, which is forgotten within hours anyway.
 """
 
 from __future__ import annotations

@@ -10,20 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.speculation.anchors import read_context
+from headrace_decode.speculation.anchors import hash_context, read_context
 from headrace_decode.speculation.calibration import count as count_cells
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.failures import KEY_TOKENS, epoch_of, witness
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import CONTEXT, HEAD, NONE, TAIL
+from headrace_decode.speculation.layout import ANCHORS, CONTEXT, HEAD, LENGTHS, NONE, TAIL
 from headrace_decode.speculation.retrieve import (
     CANDIDATES,
+    COLUMNS,
     MATCH,
     ROW,
     SOURCE,
     SURVIVORS,
     find_kept,
     find_own,
+    move,
 )
 from headrace_decode.speculation.ring import append_run
 from headrace_decode.speculation.trie import walk, weigh
@@ -44,7 +46,7 @@ ROW_MASK = (1 << 20) - 1
 QUARANTINE_AFTER = 6
 """A segment of which so many drafts failed, and none did not, is left alone for a while."""
 QUARANTINE_S = 900.0
-_SURVIVORS, _NONE = SURVIVORS, int(Source.NONE)
+_SURVIVORS, _NONE, _LONGEST = SURVIVORS, int(Source.NONE), ANCHORS[-1]
 
 
 @jit
@@ -105,12 +107,13 @@ def draft_rows(
         floor: least survival that is drafted.
     """
     context = np.empty(CONTEXT, np.int64)
+    scratch, hashes = np.empty(_LONGEST, np.int64), np.empty(LENGTHS, np.int64)
     recent = np.empty(KEY_TOKENS, np.int64)
-    found = np.empty((CANDIDATES, 5), np.int64)
+    found = np.empty((CANDIDATES, COLUMNS), np.int64)
     weights = np.empty(CANDIDATES, np.float64)
     upcoming, choices = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
     votes = np.empty(CANDIDATES, np.float64)
-    origin = np.empty(5, np.int64)
+    origin = np.empty(COLUMNS, np.int64)
     epoch = epoch_of(now_s)
     for index in range(len(handles)):
         lengths[index], source[index], match_tokens[index] = 0, _NONE, 0
@@ -124,6 +127,7 @@ def draft_rows(
             continue
         length = read_context(words, parts[own], context)
         count = find_own(words, parts[own], own, context, length, request[PROMPT_END], found)
+        hash_context(context, length, scratch, hashes)
         for kept in (tenant, public):
             if kept != NONE:
                 count += find_kept(
@@ -132,6 +136,7 @@ def draft_rows(
                     kept,
                     context,
                     length,
+                    hashes,
                     headers,
                     versions,
                     request[MODEL],
@@ -142,7 +147,8 @@ def draft_rows(
         going = 0
         for which in range(count):
             if allowed[found[which, SOURCE]]:
-                found[going] = found[which]
+                if going != which:
+                    move(found, which, going)
                 weights[going] = weigh(headers, found[going], odds, request[TAG], now_s)
                 going += 1
         if going == 0:

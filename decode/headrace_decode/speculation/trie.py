@@ -4,7 +4,7 @@ Fine stage: the continuations of the few survivors share prefixes, so they form 
 built. At each depth those candidates that agreed so far vote on the next token with their weights
 
     weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag
-             * 2^(-age / half-life)
+             * AGE_S / (AGE_S + age)
 
 (odds from the calibration; the second factor, of the segment, bounded). A token's votes count
 by what is known of it here (`failures`). The heaviest token is drafted, with the rate that its cell
@@ -26,9 +26,18 @@ from headrace_decode.speculation.calibration import (
 from headrace_decode.speculation.failures import KEY_TOKENS, evidence, key_of
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.layout import HEAD, SEPARATOR, TOKENS
-from headrace_decode.speculation.retrieve import MATCH, PARTITION, POSITION, ROW, SOURCE
+from headrace_decode.speculation.retrieve import (
+    COLUMNS,
+    MATCH,
+    PARTITION,
+    POSITION,
+    ROW,
+    SOURCE,
+    move,
+)
 
-AGE_HALF_LIFE_S = 7 * 86400.0
+AGE_S = 7 * 86400.0
+"""A text of this age weighs half as much as a new one."""
 TAG_WEIGHT = 2.0
 MOST_TRUST = 4.0
 LAST_POSITION = len(POSITION_BUCKET) - 1
@@ -44,7 +53,7 @@ def weigh(headers: Any, candidate: Any, odds: Any, tag: int, now_s: float) -> fl
         weight *= min(max(trust, 1.0 / MOST_TRUST), MOST_TRUST)
         if tag and header.tag == tag:
             weight *= TAG_WEIGHT
-        weight *= 2.0 ** (-max(now_s - header.created_s, 0.0) / AGE_HALF_LIFE_S)
+        weight *= AGE_S / (AGE_S + max(now_s - header.created_s, 0.0))
     return weight
 
 
@@ -92,7 +101,7 @@ def walk(
                 token = words[part[TOKENS] + place(part, position)]
             if token != SEPARATOR:
                 if going != which:
-                    found[going] = found[which]
+                    move(found, which, going)
                     weights[going] = weights[which]
                 upcoming[going] = token
                 going += 1
@@ -124,13 +133,14 @@ def walk(
         for which in range(going):
             if upcoming[which] == best:
                 if alive != which:
-                    found[alive] = found[which]
+                    move(found, which, alive)
                     weights[alive] = weights[which]
                 if weights[alive] > weights[lead]:
                     lead = alive
                 alive += 1
         if depth == 0:
-            origin[:] = found[lead]
+            for column in range(COLUMNS):
+                origin[column] = found[lead, column]
         cell = cell_of(
             found[lead, SOURCE],
             MATCH_BUCKET[found[lead, MATCH]],
