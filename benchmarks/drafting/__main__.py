@@ -1,9 +1,9 @@
 """What the drafting memory finds, and at which cost: ``python -m benchmarks.drafting --json FILE``.
 
 Replays code, agents' function calls and prose (`corpora`) through the memory, Arctic Inference's
-suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), looks for traces
-of one tenant's texts in another's drafts (`isolation`), and has replicas share what they learn
-(`share`); the figures of these three are told there.
+suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), looks for
+traces of one tenant's texts in another's drafts (`isolation`), and has replicas share what they
+learn (`share`); the figures of these three are told there.
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with no
   more drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came to as many
