@@ -208,6 +208,7 @@ class TestFeedback:
             memory.feedback(handle, memory.draft(handle, 4), 4, 0)
             memory.close_request(handle, keep=False)
         assert drafted(memory, *range(100, 104)) == []
+        assert drafted(memory, *range(100, 108)) != []  # the longest anchor fits
         clock.now_s += QUARANTINE_S + 1
         assert drafted(memory, *range(100, 104)) != []
 

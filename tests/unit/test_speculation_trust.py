@@ -15,7 +15,7 @@ from benchmarks.speculation.report import figures, table, target
 from benchmarks.speculation.workloads import BLOCK, Workload
 from headrace_decode.speculation.calibrate import calibrate_steps
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS, facts_of
-from headrace_decode.speculation.trust import Kept, Trust
+from headrace_decode.speculation.trust import MOST, SUREST, Kept, Trust
 
 PROMISED = np.array([[0.9, 0.81, 0.729]], np.float32)
 
@@ -23,7 +23,7 @@ PROMISED = np.array([[0.9, 0.81, 0.729]], np.float32)
 def test_a_promise_that_is_kept_is_believed() -> None:
     trust, own = Trust(), Kept()
     for _ in range(20):
-        trust.learn(own, 3 * 0.9, 3.0)
+        trust.learn(own, 3 * 0.9, 3 * 0.9)
     assert trust.believed(PROMISED, [own]) == pytest.approx(PROMISED)
 
 
@@ -56,11 +56,17 @@ def test_a_request_that_betters_itself_is_believed_again() -> None:
     assert trust.believed(PROMISED, [own])[0, 0] > 0.85
 
 
-def test_more_than_was_promised_is_not_believed() -> None:
+def test_one_that_keeps_more_than_it_promised_is_believed_somewhat_more() -> None:
     trust, own = Trust(), Kept()
     for _ in range(50):
         trust.learn(own, 0.1, 1.0)
-    assert (trust.believed(PROMISED, [own]) <= PROMISED).all()
+    modest = np.array([[0.5, 0.25, 0.0]], np.float32)
+    assert trust.believed(modest, [own]) == pytest.approx(
+        np.array([[0.5 * MOST, 0.25 * MOST**2, 0.0]])
+    )
+    assert trust.believed(PROMISED, [own]) == pytest.approx(SUREST ** np.array([[1, 2, 3]]))
+    certain = np.ones((1, 3), np.float32)
+    assert trust.believed(certain, [own]) == pytest.approx(certain)
 
 
 # The simulated day

@@ -2,7 +2,8 @@
 
 Coarse stage of the two: from the longest anchor to the shortest, walk the chain of the k-gram in
 which the context ends, newest first; compare tokens, since a hash proves nothing, which extends the
-match backwards; drop what is expired, of a superseded version, for another model or quarantined.
+match backwards; drop what is expired, of a superseded version, for another model or quarantined
+(what failed for its short matches may still be right where the longest anchor fits).
 Stop as soon as an anchor has given anything, or a few have survived. The work is bounded by
 constants, not by what the partition holds.
 """
@@ -49,11 +50,18 @@ def move(found: Any, which: int, to: int) -> None:
 
 
 @jit
-def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float) -> bool:
-    """Whether a segment may be read for a request of this model and tokenizer."""
+def usable(
+    header: Any, versions: Any, model: int, tokenizer: int, now_s: float, near: bool
+) -> bool:
+    """Whether a segment may be read for a request of this model and tokenizer.
+
+    near: the longest anchor fits, which no quarantine forbids.
+    """
     if header.tokenizer != tokenizer or (header.model != 0 and header.model != model):
         return False
-    return header.quarantined_until_s <= now_s and is_live(header, versions, now_s)
+    if header.quarantined_until_s > now_s and not near:
+        return False
+    return is_live(header, versions, now_s)
 
 
 @jit
@@ -119,7 +127,7 @@ def find_kept(
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
                 row = words[part[GRANULES] + place(part, position) // GRANULE]
-                if usable(headers[row], versions, model, tokenizer, now_s):
+                if usable(headers[row], versions, model, tokenizer, now_s, which == LENGTHS - 1):
                     found[count, POSITION] = position
                     found[count, PARTITION] = partition
                     found[count, MATCH] = match

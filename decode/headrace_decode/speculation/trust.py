@@ -3,7 +3,7 @@
 A memory calibrates its survivals over many requests and hours. A request of another kind, or a
 change of the whole workload, would have them all wrong until that has been relearned, and every
 step until then would verify tokens that are refused. Here the promise is compared with what came,
-request by request, and believed the less at once.
+request by request, and believed less, or somewhat more, at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 _OWN_TOKENS = 16.0
 _ALL_TOKENS = 64.0
 _DOUBT_OWN, _DOUBT_ALL = 3.0, 4.0
+MOST = 1.25
+"""Drafts are believed at most so many times what they promise of a token."""
+SUREST = 0.995
+"""Of a token, unless more was promised."""
 
 
 @dataclass
@@ -33,16 +37,16 @@ class Kept:
 
 
 class Trust:
-    """``rho`` of a request: the share of what its drafts promised that came true, at most 1.
+    """``rho`` of a request: what came true of what its drafts promised, as a factor, at most `MOST`.
 
     With ``h_i = s_i / s_(i-1)`` the promised chance of token i behind right ones, and over the
     tokens that were tested ``P`` the sum of h and ``R`` the number that were right:
 
-        rho_all = min(1, (R + 4) / (P + 4))               memory: 64 promised tokens
-        rho     = min(1, (R_own + 3 rho_all) / (P_own + 3))        memory: 16, this request's
+        rho_all = min(MOST, (R + 4) / (P + 4))               memory: 64 promised tokens
+        rho     = min(MOST, (R_own + 3 rho_all) / (P_own + 3))        memory: 16, this request's
 
-    Every h is multiplied by it, so survival i (from 0) by ``rho ** (i + 1)``. It only lowers: what
-    promises too little is the memory's to learn.
+    Every h is multiplied by it, but not beyond `SUREST`. A request that keeps more than was
+    promised is drafted for further: where tokens are cheap, most is lost by stopping early.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,7 @@ class Trust:
     @property
     def overall(self) -> float:
         """Of a request that is not known yet."""
-        return min(1.0, (self._all.right + _DOUBT_ALL) / (self._all.promised + _DOUBT_ALL))
+        return min(MOST, (self._all.right + _DOUBT_ALL) / (self._all.promised + _DOUBT_ALL))
 
     def learn(self, own: Kept, promised: float, right: float) -> None:
         """A draft of a request was tested."""
@@ -63,11 +67,15 @@ class Trust:
         overall = self.overall
         rho = np.fromiter(
             (
-                min(1.0, (own.right + _DOUBT_OWN * overall) / (own.promised + _DOUBT_OWN))
+                min(MOST, (own.right + _DOUBT_OWN * overall) / (own.promised + _DOUBT_OWN))
                 for own in requests
             ),
             np.float32,
             len(requests),
         )
-        places = np.arange(1, survival.shape[1] + 1, dtype=np.float32)
-        return survival * rho[:, None] ** places
+        behind = np.ones_like(survival)
+        behind[:, 1:] = survival[:, :-1]
+        chances = np.divide(survival, behind, out=np.zeros_like(survival), where=behind > 0)
+        sure = np.maximum(chances, np.float32(SUREST))
+        believed = np.minimum(chances * rho[:, None], sure)
+        return np.asarray(np.cumprod(believed, axis=1), np.float32)
