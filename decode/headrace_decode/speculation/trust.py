@@ -37,7 +37,7 @@ class Kept:
 
 
 class Trust:
-    """``rho`` of a request: what came true of what its drafts promised, as a factor, at most `MOST`.
+    """``rho`` of a request: what came true over what its drafts promised, at most `MOST`.
 
     With ``h_i = s_i / s_(i-1)`` the promised chance of token i behind right ones, and over the
     tokens that were tested ``P`` the sum of h and ``R`` the number that were right:
