@@ -135,7 +135,16 @@ def _relay(
     return (
         serve.deployment(serve.ingress()(GatewayServer))
         .options(**options)
-        .bind(decode, prefill, store, section.gateway, token, pd.decode_config.model_id, setup)
+        .bind(
+            decode,
+            prefill,
+            store,
+            section.gateway,
+            token,
+            pd.decode_config.model_id,
+            setup,
+            tenants_of(section.speculation),
+        )
     )
 
 

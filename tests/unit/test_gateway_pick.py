@@ -15,6 +15,7 @@ from headrace.gateway.pick import (
     pick,
 )
 from headrace.router.tokens import TokenPrices
+from headrace_decode.tenants import TenantPolicy, Tenants
 
 
 def replica(name: str, waiting: int = 0, running: int = 0) -> ReplicaInfo:
@@ -153,6 +154,13 @@ def test_one_replica_is_chosen_whatever_it_costs() -> None:
 )
 def test_seeds_and_opt_outs_are_not_drafted_for(request_: dict[str, Any], tokens: int) -> None:
     assert draftable_tokens(request_) == tokens
+
+
+def test_a_tenant_that_is_not_drafted_for_may_be_answered_anywhere() -> None:
+    tenants = Tenants({"*": TenantPolicy(draft=False), "a": TenantPolicy()})
+    assert draftable_tokens({"max_tokens": 9, "cache_salt": "a"}, tenants) == 9
+    assert draftable_tokens({"max_tokens": 9, "cache_salt": "b"}, tenants) == 0
+    assert draftable_tokens({"max_tokens": 9}, tenants) == 0
 
 
 def test_a_replicas_answer_tells_its_prices_or_none() -> None:

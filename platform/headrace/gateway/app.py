@@ -33,6 +33,7 @@ from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.relay import Call, Relay
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
+from headrace_decode.tenants import ALL_ALIKE, Tenants
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -71,6 +72,7 @@ def build_gateway_app(
     internal_token: str,
     model_id: str,
     metrics: GatewayMetrics | None = None,
+    tenants: Tenants = ALL_ALIKE,
 ) -> GatewayApp:
     """The gateway for `backend`'s replicas.
 
@@ -80,12 +82,13 @@ def build_gateway_app(
         internal_token: sent to replicas as `x-headrace-internal`.
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: where to report.
+        tenants: which are drafted for.
 
     Raises:
         ValueError: the file of API keys cannot be used.
     """
     options = GatewayOptions.of(settings)
-    return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics())
+    return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics(), tenants)
 
 
 class GatewayApp:
@@ -98,8 +101,10 @@ class GatewayApp:
         internal_token: str,
         model_id: str,
         metrics: GatewayMetrics,
+        tenants: Tenants,
     ) -> None:
         self.options = options
+        self._tenants = tenants
         self._backend = backend
         self._internal_token = internal_token
         self._metrics = metrics
@@ -248,7 +253,7 @@ class GatewayApp:
             request = limits.parse_object(call.body)
             limits.check_fields(request)
             call.affinity = affinity_key(request)
-            call.draftable_tokens = draftable_tokens(request)
+            call.draftable_tokens = draftable_tokens(request, self._tenants)
             left_s = options.request_timeout_s - (perf_counter() - call.started)
             interrupts.set_deadline(left_s, _TIME_UP)
             interrupts.listen(receive)

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from headrace.gateway import ReplicaInfo, build_gateway_app
 from headrace.gateway.listen import serve_gateway
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
+from headrace_decode.tenants import Tenants
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -142,6 +143,7 @@ class GatewayServer:
         internal_token: str,
         model_id: str,
         setup: Callable[[str], None],
+        tenants: Tenants,
     ):
         setup("gateway")
         self._app = build_gateway_app(
@@ -150,6 +152,7 @@ class GatewayServer:
             internal_token,
             model_id,
             metrics=RayGatewayMetrics(),
+            tenants=tenants,
         )
         self._listener = None
         if settings.port is not None:

@@ -17,6 +17,7 @@ from typing import Any
 from headrace.gateway.backend import ReplicaInfo
 from headrace.router.tokens import affordable
 from headrace_decode.speculation.request import OPT_OUT_KEY, opts_out
+from headrace_decode.tenants import ALL_ALIKE, Tenants
 
 AFFINITY_CHARS = 1024
 TOKENS_MAX = 1 << 20
@@ -76,13 +77,17 @@ def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:
     return hashlib.blake2b(affinity, key=replica_id.encode()[:64], digest_size=8).digest()
 
 
-def draftable_tokens(request: Mapping[str, Any]) -> int:
+def draftable_tokens(request: Mapping[str, Any], tenants: Tenants = ALL_ALIKE) -> int:
     """Most tokens of the answer to a request that may be drafted for; 0 where none is: it opted
-    out, or wants its sample to repeat.
+    out, its tenant is not drafted for, or it wants its sample to repeat.
 
     Args:
         request: as for `affinity_key`.
+        tenants: what they are allowed.
     """
+    salt = request.get("cache_salt") or ""
+    if isinstance(salt, str) and not tenants.of(salt).draft:
+        return 0
     extra = request.get("vllm_xargs")
     opted_out = isinstance(extra, Mapping) and opts_out(extra.get(OPT_OUT_KEY, 1))
     if opted_out or request.get("seed") is not None:
