@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
 from numpy.typing import NDArray
+
+from headrace_decode.speculation.jit import jit
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def can_pay(
     return bool(rate.argmax() > 0)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _merged(
     survival: NDArray[np.float32], lengths: NDArray[np.int32]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

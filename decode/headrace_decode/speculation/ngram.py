@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
+from headrace_decode.speculation.jit import jit
 
 MATCH_MAX = 16
 _PRIOR_SUCCESS, _PRIOR_TRIALS = 2.0, 3.0
@@ -117,7 +117,7 @@ class NgramDrafter:
         self._texts.pop(handle, None)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _longest_match(text: NDArray[np.int32], match_min: int, match_max: int) -> tuple[int, int]:
     """Where the longest earlier occurrence of the text's end goes on, and its length; 0, 0 if there
     is none of `match_min` tokens. Of equals the latest."""

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.budget import best_budget
 from headrace_decode.speculation.draft import DraftBatch, Drafter
+from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.planner import Limits, Load, Planner, Step
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
 from headrace_decode.speculation.tally import Tally
@@ -330,7 +330,7 @@ def kv_room(
     return np.maximum(blocks * block_tokens - num_tokens, 0)
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _gathered(
     token_ids: NDArray[np.integer],
     rows: NDArray[np.int64],
@@ -347,7 +347,7 @@ def _gathered(
     return tokens
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _verdict(
     drafted: NDArray[np.int32],
     survival: NDArray[np.float32],
@@ -386,7 +386,7 @@ def _verdict(
     return offered, accepted, promised
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _usable(
     tokens: NDArray[np.int32], lengths: NDArray[np.int32], vocabulary: int
 ) -> NDArray[np.int32]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.jit import jit
 
 RECENT_TOKENS = 1024.0
 """Memory of the recent acceptance, in tokens put to the test."""
@@ -63,7 +63,7 @@ class Tally:
         }
 
 
-@njit(cache=True, nogil=True)
+@jit
 def _book(
     counts: NDArray[np.int64],
     recent: NDArray[np.float64],

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -89,6 +90,24 @@ def build_gateway_app(
     """
     options = GatewayOptions.of(settings)
     return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics(), tenants)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request in its handler.
+
+    Attributes:
+        path: without the app's root, and without its query.
+        seen: the client's headers.
+        interrupts: what ends the handler early.
+    """
+
+    call: Call
+    path: str
+    receive: Receive
+    send: Send
+    seen: dict[bytes, bytes]
+    interrupts: Interrupts = field(default_factory=Interrupts)
 
 
 class GatewayApp:
@@ -171,41 +190,35 @@ class GatewayApp:
             started=started,
         )
         await self.start()
-        if path in RELAYED_POSTS and method == "POST":
-            await self._guarded(call, path, receive, send, self._completion, seen)
-        elif path == MODELS and method in ("GET", "HEAD"):
-            await self._guarded(call, path, receive, send, self._models, seen)
-        elif path.startswith(MODELS + "/") and method in ("GET", "HEAD"):
-            await self._guarded(call, path, receive, send, self._model, seen)
-        elif path in CHANGES and method == "PUT":
+        handler = self._handler(path, method)
+        if handler in (self._change, self._warm, self._memory):
             call.from_here = _is_loopback(scope.get("client"))
-            await self._guarded(call, path, receive, send, self._change, seen)
-        elif path == WARM and method == "POST":
-            call.from_here = _is_loopback(scope.get("client"))
-            await self._guarded(call, path, receive, send, self._warm, seen)
-        elif path == MEMORY or path.startswith(MEMORY + "/"):
-            call.from_here = _is_loopback(scope.get("client"))
-            await self._guarded(call, path, receive, send, self._memory, seen)
-        else:
-            await self._guarded(call, path, receive, send, self._other, seen)
+        await self._guarded(_Asked(call, path, receive, send, seen), handler)
 
-    async def _guarded(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        handler: Callable[..., Awaitable[None]],
-        seen: dict[bytes, bytes],
-    ) -> None:
+    def _handler(self, path: str, method: str) -> Callable[[_Asked], Awaitable[None]]:
+        if path in RELAYED_POSTS and method == "POST":
+            return self._completion
+        if path == MODELS and method in ("GET", "HEAD"):
+            return self._models
+        if path.startswith(MODELS + "/") and method in ("GET", "HEAD"):
+            return self._model
+        if path in CHANGES and method == "PUT":
+            return self._change
+        if path == WARM and method == "POST":
+            return self._warm
+        if path == MEMORY or path.startswith(MEMORY + "/"):
+            return self._memory
+        return self._other
+
+    async def _guarded(self, asked: _Asked, handler: Callable[[_Asked], Awaitable[None]]) -> None:
         """Run a handler with its key check, its time limit, its error answers and its log line."""
-        interrupts = Interrupts()
+        call, path, interrupts = asked.call, asked.path, asked.interrupts
         span = tracing.start_span(call, path) if self._traced else None
         try:
             try:
                 if path != "/health":
-                    self._keys.check(seen.get(b"authorization"))
-                await handler(call, path, receive, send, seen, interrupts)
+                    self._keys.check(asked.seen.get(b"authorization"))
+                await handler(asked)
             except ClientGone:
                 call.status = call.status or CLIENT_GONE_STATUS
             except asyncio.CancelledError:
@@ -219,36 +232,26 @@ class GatewayApp:
                 else:
                     raise errors.request_timeout(self.options.request_timeout_s) from None
         except ApiError as error:
-            await _refuse(call, error, send)
+            await _refuse(call, error, asked.send)
         except Exception:
             logger.exception("request %s failed in the gateway", call.request_id.decode())
-            await _refuse(call, errors.internal_error(), send)
+            await _refuse(call, errors.internal_error(), asked.send)
         finally:
             interrupts.close()
             self._report(call, path)
             if span is not None:
                 tracing.end_span(span, call)
 
-    async def _completion(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _completion(self, asked: _Asked) -> None:
         """Check a request's body, then relay it."""
-        options = self.options
+        options, call, interrupts = self.options, asked.call, asked.interrupts
         if self._relaying >= options.max_concurrent:
             raise errors.too_many_requests(options.max_concurrent)
         self._relaying += 1
         try:
-            limits.check_content_type(seen.get(b"content-type"))
-            limits.check_length(seen.get(b"content-length"), options.max_body_bytes)
-            interrupts.set_deadline(options.body_timeout_s, _BODY_LATE)
+            self._check_body(asked, options.max_body_bytes)
             began = perf_counter()
-            call.body = await limits.read_body(receive, options.max_body_bytes)
+            call.body = await limits.read_body(asked.receive, options.max_body_bytes)
             call.waited_s = perf_counter() - began
             request = limits.parse_object(call.body)
             limits.check_fields(request)
@@ -256,126 +259,68 @@ class GatewayApp:
             call.draftable_tokens = draftable_tokens(request, self._tenants)
             left_s = options.request_timeout_s - (perf_counter() - call.started)
             interrupts.set_deadline(left_s, _TIME_UP)
-            interrupts.listen(receive)
-            await self._relay(call, send)
+            interrupts.listen(asked.receive)
+            await self._relay(call, asked.send)
         finally:
             self._relaying -= 1
 
-    async def _models(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _models(self, asked: _Asked) -> None:
         """Relay the list of models."""
-        interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
-        interrupts.listen(receive)
-        await self._relay(call, send)
+        self._answer_in_time(asked)
+        await self._relay(asked.call, asked.send)
 
-    async def _model(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _model(self, asked: _Asked) -> None:
         """One model out of the replica's list, as vLLM has no route for it."""
-        interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
-        interrupts.listen(receive)
+        self._answer_in_time(asked)
         assert self._parts is not None
-        call.target = MODELS
-        answer = await self._parts[2].fetch(call)
+        asked.call.target = MODELS
+        answer = await self._parts[2].fetch(asked.call)
         answer.close()
-        body = self._admin.model(answer.body, path[len(MODELS) + 1 :])
-        await _answer(call, send, 200, body, JSON_TYPE)
+        body = self._admin.model(answer.body, asked.path[len(MODELS) + 1 :])
+        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
-    async def _change(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _change(self, asked: _Asked) -> None:
         """Change how the app works; only from this machine, as it concerns every tenant."""
-        if not call.from_here:
-            raise errors.only_from_here(path)
-        limits.check_content_type(seen.get(b"content-type"))
-        interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
-        wanted = limits.parse_object(await limits.read_body(receive, MAX_CHANGE_BODY_BYTES))
-        if path == ROUTER:
+        if not asked.call.from_here:
+            raise errors.only_from_here(asked.path)
+        wanted = await self._json(asked, MAX_CHANGE_BODY_BYTES)
+        if asked.path == ROUTER:
             body = await self._admin.set_policy(wanted)
         else:
             body = await self._admin.set_speculation(wanted)
-        await _answer(call, send, 200, body, JSON_TYPE)
+        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
-    async def _warm(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _warm(self, asked: _Asked) -> None:
         """Make prompts' KV now."""
-        limits.check_content_type(seen.get(b"content-type"))
-        limits.check_length(seen.get(b"content-length"), self.options.max_body_bytes)
-        interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
-        wanted = limits.parse_object(await limits.read_body(receive, self.options.max_body_bytes))
-        interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
-        interrupts.listen(receive)
-        body = await self._admin.warm(wanted, may_pin=call.from_here)
-        await _answer(call, send, 200, body, JSON_TYPE)
+        wanted = await self._json(asked, self.options.max_body_bytes)
+        self._answer_in_time(asked)
+        body = await self._admin.warm(wanted, may_pin=asked.call.from_here)
+        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
-    async def _memory(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _memory(self, asked: _Asked) -> None:
         """Corpora of the drafting memories; only from this machine, as it concerns every tenant."""
+        call, limit_s = asked.call, self.options.request_timeout_s
         if not call.from_here:
-            raise errors.only_from_here(path)
-        corpus = path[len(MEMORY) + 1 :]
+            raise errors.only_from_here(asked.path)
+        corpus = asked.path[len(MEMORY) + 1 :]
         allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
         if call.method not in allowed:
             raise errors.method_not_allowed(call.method, allowed)
-        wanted: Mapping[str, Any] = {}
         if call.method == "PUT":
-            limits.check_content_type(seen.get(b"content-type"))
-            limits.check_length(seen.get(b"content-length"), self.options.max_body_bytes)
-            interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
-            body = await limits.read_body(receive, self.options.max_body_bytes)
-            wanted = limits.parse_object(body)
-        interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
-        if call.method == "PUT":
+            wanted = await self._json(asked, self.options.max_body_bytes)
+            asked.interrupts.set_deadline(limit_s, _TIME_UP)
             answer = await self._corpora.load(corpus, wanted)
         elif call.method == "DELETE":
+            asked.interrupts.set_deadline(limit_s, _TIME_UP)
             answer = await self._corpora.drop(corpus, tenant_of(call.target))
         else:
+            asked.interrupts.set_deadline(limit_s, _TIME_UP)
             answer = await self._corpora.listing()
-        await _answer(call, send, 200, msgspec.json.encode(answer), JSON_TYPE)
+        await _answer(call, asked.send, 200, msgspec.json.encode(answer), JSON_TYPE)
 
-    async def _other(
-        self,
-        call: Call,
-        path: str,
-        receive: Receive,
-        send: Send,
-        seen: dict[bytes, bytes],
-        interrupts: Interrupts,
-    ) -> None:
+    async def _other(self, asked: _Asked) -> None:
         """The gateway's own documents, and what does not exist."""
+        call, path = asked.call, asked.path
         if path in RELAYED_POSTS:
             raise errors.method_not_allowed(call.method, ["POST"])
         if path in CHANGES:
@@ -390,7 +335,23 @@ class GatewayApp:
             raise errors.method_not_allowed(call.method, ["GET", "HEAD"])
         assert self._parts is not None
         status, body, content_type = await self._admin.answer(document, self._parts[0])
-        await _answer(call, send, status, body, (b"content-type", content_type))
+        await _answer(call, asked.send, status, body, (b"content-type", content_type))
+
+    def _check_body(self, asked: _Asked, most_bytes: int) -> None:
+        """Refuse a body of another type or size; from here on it has to come in time."""
+        limits.check_content_type(asked.seen.get(b"content-type"))
+        limits.check_length(asked.seen.get(b"content-length"), most_bytes)
+        asked.interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
+
+    async def _json(self, asked: _Asked, most_bytes: int) -> Mapping[str, Any]:
+        """The request's body, an object."""
+        self._check_body(asked, most_bytes)
+        return limits.parse_object(await limits.read_body(asked.receive, most_bytes))
+
+    def _answer_in_time(self, asked: _Asked) -> None:
+        """From here on the answer has to come in time, and the client to stay."""
+        asked.interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
+        asked.interrupts.listen(asked.receive)
 
     async def _relay(self, call: Call, send: Send) -> None:
         assert self._parts is not None
