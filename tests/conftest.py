@@ -1,13 +1,30 @@
-"""The app that end-to-end tests share: started once, at the first test that asks for it."""
+"""The app that end-to-end tests share: started once, at the first test that asks for it; and what
+holds for all tests."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.app import App, Session
+
+ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure() -> None:
+    """Forget compiled code that is older than a source.
+
+    numba keeps a function's code until that function's own file changes, with all that was
+    compiled into it from other files.
+    """
+    for package in ("decode", "kvstore"):
+        newest_s = max(path.stat().st_mtime for path in (ROOT / package).rglob("*.py"))
+        for kept in (ROOT / package).rglob("*.nb[ci]"):
+            if kept.stat().st_mtime < newest_s:
+                kept.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
