@@ -1,4 +1,5 @@
-"""The order of the end-to-end tests: the plain engine before the app, faults and the end last."""
+"""The order of the end-to-end tests: an app that drafts; the plain engine before the shared app;
+faults and the end last."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tests.support.app import MODEL, App
 
 HERE = Path(__file__).parent
 ORDER = (
+    "test_drafting",
     "test_exactness",
     "test_openai_client",
     "test_operator",

@@ -1,0 +1,203 @@
+"""An app that drafts answers as one that does not, over either way, and obeys its operator.
+
+An app of its own, that is up before the shared one is: whether drafting pays is the planner's
+matter, so here every draft there is is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.app import MODEL, App, Session, until
+from tests.support.prompts import TEXT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+DRAFT_TOKENS = 8
+ANSWER_TOKENS = 40
+UNDRAFTED: dict[str, Any] = {"vllm_xargs": {"headrace_draft": 0}}
+PROMPTS = [f"{TEXT[start : start + 900]}\nThe same text again: " for start in (0, 40, 80, 120)]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    session = Session()
+    yield session
+    session.clean()
+
+
+@pytest.fixture(scope="module")
+def app(session: Session) -> App:
+    return session.start(
+        {
+            "speculation.enabled": "true",
+            "speculation.mode": f"static:{DRAFT_TOKENS}",
+            "speculation.draft_tokens": str(DRAFT_TOKENS),
+            "speculation.tenants": "{quiet: {draft: false}}",
+        }
+    )
+
+
+@pytest.fixture
+def client(app: App) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        yield client
+
+
+def answer(client: openai.OpenAI, prompt: str, salt: str, **extra: Any) -> list[int]:
+    """A greedy answer's token ids."""
+    made = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        temperature=0,
+        max_tokens=ANSWER_TOKENS,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt, **extra},
+    )
+    return list(made.choices[0].token_ids)  # type: ignore[attr-defined]
+
+
+def accepted(app: App) -> int:
+    """Draft tokens that the engine accepted so far."""
+    counts = app.replica("decode")["speculation"]["counts"]
+    return int(counts.get("accepted_tokens", 0))
+
+
+def hear_of(app: App, more_than: int) -> None:
+    """Reports come once a second."""
+    until(lambda: accepted(app) > more_than, 10.0, "accepted drafts", lambda: accepted(app))
+
+
+@pytest.mark.parametrize("way", ["local", "remote"])
+def test_answers_are_those_of_an_app_that_does_not_draft(
+    app: App, client: openai.OpenAI, way: str
+) -> None:
+    before, salt = accepted(app), uuid.uuid4().hex
+    with app.policy(way), ThreadPoolExecutor(len(PROMPTS)) as pool:
+
+        def all_of(**extra: Any) -> list[list[int]]:
+            return list(pool.map(lambda prompt: answer(client, prompt, salt, **extra), PROMPTS))
+
+        plain = all_of(**UNDRAFTED)
+        assert all_of() == plain  # drafted from the prompt and the answer so far
+        hear_of(app, before)
+        assert all_of() == plain  # and from the answer that was kept
+
+
+def test_streams_choices_and_schemas_go_with_drafts(app: App, client: openai.OpenAI) -> None:
+    before, ask = accepted(app), [{"role": "user", "content": "Name a colour and a number."}]
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "number": {"enum": [1, 2]}},
+        "required": ["colour", "number"],
+        "additionalProperties": False,
+    }
+    kind: Any = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+    for _ in range(3):
+        made = client.chat.completions.create(
+            model=MODEL,
+            messages=ask,  # type: ignore[arg-type]
+            temperature=0,
+            n=2,
+            max_tokens=40,
+            response_format=kind,
+        )
+        for choice in made.choices:
+            told = json.loads(choice.message.content or "")
+            assert told["colour"] in ("red", "blue") and told["number"] in (1, 2)
+    pieces = client.completions.create(
+        model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=ANSWER_TOKENS, stream=True
+    )
+    streamed = "".join(piece.choices[0].text for piece in pieces if piece.choices)
+    whole = client.completions.create(
+        model=MODEL,
+        prompt=PROMPTS[0],
+        temperature=0,
+        max_tokens=ANSWER_TOKENS,
+        extra_body=UNDRAFTED,
+    )
+    assert streamed == whole.choices[0].text
+    hear_of(app, before)
+
+
+def test_who_is_not_to_be_drafted_for_is_not(app: App, client: openai.OpenAI) -> None:
+    def drafted() -> int:
+        counts = app.replica("decode")["speculation"]["counts"]
+        return int(counts.get("drafted_tokens", 0))
+
+    def steps() -> int:
+        return int(app.replica("decode")["speculation"]["counts"]["steps"])
+
+    before, at = drafted(), steps()
+    for _ in range(2):
+        answer(client, PROMPTS[0], "quiet")
+        answer(client, PROMPTS[0], "loud", **UNDRAFTED)
+    until(lambda: steps() > at, 10.0, "a report of these steps")
+    assert drafted() == before
+
+
+def test_the_kill_switch_holds_for_as_long_as_it_is_told_to(
+    app: App, client: openai.OpenAI
+) -> None:
+    def mode() -> str:
+        return str(app.replica("decode")["speculation"]["mode"])
+
+    order = {"mode": "off", "for_s": 4}
+    assert app.client.put("/headrace/v1/speculation", json=order).status_code == 200
+    until(lambda: mode() == "off", 3.5, "drafting off", mode)
+    answer(client, PROMPTS[1], "any")
+    until(lambda: mode() == "static", 15.0, "drafting on again", mode)
+
+
+def test_an_operator_loads_lists_and_drops_a_corpus(
+    session: Session, app: App, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    def memory(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace.cli", "memory", *arguments, "--name", session.name],
+            env=session.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    salt, before = uuid.uuid4().hex, accepted(app)
+    plain = client.completions.create(
+        model=MODEL,
+        prompt="The river",
+        temperature=0,
+        max_tokens=ANSWER_TOKENS,
+        extra_body={"ignore_eos": True, "cache_salt": salt, **UNDRAFTED},
+    )
+    (tmp_path / "river.txt").write_text("The river" + plain.choices[0].text)
+    memory("load", str(tmp_path / "river.txt"), "--corpus", "rivers", "--tenant", salt)
+    assert "rivers" in memory("list")
+    answer(client, "The river", salt)
+    hear_of(app, before)
+    memory("drop", "rivers", "--tenant", salt)
+    assert "rivers" not in memory("list")
+
+
+def test_metrics_tell_of_drafting(app: App) -> None:
+    def told() -> bool:
+        text = app.client.get("/metrics").text
+        return "ray_headrace_speculation_accepted_tokens" in text
+
+    until(told, 30.0, "drafting in the metrics")
+
+
+def test_it_ends_and_leaves_nothing(session: Session) -> None:
+    assert session.stop() == []
