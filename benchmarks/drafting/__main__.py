@@ -5,8 +5,8 @@ suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`co
 traces of one tenant's texts in another's drafts (`isolation`), and has replicas share what they
 learn (`share`); the figures of these three are told there.
 
-- ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with no
-  more drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came to as many
+- ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with as
+  many drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came
 - ``C.accepted_per_query_vs_ngram``: the same against vLLM's prompt look-up
 - ``C.without_X``: our accepted tokens per query without X, over those with it, at Arctic's drafted
   tokens: ``failures`` (failure memory), ``calibration`` (rates stay at their priors), ``sharing``

@@ -16,6 +16,8 @@ from benchmarks.drafting.corpora import Exchange
 
 MOST = 24
 """Tokens in a draft: vLLM's default for suffix decoding."""
+EQUAL = 0.005
+"""By what share drafted tokens may differ and still count as equally many."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def replay(arm: Arm, exchanges: list[Exchange]) -> Outcome:
 def at_equal_drafts(
     make: Callable[[float], Ours], exchanges: list[Exchange], drafted: int, rounds: int = 12
 ) -> tuple[Outcome, Ours, float]:
-    """Replay with the floor at which no more than `drafted` tokens are drafted, by bisection.
+    """Replay with the floor at which `drafted` tokens are drafted, give or take `EQUAL`, found by
+    bisection; where the rounds find none, with the one at which the next fewer are.
 
     Returns:
         The outcome, its arm, and the floor.
@@ -70,11 +73,11 @@ def at_equal_drafts(
         floor = (low + high) / 2
         arm = make(floor)
         outcome = replay(arm, exchanges)
+        if abs(outcome.drafted - drafted) <= EQUAL * drafted:
+            return outcome, arm, floor
         if outcome.drafted > drafted:
             low = floor
         else:
             high, best = floor, (outcome, arm, floor)
-            if outcome.drafted >= 0.995 * drafted:
-                break
     assert best is not None, "a floor near 1 drafts next to nothing"
     return best

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from benchmarks.drafting import isolation
 from benchmarks.drafting.arms import Ours
 from benchmarks.drafting.corpora import Exchange
-from benchmarks.drafting.replay import MOST, Outcome, at_equal_drafts, replay
+from benchmarks.drafting.replay import EQUAL, MOST, Outcome, at_equal_drafts, replay
 
 
 class Oracle:
@@ -67,11 +67,11 @@ def test_an_answer_is_in_the_memory_of_those_behind_it() -> None:
     assert twice.accepted > 40
 
 
-def test_at_equal_drafts_no_more_is_drafted_than_allowed() -> None:
+def test_at_equal_drafts_about_as_much_is_drafted_as_asked_for() -> None:
     exchanges = [exchange(60)] * 8
     most = replay(Ours(0.02), exchanges).drafted
     outcome, arm, floor = at_equal_drafts(Ours, exchanges, most // 2)
-    assert 0 < outcome.drafted <= most // 2
+    assert 0 < outcome.drafted <= (1 + EQUAL) * (most // 2)
     assert arm.memory.settings.floor == floor
 
 
