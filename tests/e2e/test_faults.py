@@ -192,7 +192,11 @@ def test_decode_dies_under_load(app: App) -> None:
         long.pause()
         assert_end(orphans)
         wait_for_new(app, "decode", pid)
-        time.sleep(2)
+        until(
+            lambda: any(answer.began_s > killed_at for answer in short.answers),
+            60,
+            "requests that are sent after the kill are answered",
+        )
     answers = [*long.stop(), *short.stop()]
     assert_only_streams_were_lost(answers, killed_at)
     for answer in failures(answers):
