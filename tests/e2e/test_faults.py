@@ -181,6 +181,8 @@ def assert_only_streams_were_lost(answers: list[Answer], killed_at: float) -> No
 
 
 def test_decode_dies_under_load(app: App) -> None:
+    for prompt in PROMPTS:  # once computed, they soon begin to answer
+        app.complete(prompt, max_tokens=1)
     pid = int(app.replica("decode")["pid"])
     with (
         Load(app.url, PROMPTS, clients=4, max_tokens=400) as long,
