@@ -9,12 +9,18 @@ by
 - what is known of this token here from earlier drafts (`failures`),
 - position in the draft.
 
-    rate(cell) = (accepted + S rate(parent)) / (tried + S)
+    rate(cell) = (accepted + S q) / (tried + S)          S = STRENGTH
 
-with S = STRENGTH and the cell's parents, one by one, without position, then without what is
-known, then without agreement, then a prior that grows with the match: so a cell that was rarely
-tried says what its parent does. All counts fade by FADE every REFRESH drafts, so that the memory
-follows a workload that changes.
+so a cell that was rarely tried says what `q` does. That begins as a prior whose odds are a product
+of one factor for each of match, agreement, known and position; then groups of cells, from wide to
+narrow (`GROUPS`), move the odds of all their cells together by one Newton step of the logistic
+regression of what came on what q said, shrunk by as much information as GROUP_STRENGTH tokens
+at an even chance of four to one hold:
+
+    odds(q) *= exp(sum(accepted - tried q) / (sum(tried q (1 - q)) + 0.2 GROUP_STRENGTH))
+
+Rates are computed anew after 16, 32, 64, ... drafts, from then on every REFRESH; all counts fade by
+FADE every REFRESH drafts, so that the memory follows a workload that changes.
 
 A draft's survival is the running product of its cells' rates.
 """
@@ -39,12 +45,24 @@ AGREEMENTS = 3 + len(SHARE_FROM)
 """Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
 KNOWN = 5
 """Nothing; more often accepted; both, not so; refused once; refused more often."""
-STRENGTH = 8.0
+STRENGTH, GROUP_STRENGTH = 12.0, 32.0
 FADE = 0.98
-REFRESH = 256
+FIRST_REFRESH, REFRESH = 16, 256
 
 MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
 _PRIOR = (0.30, 0.45, 0.55, 0.62, 0.70, 0.78, 0.84, 0.90, 0.95)
+"""By match; of the weights in the vote."""
+_BASE = 0.39
+_BY_MATCH = (-1.02, -0.88, -0.44, -0.38, 0.25, 0.25, 0.35, 0.55, 1.32)
+_BY_AGREEMENT = (0.51, 1.47, 2.52, 0.31, -0.49, -0.89, -1.57, -1.85)
+_BY_KNOWN = (0.33, 1.41, 0.09, -0.36, -1.47)
+_BY_POSITION = (-0.47, -0.36, -0.22, 0.08, 0.38, -0.11, 0.17, 0.54)
+"""Log-odds of the prior, as `python -m benchmarks.drafting --part prior` fits them."""
+GROUPS = ((2, 3, 4), (2, 3), (3, 4), (4,))
+"""What lies along these dimensions of the cells moves together: all of a source and match; of a
+position too; of an agreement; of what is known as well."""
+_MOST = 2.0
+"""What a group may move log-odds by."""
 
 
 def _buckets(starts: tuple[int, ...], size: int) -> NDArray[np.int32]:
@@ -71,17 +89,20 @@ class Calibration:
         self.learn = learn
         self.rates = np.zeros(len(self.counts), np.float32)
         self.weights = np.zeros((SOURCES, MATCHES), np.float32)
-        self._drafts = 0
+        self._drafts, self._due = 0, FIRST_REFRESH
         self._update()
 
     def learned(self, drafts: int) -> None:
         """So many drafts were counted into `counts`."""
         self._drafts += drafts
-        if self._drafts >= REFRESH:
-            self._drafts %= REFRESH
-            if self.learn:
-                self._update()
-                self.counts *= FADE
+        if self._drafts < self._due:
+            return
+        fades = self._drafts >= REFRESH
+        self._drafts -= REFRESH * fades
+        self._due = min(2 * self._due, REFRESH)
+        if self.learn:
+            self._update()
+            self.counts *= FADE if fades else 1.0
 
     def restore(self, counts: NDArray[np.float64]) -> None:
         """Take over another's counts of the same shape."""
@@ -91,13 +112,29 @@ class Calibration:
 
     def _update(self) -> None:
         counts = self.counts.reshape(*self.shape, 2)
-        prior = np.broadcast_to(_PRIOR, (SOURCES, MATCHES))
-        by_match = _shrunk(counts.sum(axis=(2, 3, 4)), prior)
-        by_agreement = _shrunk(counts.sum(axis=(3, 4)), by_match[:, :, None])
-        by_known = _shrunk(counts.sum(axis=4), by_agreement[..., None])
-        rates = _shrunk(counts, by_known[..., None])
-        self.rates[:] = rates.ravel()
+        rates = np.broadcast_to(_prior(), self.shape)
+        for group in GROUPS:
+            rates = _moved(counts, rates, group)
+        self.rates[:] = _shrunk(counts, rates).ravel()
+        by_match = _shrunk(counts.sum(axis=(2, 3, 4)), np.broadcast_to(_PRIOR, (SOURCES, MATCHES)))
         self.weights[:] = by_match / (1.0 - by_match + 1e-3)
+
+
+def _prior() -> NDArray[np.float64]:
+    """Rates before anything was counted, float64 [matches, agreements, known, positions]."""
+    effects = np.ix_(_BY_MATCH, _BY_AGREEMENT, _BY_KNOWN, _BY_POSITION)
+    return np.asarray(1.0 / (1.0 + np.exp(-_BASE - sum(effects))))
+
+
+def _moved(
+    counts: NDArray[np.float64], rates: NDArray[np.float64], group: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """Rates whose odds were moved towards what came, alike for all cells of a group."""
+    tried, accepted = counts[..., 0], counts[..., 1]
+    surprise = (accepted - tried * rates).sum(axis=group, keepdims=True)
+    known = (tried * rates * (1.0 - rates)).sum(axis=group, keepdims=True)
+    move = np.clip(surprise / (known + 0.2 * GROUP_STRENGTH), -_MOST, _MOST)
+    return np.asarray(rates / (rates + (1.0 - rates) * np.exp(-move)))
 
 
 def _shrunk(counts: NDArray[np.float64], parent: NDArray[np.float64]) -> NDArray[np.float64]:
