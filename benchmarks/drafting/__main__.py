@@ -3,7 +3,8 @@
 Replays code, agents' function calls and prose (`corpora`) through the memory, Arctic Inference's
 suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), looks for
 traces of one tenant's texts in another's drafts (`isolation`), and has replicas share what they
-learn (`share`); the figures of these three are told there.
+learn (`share`); the figures of these three are told there. `prior` fits what the calibration
+begins with.
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with as
   many drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.drafting import corpora, costs, isolation, share
+from benchmarks.drafting import corpora, costs, isolation, prior, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
 from headrace_decode.speculation.draft import Source
@@ -122,7 +123,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path(TOKENIZER).expanduser())
     parser.add_argument("--only", choices=sorted(EXCHANGES), help="one corpus")
     parser.add_argument(
-        "--part", choices=PARTS, help="one part alone; ablations include the replay"
+        "--part",
+        choices=[*PARTS, "prior"],
+        help="one part alone; ablations include the replay; prior is no part of the whole",
     )
     args = parser.parse_args()
     start, encode = time.perf_counter(), corpora.tokenizer(args.tokenizer)
@@ -134,6 +137,8 @@ def main() -> None:
         figures |= costs.measure(corpora.library(encode, costs.KEPT_TOKENS))
     if "isolation" in parts:
         figures |= isolation.measure(loaded[names[0]])
+    if "prior" in parts:
+        figures |= prior.fit(loaded)
     if "share" in parts:
         figures |= share.measure(loaded[names[0]])
     arms = {}

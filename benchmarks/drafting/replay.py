@@ -63,12 +63,13 @@ def at_equal_drafts(
     make: Callable[[float], Ours], exchanges: list[Exchange], drafted: int, rounds: int = 12
 ) -> tuple[Outcome, Ours, float]:
     """Replay with the floor at which `drafted` tokens are drafted, give or take `EQUAL`, found by
-    bisection; where the rounds find none, with the one at which the next fewer are.
+    bisection. Where a floor's smallest step makes more difference than that, the outcome is the mix
+    of those on both sides of it that drafts as many.
 
     Returns:
-        The outcome, its arm, and the floor.
+        The outcome, the arm that drafts no more, and its floor.
     """
-    low, high, best = 0.0, 1.0, None
+    low, high, under, over = 0.0, 1.0, None, None
     for _ in range(rounds):
         floor = (low + high) / 2
         arm = make(floor)
@@ -76,8 +77,17 @@ def at_equal_drafts(
         if abs(outcome.drafted - drafted) <= EQUAL * drafted:
             return outcome, arm, floor
         if outcome.drafted > drafted:
-            low = floor
+            low, over = floor, outcome
         else:
-            high, best = floor, (outcome, arm, floor)
-    assert best is not None, "a floor near 1 drafts next to nothing"
-    return best
+            high, under = floor, (outcome, arm, floor)
+    assert under is not None, "a floor near 1 drafts next to nothing"
+    return under if over is None else (_mixed(under[0], over, drafted), *under[1:])
+
+
+def _mixed(under: Outcome, over: Outcome, drafted: int) -> Outcome:
+    share = (drafted - under.drafted) / (over.drafted - under.drafted)
+
+    def mix(few: int, many: int) -> int:
+        return round(few + share * (many - few))
+
+    return Outcome(mix(under.queries, over.queries), drafted, mix(under.accepted, over.accepted))

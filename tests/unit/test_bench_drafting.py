@@ -75,6 +75,19 @@ def test_at_equal_drafts_about_as_much_is_drafted_as_asked_for() -> None:
     assert arm.memory.settings.floor == floor
 
 
+def test_between_two_floors_the_outcome_is_their_mix() -> None:
+    exchanges = [exchange(60)] * 3
+    sparse, dense = (replay(Ours(floor), exchanges) for floor in (0.999, 0.0))
+    wanted = (sparse.drafted + dense.drafted) // 2
+
+    def make(floor: float) -> Ours:
+        return Ours(0.0 if floor < 0.3 else 0.999)
+
+    outcome, _, floor = at_equal_drafts(make, exchanges, wanted)
+    assert outcome.drafted == wanted and floor >= 0.3
+    assert sparse.accepted <= outcome.accepted <= dense.accepted
+
+
 def test_isolation_finds_the_owners_drafts_and_no_others_changed() -> None:
     each = [np.arange(1000 * at, 1000 * at + 48, dtype=np.int32) for at in range(12)]
     figures = isolation.measure([Exchange(text[:5], text) for text in each], trials=2)
