@@ -204,6 +204,14 @@ def test_some_steps_go_without_drafts_at_random_and_few_once_their_cost_is_known
     assert 0.005 < 1 - looks.count("verify") / len(looks) < 0.05
 
 
+def test_the_more_drafting_saves_the_fewer_steps_go_without() -> None:
+    planner = Planner(times=learned(), seed=3)
+    ledger = planner.ledger(4)
+    assert drafted(ledger, 3.0, 400) == 400
+    looks = [planner.looks(Load(4), Limits(), 64) for _ in range(2000)]
+    assert 0 < 1 - looks.count("verify") / len(looks) < 1 / 64 / 3
+
+
 # Whether drafting pays
 
 

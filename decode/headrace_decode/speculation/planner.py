@@ -22,7 +22,8 @@ from headrace_decode.speculation.steptime import StepTime
 
 CONTROL_SHARE = 1 / 64
 """Of the steps, those without drafts at random, once their cost is known: what they lose bounds the
-price of knowing that drafting pays."""
+price of knowing that drafting pays. They lose what drafting saves, so the more that is (seconds per
+second, above a half), the rarer they are."""
 LOOK_EVERY = 16
 """Where no draft could pay, or drafting is off, drafts are looked at (and compared with what comes,
 not verified) this often, so that a change for the better is seen."""
@@ -258,6 +259,7 @@ class Planner:
         if not self._controls:
             return False
         share = max(CONTROL_SHARE, 1.0 / (2.0 + ledger.controls.weight) ** 2)
+        share /= max(1.0, 2.0 * ledger.gain)
         control = self._random.random() < share
         self.counts["control_steps"] += control
         return control

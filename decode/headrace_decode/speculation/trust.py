@@ -42,11 +42,12 @@ class Trust:
     With ``h_i = s_i / s_(i-1)`` the promised chance of token i behind right ones, and over the
     tokens that were tested ``P`` the sum of h and ``R`` the number that were right:
 
-        rho_all = min(MOST, (R + 4) / (P + 4))               memory: 64 promised tokens
+        rho_all = min(1, (R + 4) / (P + 4))               memory: 64 promised tokens
         rho     = min(MOST, (R_own + 3 rho_all) / (P_own + 3))        memory: 16, this request's
 
     Every h is multiplied by it, but not beyond `SUREST`. A request that keeps more than was
-    promised is drafted for further: where tokens are cheap, most is lost by stopping early.
+    promised is drafted for further: where tokens are cheap, most is lost by stopping early. One
+    that is not known yet is believed no more than it promises.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Trust:
     @property
     def overall(self) -> float:
         """Of a request that is not known yet."""
-        return min(MOST, (self._all.right + _DOUBT_ALL) / (self._all.promised + _DOUBT_ALL))
+        return min(1.0, (self._all.right + _DOUBT_ALL) / (self._all.promised + _DOUBT_ALL))
 
     def learn(self, own: Kept, promised: float, right: float) -> None:
         """A draft of a request was tested."""
