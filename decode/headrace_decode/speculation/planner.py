@@ -277,7 +277,11 @@ class Planner:
 
     def _seconds(self, load: Load, room: int) -> NDArray[np.float64]:
         base = load.rows + load.prefill_tokens
-        return self.times.seconds(base + np.arange(room + 1), load.context_tokens)
+        seconds = self.times.seconds(base + np.arange(room + 1), load.context_tokens)
+        # Verifying anything costs more than its tokens: what steps without took is kept apart.
+        without = self.ledger(load.rows).controls.shrunk * seconds[0]
+        seconds[0] = min(without, seconds[min(room, 1)])
+        return seconds
 
     def _static(self, load: Load, limits: Limits, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         take = np.minimum(lengths, self.mode.tokens)
