@@ -168,7 +168,7 @@ def test_a_mode_that_there_is_not_is_refused(text: str) -> None:
 
 
 def test_what_steps_without_drafts_really_took_is_what_drafts_are_compared_with() -> None:
-    """Verifying anything makes a step longer, and the curve takes that for the price of its rows."""
+    """Verifying makes a step longer, and the curve takes that for the price of its rows."""
     planner = Planner(times=learned(), controls=False)
     likely = drafts(*[[0.6]] * 16)
     assert take(planner, likely) == [1] * 16
