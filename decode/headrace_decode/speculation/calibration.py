@@ -40,7 +40,8 @@ SOURCES = len(Source)
 MATCH_FROM = (1, 2, 3, 4, 6, 9, 13, 20, 32)
 """Smallest match length, in tokens, of each bucket."""
 POSITION_FROM = (0, 1, 2, 3, 5, 8, 12, 20)
-SHARE_FROM = (0.75, 0.5, 0.35, 0.2, 0.0)
+SHARE_FROM = (0.745, 0.495, 0.345, 0.195, 0.0)
+"""Below round shares: of two candidates that differ in age alone, each has half."""
 AGREEMENTS = 3 + len(SHARE_FROM)
 """Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
 KNOWN = 5
