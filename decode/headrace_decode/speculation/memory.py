@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.anonymity import SharedWindows
 from headrace_decode.speculation.calibration import SOURCES, Calibration
 from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
+from headrace_decode.speculation.interner import Interner
 from headrace_decode.speculation.layout import CAPACITY, HEAD, NONE, TAIL
 from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
 from headrace_decode.speculation.step import (
@@ -117,28 +118,6 @@ class Origin:
     keys: NDArray[np.int64]
     header_rows: NDArray[np.int32]
     generations: NDArray[np.int64]
-
-
-class Interner:
-    """Small numbers for names; 0 stands for none."""
-
-    def __init__(self) -> None:
-        self.names: list[Hashable] = [None]
-        self._numbers: dict[Hashable, int] = {}
-
-    def number(self, name: Hashable) -> int:
-        """The name's number, new if need be; 0 when all 65535 are taken."""
-        number = self._numbers.get(name)
-        if number is None:
-            if len(self.names) == 2**16:
-                return 0
-            number = self._numbers[name] = len(self.names)
-            self.names.append(name)
-        return number
-
-    def find(self, name: Hashable) -> int:
-        """The name's number, or 0."""
-        return self._numbers.get(name, 0)
 
 
 class Memory:
