@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,50 +98,12 @@ def test_requests_extra_arguments_and_additional_configuration_reach_us() -> Non
     assert_fields("vllm.config:VllmConfig", SETTINGS, "additional_config", "compilation_config")
 
 
-def sampled(sampler: Any, rounds: int) -> tuple[list[int], Counter[int], Counter[int]]:
-    """Rows: greedy with a draft, sampled at temperature 0.5 with a draft, top_k 2 with a draft, and
-    sampled without one. First tokens of the greedy row, and of the second and third."""
-    import torch
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    rows, vocabulary = 4, 5
-    one = torch.tensor(LOGITS).repeat(2 * rows - 1, 1)
-    greedy, hot, cut = [], Counter[int](), Counter[int]()
-    none = torch.zeros(rows)
-    sampling = SamplingMetadata(
-        temperature=torch.tensor([0.0, 0.5, 1.0, 1.0]),
-        all_greedy=False,
-        all_random=False,
-        top_p=None,
-        top_k=torch.tensor([vocabulary, vocabulary, 2, vocabulary], dtype=torch.int32),
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=none,
-        presence_penalties=none,
-        repetition_penalties=none,
-        output_token_ids=[[] for _ in range(rows)],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-    for _ in range(rounds):
-        drafts = SpecDecodeMetadata.make_dummy([[1], [1], [1], []], torch.device("cpu"))
-        ids = sampler(drafts, None, one.clone(), sampling).sampled_token_ids
-        greedy.append(int(ids[0, 0]))
-        hot[int(ids[1, 0])] += 1
-        cut[int(ids[2, 0])] += 1
-    return greedy, hot, cut
-
-
 LOGITS = [2.0, 1.5, 1.0, 0.5, 0.0]
 
 
-def test_on_cpus_drafted_requests_are_sampled_as_they_asked() -> None:
-    """The token in a draft's place has the distribution that the request asked for."""
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """vLLM's kernels for CPUs in place of Triton's, and nothing compiled."""
     import torch
     from vllm.platforms import current_platform
 
@@ -148,23 +111,135 @@ def test_on_cpus_drafted_requests_are_sampled_as_they_asked() -> None:
         pytest.skip("vLLM's own sampler is right on other platforms")
     runner = importlib.import_module("vllm.v1.worker.cpu_model_runner")
     runner.CPUModelRunner._postprocess_triton(None)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def sampling(temperature: list[float], **changed: Any) -> Any:
+    """vLLM's sampling metadata of a row for each temperature."""
+    import torch
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    rows, greedy = len(temperature), not any(temperature)
+    none = torch.zeros(rows)
+    fields: dict[str, Any] = {
+        "temperature": None if greedy else torch.tensor(temperature),
+        "all_greedy": greedy,
+        "all_random": all(temperature),
+        "top_p": None,
+        "top_k": None,
+        "generators": {},
+        "max_num_logprobs": None,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "frequency_penalties": none,
+        "presence_penalties": none,
+        "repetition_penalties": none,
+        "output_token_ids": [[] for _ in range(rows)],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SamplingMetadata(**(fields | changed))
+
+
+def drafted(tokens: list[list[int]]) -> Any:
+    """A batch with these drafts; each row's logits follow one another, its bonus token's last."""
+    import torch
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    metadata = SpecDecodeMetadata.make_dummy(tokens, torch.device("cpu"))
+    ends = metadata.cu_num_sampled_tokens.long()
+    metadata.bonus_logits_indices = ends - 1
+    others = torch.ones(int(ends[-1]), dtype=torch.bool)
+    others[ends - 1] = False
+    metadata.target_logits_indices = others.nonzero().flatten()
+    return metadata
+
+
+def cpu_sampler() -> Any:
     from vllm.v1.sample.sampler import Sampler
 
     from headrace_decode.speculation._vllm_cpu import CpuRejectionSampler
 
+    return CpuRejectionSampler(Sampler())
+
+
+@pytest.mark.usefixtures("eager")
+def test_on_cpus_drafted_requests_are_sampled_as_they_asked() -> None:
+    """The token in a draft's place has the distribution that the request asked for.
+
+    Rows: greedy with a draft, sampled at temperature 0.5 with a draft, top_k 2 with a draft, and
+    sampled without one."""
+    import torch
+
     torch.manual_seed(0)
-    rounds = 1500
-    with torch.compiler.set_stance("force_eager"):
-        greedy, hot, cut = sampled(CpuRejectionSampler(Sampler()), rounds)
+    rounds, sampler = 1500, cpu_sampler()
+    top_k = torch.tensor([5, 5, 2, 5], dtype=torch.int32)
+    asked = sampling([0.0, 0.5, 1.0, 1.0], top_k=top_k)
+    greedy, hot, cut, free = (Counter[int]() for _ in range(4))
+    for _ in range(rounds):
+        logits = torch.tensor(LOGITS).repeat(7, 1)
+        ids = sampler(drafted([[1], [1], [1], []]), None, logits, asked).sampled_token_ids
+        for count, first in zip((greedy, hot, cut, free), ids[:, 0].tolist(), strict=True):
+            count[first] += 1
+        assert ids[3, 1] == -1
     assert set(greedy) == {0}
-    wanted = torch.softmax(torch.tensor(LOGITS) / 0.5, 0).tolist()
-    assert [hot[token] / rounds for token in range(5)] == pytest.approx(wanted, abs=0.05)
-    both = torch.softmax(torch.tensor(LOGITS[:2]), 0).tolist()
-    assert [cut[token] / rounds for token in range(5)] == pytest.approx([*both, 0, 0, 0], abs=0.05)
+
+    def wanted(logits: list[float]) -> list[float]:
+        shares: list[float] = torch.softmax(torch.tensor(logits), 0).tolist()
+        return shares + [0.0] * (5 - len(shares))
+
+    for count, logits in (
+        (hot, [2 * logit for logit in LOGITS]),
+        (cut, LOGITS[:2]),
+        (free, LOGITS),
+    ):
+        assert [count[t] / rounds for t in range(5)] == pytest.approx(wanted(logits), abs=0.05)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_greedy_requests_get_what_vllms_own_sampler_gives_them(logprobs: int | None) -> None:
+    import torch
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    torch.manual_seed(0)
+    logits = torch.randn(8, 6)
+    best = logits.argmax(1).tolist()
+    # Right to the end, wrong from the second on, and none at all.
+    drafts = [best[0:2], [best[3], (best[4] + 1) % 6, best[5]], []]
+    asked = sampling([0.0, 0.0, 0.0], max_num_logprobs=logprobs)
+    ours = cpu_sampler()(drafted(drafts), None, logits.clone(), asked)
+    theirs = RejectionSampler(Sampler())(drafted(drafts), None, logits.clone(), asked)
+    assert ours.sampled_token_ids.tolist() == theirs.sampled_token_ids.tolist()
+    assert ours.sampled_token_ids[0].tolist() == [*best[:3], -1]
+    if logprobs is None:
+        assert ours.logprobs_tensors is None
+    else:
+        assert torch.equal(ours.logprobs_tensors.logprobs, theirs.logprobs_tensors.logprobs)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_seeded_request_gets_its_tokens_whoever_runs_beside_it() -> None:
+    import torch
+
+    def emitted(beside: list[int]) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(7)
+        asked = sampling([1.0, 1.0], generators={1: generator})
+        ids = []
+        for _ in range(20):
+            logits = torch.tensor(LOGITS).repeat(len(beside) + 3, 1)
+            ids.append(cpu_sampler()(drafted([beside, [1]]), None, logits, asked))
+        return [each.sampled_token_ids[1, :2].tolist() for each in ids]
+
+    assert emitted([]) == emitted([2])
 
 
 def test_vllms_own_way_of_spreading_a_temperature_is_still_wrong_on_cpus() -> None:
-    """When this fails, vLLM has mended it: drop `_vllm_cpu.py` and its use."""
+    """When this fails, vLLM has mended it: let `_vllm_cpu.py` use it again."""
     source = inspect.getsource(
         find("vllm.utils.cpu_triton_utils:_expand_kernel_impl", "_vllm_cpu.py")
     )

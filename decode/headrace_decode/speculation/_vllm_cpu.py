@@ -1,11 +1,17 @@
-"""vLLM's rejection sampler for CPUs, for batches in which not all requests are greedy.
+"""vLLM's rejection sampler for CPUs: right where requests sample, and cheap where few have drafts.
 
-On CPUs, vLLM 0.29 spreads a request's temperature, top_k and top_p over its draft tokens with a
-function that writes into a copy of its output (`cpu_triton_utils._expand_kernel_impl` converts all
-to int64 and back only the input). The logits are then divided by what the memory happened to hold:
-sampled answers follow another distribution, a greedy neighbour may get a wrong token, and top_k may
-end the engine. Here the three are applied before, so that nothing is left for that function to do
-but to spread whole numbers, which it does in place.
+Two things of vLLM 0.29 are put right here.
+
+On CPUs it spreads a request's temperature, top_k and top_p over its draft tokens with a function
+that writes into a copy of its output (`cpu_triton_utils._expand_kernel_impl` converts all to int64
+and back only the input). The logits are then divided by what the memory happened to hold: sampled
+answers follow another distribution, a greedy neighbour may get a wrong token, and top_k may end the
+engine. Here the three are applied without it.
+
+And one draft token in a batch costs every row: all logits are copied once more in case somebody
+wants log-probabilities, and random numbers are drawn for each row and each word of the vocabulary,
+most of them for rows without drafts. On a GPU that is hidden; on a CPU it is several steps' worth
+of arithmetic. Here it is done for those who have drafts, or want log-probabilities.
 """
 
 from __future__ import annotations
@@ -15,67 +21,108 @@ from typing import Any
 
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.rejection_sampler import (
+    PLACEHOLDER_TOKEN_ID,
+    RejectionSampler,
+    rejection_sample,
+)
+from vllm.v1.sample.sampler import SamplerOutput
 
 
 class CpuRejectionSampler(RejectionSampler):  # type: ignore[misc]
-    """Takes the place of vLLM's; everything else about it is vLLM's."""
-
-    def __init__(self, sampler: Any, *args: Any) -> None:
-        """As vLLM's: the sampler of bonus tokens, the speculative configuration, the device."""
-        super().__init__(_BonusSampler(sampler), *args)
+    """Takes the place of vLLM's. What is accepted, and what is drawn instead, is vLLM's."""
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
     ) -> Any:
-        """As vLLM's; temperatures are 0 for greedy requests and 1 for others from here on."""
-        if sampling_metadata.all_greedy:
-            self.sampler.asked = None
-            return super().forward(metadata, draft_probs, logits, sampling_metadata)
-        self.sampler.asked = sampling_metadata
-        whole = (sampling_metadata.temperature != 0).to(torch.int64)
-        applied = replace(sampling_metadata, temperature=whole, top_k=None, top_p=None)
-        return super().forward(metadata, draft_probs, logits, applied)
-
-    def apply_logits_processors(
-        self, logits: torch.Tensor, sampling_metadata: Any, metadata: Any
-    ) -> torch.Tensor:
-        """As vLLM's, then temperature, top_k and top_p of each draft token's request.
+        """As vLLM's.
 
         Args:
-            logits: float32 [draft tokens, vocabulary]; may be changed in place.
+            logits: [draft tokens + rows, vocabulary].
         """
-        logits = super().apply_logits_processors(logits, sampling_metadata, metadata)
-        asked = self.sampler.asked
-        if asked is None:
-            return logits
-        counts = torch.tensor(metadata.num_draft_tokens)
-
-        def spread(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values.repeat_interleave(counts)
-
-        temperature = spread(asked.temperature)
-        assert temperature is not None
-        logits.div_(torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1))
-        return apply_top_k_top_p(logits, spread(asked.top_k), spread(asked.top_p))
-
-
-class _BonusSampler:
-    """The sampler of bonus tokens, which still needs to know what was asked for."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.asked: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def __call__(self, logits: torch.Tensor, sampling_metadata: Any, **kwargs: Any) -> Any:
-        if self.asked is not None:
-            sampling_metadata = replace(
-                sampling_metadata,
-                temperature=self.asked.temperature,
-                top_k=self.asked.top_k,
-                top_p=self.asked.top_p,
+        wanted = sampling_metadata.max_num_logprobs
+        processed = self.is_processed_logprobs_mode
+        bonus = self.sampler(
+            logits=logits[metadata.bonus_logits_indices],
+            sampling_metadata=replace(
+                sampling_metadata, max_num_logprobs=None if wanted is None else -1
+            ),
+            predict_bonus_token=True,
+            logprobs_mode_override="processed_logits" if processed else "raw_logits",
+        )
+        raw = logits[metadata.target_logits_indices].to(torch.float32)
+        target = raw if processed or wanted is None else raw.clone()
+        target = self.apply_logits_processors(target, sampling_metadata, metadata)
+        if not sampling_metadata.all_greedy:
+            target = _constrained(target, metadata.num_draft_tokens, sampling_metadata)
+        tokens = self._tokens(
+            metadata, draft_probs, target, bonus.sampled_token_ids, sampling_metadata
+        )
+        logprobs = None
+        if wanted is not None:
+            logprobs = self._get_logprobs_tensors(
+                wanted,
+                metadata,
+                logits,
+                target if processed else raw,
+                bonus.logprobs_tensors.logprobs,
+                tokens,
             )
-        return self._sampler(logits=logits, sampling_metadata=sampling_metadata, **kwargs)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def _tokens(
+        self,
+        metadata: Any,
+        draft_probs: Any,
+        target: torch.Tensor,
+        bonus: torch.Tensor,
+        sampling_metadata: Any,
+    ) -> torch.Tensor:
+        """What each row emits, int32 [rows, longest draft + 1], filled up with placeholders.
+
+        Args:
+            target: [draft tokens, vocabulary], logits after all that requests asked for.
+            bonus: [rows, 1], the token behind a draft that is accepted whole.
+        """
+        counts = metadata.num_draft_tokens
+        drafted = [row for row, count in enumerate(counts) if count]
+        place = {row: at for at, row in enumerate(drafted)}
+        generators = sampling_metadata.generators
+        temperature = sampling_metadata.temperature
+        of_drafted = replace(
+            sampling_metadata,
+            temperature=None if temperature is None else temperature[drafted],
+            generators={place[row]: g for row, g in generators.items() if row in place},
+        )
+        shape = (len(counts), metadata.max_spec_len + 1)
+        tokens = torch.full(shape, PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+        tokens[:, :1] = bonus
+        tokens[drafted] = rejection_sample(
+            metadata.draft_token_ids,
+            [counts[row] for row in drafted],
+            metadata.max_spec_len,
+            metadata.cu_num_draft_tokens[drafted],
+            draft_probs,
+            target,
+            bonus[drafted],
+            of_drafted,
+            use_fp64_gumbel=self.use_fp64_gumbel,
+        )
+        return tokens
+
+
+def _constrained(
+    logits: torch.Tensor, num_draft_tokens: list[int], sampling_metadata: Any
+) -> torch.Tensor:
+    """Logits [draft tokens, vocabulary] under temperature, top_k and top_p of each one's request;
+    changed in place."""
+    counts = torch.tensor(num_draft_tokens)
+
+    def spread(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values.repeat_interleave(counts)
+
+    temperature = spread(sampling_metadata.temperature)
+    assert temperature is not None
+    logits.div_(torch.where(temperature == 0, 1.0, temperature).unsqueeze(-1))
+    top_k, top_p = spread(sampling_metadata.top_k), spread(sampling_metadata.top_p)
+    return apply_top_k_top_p(logits, top_k, top_p)
