@@ -6,7 +6,7 @@ import logging
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from headrace.config.schema import SpeculationSection
+from headrace.config.speculation import SpeculationSection
 from headrace_kvstore.view import store_settings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from ray import serve
 from ray.serve.deployment import Application
 
-from headrace.config.schema import StoreSection
+from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace_kvstore.keeper import StoreKeeper
 

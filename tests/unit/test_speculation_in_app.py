@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.config.schema import SpeculationSection, StoreSection
+from headrace.config.speculation import SpeculationSection
+from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.speculation import add_speculation
 from headrace.store import add_store

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config.schema import SpeculationSection
+from headrace.config.speculation import SpeculationSection
 from headrace.speculation import add_speculation
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, tenant_key

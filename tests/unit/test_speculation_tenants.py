@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.config.schema import SpeculationSection
+from headrace.config.speculation import SpeculationSection
 from headrace.speculation import tenants_of
 from headrace_decode.speculation.anonymity import WINDOW_TOKENS, SharedWindows
 from headrace_decode.speculation.draft import Source

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.config import ConfigError, load_config, warnings
-from headrace.config.schema import StoreSection
+from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.store import add_store
 from headrace_kvstore.connector.settings import StoreSettings

@@ -1,8 +1,8 @@
 """The one YAML file that describes a Headrace deployment: what it may say and what that means.
 
-`schema` names the fields, `checks` refuses combinations that cannot work, `load` turns files,
-presets and `--set` overrides into a checked `HeadraceConfig`, `appargs` turns that into the
-arguments of `headrace.app:build_app`, and `docs` writes docs/configuration.md from the schema.
+`schema`, `store` and `speculation` name the fields, `checks` refuses combinations that cannot work,
+`load` turns files, presets and `--set` overrides into a checked `HeadraceConfig`, `appargs` turns
+that into the arguments of `headrace.app:build_app`, and `docs` writes docs/configuration.md.
 Nothing here imports Ray or vLLM, so that a bad value is reported in well under a second.
 """
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.machine import cpu_computes_bfloat16
-from headrace.config.schema import GIB, HeadraceConfig, RoleSettings
+from headrace.config.schema import HeadraceConfig, RoleSettings
+from headrace.config.section import GIB
 
 Problem = tuple[str, str]
 

@@ -15,7 +15,7 @@ from headrace.config.load import preset_names, preset_text
 from headrace.config.schema import HeadraceConfig
 
 HEADER = """\
-<!-- Written by `headrace config docs`; change the schema in platform/headrace/config/schema.py. -->
+<!-- Written by `headrace config docs`; change the schema in platform/headrace/config/. -->
 # Configuration
 
 `headrace up` reads one YAML file (`-f config.yaml`), on top of a preset (`--preset NAME`, by

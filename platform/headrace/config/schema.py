@@ -1,25 +1,28 @@
 """The fields of the configuration file: their types, bounds, defaults and meaning.
 
 The defaults are the `laptop` preset: two cores, no GPU, a 135M model. Every description here is
-printed in docs/configuration.md, so it says the unit and what happens at the edge.
+printed in docs/configuration.md, so it says the unit and what happens at the edge. The sections
+`store` and `speculation` have files of their own.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from headrace.config.section import GIB, Section
+from headrace.config.speculation import SpeculationSection
+from headrace.config.store import StoreSection
 
 if TYPE_CHECKING:
     from headrace.router import RouterSettings as CoreRouterSettings
 
 TokenPath = Literal["relay", "direct", "classic"]
 
-GIB = 2**30
 RAY_MIN_OBJECT_STORE_BYTES = 75 * 2**20  # ray refuses less ("OBJECT_STORE_MINIMUM_MEMORY_BYTES")
 # Below it lie /hr-NAME-RANDOM/r/session_TIME_PID/sockets/plasma_store, 85 characters of 107 that a
 # Unix socket's path may have, and HAProxy's /hr-NAME-RANDOM/h/NODE/m, 80 of its 97.
@@ -29,12 +32,6 @@ _HOSTNAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])
 _API_KEY = re.compile(r"^[\x21-\x7e]{8,}$")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class Section(BaseModel):
-    """A part of the file. Unknown fields are errors, and values do not change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class ModelSettings(Section):
@@ -287,202 +284,6 @@ class RouterSettings(Section):
         from headrace.router import RouterSettings as Core
 
         return Core(**self.model_dump())
-
-
-class StoreSection(Section):
-    """The KV store that all engines of a node share."""
-
-    enabled: bool = Field(
-        default=True,
-        description="Whether engines keep KV outside of their own caches. Applies where "
-        "`engine.kv_transfer_config` names NixlConnector, as it does unless you change it.",
-    )
-    name: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9_.-]{1,200}$",
-        description="Name of the shared memory, below /dev/shm on each node. null: one of its "
-        "own for each start. `headrace down` removes it.",
-    )
-    dram_gb: float = Field(
-        default=1.0,
-        gt=0,
-        description="GiB of shared memory on each node that runs engines, tables included.",
-    )
-    nvme_folder: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Absolute folder on a local disk for KV that outlives DRAM and restarts; the "
-        "same path on every node, used by one store at a time. null: no NVMe tier.",
-    )
-    nvme_gb: float = Field(
-        default=16.0, gt=0, description="GiB that the files in `nvme_folder` may take, per node."
-    )
-    object_url: str | None = Field(
-        default=None,
-        description="Below the disk: where blocks that were used again go, and come from on every "
-        "machine, such as `s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`. Needs the "
-        "extra `headrace[object]`. Whoever can write there is trusted. null: no object store.",
-    )
-    object_gb: float = Field(
-        default=64.0, gt=0, description="GiB that this app's objects may take there."
-    )
-    object_options: dict[str, Any] = Field(
-        default_factory=dict,
-        repr=False,
-        description="Of the object store's client (`endpoint`, `region`, `access_key_id`, ...), "
-        "before the environment; `headrace config show` masks the values.",
-    )
-    share: bool = Field(
-        default=True,
-        description="Whether the machines of a cluster lend each other the blocks that they hold. "
-        "Each then listens on free ports of its Ray address: whoever reaches these, or UCX's own, "
-        "can read KV, so they belong behind a firewall. A machine that is alone opens none.",
-    )
-    system_prompts: list[str] = Field(
-        default_factory=list,
-        description="System messages whose KV is made when a decode replica starts, and pinned.",
-    )
-    engine: dict[str, Any] = Field(
-        default_factory=dict,
-        description="More settings of the engines' side, by the names of docs/kvstore.md "
-        "(`lease_s`, `copy_threads`, `depth`, ...).",
-    )
-    node: dict[str, Any] = Field(
-        default_factory=dict,
-        description="More settings of each node's StoreNode, by the names of docs/kvstore.md "
-        "(`events`, `warm`, `heal_s`, ...).",
-    )
-
-    @field_validator("nvme_folder")
-    @classmethod
-    def _folder_is_absolute(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith("/"):
-            raise ValueError(f'must be an absolute path, got "{value}"')
-        return value
-
-    @field_validator("object_url")
-    @classmethod
-    def _is_an_object_url(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"[a-z0-9]+://.", value):
-            raise ValueError(
-                f'must be like "s3://BUCKET/PREFIX" or "file:///FOLDER", got "{value}"'
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _both_sides_take_their_settings(self) -> Self:
-        self.engine_settings("check")
-        self.node_settings("check")
-        return self
-
-    def engine_settings(self, name: str) -> dict[str, Any]:
-        """`HeadraceConnector`'s settings, for an arena of that name.
-
-        Raises:
-            ValueError: a setting is unknown or impossible; the text begins with its path.
-        """
-        from headrace_kvstore.connector.settings import StoreSettings
-
-        return self._settings("engine", StoreSettings.parse, name, {"dram_bytes": self._dram_bytes})
-
-    def node_settings(self, name: str) -> dict[str, Any]:
-        """`StoreNode`'s settings, for an arena of that name.
-
-        Raises:
-            ValueError: as `engine_settings`.
-        """
-        from headrace_kvstore.node_settings import NodeSettings
-
-        own: dict[str, Any] = {"dram_bytes": self._dram_bytes}
-        if self.nvme_folder is not None:
-            own |= {"nvme_folder": self.nvme_folder, "nvme_bytes": int(self.nvme_gb * GIB)}
-        if self.object_url is not None:
-            own |= {"object_url": self.object_url, "object_bytes": int(self.object_gb * GIB)}
-            own |= {"object_options": self.object_options}
-        return self._settings("node", NodeSettings.parse, name, own)
-
-    @property
-    def _dram_bytes(self) -> int:
-        return int(self.dram_gb * GIB)
-
-    def _settings(
-        self, field: str, parse: Callable[[Mapping[str, Any]], object], name: str, own: Any
-    ) -> dict[str, Any]:
-        given: dict[str, Any] = getattr(self, field)
-        decided = {"name": "name", "dram_bytes": "dram_gb"}
-        decided |= {"nvme_folder": "nvme_folder", "nvme_bytes": "nvme_gb"}
-        decided |= {"object_url": "object_url", "object_bytes": "object_gb"}
-        decided |= {"object_options": "object_options"}
-        for key in decided.keys() & given:
-            raise ValueError(f"{field}.{key}: set store.{decided[key]} instead")
-        settings = {"name": self.name or name, **own, **given}
-        try:
-            parse(settings)
-        except ValueError as error:
-            text = str(error).removeprefix("kv_connector_extra_config.")
-            raise ValueError(f"{field}.{text}") from None
-        return settings
-
-
-class TenantSettings(Section):
-    """What is drafted for one tenant, and from what."""
-
-    draft: bool = Field(
-        default=True, description="Whether its requests are drafted for; else nothing is kept."
-    )
-    keep: bool = Field(default=True, description="Whether its answers are kept to draft from.")
-
-
-class SpeculationSection(Section):
-    """Drafting without a draft model, in the decode engines: how many tokens each step verifies is
-    planned by what they are worth at its load."""
-
-    enabled: bool = Field(
-        default=False,
-        description="Whether decode engines draft. One with its own `speculative_config` keeps "
-        "that.",
-    )
-    draft_tokens: int = Field(
-        default=16, ge=1, le=128, description="Most tokens drafted for one request in one step."
-    )
-    mode: str = Field(
-        default="auto",
-        pattern=r"^(auto|off|static:\d+)$",
-        description="`auto` plans each step; `off` drafts nothing until told otherwise by `PUT "
-        "/headrace/v1/speculation`; `static:K` always verifies K tokens a request.",
-    )
-    drafter: Literal["memory", "ngram"] = Field(
-        default="memory",
-        description="`memory`: the request's own text and past answers to its tenant. `ngram`: the "
-        "request's own text only.",
-    )
-    share: bool = Field(
-        default=True,
-        description="Whether decode replicas draft from each other's answers to the same tenant. "
-        "Needs the store (`store.enabled`), whose nodes carry them.",
-    )
-    drafter_options: dict[str, Any] = Field(
-        default_factory=dict, description="The drafter's own settings, as docs/speculation.md says."
-    )
-    corpora: bool = Field(
-        default=False,
-        description="Whether `headrace memory load` may load texts from which every tenant's "
-        "answers are drafted. Those for one tenant may always be loaded.",
-    )
-    shared_k: int | None = Field(
-        default=None,
-        ge=2,
-        le=64,
-        description="Windows of 15 tokens that the answers of at least so many tenants contain are "
-        "drafted for every tenant. Must be more than the salts that one party may use. null: "
-        "nothing of one tenant is ever drafted for another.",
-    )
-    tenants: dict[str, TenantSettings] = Field(
-        default_factory=dict,
-        description="By cache salt, `draft` and `keep`, both `true` where nothing else is said: "
-        "whether a tenant's requests are drafted for, and whether its answers are kept for that. "
-        '`"*"` stands for all that are not named, `""` for requests without a salt.',
-    )
 
 
 class RaySettings(Section):
