@@ -82,19 +82,21 @@ def test_no_draft_pays_where_the_bound_says_so(batch: Batch, seconds: NDArray[np
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 600), st.integers(0, 50_000), st.floats(1e-4, 5.0)), max_size=60
+        st.tuples(st.integers(1, 600), st.integers(0, 50_000), st.floats(1e-4, 5.0), st.booleans()),
+        max_size=60,
     )
 )
 def test_more_tokens_never_take_less_time_whatever_was_measured(
-    samples: list[tuple[int, int, float]],
+    samples: list[tuple[int, int, float, bool]],
 ) -> None:
     model = StepTime(padded_sizes=(1, 2, 4, 8, 16, 24, 32))
-    for tokens, context, seconds in samples:
-        model.observe(tokens, context, seconds)
-    curve = model.seconds(np.arange(1, 2000), 1000.0)
-    assert np.isfinite(curve).all()
-    assert (curve > 0).all()
-    assert (np.diff(curve) >= -1e-12).all()
+    for tokens, context, seconds, drafted in samples:
+        model.observe(tokens, context, seconds, drafted=drafted)
+    for drafted in (False, True):
+        curve = model.seconds(np.arange(1, 2000), 1000.0, drafted=drafted)
+        assert np.isfinite(curve).all()
+        assert (curve > 0).all()
+        assert (np.diff(curve) >= -1e-12).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -116,7 +118,7 @@ def test_a_budget_keeps_to_every_limit(
     taken = int(planner.choose(load, limits, survival, lengths).sum())
     assert taken <= spare
     assert cap is None or taken <= cap
-    step_s = float(planner.times.seconds(rows + prefill + taken))
+    step_s = float(planner.times.seconds(rows + prefill + taken, drafted=True))
     assert taken == 0 or step_s <= itl_s
 
 

@@ -196,13 +196,14 @@ class Planner:
 
     def observe(self, step: Step) -> None:
         """Learn from a step that was run."""
-        predicted_s = float(self.times.seconds(step.tokens, step.context_tokens))
+        drafted, context_tokens = step.drafted > 0, step.context_tokens
+        predicted_s = float(self.times.seconds(step.tokens, context_tokens, drafted=drafted))
         undrafted = max(step.tokens - step.drafted, 1)
-        undrafted_s = float(self.times.seconds(undrafted, step.context_tokens))
-        if not self.times.observe(step.tokens, step.context_tokens, step.seconds):
+        undrafted_s = float(self.times.seconds(undrafted, context_tokens))
+        if not self.times.observe(step.tokens, context_tokens, step.seconds, drafted=drafted):
             return
         self.counts["steps"] += 1
-        self.counts["drafted_steps"] += step.drafted > 0
+        self.counts["drafted_steps"] += drafted
         self.counts["drafted_tokens"] += step.drafted
         self.counts["accepted_tokens"] += max(step.emitted - step.rows, 0)
         self.counts["row_steps"] += step.rows
@@ -211,7 +212,7 @@ class Planner:
         if not (step.pure and step.rows and self.mode.kind == "auto"):
             return
         ledger = self.ledger(step.rows)
-        if step.drafted:
+        if drafted:
             ledger.drafted_step(step.emitted, step.rows, step.seconds, predicted_s, undrafted_s)
         else:
             ledger.controls.observe(step.seconds, undrafted_s)
@@ -276,12 +277,11 @@ class Planner:
         return max(room, 0)
 
     def _seconds(self, load: Load, room: int) -> NDArray[np.float64]:
-        base = load.rows + load.prefill_tokens
-        seconds = self.times.seconds(base + np.arange(room + 1), load.context_tokens)
-        # Verifying anything costs more than its tokens: what steps without took is kept apart.
-        without = self.ledger(load.rows).controls.shrunk * seconds[0]
-        seconds[0] = min(without, seconds[min(room, 1)])
-        return seconds
+        """Predicted, of the step with 0 to `room` draft tokens; not decreasing."""
+        tokens = load.rows + load.prefill_tokens + np.arange(room + 1)
+        seconds = self.times.seconds(tokens, load.context_tokens, drafted=True)
+        seconds[0] = self.times.seconds(tokens[0], load.context_tokens)
+        return np.maximum(seconds, seconds[0])
 
     def _static(self, load: Load, limits: Limits, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         take = np.minimum(lengths, self.mode.tokens)

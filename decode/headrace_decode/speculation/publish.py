@@ -59,8 +59,9 @@ def figures(planner: Planner, session: Session) -> dict[str, Any]:
         propose_s: seconds spent on drafts, since the start.
     """
     last = planner.last
+    tokens = np.array([last.tokens, last.tokens + 1])
     now, ahead = planner.times.seconds(
-        np.array([last.tokens, last.tokens + 1]), last.context_tokens
+        tokens, last.context_tokens, drafted=last.drafted > 0
     ).tolist()
     return {
         "sources": session.tally.by_source(),

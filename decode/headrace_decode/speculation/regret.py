@@ -23,7 +23,6 @@ switched off by its own scatter."""
 CONFIDENCE_Z = 2.0
 _LEDGER_MEMORY = 0.998  # 500 steps
 _CONTROL_MEMORY = 0.98  # 50 steps
-_DOUBT = 2.0  # steps
 _RATIO_MIN, _RATIO_MAX = 0.25, 4.0  # one hiccup of the machine counts as no more than this
 
 
@@ -42,11 +41,6 @@ class Controls:
         delta = ratio - self.mean
         self.mean += delta / self.weight
         self._square += ((ratio - self.mean) * delta - self._square) / self.weight
-
-    @property
-    def shrunk(self) -> float:
-        """`mean`, as far as it is known: 1 without any."""
-        return 1.0 + (self.mean - 1.0) * self.weight / (self.weight + _DOUBT)
 
     @property
     def variance_of_mean(self) -> float:
