@@ -1,10 +1,10 @@
 """What the drafting memory finds, and at which cost: ``python -m benchmarks.drafting --json FILE``.
 
 Replays code, agents' function calls and prose (`corpora`) through the memory, Arctic Inference's
-suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`), looks for
-traces of one tenant's texts in another's drafts (`isolation`), and has replicas share what they
-learn (`share`); the figures of these three are told there. `prior` fits what the calibration
-begins with.
+suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`) and the
+loading of a corpus (`loading`), looks for traces of one tenant's texts in another's drafts
+(`isolation`), and has replicas share what they learn (`share`); their figures are told there.
+`prior` fits what the calibration begins with.
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with as
   many drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.drafting import corpora, costs, isolation, prior, share
+from benchmarks.drafting import corpora, costs, isolation, loading, prior, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
 from headrace_decode.speculation.draft import Source
@@ -42,7 +42,7 @@ WITHOUT = {
     "sharing": {"sources": OWN},
     "own": {"sources": KEPT},
 }
-PARTS = ("costs", "isolation", "share", "replay", "ablations")
+PARTS = ("costs", "loading", "isolation", "share", "replay", "ablations")
 TOKENIZER = "~/.cache/headrace/models/smollm2-135m-instruct/tokenizer.json"
 
 
@@ -135,6 +135,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     if "costs" in parts:
         figures |= costs.measure(corpora.library(encode, costs.KEPT_TOKENS))
+    if "loading" in parts:
+        figures |= loading.measure()
     if "isolation" in parts:
         figures |= isolation.measure(loaded[names[0]])
     if "prior" in parts:

@@ -1,0 +1,63 @@
+"""What loading an operator corpus costs the engine that it is loaded into.
+
+Its thread takes the corpus in calls between steps (`headrace_decode.speculation.corpora`): 8
+million tokens, documents of 4,000, once with room made at the beginning and once growing as they
+come.
+
+- ``loading.begin_ms``: the call that makes room
+- ``loading.call_ms``, ``loading.call_max_ms``: the calls that take documents, median and longest
+- ``loading.calls``, ``loading.total_s``: how many there are, and all of them together
+- ``loading.growing.call_max_ms``: the longest where no room was made
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headrace_decode.speculation.corpora import Corpora
+from headrace_decode.speculation.memory import Memory, Settings
+
+CORPUS_TOKENS, DOCUMENT_TOKENS, DOCUMENTS_A_CALL = 8_000_000, 4_000, 5
+CAPACITY_BYTES = 512 << 20
+
+
+def measure() -> dict[str, float]:
+    """Milliseconds of the engine's thread, and seconds in all."""
+    _load(DOCUMENT_TOKENS, reserved=True)  # compiles
+    begin_s, calls_s = _load(CORPUS_TOKENS, reserved=True)
+    _, growing_s = _load(CORPUS_TOKENS, reserved=False)
+    return {
+        "loading.begin_ms": 1e3 * begin_s,
+        "loading.call_ms": 1e3 * median(calls_s),
+        "loading.call_max_ms": 1e3 * max(calls_s),
+        "loading.calls": float(len(calls_s)),
+        "loading.total_s": begin_s + sum(calls_s),
+        "loading.growing.call_max_ms": 1e3 * max(growing_s),
+    }
+
+
+def _load(tokens: int, *, reserved: bool) -> tuple[float, list[float]]:
+    """Seconds of the call that begins, and of each that loads."""
+    rng, corpora = np.random.default_rng(1), Corpora(Memory(Settings(CAPACITY_BYTES)))
+    version: dict[str, Any] = {"corpus": "c", "version": 1}
+    expected = tokens + tokens // 100 if reserved else 0
+    begin_s = _timed(corpora, {"do": "begin", **version, "tokens": expected})[0]
+    calls_s, done = [], 0
+    while done < tokens:
+        waiting = rng.integers(0, 50_000, (DOCUMENTS_A_CALL, DOCUMENT_TOKENS)).tolist()
+        while waiting:
+            spent_s, answer = _timed(corpora, {"do": "load", **version, "sequences": waiting})
+            calls_s.append(spent_s)
+            waiting = waiting[answer["taken"] :]
+            done += answer["tokens"]
+    return begin_s, calls_s
+
+
+def _timed(corpora: Corpora, command: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    start = time.perf_counter()
+    answer = corpora.command(command)
+    return time.perf_counter() - start, answer
