@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.budget import best_budget
+from headrace_decode.speculation.budget import best_budget, can_pay
 from headrace_decode.speculation.planner import (
     LOOK_EVERY,
     Limits,
@@ -50,9 +50,9 @@ def take(planner: Planner, rows: tuple[NDArray[np.float32], NDArray[np.int32]],
 
 def test_a_straight_line_is_learned_from_its_steps() -> None:
     model = learned(noise=0.03)
-    assert model.seconds([1, 16, 64, 128]) == pytest.approx(
-        BASE_S + TOKEN_S * np.array([1, 16, 64, 128]), rel=0.05
-    )
+    sizes = np.array([1, 16, 64])
+    assert model.seconds(sizes) == pytest.approx(BASE_S + TOKEN_S * sizes, rel=0.05)
+    assert float(model.seconds(128)) == pytest.approx(BASE_S + TOKEN_S * 128, rel=0.1)
 
 
 def test_a_machine_that_halves_its_speed_is_followed() -> None:
@@ -77,6 +77,18 @@ def test_what_is_padded_costs_what_the_padding_costs() -> None:
     model = StepTime(padded_sizes=(1, 8, 16))
     assert model.padded([1, 2, 8, 9, 16, 17]).tolist() == [1, 8, 8, 16, 16, 17]
     assert float(model.seconds(9)) == float(model.seconds(16)) > float(model.seconds(8))
+
+
+def test_what_was_measured_at_sizes_that_are_not_met_any_more_is_kept() -> None:
+    """Steps are flat up to 64 tokens and dear beyond: a quiet night must not make one forget."""
+    model = StepTime()
+    for tokens in (1, 8, 32, 64, 96, 128, 192, 256):
+        for _ in range(3):
+            model.observe(tokens, 0, 0.02 + 0.001 * max(tokens - 64, 0))
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        model.observe(int(rng.integers(1, 9)), 0, 0.02)
+    assert model.seconds([128, 256]) == pytest.approx([0.084, 0.212], rel=0.1)
 
 
 def test_one_hiccup_moves_the_curve_little() -> None:
@@ -153,6 +165,14 @@ def test_drafts_must_earn_what_verifying_them_costs_beyond_their_tokens() -> Non
 def test_of_equals_the_fewest_tokens_win() -> None:
     budget = best_budget(*drafts([0.0, 0.0]), np.array([1.0, 1.0, 1.0]))
     assert budget.take.tolist() == [0]
+
+
+def test_a_gain_too_small_to_be_believed_is_left() -> None:
+    seconds, likely = np.array([1.0, 1.5]), drafts([0.52])
+    assert best_budget(*likely, seconds).take.tolist() == [1]
+    assert best_budget(*likely, seconds, least_gain=0.02).take.tolist() == [0]
+    assert can_pay(0.52, seconds, 1.0, 1)
+    assert not can_pay(0.52, seconds, 1.0, 1, least_gain=0.02)
 
 
 def test_a_local_maximum_does_not_hide_the_global_one() -> None:

@@ -36,6 +36,8 @@ def best_budget(
     lengths: NDArray[np.int32],
     seconds: NDArray[np.float64],
     sure_tokens: float | None = None,
+    *,
+    least_gain: float = 0.0,
 ) -> Budget:
     """The global maximum over m of ``(sure + s_1 + ... + s_m) / T(m)``.
 
@@ -51,6 +53,7 @@ def best_budget(
         seconds: float64 [M + 1], predicted seconds of the step with 0 to M draft tokens in it; M is
             at the same time the most that may be taken.
         sure_tokens: what the step emits without drafts; one a row if not told.
+        least_gain: of the quotient over that without drafts; with less, there are none.
     """
     rows = len(lengths)
     sure = float(rows if sure_tokens is None else sure_tokens)
@@ -59,6 +62,8 @@ def best_budget(
     expected = sure + np.concatenate([[0.0], np.cumsum(values[:limit], dtype=np.float64)])
     rate = expected / seconds[: limit + 1]
     best = int(rate.argmax())
+    if rate[best] < (1.0 + least_gain) * rate[0]:
+        best = 0
     ahead = min(best + 1, len(seconds) - 1)
     return Budget(
         np.bincount(owner[:best], minlength=rows).astype(np.int32),
@@ -69,19 +74,24 @@ def best_budget(
 
 
 def can_pay(
-    best_survival: float, seconds: NDArray[np.float64], sure_tokens: float, tokens: int
+    best_survival: float,
+    seconds: NDArray[np.float64],
+    sure_tokens: float,
+    tokens: int,
+    *,
+    least_gain: float = 0.0,
 ) -> bool:
     """Whether any number of draft tokens could be worth it if each survived so likely.
 
     An upper bound: no draft of survivals up to `best_survival` does better.
 
     Args:
-        seconds: as for `best_budget`.
+        seconds, least_gain: as for `best_budget`.
         tokens: how many could be on offer at most.
     """
     limit = min(tokens, len(seconds) - 1)
     rate = (sure_tokens + best_survival * np.arange(limit + 1)) / seconds[: limit + 1]
-    return bool(rate.argmax() > 0)
+    return bool(rate.argmax() > 0 and rate.max() >= (1.0 + least_gain) * rate[0])
 
 
 @jit

@@ -27,6 +27,9 @@ second, above a half), the rarer they are."""
 LOOK_EVERY = 16
 """Where no draft could pay, or drafting is off, drafts are looked at (and compared with what comes,
 not verified) this often, so that a change for the better is seen."""
+LEAST_GAIN = 0.01
+"""Drafts that promise less are left: the best of many promises is the one most overrated (Smith and
+Winkler, The Optimizer's Curse, Management Science 2006)."""
 _BEST_MEMORY = 0.98
 DRAFT_TOKENS_MAX = 4096
 """Of one step; bounds the arithmetic."""
@@ -155,7 +158,7 @@ class Planner:
         ledger = self.ledger(load.rows)
         if room and ledger.on and not self._is_control(ledger):
             seconds = self._seconds(load, room)
-            if can_pay(self._best_survival, seconds, load.rows, room):
+            if can_pay(self._best_survival, seconds, load.rows, room, least_gain=LEAST_GAIN):
                 return "verify"
             self.counts["cannot_pay"] += 1
         self._since_look += 1
@@ -184,7 +187,8 @@ class Planner:
         if self.mode.kind == "static":
             return self._static(load, limits, lengths)
         room = self._room(load, limits, int(lengths.sum()))
-        budget = best_budget(survival, lengths, self._seconds(load, room), load.rows)
+        seconds = self._seconds(load, room)
+        budget = best_budget(survival, lengths, seconds, load.rows, least_gain=LEAST_GAIN)
         self.price = budget.price
         return budget.take
 

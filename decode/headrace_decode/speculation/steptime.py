@@ -2,11 +2,11 @@
 
 Learned from the steps themselves, from the first one on, for ever. No machine's curve is straight:
 a CPU computes in tiles, a GPU pads to the sizes for which it captured graphs. So each size is
-remembered as it was measured, however long it has not been met since, and only where nothing was
-measured a straight line stands in. What changes for all sizes at once, a busy neighbour or a slower
-clock, is one number. Steps with drafts have a curve of their own: whatever is verified, rejection
-sampling and ragged attention cost something, and whether a first draft token pays is the difference
-of the two.
+remembered as it was measured, however long it has not been met since, and sizes that were never
+measured are told from those that were. What changes for all sizes at once, a busy neighbour or a
+slower clock, is told apart from what changes for one. Steps with drafts have a curve of their own:
+whatever is verified, rejection sampling and ragged attention cost something, and whether a first
+draft token pays is the difference of the two.
 """
 
 from __future__ import annotations
@@ -22,34 +22,43 @@ from headrace_kvstore.fitting import RecursiveLeastSquares
 KNOTS = np.array([1, 2, 3] + [step << shift for shift in range(1, 14) for step in (2, 3)], float)
 """Tokens at which the curve may bend: 1, 2, 3, 4, 6, 8, 12, ... 24576."""
 _TOKENS, _CONTEXT = 100.0, 10_000.0  # feature units that keep the fit well conditioned
-_MEMORY = 0.95  # of a knot: about 20 samples
-_DOUBT, _DOUBT_OF_KIND = 1.0, 1.0  # samples
-_SPEED_GAIN = 0.25  # of a sample at a knot that is well known
-_ERROR_MAX = 1.0  # relative
+_PRIOR_S = 0.0218, 0.00075  # of a step, and of a token in it
+_NOISE = 0.05  # of a step, relative
+_COMMON_DRIFT, _OWN_DRIFT = 0.02, 0.005  # a step, relative
+_ODD = 4.0  # standard deviations: one hiccup of the machine counts as no more than this
+
+
+def _prior_covariance() -> NDArray[np.float64]:
+    """Of the logarithms of seconds at each knot without drafts, then with, [2 knots, 2 knots].
+
+    All together may be off by a factor of e^1.5; their shape by half, smoothly; neighbours by a
+    seventh; and a step with drafts differs from one without by a tenth, and a tenth at its size.
+    """
+    distance = np.subtract.outer(np.log(KNOTS), np.log(KNOTS))
+    smooth = 0.5**2 * np.exp(-0.5 * (distance / 1.5) ** 2)
+    near = np.exp(-0.5 * (distance / 0.35) ** 2)
+    both = 1.5**2 + smooth + 0.15**2 * near
+    drafted = 0.1**2 + 0.1**2 * near
+    return np.block([[both, both], [both, both + drafted]])
 
 
 class StepTime:
-    """``T_k(n, c) = s C_k(n) + g c``, non-decreasing in ``n``.
+    """``T_k(n, c) = exp(x_k(n)) + g c``, non-decreasing in ``n``.
 
     ``n``: tokens computed in the step, drafts included; ``c``: tokens of context of all rows;
     ``k``: whether drafts are among the tokens.
 
-    - ``s``: how slow the machine is at present, 1 at the start. ``g`` and a line ``a + b n``:
-      recursive least squares with directional forgetting, relative errors, residuals clipped
-      (`headrace_kvstore.fitting`), held at 0 or above.
-    - ``C_k``: seconds at each knot, linear in between. With ``m_k`` an exponentially weighted mean
-      of ``(t - g c) / s`` in steps of the kind, ``w_k`` the weight of its samples, and ``m`` and
-      ``w`` those of both kinds together,
-
-          C_k = (w m + (a + b n) / s) / (w + 1) + w_k / (w_k + 1) (m_k - m)
-
-      so that what was measured of one kind only holds for both.
-    - A step that took longer than predicted by a share ``e`` raises ``m_k`` by ``e / w_k`` and
-      ``s`` by ``(1 - 1 / w_k) e / 4``: where little is known the size is to blame, else the hour.
+    - ``x_k``: a Gaussian process over size and kind, held at the knots, exp(x) linear in between,
+      and followed by a Kalman filter (Rasmussen and Williams, Gaussian Processes for Machine
+      Learning, 2006, section 2.2; Hartikainen and Sarkka, MLSP 2010): each step all of ``x`` may
+      have drifted together by 2 %, and where it is measured by 0.5 %; a measurement has 5 % noise,
+      and none counts as more than four standard deviations off.
+    - ``g``: recursive least squares over ``a + b n + g c`` with directional forgetting, relative
+      errors and clipped residuals (`headrace_kvstore.fitting`), held at 0 or above.
     - Each curve is then made non-decreasing (running maximum over the knots): more work is never
       predicted to take less time.
 
-    The prior of the line, 21.8 ms + 0.75 ms a token, is weak: a few steps overrule it.
+    The prior, 21.8 ms + 0.75 ms a token, is weak: a few steps overrule it.
     """
 
     def __init__(self, padded_sizes: Sequence[int] = ()) -> None:
@@ -59,11 +68,10 @@ class StepTime:
         self._line = RecursiveLeastSquares(
             mean=(0.0218, 0.075, 0.0), std=(0.05, 0.3, 0.05), error=0.2, forgetting=0.99
         )
-        self._level = np.zeros((2, len(KNOTS)))
-        self._weight = np.zeros((2, len(KNOTS)))
-        self._speed = 1.0
+        base_s, token_s = _PRIOR_S
+        self._log_s = np.tile(np.log(base_s + token_s * KNOTS), 2)
+        self._covariance = _prior_covariance()
         self._curves: NDArray[np.float64] | None = None
-        self._slope = 0.0
 
     @property
     def samples(self) -> int:
@@ -93,10 +101,13 @@ class StepTime:
             drafted: whether draft tokens are among them.
         """
         n = self.padded(tokens)
-        beyond = np.maximum(n - KNOTS[-1], 0.0) * self._slope
+        if self._curves is None:
+            curves = np.maximum.accumulate(np.exp(self._log_s.reshape(2, -1)), axis=1)
+            self._curves = np.maximum(curves, 1e-9)
+        curve = self._curves[int(drafted)]
+        beyond = np.maximum(n / KNOTS[-1], 1.0)
         shared = self._line.nonnegative()[2] * context_tokens / _CONTEXT
-        curve = self._curves_now()[int(drafted)]
-        return self._speed * np.interp(n, KNOTS, curve) + beyond + shared
+        return np.interp(n, KNOTS, curve) * beyond + shared
 
     def observe(
         self, tokens: int, context_tokens: float, seconds: float, *, drafted: bool = False
@@ -116,35 +127,21 @@ class StepTime:
         return True
 
     def _learn(self, kind: int, n: float, seconds: float) -> None:
+        """One step of the filter; ``d x / d level`` of the two knots between which ``n`` lies."""
         upper = min(max(int(np.searchsorted(KNOTS, n)), 1), len(KNOTS) - 1)
         share = (n - KNOTS[upper - 1]) / (KNOTS[upper] - KNOTS[upper - 1])
-        curve, levels, weights = self._curves_now()[kind], self._level[kind], self._weight[kind]
-        shares = [(k, part) for k, part in ((upper - 1, 1.0 - share), (upper, share)) if part > 0.0]
-        for knot, _ in shares:
-            if weights[knot] == 0.0:
-                levels[knot] = curve[knot]
-        predicted = self._speed * sum(part * levels[knot] for knot, part in shares)
-        limit = min(4.0 * self.relative_error, _ERROR_MAX)
-        error = min(max(seconds / predicted - 1.0, -limit), limit)
-        for knot, part in shares:
-            weights[knot] = _MEMORY * weights[knot] + part
-            levels[knot] *= 1.0 + part / weights[knot] * error
-        known = sum(part * weights[knot] for knot, part in shares)
-        self._speed *= 1.0 + _SPEED_GAIN * max(1.0 - 1.0 / known, 0.0) * error
-
-    def _curves_now(self) -> NDArray[np.float64]:
-        """``C_k`` at the knots, without and with drafts, [2, knots]."""
-        if self._curves is None:
-            a, b, _ = self._line.nonnegative()
-            self._slope = b / _TOKENS
-            line = (a + self._slope * KNOTS) / self._speed
-            weight, weights = self._weight.sum(0), self._weight
-            mean = (weights * self._level).sum(0) / np.maximum(weight, 1e-9)
-            of_both = (weight * mean + _DOUBT * line) / (weight + _DOUBT)
-            of_kind = weights / (weights + _DOUBT_OF_KIND) * (self._level - mean)
-            curves = np.maximum.accumulate(of_both + of_kind, axis=1)
-            self._curves = np.maximum(curves, 1e-9)
-        return self._curves
+        knots = kind * len(KNOTS) + np.array([upper - 1, upper])
+        parts = np.array([1.0 - share, share]) * np.exp(self._log_s[knots])
+        level_s = parts.sum()
+        parts /= level_s
+        self._covariance += _COMMON_DRIFT**2
+        self._covariance[knots, knots] += parts * _OWN_DRIFT**2
+        towards = self._covariance[:, knots] @ parts
+        variance = float(parts @ towards[knots]) + _NOISE**2
+        limit = _ODD * math.sqrt(variance)
+        odd = min(max(math.log(seconds / level_s), -limit), limit)
+        self._log_s += towards / variance * odd
+        self._covariance -= np.outer(towards, towards) / variance
 
     def to_dict(self) -> dict[str, float]:
         a, b, g = self._line.nonnegative()
