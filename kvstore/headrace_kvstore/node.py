@@ -19,11 +19,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from headrace_kvstore import supply, wire
@@ -36,7 +35,8 @@ from headrace_kvstore.node_changes import all_there, arena_contents, nvme_change
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_keeper import TierKeeper
 from headrace_kvstore.node_objects import open_tier
-from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
+from headrace_kvstore.node_requests import Requests
+from headrace_kvstore.node_server import NodeRunning, NodeServer
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_worth import Uses, Worth, below_dram
 from headrace_kvstore.node_writer import Admit
@@ -66,6 +66,9 @@ class StoreNode:
         settings: what is stored where.
         admit: which stored blocks are worth writing to NVMe; None has the policy decide.
         mover: shared with others; None makes one of its own where there is an NVMe tier.
+
+    Attributes:
+        board: notes that this machine's processes leave for each other.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class StoreNode:
         self._mover, self._owns_mover = mover, mover is None
         self._uses = Uses()
         self._counts: Counter[str] = Counter()
-        self._board = Board(settings.board_bytes, secrets.token_hex(8))
+        self.board = Board(settings.board_bytes, secrets.token_hex(8))
         self._dram_lock = threading.Lock()
         self._dram: DramWork | None = None
         self._dram_reason = "opening"
@@ -105,11 +108,11 @@ class StoreNode:
         settings = self.settings
         prepare()
         path = wire.socket_path(settings.name, settings.socket_folder)
-        self._server = NodeServer(path, self._handle)
+        self._server = NodeServer(path, Requests(self, self._slow).answer)
         try:
             self._open_publisher(settings.listen)
             self._neighbours = Neighbours(
-                settings, lambda: self._dram, lambda: self._publisher, self._board
+                settings, lambda: self._dram, lambda: self._publisher, self.board
             )
             if settings.nvme_folder is not None:
                 self._open_nvme()
@@ -229,6 +232,21 @@ class StoreNode:
         if neighbours is not None:
             found += neighbours.survey(digest, hashes[here:], compute_s)
         return found
+
+    @property
+    def has_more_than_dram(self) -> bool:
+        """Whether `survey` can find blocks anywhere else."""
+        peers = self._peers()
+        return (
+            self._keeper is not None
+            or self._objects is not None
+            or (peers is not None and bool(peers.addresses()))
+        )
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """The part that other nodes see; None before `start` and after `close`."""
+        return self._neighbours
 
     @property
     def peer_address(self) -> str | None:
@@ -379,7 +397,7 @@ class StoreNode:
             },
             **work,
             "remote": {} if self._neighbours is None else self._neighbours.stats(),
-            "board": self._board.stats(),
+            "board": self.board.stats(),
             "promoted": self._counts["promoted"],
             "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
@@ -402,61 +420,7 @@ class StoreNode:
             time.sleep(0.005)
         return False
 
-    # Requests
-
-    def _handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
-        """What takes microseconds here and now, all else in the slow thread."""
-        match request:
-            case wire.Ping():
-                return wire.Done()
-            case wire.Locate(key, digest, hashes, lease_s, compute_s):
-                located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
-                pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
-                return located if pulling is None else _staged(located, pulling)
-            case wire.Survey(digest, hashes, compute_s):
-                found = self.survey(digest, hashes, compute_s)
-                return wire.Surveyed([*found], self._has_more_than_dram)
-            case wire.Prefetch(digest, hashes, priority):
-                return wire.Done(self.prefetch(digest, hashes, priority))
-            case wire.PostNote(generation, note):
-                if generation == self._board.generation:
-                    self._board.post(note)
-                end = self._board.head
-                return wire.Notes(self._board.generation, end, end)
-            case wire.ReadNotes(generation, after, most_bytes, but):
-                return wire.pack_page(
-                    self._board.read(after, most_bytes, generation=generation, but=but)
-                )
-            case wire.AddPeer() | wire.RemovePeer():
-                neighbours = self._neighbours
-                return wire.Failed("closed") if neighbours is None else neighbours.change(request)
-        return self._slow.submit(self._handle_slowly, request)
-
-    def _handle_slowly(self, request: wire.Request) -> wire.Reply:
-        match request:
-            case wire.ReportBad(digest, hashes, tier):
-                return wire.Done(self.report_bad(digest, hashes, tier))
-            case wire.Pin(digest, hashes, pinned):
-                return wire.Done(self.pin(digest, hashes, pinned))
-            case wire.Warm():
-                return wire.Done(self.warm())
-            case wire.Clear(maybe_digest, tiers):
-                return wire.Done(self.clear(maybe_digest, tiers or TIERS))
-            case wire.GetStats():
-                return wire.Stats(self.stats())
-        return wire.Failed(f"nobody answers {type(request).__name__}")
-
     # Inside
-
-    @property
-    def _has_more_than_dram(self) -> bool:
-        neighbours = self._neighbours
-        peers = None if neighbours is None else neighbours.peers
-        return (
-            self._keeper is not None
-            or self._objects is not None
-            or (peers is not None and bool(peers.addresses()))
-        )
 
     def _tier(self) -> NvmeTier | None:
         keeper = self._keeper
@@ -510,7 +474,8 @@ class StoreNode:
             self._slow.submit(self.warm)
 
     def _peers(self) -> Peers | None:
-        return None if self._neighbours is None else self._neighbours.peers
+        neighbours = self._neighbours
+        return None if neighbours is None else neighbours.peers
 
     def _nvme_opened(self) -> None:
         tier = self._tier()
@@ -555,14 +520,6 @@ class StoreNode:
             yield from all_there(NVME, tier.contents())
         if self._objects is not None:
             yield from all_there(OBJECT, self._objects.contents())
-
-
-def _staged(located: wire.Located, pulling: Pulling) -> Staged:
-    """Answer at once what NVMe has, and again once the pull is over."""
-    later: Future[wire.Located] = Future()
-    pulling.done.add_done_callback(lambda _: later.set_result(located))
-    now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
-    return Staged(now, later)
 
 
 def _known(tier: str, tiers: Sequence[str] = TIERS) -> None:
