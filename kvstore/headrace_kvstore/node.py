@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore import supply, wire
+from headrace_kvstore import node_stats, supply, wire
 from headrace_kvstore.board import Board
 from headrace_kvstore.checksum import prepare
 from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
@@ -364,51 +364,33 @@ class StoreNode:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: each tier's state, sizes and hits, and what the node does."""
+        counts, server = self._counts, self._server
+        of_nvme = node_stats.nvme_tier(
+            *(self._keeper, self._nvme_reason, self.settings.nvme_bytes),
+            *(counts["nvme_hits"], counts["nvme_misses"]),
+        )
         with self._dram_lock:
             dram = self._dram
-            if dram is None:
-                of_dram: dict[str, Any] = {"state": "off", "reason": self._dram_reason}
-                work = {}
-            else:
-                arena = dram.arena.stats()
-                of_dram = {"state": "on", "reason": "", **arena, "bytes": arena["held_bytes"]}
-                of_dram |= {"hits": arena["hits_total"], "misses": arena["misses_total"]}
-                of_dram["size_bytes"] = arena["data_bytes"]
-                work = {
-                    "follow": dram.follower.stats(),
-                    "write_behind": dram.writer.stats(),
-                    "prefetch": dram.prefetcher.stats(),
-                }
-        keeper, server = self._keeper, self._server
-        nvme: dict[str, Any] = {"state": "off", "reason": self._nvme_reason}
-        if keeper is not None:
-            nvme = keeper.stats()
-        nvme |= {"hits": self._counts["nvme_hits"], "misses": self._counts["nvme_misses"]}
-        nvme.setdefault("size_bytes", self.settings.nvme_bytes)
+            of_dram = node_stats.dram_tier(dram, self._dram_reason)
+            work = {} if dram is None else dram.stats()
         return {
             "name": self.settings.name,
             "pid": os.getpid(),
             "protocol": wire.PROTOCOL,
             "uptime_s": time.monotonic() - self._started_s,
             "tiers": {
-                "dram": {"medium": DRAM, **of_dram},
-                "nvme": {"medium": NVME, **nvme},
-                "object": {"medium": OBJECT, **self._object_stats(dram)},
+                "dram": of_dram,
+                "nvme": of_nvme,
+                "object": node_stats.object_tier(self._objects, self._objects_reason, dram),
             },
             **work,
             "remote": {} if self._neighbours is None else self._neighbours.stats(),
             "board": self.board.stats(),
-            "promoted": self._counts["promoted"],
-            "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
+            "promoted": counts["promoted"],
+            "reported_bad": {tier: counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
             "events": self._publisher.stats() if self._publisher is not None else {},
         }
-
-    def _object_stats(self, dram: DramWork | None) -> dict[str, Any]:
-        if self._objects is None:
-            return {"state": "off", "reason": self._objects_reason, "blocks": 0, "bytes": 0}
-        work = None if dram is None else dram.objects
-        return self._objects.stats() | ({} if work is None else work.stats())
 
     def quiesce(self, timeout_s: float) -> bool:
         """Wait until everything stored so far is told, and written or dropped; for tests."""

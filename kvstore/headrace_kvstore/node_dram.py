@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from headrace_kvstore.events import Change
 from headrace_kvstore.mover import Mover
@@ -89,6 +90,14 @@ class DramWork:
             and (self.objects is None or self.objects.fetcher.idle)
             and self.follower.caught_up
         )
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able: what is followed, written and read."""
+        return {
+            "follow": self.follower.stats(),
+            "write_behind": self.writer.stats(),
+            "prefetch": self.prefetcher.stats(),
+        }
 
     def close(self, timeout_s: float, flush: bool = False) -> bool:
         """End it; `flush` writes what waits, as far as half of the time allows.
