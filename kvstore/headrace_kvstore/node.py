@@ -289,18 +289,8 @@ class StoreNode:
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
         """Have blocks brought from NVMe into DRAM, those that only objects hold from there; returns
         how many were queued."""
-        dram, nvme = self._dram, self._tier()
-        if dram is None:
-            return 0
-        if dram.objects is None:
-            return dram.prefetcher.ask(digest, hashes, priority)
-        fetched = dram.objects.tier.contains(digest, hashes)
-        if nvme is not None:
-            fetched &= ~nvme.contains(digest, hashes)
-        there = [name for name, far in zip(hashes, fetched, strict=True) if not far]
-        far = [name for name, far in zip(hashes, fetched, strict=True) if far]
-        queued = dram.prefetcher.ask(digest, there, priority)
-        return queued + dram.objects.fetcher.ask(digest, far, priority)
+        dram = self._dram
+        return 0 if dram is None else dram.prefetch(digest, hashes, priority)
 
     def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str) -> int:
         """Drop blocks from one tier, whose bytes did not verify; returns how many were there.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace_kvstore.events import Change
@@ -78,6 +78,19 @@ class DramWork:
         except (ImportError, RuntimeError) as error:
             self.remote_reason = str(error)
             logger.exception("no blocks are shared with peers")
+
+    def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int) -> int:
+        """Have blocks brought in from NVMe, those that only objects hold from there; returns how
+        many were queued."""
+        if self.objects is None:
+            return self.prefetcher.ask(digest, hashes, priority)
+        fetched, nvme = self.objects.tier.contains(digest, hashes), self._tier()
+        if nvme is not None:
+            fetched &= ~nvme.contains(digest, hashes)
+        there = [name for name, far in zip(hashes, fetched, strict=True) if not far]
+        far = [name for name, far in zip(hashes, fetched, strict=True) if far]
+        queued = self.prefetcher.ask(digest, there, priority)
+        return queued + self.objects.fetcher.ask(digest, far, priority)
 
     @property
     def idle(self) -> bool:
