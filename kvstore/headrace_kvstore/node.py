@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
@@ -28,10 +28,9 @@ import numpy as np
 from headrace_kvstore import node_stats, supply, wire
 from headrace_kvstore.board import Board
 from headrace_kvstore.checksum import prepare
-from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
 from headrace_kvstore.locking import LockBusyError
 from headrace_kvstore.mover import Mover
-from headrace_kvstore.node_changes import all_there, arena_contents, nvme_change, object_change
+from headrace_kvstore.node_changes import Contents, NodeEvents, arena_contents
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_keeper import TierKeeper
 from headrace_kvstore.node_objects import open_tier
@@ -42,7 +41,7 @@ from headrace_kvstore.node_worth import Uses, Worth, below_dram
 from headrace_kvstore.node_writer import Admit
 from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
+from headrace_kvstore.tiers.nvme import NvmeTier
 from headrace_kvstore.tiers.objects import ObjectTier
 from headrace_kvstore.tiers.segment import Location
 
@@ -88,7 +87,7 @@ class StoreNode:
         self._nvme_reason = "no nvme_folder is given"
         self._objects: ObjectTier | None = None
         self._objects_reason = "no object_url is given"
-        self._publisher: EventPublisher | None = None
+        self._events = NodeEvents(settings, self._in_arena, self._tier, lambda: self._objects)
         self._server: NodeServer | None = None
         self._neighbours: Neighbours | None = None
         self._lending = threading.Lock()
@@ -110,9 +109,9 @@ class StoreNode:
         path = wire.socket_path(settings.name, settings.socket_folder)
         self._server = NodeServer(path, Requests(self, self._slow).answer)
         try:
-            self._open_publisher(settings.listen)
+            self._events.open(settings.listen)
             self._neighbours = Neighbours(
-                settings, lambda: self._dram, lambda: self._publisher, self.board
+                settings, lambda: self._dram, lambda: self._events.publisher, self.board
             )
             if settings.nvme_folder is not None:
                 self._open_nvme()
@@ -126,15 +125,6 @@ class StoreNode:
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
 
-    def _open_publisher(self, listen: str | None) -> None:
-        """Publish events where the settings say so; with `listen`, for peers in any case."""
-        events, replay = self.settings.events, self.settings.replay
-        if listen is not None:
-            anywhere = f"tcp://{listen.rpartition(':')[0]}:*"
-            events, replay = events or anywhere, replay or anywhere
-        if events is not None and self._publisher is None:
-            self._publisher = EventPublisher(events, replay, self._contents)
-
     def _open_nvme(self) -> None:
         try:
             if self._mover is None:
@@ -143,11 +133,15 @@ class StoreNode:
             self._nvme_reason = f"no mover of files: {error}"
             logger.exception("there is no NVMe tier")
             return
-        self._keeper = TierKeeper(self.settings, self._mover, self._nvme_event, self._nvme_opened)
+        self._keeper = TierKeeper(
+            self.settings, self._mover, self._events.nvme_changed, self._nvme_opened
+        )
 
     def _open_objects(self) -> None:
         try:
-            self._objects = open_tier(self.settings, self._object_event, self._tier_opened)
+            self._objects = open_tier(
+                self.settings, self._events.objects_changed, self._tier_opened
+            )
         except ImportError as error:
             self._objects_reason = f"{error}: pip install headrace[object]"
             logger.exception("there is no object tier")
@@ -185,8 +179,7 @@ class StoreNode:
             ended &= keeper.close(_left(deadline))
         if self._owns_mover and self._mover is not None:
             ended &= self._mover.close(_left(deadline))
-        if self._publisher is not None:
-            self._publisher.close()
+        self._events.close()
         return ended
 
     # What clients ask for
@@ -268,7 +261,7 @@ class StoreNode:
                 raise RuntimeError("the store node is closed")
             if neighbours.address is None:
                 neighbours.open(listen)
-                self._open_publisher(listen)
+                self._events.open(listen)
             assert neighbours.address is not None
             return neighbours.address
 
@@ -379,7 +372,7 @@ class StoreNode:
             "promoted": counts["promoted"],
             "reported_bad": {tier: counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
-            "events": self._publisher.stats() if self._publisher is not None else {},
+            "events": self._events.stats(),
         }
 
     def quiesce(self, timeout_s: float) -> bool:
@@ -433,7 +426,7 @@ class StoreNode:
         try:
             dram = DramWork(
                 *(settings, self._mover, self._tier, self._admit),
-                *(self._publish, self._resync, self._peers(), self._objects),
+                *(self._events.publish, self._events.resync, self._peers(), self._objects),
             )
         except (OSError, ValueError, LockBusyError) as error:
             if self._dram_reason != str(error):
@@ -441,7 +434,7 @@ class StoreNode:
             self._dram_reason = str(error)
             return
         self._dram = dram
-        self._resync()
+        self._events.resync()
         if settings.warm:
             self._slow.submit(self.warm)
 
@@ -458,40 +451,15 @@ class StoreNode:
             dram.follower.sweep_soon()
         self._tier_opened()
 
-    def _nvme_event(self, event: TierEvent) -> None:
-        change = nvme_change(self._tier(), event)
-        if change is not None:
-            self._publish([change])
-
     def _tier_opened(self) -> None:
         """A tier that others or an earlier node filled can be read."""
-        self._resync()
+        self._events.resync()
         if self.settings.warm:
             self._slow.submit(self.warm)
 
-    def _object_event(self, event: TierEvent) -> None:
-        change = None if self._objects is None else object_change(self._objects, event)
-        if change is not None:
-            self._publish([change])
-
-    def _publish(self, changes: list[Change]) -> None:
-        if self._publisher is not None:
-            self._publisher.publish(changes)
-
-    def _resync(self) -> None:
-        if self._publisher is not None:
-            self._publisher.resync()
-
-    def _contents(self) -> Iterator[Change]:
-        """All blocks of all tiers, each chain in order."""
+    def _in_arena(self) -> Contents:
         with self._dram_lock:
-            in_dram = [] if self._dram is None else arena_contents(self._dram.arena)
-        yield from all_there(DRAM, in_dram)
-        tier = self._tier()
-        if tier is not None:
-            yield from all_there(NVME, tier.contents())
-        if self._objects is not None:
-            yield from all_there(OBJECT, self._objects.contents())
+            return [] if self._dram is None else arena_contents(self._dram.arena)
 
 
 def _known(tier: str, tiers: Sequence[str] = TIERS) -> None:
