@@ -18,31 +18,30 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from headrace_kvstore import supply, wire
+from headrace_kvstore import node_stats, supply, wire
 from headrace_kvstore.board import Board
 from headrace_kvstore.checksum import prepare
-from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
 from headrace_kvstore.locking import LockBusyError
 from headrace_kvstore.mover import Mover
-from headrace_kvstore.node_changes import all_there, arena_contents, nvme_change, object_change
+from headrace_kvstore.node_changes import Contents, NodeEvents, arena_contents
 from headrace_kvstore.node_dram import DramWork
 from headrace_kvstore.node_keeper import TierKeeper
 from headrace_kvstore.node_objects import open_tier
-from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
+from headrace_kvstore.node_requests import Requests
+from headrace_kvstore.node_server import NodeRunning, NodeServer
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.node_worth import Uses, Worth, below_dram
 from headrace_kvstore.node_writer import Admit
 from headrace_kvstore.remote.neighbours import Neighbours, Pulling
 from headrace_kvstore.remote.peers import Peers
-from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
+from headrace_kvstore.tiers.nvme import NvmeTier
 from headrace_kvstore.tiers.objects import ObjectTier
 from headrace_kvstore.tiers.segment import Location
 
@@ -66,6 +65,9 @@ class StoreNode:
         settings: what is stored where.
         admit: which stored blocks are worth writing to NVMe; None has the policy decide.
         mover: shared with others; None makes one of its own where there is an NVMe tier.
+
+    Attributes:
+        board: notes that this machine's processes leave for each other.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class StoreNode:
         self._mover, self._owns_mover = mover, mover is None
         self._uses = Uses()
         self._counts: Counter[str] = Counter()
-        self._board = Board(settings.board_bytes, secrets.token_hex(8))
+        self.board = Board(settings.board_bytes, secrets.token_hex(8))
         self._dram_lock = threading.Lock()
         self._dram: DramWork | None = None
         self._dram_reason = "opening"
@@ -85,7 +87,7 @@ class StoreNode:
         self._nvme_reason = "no nvme_folder is given"
         self._objects: ObjectTier | None = None
         self._objects_reason = "no object_url is given"
-        self._publisher: EventPublisher | None = None
+        self._events = NodeEvents(settings, self._in_arena, self._tier, lambda: self._objects)
         self._server: NodeServer | None = None
         self._neighbours: Neighbours | None = None
         self._lending = threading.Lock()
@@ -105,11 +107,11 @@ class StoreNode:
         settings = self.settings
         prepare()
         path = wire.socket_path(settings.name, settings.socket_folder)
-        self._server = NodeServer(path, self._handle)
+        self._server = NodeServer(path, Requests(self, self._slow).answer)
         try:
-            self._open_publisher(settings.listen)
+            self._events.open(settings.listen)
             self._neighbours = Neighbours(
-                settings, lambda: self._dram, lambda: self._publisher, self._board
+                settings, lambda: self._dram, lambda: self._events.publisher, self.board
             )
             if settings.nvme_folder is not None:
                 self._open_nvme()
@@ -123,15 +125,6 @@ class StoreNode:
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
 
-    def _open_publisher(self, listen: str | None) -> None:
-        """Publish events where the settings say so; with `listen`, for peers in any case."""
-        events, replay = self.settings.events, self.settings.replay
-        if listen is not None:
-            anywhere = f"tcp://{listen.rpartition(':')[0]}:*"
-            events, replay = events or anywhere, replay or anywhere
-        if events is not None and self._publisher is None:
-            self._publisher = EventPublisher(events, replay, self._contents)
-
     def _open_nvme(self) -> None:
         try:
             if self._mover is None:
@@ -140,11 +133,15 @@ class StoreNode:
             self._nvme_reason = f"no mover of files: {error}"
             logger.exception("there is no NVMe tier")
             return
-        self._keeper = TierKeeper(self.settings, self._mover, self._nvme_event, self._nvme_opened)
+        self._keeper = TierKeeper(
+            self.settings, self._mover, self._events.nvme_changed, self._nvme_opened
+        )
 
     def _open_objects(self) -> None:
         try:
-            self._objects = open_tier(self.settings, self._object_event, self._tier_opened)
+            self._objects = open_tier(
+                self.settings, self._events.objects_changed, self._tier_opened
+            )
         except ImportError as error:
             self._objects_reason = f"{error}: pip install headrace[object]"
             logger.exception("there is no object tier")
@@ -182,8 +179,7 @@ class StoreNode:
             ended &= keeper.close(_left(deadline))
         if self._owns_mover and self._mover is not None:
             ended &= self._mover.close(_left(deadline))
-        if self._publisher is not None:
-            self._publisher.close()
+        self._events.close()
         return ended
 
     # What clients ask for
@@ -231,6 +227,21 @@ class StoreNode:
         return found
 
     @property
+    def has_more_than_dram(self) -> bool:
+        """Whether `survey` can find blocks anywhere else."""
+        peers = self._peers()
+        return (
+            self._keeper is not None
+            or self._objects is not None
+            or (peers is not None and bool(peers.addresses()))
+        )
+
+    @property
+    def neighbours(self) -> Neighbours | None:
+        """The part that other nodes see; None before `start` and after `close`."""
+        return self._neighbours
+
+    @property
     def peer_address(self) -> str | None:
         """HOST:PORT that peers reach this node at; None if it lends nothing."""
         return None if self._neighbours is None else self._neighbours.address
@@ -250,7 +261,7 @@ class StoreNode:
                 raise RuntimeError("the store node is closed")
             if neighbours.address is None:
                 neighbours.open(listen)
-                self._open_publisher(listen)
+                self._events.open(listen)
             assert neighbours.address is not None
             return neighbours.address
 
@@ -271,18 +282,8 @@ class StoreNode:
     def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
         """Have blocks brought from NVMe into DRAM, those that only objects hold from there; returns
         how many were queued."""
-        dram, nvme = self._dram, self._tier()
-        if dram is None:
-            return 0
-        if dram.objects is None:
-            return dram.prefetcher.ask(digest, hashes, priority)
-        fetched = dram.objects.tier.contains(digest, hashes)
-        if nvme is not None:
-            fetched &= ~nvme.contains(digest, hashes)
-        there = [name for name, far in zip(hashes, fetched, strict=True) if not far]
-        far = [name for name, far in zip(hashes, fetched, strict=True) if far]
-        queued = dram.prefetcher.ask(digest, there, priority)
-        return queued + dram.objects.fetcher.ask(digest, far, priority)
+        dram = self._dram
+        return 0 if dram is None else dram.prefetch(digest, hashes, priority)
 
     def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str) -> int:
         """Drop blocks from one tier, whose bytes did not verify; returns how many were there.
@@ -346,51 +347,33 @@ class StoreNode:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: each tier's state, sizes and hits, and what the node does."""
+        counts, server = self._counts, self._server
+        of_nvme = node_stats.nvme_tier(
+            *(self._keeper, self._nvme_reason, self.settings.nvme_bytes),
+            *(counts["nvme_hits"], counts["nvme_misses"]),
+        )
         with self._dram_lock:
             dram = self._dram
-            if dram is None:
-                of_dram: dict[str, Any] = {"state": "off", "reason": self._dram_reason}
-                work = {}
-            else:
-                arena = dram.arena.stats()
-                of_dram = {"state": "on", "reason": "", **arena, "bytes": arena["held_bytes"]}
-                of_dram |= {"hits": arena["hits_total"], "misses": arena["misses_total"]}
-                of_dram["size_bytes"] = arena["data_bytes"]
-                work = {
-                    "follow": dram.follower.stats(),
-                    "write_behind": dram.writer.stats(),
-                    "prefetch": dram.prefetcher.stats(),
-                }
-        keeper, server = self._keeper, self._server
-        nvme: dict[str, Any] = {"state": "off", "reason": self._nvme_reason}
-        if keeper is not None:
-            nvme = keeper.stats()
-        nvme |= {"hits": self._counts["nvme_hits"], "misses": self._counts["nvme_misses"]}
-        nvme.setdefault("size_bytes", self.settings.nvme_bytes)
+            of_dram = node_stats.dram_tier(dram, self._dram_reason)
+            work = {} if dram is None else dram.stats()
         return {
             "name": self.settings.name,
             "pid": os.getpid(),
             "protocol": wire.PROTOCOL,
             "uptime_s": time.monotonic() - self._started_s,
             "tiers": {
-                "dram": {"medium": DRAM, **of_dram},
-                "nvme": {"medium": NVME, **nvme},
-                "object": {"medium": OBJECT, **self._object_stats(dram)},
+                "dram": of_dram,
+                "nvme": of_nvme,
+                "object": node_stats.object_tier(self._objects, self._objects_reason, dram),
             },
             **work,
             "remote": {} if self._neighbours is None else self._neighbours.stats(),
-            "board": self._board.stats(),
-            "promoted": self._counts["promoted"],
-            "reported_bad": {tier: self._counts[f"{tier}_reported_bad"] for tier in TIERS},
+            "board": self.board.stats(),
+            "promoted": counts["promoted"],
+            "reported_bad": {tier: counts[f"{tier}_reported_bad"] for tier in TIERS},
             "requests": {} if server is None else dict(server.counts),
-            "events": self._publisher.stats() if self._publisher is not None else {},
+            "events": self._events.stats(),
         }
-
-    def _object_stats(self, dram: DramWork | None) -> dict[str, Any]:
-        if self._objects is None:
-            return {"state": "off", "reason": self._objects_reason, "blocks": 0, "bytes": 0}
-        work = None if dram is None else dram.objects
-        return self._objects.stats() | ({} if work is None else work.stats())
 
     def quiesce(self, timeout_s: float) -> bool:
         """Wait until everything stored so far is told, and written or dropped; for tests."""
@@ -402,61 +385,7 @@ class StoreNode:
             time.sleep(0.005)
         return False
 
-    # Requests
-
-    def _handle(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
-        """What takes microseconds here and now, all else in the slow thread."""
-        match request:
-            case wire.Ping():
-                return wire.Done()
-            case wire.Locate(key, digest, hashes, lease_s, compute_s):
-                located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
-                pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
-                return located if pulling is None else _staged(located, pulling)
-            case wire.Survey(digest, hashes, compute_s):
-                found = self.survey(digest, hashes, compute_s)
-                return wire.Surveyed([*found], self._has_more_than_dram)
-            case wire.Prefetch(digest, hashes, priority):
-                return wire.Done(self.prefetch(digest, hashes, priority))
-            case wire.PostNote(generation, note):
-                if generation == self._board.generation:
-                    self._board.post(note)
-                end = self._board.head
-                return wire.Notes(self._board.generation, end, end)
-            case wire.ReadNotes(generation, after, most_bytes, but):
-                return wire.pack_page(
-                    self._board.read(after, most_bytes, generation=generation, but=but)
-                )
-            case wire.AddPeer() | wire.RemovePeer():
-                neighbours = self._neighbours
-                return wire.Failed("closed") if neighbours is None else neighbours.change(request)
-        return self._slow.submit(self._handle_slowly, request)
-
-    def _handle_slowly(self, request: wire.Request) -> wire.Reply:
-        match request:
-            case wire.ReportBad(digest, hashes, tier):
-                return wire.Done(self.report_bad(digest, hashes, tier))
-            case wire.Pin(digest, hashes, pinned):
-                return wire.Done(self.pin(digest, hashes, pinned))
-            case wire.Warm():
-                return wire.Done(self.warm())
-            case wire.Clear(maybe_digest, tiers):
-                return wire.Done(self.clear(maybe_digest, tiers or TIERS))
-            case wire.GetStats():
-                return wire.Stats(self.stats())
-        return wire.Failed(f"nobody answers {type(request).__name__}")
-
     # Inside
-
-    @property
-    def _has_more_than_dram(self) -> bool:
-        neighbours = self._neighbours
-        peers = None if neighbours is None else neighbours.peers
-        return (
-            self._keeper is not None
-            or self._objects is not None
-            or (peers is not None and bool(peers.addresses()))
-        )
 
     def _tier(self) -> NvmeTier | None:
         keeper = self._keeper
@@ -497,7 +426,7 @@ class StoreNode:
         try:
             dram = DramWork(
                 *(settings, self._mover, self._tier, self._admit),
-                *(self._publish, self._resync, self._peers(), self._objects),
+                *(self._events.publish, self._events.resync, self._peers(), self._objects),
             )
         except (OSError, ValueError, LockBusyError) as error:
             if self._dram_reason != str(error):
@@ -505,12 +434,13 @@ class StoreNode:
             self._dram_reason = str(error)
             return
         self._dram = dram
-        self._resync()
+        self._events.resync()
         if settings.warm:
             self._slow.submit(self.warm)
 
     def _peers(self) -> Peers | None:
-        return None if self._neighbours is None else self._neighbours.peers
+        neighbours = self._neighbours
+        return None if neighbours is None else neighbours.peers
 
     def _nvme_opened(self) -> None:
         tier = self._tier()
@@ -521,48 +451,15 @@ class StoreNode:
             dram.follower.sweep_soon()
         self._tier_opened()
 
-    def _nvme_event(self, event: TierEvent) -> None:
-        change = nvme_change(self._tier(), event)
-        if change is not None:
-            self._publish([change])
-
     def _tier_opened(self) -> None:
         """A tier that others or an earlier node filled can be read."""
-        self._resync()
+        self._events.resync()
         if self.settings.warm:
             self._slow.submit(self.warm)
 
-    def _object_event(self, event: TierEvent) -> None:
-        change = None if self._objects is None else object_change(self._objects, event)
-        if change is not None:
-            self._publish([change])
-
-    def _publish(self, changes: list[Change]) -> None:
-        if self._publisher is not None:
-            self._publisher.publish(changes)
-
-    def _resync(self) -> None:
-        if self._publisher is not None:
-            self._publisher.resync()
-
-    def _contents(self) -> Iterator[Change]:
-        """All blocks of all tiers, each chain in order."""
+    def _in_arena(self) -> Contents:
         with self._dram_lock:
-            in_dram = [] if self._dram is None else arena_contents(self._dram.arena)
-        yield from all_there(DRAM, in_dram)
-        tier = self._tier()
-        if tier is not None:
-            yield from all_there(NVME, tier.contents())
-        if self._objects is not None:
-            yield from all_there(OBJECT, self._objects.contents())
-
-
-def _staged(located: wire.Located, pulling: Pulling) -> Staged:
-    """Answer at once what NVMe has, and again once the pull is over."""
-    later: Future[wire.Located] = Future()
-    pulling.done.add_done_callback(lambda _: later.set_result(located))
-    now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
-    return Staged(now, later)
+            return [] if self._dram is None else arena_contents(self._dram.arena)
 
 
 def _known(tier: str, tiers: Sequence[str] = TIERS) -> None:

@@ -2,15 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.chains import chains
-from headrace_kvstore.events import NVME, OBJECT, Change
+from headrace_kvstore.events import DRAM, NVME, OBJECT, Change, EventPublisher
+from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
 from headrace_kvstore.tiers.objects import ObjectTier
+
+Contents = Iterable[tuple[bytes, np.ndarray]]
+"""Namespace digest and rows, SLOT (n,), of a tier's blocks."""
+
+
+class NodeEvents:
+    """Publishes once `open` found where to; until then nothing is told. Thread-safe but for `open`.
+
+    Args:
+        arena: the blocks in DRAM.
+        nvme, objects: the tiers, None while there is none.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        arena: Callable[[], Contents],
+        nvme: Callable[[], NvmeTier | None],
+        objects: Callable[[], ObjectTier | None],
+    ) -> None:
+        self._settings = settings
+        self._arena, self._nvme, self._objects = arena, nvme, objects
+        self.publisher: EventPublisher | None = None
+
+    def open(self, listen: str | None) -> None:
+        """Publish where the settings say so; with `listen`, HOST:PORT, for peers in any case.
+
+        Raises:
+            zmq.ZMQError: an endpoint cannot be bound.
+        """
+        events, replay = self._settings.events, self._settings.replay
+        if listen is not None:
+            anywhere = f"tcp://{listen.rpartition(':')[0]}:*"
+            events, replay = events or anywhere, replay or anywhere
+        if events is not None and self.publisher is None:
+            self.publisher = EventPublisher(events, replay, self.contents)
+
+    def publish(self, changes: list[Change]) -> None:
+        """Tell what changed."""
+        if self.publisher is not None:
+            self.publisher.publish(changes)
+
+    def nvme_changed(self, event: TierEvent) -> None:
+        """Tell what became of a block on NVMe."""
+        change = nvme_change(self._nvme(), event)
+        if change is not None:
+            self.publish([change])
+
+    def objects_changed(self, event: TierEvent) -> None:
+        """Tell what became of a block in an object."""
+        objects = self._objects()
+        change = None if objects is None else object_change(objects, event)
+        if change is not None:
+            self.publish([change])
+
+    def resync(self) -> None:
+        """Tell all that there is."""
+        if self.publisher is not None:
+            self.publisher.resync()
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able; empty if nothing is published."""
+        return {} if self.publisher is None else self.publisher.stats()
+
+    def close(self) -> None:
+        """Tell no more."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+    def contents(self) -> Iterator[Change]:
+        """All blocks of all tiers, each chain in order."""
+        yield from all_there(DRAM, self._arena())
+        nvme, objects = self._nvme(), self._objects()
+        if nvme is not None:
+            yield from all_there(NVME, nvme.contents())
+        if objects is not None:
+            yield from all_there(OBJECT, objects.contents())
 
 
 def nvme_change(tier: NvmeTier | None, event: TierEvent) -> Change | None:
@@ -35,7 +114,7 @@ def object_change(tier: ObjectTier, event: TierEvent) -> Change | None:
     return Change(event.stored, OBJECT, event.digest, event.hash, parent)
 
 
-def arena_contents(arena: Arena) -> list[tuple[bytes, np.ndarray]]:
+def arena_contents(arena: Arena) -> Contents:
     """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
     rows, _ = arena.blocks()
     digests = [space.digest for space in arena.spaces()]
@@ -43,7 +122,7 @@ def arena_contents(arena: Arena) -> list[tuple[bytes, np.ndarray]]:
     return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
 
 
-def all_there(medium: str, contents: Iterable[tuple[bytes, np.ndarray]]) -> Iterator[Change]:
+def all_there(medium: str, contents: Contents) -> Iterator[Change]:
     """All blocks of a tier, given as namespace digest and rows, each chain in order."""
     for digest, rows in contents:
         for row in chains(rows):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from headrace_kvstore.events import Change
 from headrace_kvstore.mover import Mover
@@ -78,6 +79,19 @@ class DramWork:
             self.remote_reason = str(error)
             logger.exception("no blocks are shared with peers")
 
+    def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int) -> int:
+        """Have blocks brought in from NVMe, those that only objects hold from there; returns how
+        many were queued."""
+        if self.objects is None:
+            return self.prefetcher.ask(digest, hashes, priority)
+        fetched, nvme = self.objects.tier.contains(digest, hashes), self._tier()
+        if nvme is not None:
+            fetched &= ~nvme.contains(digest, hashes)
+        there = [name for name, far in zip(hashes, fetched, strict=True) if not far]
+        far = [name for name, far in zip(hashes, fetched, strict=True) if far]
+        queued = self.prefetcher.ask(digest, there, priority)
+        return queued + self.objects.fetcher.ask(digest, far, priority)
+
     @property
     def idle(self) -> bool:
         """All that has happened is told, written and read."""
@@ -89,6 +103,14 @@ class DramWork:
             and (self.objects is None or self.objects.fetcher.idle)
             and self.follower.caught_up
         )
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able: what is followed, written and read."""
+        return {
+            "follow": self.follower.stats(),
+            "write_behind": self.writer.stats(),
+            "prefetch": self.prefetcher.stats(),
+        }
 
     def close(self, timeout_s: float, flush: bool = False) -> bool:
         """End it; `flush` writes what waits, as far as half of the time allows.

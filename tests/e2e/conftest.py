@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from headrace.model import resolve
@@ -44,6 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def model_folder() -> Path:
     """The model, fetched at first use."""
     return Path(str(resolve(MODEL)))
+
+
+@pytest.fixture
+def client(app: App) -> Iterator[openai.OpenAI]:
+    """Of the app that the module's tests ask for; a request that fails is not sent again."""
+    with openai.OpenAI(
+        base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

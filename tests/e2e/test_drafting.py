@@ -47,14 +47,6 @@ def app(session: Session) -> App:
     )
 
 
-@pytest.fixture
-def client(app: App) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as client:
-        yield client
-
-
 def answer(client: openai.OpenAI, prompt: str, salt: str, **extra: Any) -> list[int]:
     """A greedy answer's token ids."""
     made = client.completions.create(

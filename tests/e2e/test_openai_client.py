@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -34,14 +33,6 @@ WEATHER: dict[str, Any] = {
         },
     },
 }
-
-
-@pytest.fixture
-def client(app: App) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120
-    ) as client:
-        yield client
 
 
 # Answers

@@ -7,14 +7,11 @@ Run as a program, so that the engine leaves with its process:
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.program import say, told
+
 PROMPT = "The river rises in the hills. It flows through three towns. The three towns are called"
 TOKENS = 48
 FILLER = "All work and no play makes a dull day, said line {}.\n"
@@ -26,29 +23,7 @@ def corpus_session(model: str, *, timeout_s: float = 500.0) -> dict[str, Any]:
     Raises:
         RuntimeError: the engine failed; with the end of its log.
     """
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), *(str(ROOT / part) for part in ("platform", "decode", "kvstore"))]
-        ),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.corpora", model],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"said"')]
-    if done.returncode != 0 or not lines:
-        raise RuntimeError(f"the engine failed: {done.stderr[-4000:]}")
-    said: dict[str, Any] = json.loads(lines[-1])["said"]
+    said: dict[str, Any] = told("corpora", model, timeout_s=timeout_s)
     return said
 
 
@@ -116,4 +91,4 @@ async def _main(model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"said": asyncio.run(_main(sys.argv[1]))}), flush=True)
+    say(asyncio.run(_main(sys.argv[1])))

@@ -12,6 +12,7 @@ import numpy as np
 from headrace_kvstore.arena import Arena
 from headrace_kvstore.arena_layout import Geometry, slot_bytes
 from headrace_kvstore.table import hash_word
+from tests.support.clock import Clock
 
 BLOCK, LAYERS = 4000, 3
 BIG_BLOCK = 10_000
@@ -20,14 +21,9 @@ DIGEST, OTHER = b"n" * 16, b"o" * 16
 Make = Callable[..., Arena]
 
 
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = time.monotonic()
-
-    def __call__(self) -> float:
-        return self.now_s
+def machine_clock() -> Clock:
+    """A clock that begins at the machine's, which an arena's times are of."""
+    return Clock(time.monotonic())
 
 
 def block_hash(number: int) -> bytes:

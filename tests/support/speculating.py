@@ -7,13 +7,10 @@ Run as a program, so that the engines leave with their process:
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +18,8 @@ from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import DraftBatch
 from headrace_decode.speculation.memory import Memory
+from tests.support.program import IN_ONE_PROCESS, say, told
 
-ROOT = Path(__file__).parents[2]
 TOP = 5
 _FOREIGN = object()
 """Origin of drafts that the memory has not made."""
@@ -128,31 +125,8 @@ def speculating_runs(
     Raises:
         RuntimeError: the engine failed; with the end of its log.
     """
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCH_COMPILE_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), *(str(ROOT / part) for part in ("platform", "decode", "kvstore"))]
-        ),
-    }
     task = {"prompts": prompts, "max_tokens": max_tokens, "arms": arms}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.speculating", model],
-        input=json.dumps(task),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"runs"')]
-    if done.returncode != 0 or not lines:
-        raise RuntimeError(f"the engine failed: {done.stderr[-4000:]}")
+    runs = told("speculating", model, task, timeout_s=timeout_s, **IN_ONE_PROCESS)
     return [
         Run(
             [
@@ -162,7 +136,7 @@ def speculating_runs(
             run["report"],
             run["preemptions"],
         )
-        for run in json.loads(lines[-1])["runs"]
+        for run in runs
     ]
 
 
@@ -253,4 +227,4 @@ def _main(model: str, task: dict[str, Any]) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     import tests.support.speculating as module  # the one that the engine's drafter comes from
 
-    print(json.dumps({"runs": module._main(sys.argv[1], json.load(sys.stdin))}), flush=True)
+    say(module._main(sys.argv[1], json.load(sys.stdin)))

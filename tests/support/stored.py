@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -17,9 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.kvstore.child import ROOT, Child, serve
+from benchmarks.kvstore.child import Child, serve
 from headrace_kvstore.connector import files
 from tests.support.kvnode import SlowMover
+from tests.support.program import IN_ONE_PROCESS, engine_environment
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,7 @@ class StoredEngine:
     ) -> None:
         self._folder = TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "TORCH_COMPILE_DISABLE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
+        environment = engine_environment(**IN_ONE_PROCESS)
         options = {
             "model": model,
             "store": json.dumps(store),

@@ -152,6 +152,32 @@ async def gateway_over(
         await gateway.stop(grace_s=1)
 
 
+async def asked_from_elsewhere(
+    cluster: FakeCluster, method: str, path: str, body: bytes
+) -> dict[str, Any]:
+    """How a gateway begins its answer to a JSON body from another machine, as ASGI says it."""
+    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("192.0.2.7", 4000),
+    }
+    await app(scope, receive, send)
+    await app.aclose()
+    return sent[0]
+
+
 async def answer(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
     """A whole answer that tells who gave it."""
     return web.json_response({"by": replica.replica_id, "object": "chat.completion"})

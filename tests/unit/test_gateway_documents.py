@@ -21,6 +21,7 @@ from tests.unit.gateway_fakes import (
     FakeCluster,
     FakeReplica,
     answer,
+    asked_from_elsewhere,
     gateway_over,
 )
 
@@ -70,26 +71,8 @@ async def test_plans_can_be_forced_and_set_free_and_nothing_else_is_taken() -> N
 
 
 async def test_plans_can_be_forced_only_from_the_gateways_own_machine() -> None:
-    app = build_gateway_app(GatewayOptions(), FakeCluster(), TOKEN, MODEL)
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"policy": "local"}', "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "PUT",
-        "path": "/headrace/v1/router",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("192.0.2.7", 4000),
-    }
-    await app(scope, receive, send)
-    await app.aclose()
-    assert sent[0]["status"] == 403
+    asked = "PUT", "/headrace/v1/router", b'{"policy": "local"}'
+    assert (await asked_from_elsewhere(FakeCluster(), *asked))["status"] == 403
 
 
 async def test_drafting_is_changed_for_good_or_for_a_while() -> None:

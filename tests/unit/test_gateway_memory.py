@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.gateway import GatewayOptions, build_gateway_app
-from tests.unit.gateway_fakes import MODEL, TOKEN, FakeCluster, answer, gateway_over
+from tests.unit.gateway_fakes import FakeCluster, answer, asked_from_elsewhere, gateway_over
 
 PATH = "/headrace/v1/memory"
 
@@ -199,23 +198,6 @@ async def test_other_methods_are_told_which_there_are() -> None:
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 async def test_only_the_gateways_own_machine_may_look_or_change(method: str) -> None:
     cluster = Memories("a")
-    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"texts": ["x"]}', "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": PATH if method == "GET" else PATH + "/c",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-        "client": ("192.0.2.7", 4000),
-    }
-    await app(scope, receive, send)
-    await app.aclose()
-    assert (sent[0]["status"], cluster.told) == (403, [])
+    path = PATH if method == "GET" else PATH + "/c"
+    begun = await asked_from_elsewhere(cluster, method, path, b'{"texts": ["x"]}')
+    assert (begun["status"], cluster.told) == (403, [])

@@ -18,11 +18,11 @@ from tests.support.kvarena import (
     DIGEST,
     LAYERS,
     OTHER,
-    Clock,
     Make,
     arenas,
     block_hash,
     hashes,
+    machine_clock,
     present,
     store,
     sums_of,
@@ -121,7 +121,7 @@ def test_blocks_stand_apart_on_whole_pages_and_within_the_size(make: Make) -> No
 
 
 def test_one_readers_release_leaves_the_others_lease(make: Make) -> None:
-    arena = make(blocks=1, clock=Clock())
+    arena = make(blocks=1, clock=machine_clock())
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
     first, second = arena.lease(row, hashes(1), 9.0), arena.lease(row, hashes(1), 9.0)
@@ -132,7 +132,7 @@ def test_one_readers_release_leaves_the_others_lease(make: Make) -> None:
 
 
 def test_a_reader_that_never_released_is_not_counted_after_its_lease(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=1, clock=clock)
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 1)
@@ -143,7 +143,7 @@ def test_a_reader_that_never_released_is_not_counted_after_its_lease(make: Make)
 
 
 def test_a_lease_counts_a_use_and_a_lookup_none(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(clock=clock)
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     slot = store(arena, row, 1)[0]

@@ -18,10 +18,10 @@ from tests.support.kvarena import (
     DIGEST,
     LAYERS,
     OTHER,
-    Clock,
     Make,
     arenas,
     hashes,
+    machine_clock,
     present,
     store,
     sums_of,
@@ -82,7 +82,7 @@ def test_records_that_cannot_be_are_freed(make: Make) -> None:
 
 
 def test_a_reservation_that_nothing_living_explains_is_taken_back(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=1, clock=clock)
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1), [0], [0])

@@ -15,7 +15,8 @@ from headrace_kvstore.arena import NOT_WORTH, Arena
 from headrace_kvstore.policy import LFU, LRU, S3FIFO, CostAware, Policy, Priority
 from headrace_kvstore.policy.shared import KINDS, SharedPolicy, affordable, state_bytes
 from headrace_kvstore.table import READY, SLOT, hash_word
-from tests.support.kvarena import DIGEST, Clock, block_hash, hashes, present
+from tests.support.clock import Clock
+from tests.support.kvarena import DIGEST, block_hash, hashes, machine_clock, present
 
 BLOCK, LAYERS = 16384, 1
 SIZE = 32 << 20
@@ -24,7 +25,7 @@ SIZE = 32 << 20
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return machine_clock()
 
 
 @pytest.fixture

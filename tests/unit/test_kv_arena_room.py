@@ -17,10 +17,10 @@ from tests.support.kvarena import (
     DIGEST,
     LAYERS,
     OTHER,
-    Clock,
     Make,
     arenas,
     hashes,
+    machine_clock,
     present,
     store,
 )
@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def test_the_least_recently_used_block_makes_room_and_a_leaf_before_its_parent(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=4, clock=clock)
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 0, 1)
@@ -54,7 +54,7 @@ def test_leased_pinned_and_unfinished_blocks_stay_whatever_the_policy_says(make:
         def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
             return np.arange(len(table))
 
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=4, clock=clock)
     arena.policy.policy = Everything()
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
@@ -75,7 +75,7 @@ def test_leased_pinned_and_unfinished_blocks_stay_whatever_the_policy_says(make:
 
 
 def test_a_tenant_over_its_quota_gives_up_its_own_blocks(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=8, clock=clock, quotas={7: 2 * slot_bytes(BLOCK, LAYERS)})
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 0, 1)
@@ -88,7 +88,7 @@ def test_a_tenant_over_its_quota_gives_up_its_own_blocks(make: Make) -> None:
 
 
 def test_memory_moves_to_the_namespace_that_stores_from_the_one_that_idles(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=32, clock=clock)
     idle, busy = arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)
     for number in range(40):
@@ -104,7 +104,7 @@ def test_memory_moves_to_the_namespace_that_stores_from_the_one_that_idles(make:
 
 
 def test_memory_stays_with_a_namespace_whose_blocks_are_newer(make: Make) -> None:
-    clock = Clock()
+    clock = machine_clock()
     arena = make(blocks=32, clock=clock)
     one, two = arena.namespace(DIGEST, BLOCK, LAYERS), arena.namespace(OTHER, BIG_BLOCK, 1)
     store(arena, one, *range(10))

@@ -17,27 +17,12 @@ from headrace_kvstore.connector.coded import (
 )
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.tiers.scan import page_memory
+from tests.support.tensor import Tensor
 
 LAYERS, BLOCKS = 3, 4
 SHAPE = LayerShape(kv_heads=2, block_tokens=32, head_dim=16, dtype="float32", order=Order.VEC)
 SEEDS = np.arange(BLOCKS * LAYERS, dtype=np.uint64).reshape(BLOCKS, LAYERS)
 BLOCK_IDS = np.array([2, 0, 3, 1])
-
-
-class Tensor:
-    """The part of torch.Tensor that a layout reads, over numpy memory."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        self.data, self.shape = data, data.shape
-
-    def data_ptr(self) -> int:
-        return int(self.data.ctypes.data)
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.data.itemsize for step in self.data.strides)
-
-    def element_size(self) -> int:
-        return self.data.itemsize
 
 
 class Cache:

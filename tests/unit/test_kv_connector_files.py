@@ -24,27 +24,12 @@ from headrace_kvstore.tiers import nvme
 from headrace_kvstore.tiers.record import Shape
 from headrace_kvstore.tiers.segment import BlockReader, Location
 from tests.support.kvnode import SlowMover, until
+from tests.support.tensor import Tensor
 
 LAYERS, BLOCKS, LAYER_BYTES = 5, 6, 8192
 DIGEST = b"namespace-digest"
 HASHES = [bytes([n]) * 32 for n in range(1, BLOCKS + 1)]
 NAMES = [f"model.layers.{n}.attn" for n in range(LAYERS)]
-
-
-class Tensor:
-    """The part of torch.Tensor that a layout reads, over numpy memory."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        self.data, self.shape = data, data.shape
-
-    def data_ptr(self) -> int:
-        return int(self.data.ctypes.data)
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.data.itemsize for step in self.data.strides)
-
-    def element_size(self) -> int:
-        return self.data.itemsize
 
 
 class Engine:

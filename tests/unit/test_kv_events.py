@@ -318,21 +318,21 @@ def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
     mover = Mover()
     node = StoreNode(settings(tmp_path, **ends), mover=mover).start()
     engine = Engine(node.settings)
-    assert node._publisher is not None
-    subscriber = Subscriber(node._publisher)
+    assert node._events.publisher is not None
+    subscriber = Subscriber(node._events.publisher)
 
     def sees(*expected: tuple[str, int]) -> bool:
         subscriber.read()
         return subscriber.held == {(medium, key(number)) for medium, number in expected}
 
-    until(lambda: subscriber.read() is None and bool(subscriber.seqs or node._resync()))
+    until(lambda: subscriber.read() is None and bool(subscriber.seqs or node._events.resync()))
     engine.put(0, 1)
     until(lambda: sees((DRAM, 0), (DRAM, 1), (NVME, 0), (NVME, 1)))
     engine.arena.discard(engine.row, keys(0))
     until(lambda: sees((DRAM, 1), (NVME, 0), (NVME, 1)))
     node.report_bad(DIGEST, keys(1), "nvme")
     until(lambda: sees((DRAM, 1), (NVME, 0)))
-    late = Subscriber(node._publisher)
+    late = Subscriber(node._events.publisher)
     late.replay(0)
     assert late.held == subscriber.held
     for each in (subscriber, late):

@@ -152,7 +152,7 @@ def test_what_objects_hold_is_told_as_a_medium_of_its_own(start: Start) -> None:
     node = start("a", events="inproc://objects")
     engine = Engine(node.settings)
     shared(node, engine, 0, 1)
-    told = [change for change in node._contents() if change.medium == OBJECT]
+    told = [change for change in node._events.contents() if change.medium == OBJECT]
     parent = int.from_bytes(key(0)[:8], "little")
     assert told == [
         Change(True, OBJECT, DIGEST, key(0), 0),

@@ -1,231 +1,39 @@
-"""How a decode replica carries a plan out: what the client gets, what is closed, what is learnt.
-
-The engine, the prefill side and the planner are fakes; time-outs are real but short.
-"""
+"""How a decode replica carries a plan out: what the client gets, what is closed, what is learnt."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from headrace_decode.orchestrate import LATE_STEPS, Orchestrator, Work
+from headrace_decode.orchestrate import LATE_STEPS, Orchestrator
 from headrace_kvstore.gate import ComputeGate
 from headrace_kvstore.handoff import PrefillResult
-
-PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
-RESULT = PrefillResult(PULL, queue_s=0.0, compute_s=0.1, cached_tokens=0, computed_tokens=5)
-LATE_S = 0.03
-"""A time-out that passes within a test."""
-NEVER_S = 30.0
-"""A time-out that no test reaches."""
-
-
-@dataclass(frozen=True)
-class Output:
-    tokens: tuple[int, ...]
-    cached_tokens: int = 0
-
-
-class Submission:
-    """One request on the fake engine: yields what the test puts, until `end` or `fail`."""
-
-    def __init__(self, engine_id: str, kv_params: dict[str, Any] | None) -> None:
-        self.engine_id = engine_id
-        self.kv_params = kv_params
-        self.started = False
-        self.ended_by: str | None = None
-        self._queue: asyncio.Queue[Output | BaseException | None] = asyncio.Queue()
-        self.stream = self._run()
-
-    def put(self, *tokens: int, cached_tokens: int = 0) -> Submission:
-        self._queue.put_nowait(Output(tokens, cached_tokens))
-        return self
-
-    def end(self) -> Submission:
-        self._queue.put_nowait(None)
-        return self
-
-    def fail(self, error: BaseException) -> Submission:
-        self._queue.put_nowait(error)
-        return self
-
-    async def _run(self) -> AsyncGenerator[Output, None]:
-        self.started = True
-        try:
-            while (item := await self._queue.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-            self.ended_by = "itself"
-        except (asyncio.CancelledError, GeneratorExit):
-            self.ended_by = "abort"
-            raise
-        except Exception:
-            self.ended_by = "error"
-            raise
-
-
-@dataclass
-class Engine:
-    """Hands out submissions; `script` prepares each as it is made."""
-
-    script: dict[str, Any] = field(default_factory=dict)
-    submissions: list[Submission] = field(default_factory=list)
-
-    def submit(
-        self, engine_id: str, kv_params: dict[str, Any] | None
-    ) -> AsyncGenerator[Output, None]:
-        submission = Submission(engine_id, kv_params)
-        self.submissions.append(submission)
-        kind = "local" if kv_params is None else "pull"
-        if kind in self.script:
-            self.script[kind](submission)
-        return submission.stream
-
-    @property
-    def kinds(self) -> list[str]:
-        return ["local" if s.kv_params is None else "pull" for s in self.submissions]
-
-    @property
-    def ends(self) -> list[str | None]:
-        return [s.ended_by for s in self.submissions]
-
-
-@dataclass(frozen=True)
-class FakePlan:
-    prefill: str | None
-    timeout_s: float = NEVER_S
-    prompt_tokens: int = 3
-    cached_decode_tokens: int = 0
-
-
-class Planner:
-    """Plans as told and records what it hears."""
-
-    def __init__(self, prefill: str | None, timeout_s: float = NEVER_S) -> None:
-        self.answer = FakePlan(prefill, timeout_s)
-        self.planned: list[tuple[str, Sequence[int], str, str | None]] = []
-        self.failures: list[tuple[str, str]] = []
-        self.done: list[tuple[str, PrefillResult, float]] = []
-        self.first: list[tuple[str, float, int]] = []
-        self.over: list[tuple[str, list[int]]] = []
-        self.refuse: Exception | None = None
-
-    async def plan(
-        self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
-    ) -> FakePlan:
-        if self.refuse is not None:
-            raise self.refuse
-        self.planned.append((request_id, token_ids, salt, local_only))
-        return self.answer
-
-    def remote_failed(self, request_id: str, why: str) -> FakePlan:
-        self.failures.append((request_id, why))
-        return FakePlan(None)
-
-    def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
-        self.done.append((request_id, result, call_s))
-
-    def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
-        self.first.append((request_id, seconds_from_plan, cached_tokens))
-
-    def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
-        self.over.append((request_id, list(output_token_ids)))
-
-
-class Prefill:
-    """The remote side: answers when told, can be called off, and hears which KV nobody wants."""
-
-    def __init__(self, *, heeds_cancel: bool = True) -> None:
-        self.calls = 0
-        self.called_off = 0
-        self.heeds_cancel = heeds_cancel
-        self.answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
-        self.released: list[dict[str, Any]] = []
-
-    async def call(self) -> PrefillResult:
-        self.calls += 1
-        try:
-            return await asyncio.shield(self.answer)
-        except asyncio.CancelledError:
-            self.called_off += 1
-            if self.heeds_cancel:
-                raise
-        return await self.answer
-
-    async def release(self, kv_params: dict[str, Any]) -> None:
-        self.released.append(kv_params)
-
-
-def work(
-    engine: Engine, prefill: Prefill, request_id: str = "r", local_only: str | None = None
-) -> Work[Output]:
-    return Work(
-        request_id=request_id,
-        token_ids=[1, 2, 3],
-        salt="tenant",
-        local_only=local_only,
-        submit=engine.submit,
-        prefill=prefill.call,
-        release=prefill.release,
-        cached_tokens=lambda output: output.cached_tokens,
-        new_tokens=lambda output: output.tokens,
-    )
-
-
-async def answer(orchestrator: Orchestrator, request: Work[Output]) -> list[int]:
-    """All tokens of a request that is read to its end."""
-    tokens: list[int] = []
-    async with aclosing(orchestrator.run(request)) as outputs:
-        async for output in outputs:
-            tokens += output.tokens
-    return tokens
-
-
-async def until(true: Any, limit_s: float = 2.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true"
-        await asyncio.sleep(0.001)
-
-
-def ready(*tokens: int) -> Any:
-    """Script: a submission that yields these tokens one by one, then ends."""
-
-    def script(submission: Submission) -> None:
-        for token in tokens:
-            submission.put(token)
-        submission.end()
-
-    return script
-
-
-def broken(error: Exception) -> Any:
-    """Script: a submission that fails."""
-    return lambda submission: submission.fail(error)
+from tests.support.orchestrated import (
+    LATE_S,
+    PULL,
+    RESULT,
+    Engine,
+    Planner,
+    Prefill,
+    answer,
+    assert_forgotten,
+    assert_no_task_left,
+    broken,
+    ready,
+    until,
+    work,
+)
 
 
 @pytest.fixture(autouse=True)
 async def _leaves_no_task() -> AsyncIterator[None]:
     yield
-    for _ in range(5):
-        await asyncio.sleep(0)
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert not left, f"tasks left behind: {left}"
-
-
-def assert_forgotten(orchestrator: Orchestrator) -> None:
-    """Nothing of finished requests is kept."""
-    assert not orchestrator._active
-    assert not orchestrator._cleanups
+    await assert_no_task_left()
 
 
 # A local plan
@@ -263,6 +71,15 @@ async def test_a_turn_ends_with_the_first_output_not_with_the_answer() -> None:
     async with asyncio.timeout(1), gate.turn(100):
         pass
     await outputs.aclose()
+
+
+async def test_a_remote_prefill_needs_no_turn_here() -> None:
+    planner, engine, prefill = Planner("prefill"), Engine({"pull": ready(7)}), Prefill()
+    prefill.answer.set_result(RESULT)
+    gate = ComputeGate()
+    async with gate.turn(100):
+        request = replace(work(engine, prefill), turn=gate.turn)
+        assert await answer(Orchestrator(planner), request) == [7]
 
 
 async def test_why_a_request_must_stay_is_passed_to_the_planner() -> None:
@@ -363,7 +180,7 @@ async def test_a_call_that_raises_at_once_is_prefilled_locally() -> None:
     async def refuse() -> PrefillResult:
         raise RuntimeError("no replica")
 
-    request = Work(**{**fields_of(work(engine, prefill)), "prefill": refuse})
+    request = replace(work(engine, prefill), prefill=refuse)
     assert await answer(Orchestrator(planner), request) == [7]
     assert planner.failures == [("r", "RuntimeError: no replica")]
 
@@ -555,42 +372,6 @@ async def test_a_failed_pull_is_seen_at_once_however_busy_the_engine_is() -> Non
     assert await answer(Orchestrator(planner), request) == [8]
 
 
-# Turns
-
-
-async def test_waiting_for_a_turn_can_be_given_up() -> None:
-    planner, engine, gate = Planner(None), Engine(), ComputeGate()
-    orchestrator = Orchestrator(planner)
-    async with gate.turn(100):
-        request = replace(work(engine, Prefill()), turn=gate.turn)
-        task = asyncio.create_task(answer(orchestrator, request))
-        await until(lambda: planner.planned)
-        await hang_up(task)
-    assert not engine.submissions
-    assert planner.over == [("r", [])]
-    assert_forgotten(orchestrator)
-
-
-async def test_hanging_up_within_a_turn_ends_it() -> None:
-    planner, engine, gate = Planner(None), Engine(), ComputeGate()
-    request = replace(work(engine, Prefill()), turn=gate.turn)
-    task = asyncio.create_task(answer(Orchestrator(planner), request))
-    await until(lambda: engine.submissions and engine.submissions[0].started)
-    await hang_up(task)
-    assert engine.ends == ["abort"]
-    async with asyncio.timeout(1), gate.turn(100):
-        pass
-
-
-async def test_a_remote_prefill_needs_no_turn_here() -> None:
-    planner, engine, prefill = Planner("prefill"), Engine({"pull": ready(7)}), Prefill()
-    prefill.answer.set_result(RESULT)
-    gate = ComputeGate()
-    async with gate.turn(100):
-        request = replace(work(engine, prefill), turn=gate.turn)
-        assert await answer(Orchestrator(planner), request) == [7]
-
-
 # The stream
 
 
@@ -605,119 +386,6 @@ async def test_after_the_first_token_nothing_is_repeated() -> None:
     assert tokens == [7]
     assert engine.kinds == ["pull"]
     assert planner.over == [("r", [7])]
-
-
-# The client hangs up
-
-
-async def hang_up(task: asyncio.Task[Any]) -> None:
-    """What the HTTP server does: cancel the request's task."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-async def test_hanging_up_during_local_prefill_aborts_it() -> None:
-    planner, engine, prefill = Planner(None), Engine(), Prefill()
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: engine.submissions and engine.submissions[0].started)
-    await hang_up(task)
-    assert engine.ends == ["abort"]
-    assert planner.over == [("r", [])]
-    assert_forgotten(orchestrator)
-
-
-async def test_hanging_up_during_the_call_calls_it_off() -> None:
-    planner, engine, prefill = Planner("prefill"), Engine(), Prefill()
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: prefill.calls == 1)
-    await hang_up(task)
-    assert planner.over == [("r", [])]
-    assert not engine.submissions
-    assert not planner.failures, "that the client left is not the prefill side's fault"
-    await until(lambda: prefill.called_off == 1)
-    await until(lambda: not orchestrator._cleanups)
-    assert_forgotten(orchestrator)
-
-
-async def test_kv_that_is_made_after_hanging_up_all_the_same_is_released() -> None:
-    planner, engine, prefill = Planner("prefill"), Engine(), Prefill(heeds_cancel=False)
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: prefill.calls == 1)
-    await hang_up(task)
-    prefill.answer.set_result(RESULT)
-    await until(lambda: prefill.released == [PULL])
-    await until(lambda: not orchestrator._cleanups)
-    assert planner.over == [("r", [])]
-
-
-@pytest.mark.parametrize("turns_of_the_loop", range(4))
-async def test_hanging_up_as_the_call_returns_strands_no_kv(turns_of_the_loop: int) -> None:
-    planner, engine, prefill = Planner("prefill"), Engine(), Prefill()
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: prefill.calls == 1)
-    prefill.answer.set_result(RESULT)
-    for _ in range(turns_of_the_loop):
-        await asyncio.sleep(0)
-    await hang_up(task)
-    await until(lambda: not orchestrator._cleanups)
-    assert [bool(prefill.called_off), bool(prefill.released), engine.kinds == ["pull"]].count(
-        True
-    ) == 1
-
-
-async def test_hanging_up_while_the_kv_is_pulled_aborts_the_pull() -> None:
-    planner, engine, prefill = Planner("prefill"), Engine(), Prefill()
-    prefill.answer.set_result(RESULT)
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: engine.submissions and engine.submissions[0].started)
-    await hang_up(task)
-    assert engine.ends == ["abort"]
-    assert not prefill.released, "the engine that was to pull tells the other side itself"
-    assert planner.over == [("r", [])]
-    assert_forgotten(orchestrator)
-
-
-async def test_hanging_up_during_the_race_aborts_both() -> None:
-    planner, engine, prefill = Planner("prefill", LATE_S), Engine(), Prefill()
-    prefill.answer.set_result(RESULT)
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: len(engine.submissions) == 2 and engine.submissions[1].started)
-    await hang_up(task)
-    assert engine.ends == ["abort", "abort"]
-    assert planner.over == [("r", [])]
-    assert_forgotten(orchestrator)
-
-
-@pytest.mark.parametrize("remote", [False, True])
-async def test_hanging_up_in_the_stream_aborts_the_engines_request(remote: bool) -> None:
-    planner, engine, prefill = Planner("prefill" if remote else None), Engine(), Prefill()
-    prefill.answer.set_result(RESULT)
-    orchestrator = Orchestrator(planner)
-    task = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
-    await until(lambda: engine.submissions and engine.submissions[0].started)
-    engine.submissions[0].put(7)
-    await until(lambda: planner.first)
-    await hang_up(task)
-    assert engine.ends == ["abort"]
-    assert planner.over == [("r", [7])]
-    assert_forgotten(orchestrator)
-
-
-async def test_closing_the_stream_between_two_outputs_aborts_the_engines_request() -> None:
-    planner, engine = Planner(None), Engine({"local": lambda s: s.put(7).put(8)})
-    orchestrator = Orchestrator(planner)
-    async with aclosing(orchestrator.run(work(engine, Prefill()))) as outputs:
-        assert (await anext(outputs)).tokens == (7,)
-    assert engine.ends == ["abort"]
-    assert planner.over == [("r", [7])]
-    assert_forgotten(orchestrator)
 
 
 # Request ids
@@ -745,7 +413,3 @@ async def test_an_id_may_come_again_once_its_request_is_over() -> None:
     await answer(orchestrator, work(engine, Prefill()))
     await answer(orchestrator, work(engine, Prefill()))
     assert [name for name, *_ in planner.planned] == ["r", "r"]
-
-
-def fields_of(request: Work[Output]) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in Work.__dataclass_fields__}

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,21 +14,9 @@ from headrace.router import (
     RouterSettings,
     StepSample,
 )
+from tests.support.clock import Clock
 
 BLOCK = 16
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def router(clock: Clock, policy: str = "cost", **settings: float) -> Router:
@@ -116,7 +103,7 @@ def test_a_plan_reserves_at_once_so_the_next_sees_it(clock: Clock) -> None:
 
 def test_a_burst_of_long_prompts_spills_over_to_prefill(clock: Clock) -> None:
     r = router(clock)
-    r._remote_measured_s = r._local_measured_s = clock.now
+    r._remote_measured_s = r._local_measured_s = clock.now_s
     kinds = [plan(r, str(i), prompt(600, 1000 * i)).kind for i in range(6)]
     assert kinds[0] == "local"
     assert {"local", "remote"} == set(kinds)
@@ -285,7 +272,7 @@ def test_a_queue_that_others_make_is_learned_and_fades_with_age(clock: Clock) ->
     queued = plan(r, "now", prompt(100, 90_000)).predicted["remote.queue"]
     assert queued == pytest.approx(0.8, rel=0.05)
     r.finished("now")
-    clock.now += 60.0
+    clock.now_s += 60.0
     later = plan(r, "later", prompt(100, 90_000)).predicted["remote.queue"]
     assert later == pytest.approx(queued / 2, rel=0.05)
 
@@ -306,13 +293,13 @@ def test_remote_is_measured_once_and_not_again_before_its_time(clock: Clock) -> 
         kinds.append(plan(r, str(i), prompt(900, 1000 * i)).kind)
         r.finished(str(i))
     assert kinds == ["remote", "local", "local", "local", "local"]
-    clock.now += 200.0
+    clock.now_s += 200.0
     assert plan(r, "later", prompt(900, 50_000)).kind == "remote"
 
 
 def test_local_prefills_keep_the_local_models_fresh(clock: Clock) -> None:
     r = router(clock)
-    clock.now += 100.0
+    clock.now_s += 100.0
     r.observe_step("decode", StepSample(1, 0, 0.02))
     assert r.snapshot()["measured_s_ago"]["local"] == 160.0
     r.observe_step("decode", StepSample(50, 0, 0.06))

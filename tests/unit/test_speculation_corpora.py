@@ -12,20 +12,9 @@ import pytest
 from headrace_decode.corpora import PIECE_CHARS, PORTION_TOKENS, CorpusLoader, pieces, portions
 from headrace_decode.speculation.corpora import CALL_S, Corpora
 from headrace_decode.speculation.memory import Memory, Settings
+from tests.support.clock import Clock
 
 MIB = 1 << 20
-
-
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -10,21 +10,9 @@ from headrace_decode.speculation.draft import EMPTY, Source
 from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings, tenant_key
 from headrace_decode.speculation.pool import CapacityError, Pool
 from headrace_decode.speculation.step import QUARANTINE_AFTER, QUARANTINE_S
+from tests.support.clock import Clock
 
 MIB = 1 << 20
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -51,14 +51,18 @@ FADE = 0.98
 FIRST_REFRESH, REFRESH = 16, 256
 
 MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
-_PRIOR = (0.30, 0.45, 0.55, 0.62, 0.70, 0.78, 0.84, 0.90, 0.95)
+_VOTE_PRIOR = (0.30, 0.45, 0.55, 0.62, 0.70, 0.78, 0.84, 0.90, 0.95)
 """By match; of the weights in the vote."""
 _BASE = 0.39
 _BY_MATCH = (-1.02, -0.88, -0.44, -0.38, 0.25, 0.25, 0.35, 0.55, 1.32)
 _BY_AGREEMENT = (0.51, 1.47, 2.52, 0.31, -0.49, -0.89, -1.57, -1.85)
 _BY_KNOWN = (0.33, 1.41, 0.09, -0.36, -1.47)
 _BY_POSITION = (-0.47, -0.36, -0.22, 0.08, 0.38, -0.11, 0.17, 0.54)
-"""Log-odds of the prior, as `python -m benchmarks.drafting --part prior` fits them."""
+"""Log-odds of the rates' prior, as `python -m benchmarks.drafting --part prior` fits them."""
+_RATE_PRIOR: NDArray[np.float64] = 1.0 / (
+    1.0 + np.exp(-_BASE - sum(np.ix_(_BY_MATCH, _BY_AGREEMENT, _BY_KNOWN, _BY_POSITION)))
+)
+"""Rates before anything was counted, float64 [matches, agreements, known, positions]."""
 GROUPS = ((2, 3, 4), (2, 3), (3, 4), (4,))
 """What lies along these dimensions of the cells moves together: all of a source and match; of a
 position too; of an agreement; of what is known as well."""
@@ -113,18 +117,13 @@ class Calibration:
 
     def _update(self) -> None:
         counts = self.counts.reshape(*self.shape, 2)
-        rates = np.broadcast_to(_prior(), self.shape)
+        rates = np.broadcast_to(_RATE_PRIOR, self.shape)
         for group in GROUPS:
             rates = _moved(counts, rates, group)
         self.rates[:] = _shrunk(counts, rates).ravel()
-        by_match = _shrunk(counts.sum(axis=(2, 3, 4)), np.broadcast_to(_PRIOR, (SOURCES, MATCHES)))
+        prior = np.broadcast_to(_VOTE_PRIOR, (SOURCES, MATCHES))
+        by_match = _shrunk(counts.sum(axis=(2, 3, 4)), prior)
         self.weights[:] = by_match / (1.0 - by_match + 1e-3)
-
-
-def _prior() -> NDArray[np.float64]:
-    """Rates before anything was counted, float64 [matches, agreements, known, positions]."""
-    effects = np.ix_(_BY_MATCH, _BY_AGREEMENT, _BY_KNOWN, _BY_POSITION)
-    return np.asarray(1.0 / (1.0 + np.exp(-_BASE - sum(effects))))
 
 
 def _moved(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -99,6 +99,7 @@ class _Asked:
     Attributes:
         path: without the app's root, and without its query.
         seen: the client's headers.
+        client: its address and port, as ASGI has them; None if nobody knows.
         interrupts: what ends the handler early.
     """
 
@@ -107,7 +108,16 @@ class _Asked:
     receive: Receive
     send: Send
     seen: dict[bytes, bytes]
+    client: Sequence[Any] | None
     interrupts: Interrupts = field(default_factory=Interrupts)
+
+    @property
+    def from_here(self) -> bool:
+        """Whether the client is on this machine."""
+        try:
+            return self.client is not None and ipaddress.ip_address(self.client[0]).is_loopback
+        except ValueError:
+            return False
 
 
 class GatewayApp:
@@ -190,10 +200,8 @@ class GatewayApp:
             started=started,
         )
         await self.start()
-        handler = self._handler(path, method)
-        if handler in (self._change, self._warm, self._memory):
-            call.from_here = _is_loopback(scope.get("client"))
-        await self._guarded(_Asked(call, path, receive, send, seen), handler)
+        asked = _Asked(call, path, receive, send, seen, scope.get("client"))
+        await self._guarded(asked, self._handler(path, method))
 
     def _handler(self, path: str, method: str) -> Callable[[_Asked], Awaitable[None]]:
         if path in RELAYED_POSTS and method == "POST":
@@ -281,7 +289,7 @@ class GatewayApp:
 
     async def _change(self, asked: _Asked) -> None:
         """Change how the app works; only from this machine, as it concerns every tenant."""
-        if not asked.call.from_here:
+        if not asked.from_here:
             raise errors.only_from_here(asked.path)
         wanted = await self._json(asked, MAX_CHANGE_BODY_BYTES)
         if asked.path == ROUTER:
@@ -294,13 +302,13 @@ class GatewayApp:
         """Make prompts' KV now."""
         wanted = await self._json(asked, self.options.max_body_bytes)
         self._answer_in_time(asked)
-        body = await self._admin.warm(wanted, may_pin=asked.call.from_here)
+        body = await self._admin.warm(wanted, may_pin=asked.from_here)
         await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
     async def _memory(self, asked: _Asked) -> None:
         """Corpora of the drafting memories; only from this machine, as it concerns every tenant."""
         call, limit_s = asked.call, self.options.request_timeout_s
-        if not call.from_here:
+        if not asked.from_here:
             raise errors.only_from_here(asked.path)
         corpus = asked.path[len(MEMORY) + 1 :]
         allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
@@ -411,11 +419,3 @@ async def _refuse(call: Call, error: ApiError, send: Send) -> None:
         await _answer(call, send, error.status, error.body(), JSON_TYPE, *error.headers)
     elif call.streamed:
         await send({"type": "http.response.body", "body": error.event()})
-
-
-def _is_loopback(client: Any) -> bool:
-    """Whether a connection comes from this machine."""
-    try:
-        return client is not None and ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        return False

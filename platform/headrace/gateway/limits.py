@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,17 @@ def check_fields(request: Mapping[str, Any]) -> None:
     if not isinstance(request.get("structured_outputs"), (Mapping, type(None))):
         message = "structured_outputs must be an object."
         raise errors.ApiError(400, message, code="invalid_type", param="structured_outputs")
+
+
+def check_known(wanted: Iterable[str], fields: Sequence[str]) -> None:
+    """That an administrative request has no field but these.
+
+    Raises:
+        ApiError: 400, naming the first other one.
+    """
+    for name in wanted:
+        if name not in fields:
+            raise errors.bad_field(name, f"is unknown; give {', '.join(fields)}")
 
 
 def parse_object(body: bytes) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 
 from headrace.gateway.backend import Backend
 from headrace.gateway.errors import ApiError, bad_field
+from headrace.gateway.limits import check_known
 
 MEMORY = "/headrace/v1/memory"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -59,9 +60,7 @@ class CorpusPart:
         Raises:
             ApiError: 400, naming the field.
         """
-        for name in wanted:
-            if name not in FIELDS:
-                raise bad_field(name, f"is unknown; give {', '.join(FIELDS)}")
+        check_known(wanted, FIELDS)
         part = cls(**{"texts": None, **wanted})
         for good, name, what in part._rules():
             if not good:

@@ -62,7 +62,6 @@ class Call:
         own_s: seconds of gateway code before the replica got the request; None before that.
         status: sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
-        from_here: whether the client is on this machine (known where it matters).
     """
 
     request_id: bytes
@@ -80,7 +79,6 @@ class Call:
     ttft_s: float | None = None
     streamed: bool = False
     sent_bytes: int = 0
-    from_here: bool = False
 
 
 @dataclass(slots=True)

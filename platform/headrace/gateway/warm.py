@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.gateway.errors import bad_field
+from headrace.gateway.limits import check_known
 
 MAX_PROMPTS = 256
 FIELDS = ("prompts", "chats", "cache_salt", "pin")
@@ -33,9 +34,7 @@ class WarmRequest:
         Raises:
             ApiError: 400, naming the field.
         """
-        for name in wanted:
-            if name not in FIELDS:
-                raise bad_field(name, f"is unknown; give {', '.join(FIELDS)}")
+        check_known(wanted, FIELDS)
         prompts, chats = wanted.get("prompts", []), wanted.get("chats", [])
         if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
             raise bad_field("prompts", "must be a list of texts or of lists of token ids")
