@@ -113,6 +113,7 @@ class RunnerView:
             request.num_prompt_tokens,
             None if params is None else params.max_tokens,
             None if params is None else params.extra_args,
+            0.0 if params is None else params.temperature,
         )
 
     def _kv_tokens(self, num_tokens: NDArray[np.integer]) -> NDArray[np.integer] | None:

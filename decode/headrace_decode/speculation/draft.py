@@ -139,3 +139,10 @@ class Drafter(Protocol):
     def close_request(self, handle: int, *, keep: bool = True) -> None:
         """End a request; its response goes into its tenant's memory if `keep`."""
         ...
+
+
+def chances_of(survival: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Chance of each token behind right ones, [n, K], given survivals, [n, K]; 0 behind none."""
+    behind = np.ones_like(survival)
+    behind[:, 1:] = survival[:, :-1]
+    return np.divide(survival, behind, out=np.zeros_like(survival), where=behind > 0)

@@ -33,6 +33,7 @@ class Facts:
         itl_s: its inter-token latency target; infinite without one.
         max_tokens: it ends after so many; None if nothing but the model ends it.
         calibrates: it is there to measure steps, and gets meaningless drafts.
+        sampled: whether its tokens are drawn, not the likeliest.
     """
 
     prompt_tokens: int
@@ -43,6 +44,7 @@ class Facts:
     itl_s: float = float("inf")
     max_tokens: int | None = None
     calibrates: bool = False
+    sampled: bool = False
 
 
 def request_arguments(
@@ -72,7 +74,10 @@ def request_arguments(
 
 
 def facts_of(
-    prompt_tokens: int, max_tokens: int | None, extra_args: Mapping[str, Any] | None
+    prompt_tokens: int,
+    max_tokens: int | None,
+    extra_args: Mapping[str, Any] | None,
+    temperature: float = 0.0,
 ) -> Facts:
     """What a request brings along. Without word from our server it shares a nameless tenant with
     its like; what cannot be read is left out."""
@@ -90,6 +95,7 @@ def facts_of(
         itl_s=float(itl_s) if good_itl else math.inf,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         calibrates=bool(told.get("calibrates", False)),
+        sampled=temperature > 0.0,
     )
 
 

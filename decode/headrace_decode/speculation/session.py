@@ -24,6 +24,7 @@ from headrace_decode.speculation.budget import best_budget
 from headrace_decode.speculation.draft import DraftBatch, Drafter
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.planner import Limits, Load, Planner, Step
+from headrace_decode.speculation.platt import PlattScaling
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
 from headrace_decode.speculation.tally import Tally
 from headrace_decode.speculation.trust import Kept, Trust
@@ -76,10 +77,13 @@ class _Running:
 
 @dataclass
 class _Pending:
-    """Drafts whose tokens have not come yet: the batch, where a request is in it, and how many
-    tokens of each were looked for (int32 [n]) and given to the engine."""
+    """Drafts whose tokens have not come yet: the batch, which rows are sampled (bool [n]) and what
+    their survivals are for that (float32 [n, K]), where a request is in it, and how many tokens of
+    each were looked for (int32 [n]) and given to the engine."""
 
     batch: DraftBatch
+    sampled: NDArray[np.bool_]
+    survival: NDArray[np.float32]
     caps: NDArray[np.int32]
     taken: NDArray[np.int32]
     place: dict[str, int] = field(default_factory=dict)
@@ -118,6 +122,7 @@ class Session:
         self.tally = Tally()
         """What became of drafts, by source."""
         self._trust = Trust()
+        self._platt = PlattScaling()
         self._calibration_step = 0
 
     def begin(
@@ -222,8 +227,9 @@ class Session:
             places = np.array([pending.place.get(rows.request_ids[row], -1) for row in live])
             batch = pending.batch
             offered, accepted, promised = _verdict(
-                batch.tokens, batch.survival, batch.lengths, tokens, counts, places
+                batch.tokens, pending.survival, batch.lengths, tokens, counts, places
             )
+            self._platt.learn(batch.survival, pending.sampled, offered, accepted)
             self.drafter.feedback_many(batch, offered, accepted)
             self.tally.book(batch.source, pending.caps, pending.taken, offered, accepted, places)
             for place, request in zip(places.tolist(), requests, strict=True):
@@ -280,13 +286,17 @@ class Session:
             return
         batch = self.drafter.draft_many([request.handle for request in requests], caps)
         lengths = _usable(batch.tokens, np.minimum(batch.lengths, caps), self._vocabulary)
+        sampled = np.fromiter((request.facts.sampled for request in requests), bool, len(live))
+        survival = self._platt.scaled(batch.survival, sampled)
         self._pending = _Pending(
             batch,
+            sampled,
+            survival,
             caps,
             np.zeros(len(live), np.int32),
             {rows.request_ids[row]: place for place, row in enumerate(live)},
         )
-        survival = self._trust.believed(batch.survival, [request.kept for request in requests])
+        survival = self._trust.believed(survival, [request.kept for request in requests])
         if look == "compare":
             self.planner.saw(survival, lengths)
             return

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.speculation.draft import chances_of
+
 _OWN_TOKENS = 16.0
 _ALL_TOKENS = 64.0
 _DOUBT_OWN, _DOUBT_ALL = 3.0, 4.0
@@ -74,9 +76,7 @@ class Trust:
             np.float32,
             len(requests),
         )
-        behind = np.ones_like(survival)
-        behind[:, 1:] = survival[:, :-1]
-        chances = np.divide(survival, behind, out=np.zeros_like(survival), where=behind > 0)
+        chances = chances_of(survival)
         sure = np.maximum(chances, np.float32(SUREST))
         believed = np.minimum(chances * rho[:, None], sure)
         return np.asarray(np.cumprod(believed, axis=1), np.float32)
