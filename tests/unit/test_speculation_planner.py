@@ -91,6 +91,11 @@ def test_what_was_measured_at_sizes_that_are_not_met_any_more_is_kept() -> None:
     assert model.seconds([128, 256]) == pytest.approx([0.084, 0.212], rel=0.1)
 
 
+def test_how_far_predictions_were_off_of_late_is_told() -> None:
+    assert learned(noise=0.0).relative_error < 0.05
+    assert learned(noise=0.1).relative_error == pytest.approx(0.1, rel=0.5)
+
+
 def test_one_hiccup_moves_the_curve_little() -> None:
     model = learned(noise=0.02)
     before = float(model.seconds(8))

@@ -25,6 +25,7 @@ _TOKENS, _CONTEXT = 100.0, 10_000.0  # feature units that keep the fit well cond
 _PRIOR_S = 0.0218, 0.00075  # of a step, and of a token in it
 _NOISE = 0.05  # of a step, relative
 _COMMON_DRIFT, _OWN_DRIFT = 0.02, 0.005  # a step, relative
+_FIRST_ERROR, _ERROR_STEPS = 0.2, 50.0
 _ODD = 4.0  # standard deviations: one hiccup of the machine counts as no more than this
 
 
@@ -65,12 +66,16 @@ class StepTime:
         """`padded_sizes`: the engine pads a step's tokens up to the next of these, if there is one
         (vLLM's CUDA graph sizes)."""
         self._sizes = np.unique(np.asarray(padded_sizes, dtype=np.int64))
-        self._line = RecursiveLeastSquares(
-            mean=(0.0218, 0.075, 0.0), std=(0.05, 0.3, 0.05), error=0.2, forgetting=0.99
-        )
         base_s, token_s = _PRIOR_S
+        self._line = RecursiveLeastSquares(
+            mean=(base_s, token_s * _TOKENS, 0.0),
+            std=(0.05, 0.3, 0.05),
+            error=_FIRST_ERROR,
+            forgetting=0.99,
+        )
         self._log_s = np.tile(np.log(base_s + token_s * KNOTS), 2)
         self._covariance = _prior_covariance()
+        self._square = _FIRST_ERROR**2
         self._curves: NDArray[np.float64] | None = None
 
     @property
@@ -80,7 +85,7 @@ class StepTime:
     @property
     def relative_error(self) -> float:
         """Running root mean square of one-step-ahead errors (0.1 is 10 %)."""
-        return self._line.rms_error
+        return math.sqrt(self._square)
 
     def padded(self, tokens: ArrayLike) -> NDArray[np.float64]:
         """What the engine computes when `tokens` are asked for."""
@@ -140,6 +145,7 @@ class StepTime:
         variance = float(parts @ towards[knots]) + _NOISE**2
         limit = _ODD * math.sqrt(variance)
         odd = min(max(math.log(seconds / level_s), -limit), limit)
+        self._square += (odd**2 - self._square) / _ERROR_STEPS
         self._log_s += towards / variance * odd
         self._covariance -= np.outer(towards, towards) / variance
 
