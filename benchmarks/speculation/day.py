@@ -120,7 +120,9 @@ class Policy:
                     request.kept, request.promise * min(int(good) + 1, int(tested)), float(good)
                 )
         rows, drafted = len(requests), int(take.sum())
-        step = Step(rows + drafted, drafted, rows, rows + int(right.sum()), 0, seconds)
+        promised = self.planner.promised if drafted else 0.0
+        emitted = rows + int(right.sum())
+        step = Step(rows + drafted, drafted, rows, emitted, 0, seconds, promised=promised)
         if not self._learns:
             fixed = self.planner.times
             self.planner.times = StepTime()

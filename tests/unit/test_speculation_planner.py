@@ -17,7 +17,7 @@ from headrace_decode.speculation.planner import (
     Planner,
     Step,
 )
-from headrace_decode.speculation.regret import Controls, Ledger
+from headrace_decode.speculation.regret import Controls, Credit, Ledger
 from headrace_decode.speculation.steptime import StepTime
 
 BASE_S, TOKEN_S = 0.02, 0.001
@@ -347,6 +347,40 @@ def test_the_regret_bound_falls_to_nothing_where_drafting_pays() -> None:
     drafted(ledger, 0.5, 500)
     assert ledger.gain == pytest.approx(0.5, abs=0.1)
     assert ledger.regret_bound == 0.0
+
+
+def test_who_does_not_keep_what_he_promises_loses_his_credit_within_some_steps() -> None:
+    honest, liar = Credit(), Credit()
+    assert honest.share == 1.0
+    for _ in range(30):
+        honest.book(0.03, 0.03, 1.0)
+        liar.book(0.03, -0.02, 1.0)
+    assert honest.share == 1.0
+    assert liar.share == 0.1
+    for _ in range(1500):
+        liar.forget()
+    assert liar.share > 0.8
+
+
+def test_half_of_what_was_promised_is_half_the_credit_where_much_was_promised() -> None:
+    credit = Credit()
+    for _ in range(100):
+        credit.book(1.0, 0.5, 1.0)
+    assert credit.share == pytest.approx(0.5, abs=0.02)
+
+
+def test_small_gains_that_did_not_come_are_left_and_great_ones_are_tried_again() -> None:
+    planner, small = Planner(times=dear_to_verify(), controls=False), drafts(*[[0.45]] * 16)
+    assert sum(take(planner, small)) > 0
+    assert 0.01 < planner.promised < 0.1
+    verified = 0
+    for _ in range(200):
+        k = sum(take(planner, small))
+        verified += k > 0
+        promised, step_s = (planner.promised, 0.12 + 0.001 * k) if k else (0.0, 0.1)
+        planner.observe(Step(16 + k, k, 16, 16, 0, step_s, promised=promised))
+    assert 0 < verified < 20
+    assert sum(take(planner, drafts(*[[0.9, 0.8]] * 16))) > 0
 
 
 def test_without_a_step_to_compare_with_doubt_remains() -> None:

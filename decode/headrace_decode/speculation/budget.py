@@ -23,12 +23,14 @@ class Budget:
         expected_tokens: of the whole batch, those that are certain included.
         seconds: predicted, of the step.
         price: survival that one token more would have had to offer to be worth its time.
+        gain: expected tokens a second over those without drafts, less 1.
     """
 
     take: NDArray[np.int32]
     expected_tokens: float
     seconds: float
     price: float
+    gain: float
 
 
 def best_budget(
@@ -70,6 +72,7 @@ def best_budget(
         float(expected[best]),
         float(seconds[best]),
         float(rate[best] * (seconds[ahead] - seconds[best])),
+        float(rate[best] / rate[0] - 1.0),
     )
 
 

@@ -28,8 +28,7 @@ LOOK_EVERY = 16
 """Where no draft could pay, or drafting is off, drafts are looked at (and compared with what comes,
 not verified) this often, so that a change for the better is seen."""
 LEAST_GAIN = 0.01
-"""Drafts that promise less are left: the best of many promises is the one most overrated (Smith and
-Winkler, The Optimizer's Curse, Management Science 2006)."""
+"""Drafts of which less is to be expected, by what budgets at this load have kept, are left."""
 _BEST_MEMORY = 0.98
 DRAFT_TOKENS_MAX = 4096
 """Of one step; bounds the arithmetic."""
@@ -104,6 +103,7 @@ class Step:
         context_tokens: of all rows.
         seconds: from its start to the next one's.
         pure: nothing but decoding rows was in it; only such steps compare with and without drafts.
+        promised: gain that its budget promised.
     """
 
     tokens: int
@@ -113,6 +113,7 @@ class Step:
     context_tokens: int
     seconds: float
     pure: bool = True
+    promised: float = 0.0
 
 
 class Planner:
@@ -132,6 +133,8 @@ class Planner:
         self.counts: Counter[str] = Counter()
         self.price = 0.0
         """Survival that one more token had to offer in the last budget."""
+        self.promised = 0.0
+        """Gain that the last budget promised."""
         self.last = Step(tokens=0, drafted=0, rows=0, emitted=0, context_tokens=0, seconds=0.0)
         """The last step that was observed."""
         self._controls = controls
@@ -158,7 +161,8 @@ class Planner:
         ledger = self.ledger(load.rows)
         if room and ledger.on and not self._is_control(ledger):
             seconds = self._seconds(load, room)
-            if can_pay(self._best_survival, seconds, load.rows, room, least_gain=LEAST_GAIN):
+            least_gain = LEAST_GAIN / ledger.credit.share
+            if can_pay(self._best_survival, seconds, load.rows, room, least_gain=least_gain):
                 return "verify"
             self.counts["cannot_pay"] += 1
         self._since_look += 1
@@ -188,8 +192,9 @@ class Planner:
             return self._static(load, limits, lengths)
         room = self._room(load, limits, int(lengths.sum()))
         seconds = self._seconds(load, room)
-        budget = best_budget(survival, lengths, seconds, load.rows, least_gain=LEAST_GAIN)
-        self.price = budget.price
+        least_gain = LEAST_GAIN / self.ledger(load.rows).credit.share
+        budget = best_budget(survival, lengths, seconds, load.rows, least_gain=least_gain)
+        self.price, self.promised = budget.price, budget.gain
         return budget.take
 
     def saw(self, survival: NDArray[np.float32], lengths: NDArray[np.int32]) -> None:
@@ -217,7 +222,10 @@ class Planner:
             return
         ledger = self.ledger(step.rows)
         if drafted:
-            ledger.drafted_step(step.emitted, step.rows, step.seconds, predicted_s, undrafted_s)
+            ledger.drafted_step(
+                *(step.emitted, step.rows, step.seconds),
+                *(predicted_s, undrafted_s, step.promised),
+            )
         else:
             ledger.controls.observe(step.seconds, undrafted_s)
             ledger.idle_step()
@@ -253,6 +261,7 @@ class Planner:
                 f"{2 ** (bits - 1)}..{2**bits - 1}": {
                     "on": ledger.on,
                     "gain": ledger.gain,
+                    "credit": ledger.credit.share,
                     "regret_bound": ledger.regret_bound,
                     "switched_off": ledger.switched_off,
                 }

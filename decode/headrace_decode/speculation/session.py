@@ -68,6 +68,7 @@ class _Running:
     started_s: float
     tokens: int
     drafted: int
+    promised: float
     request_ids: frozenset[str]
     rows: int = 0
     emitted: int = 0
@@ -152,6 +153,7 @@ class Session:
                     emitted=before.emitted,
                     context_tokens=before.context_tokens,
                     seconds=now - before.started_s,
+                    promised=before.promised,
                     pure=before.tokens - before.drafted == before.rows and not before.calibrates,
                 )
             )
@@ -161,7 +163,8 @@ class Session:
                 facts = request.facts
                 keep = facts.drafts and facts.keeps and not facts.calibrates
                 self.drafter.close_request(request.handle, keep=keep)
-        self._running = _Running(now, tokens, drafted, ids) if tokens else None
+        promised = self.planner.promised if drafted else 0.0
+        self._running = _Running(now, tokens, drafted, promised, ids) if tokens else None
 
     def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:
         """Draft tokens for each row's next step; `facts` is asked once about each request."""
