@@ -258,7 +258,8 @@ def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
         blocks_per_kv_block=1,
         block_table=SimpleNamespace(np=table),
     )
-    params = SimpleNamespace(max_tokens=9, extra_args={"headrace": {"tenant": "blue"}})
+    extra = {"headrace": {"tenant": "blue"}}
+    params = SimpleNamespace(max_tokens=9, temperature=0.7, extra_args=extra)
     return SimpleNamespace(
         input_batch=SimpleNamespace(
             req_ids=[f"r{row}" for row in range(len(blocks))],
@@ -294,6 +295,7 @@ def test_blocks_that_rows_share_count_once() -> None:
     assert apart.kv_tokens.tolist() == [0, 0]
 
 
-def test_a_request_tells_its_tenant_and_how_long_it_may_get() -> None:
+def test_a_request_tells_its_tenant_how_long_it_may_get_and_that_it_is_sampled() -> None:
     facts = view([[1]], 10).facts("r0")
     assert (facts.prompt_tokens, facts.max_tokens, facts.tenant) == (20, 9, "blue")
+    assert facts.sampled
