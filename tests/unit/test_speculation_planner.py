@@ -362,11 +362,23 @@ def test_who_does_not_keep_what_he_promises_loses_his_credit_within_some_steps()
     assert liar.share > 0.8
 
 
+def test_a_run_of_bad_luck_where_luck_decides_costs_little_credit() -> None:
+    """Alone: one draft in ten comes true, as promised, and saves a whole step."""
+    credit = Credit()
+    for number in range(20):
+        credit.book(0.06, 0.95 if number in (0, 19) else -0.05, 1.0)
+        assert credit.share > 0.5
+    unlucky = Credit()
+    for _ in range(10):
+        unlucky.book(0.06, -0.05, 1.0)
+    assert 0.1 < unlucky.share < 0.5
+
+
 def test_half_of_what_was_promised_is_half_the_credit_where_much_was_promised() -> None:
     credit = Credit()
     for _ in range(100):
         credit.book(1.0, 0.5, 1.0)
-    assert credit.share == pytest.approx(0.5, abs=0.02)
+    assert credit.share == pytest.approx(0.5, abs=0.05)
 
 
 def test_small_gains_that_did_not_come_are_left_and_great_ones_are_tried_again() -> None:

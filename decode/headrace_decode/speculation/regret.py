@@ -55,15 +55,18 @@ class Controls:
 class Credit:
     """How far budgets are believed at one load: seconds saved over seconds promised.
 
-        share = (S + D) / (P + D), between 0.1 and 1          D: 2 % of 25 steps
+        share = (S + D) / (P + D), between 0.1 and 1       D = 2 % of 25 steps + sqrt(sum of x^2)
 
+    with ``S`` the sum of ``x``, the seconds that each step saved, and ``P`` that of those promised.
     The best of many promises is the one most overrated (Smith and Winkler, The Optimizer's Curse,
-    Management Science 2006), the more so the less there is to gain. Steps with drafts and steps
-    without both forget at 1 in 500, so that who lost his credit is tried again.
+    Management Science 2006), the more so the less there is to gain; but a request that is alone
+    gains a step or loses a draft, and it takes many to tell skill from luck. Steps with drafts and
+    steps without both forget at 1 in 500, so that who lost his credit is tried again.
     """
 
     _promised_s: float = 0.0
     _saved_s: float = 0.0
+    _squares: float = 0.0
     _step_s: float = 0.0
 
     def book(self, promised_s: float, saved_s: float, step_s: float) -> None:
@@ -71,17 +74,19 @@ class Credit:
         self.forget()
         self._promised_s += promised_s
         self._saved_s += saved_s
+        self._squares += saved_s**2
         self._step_s = step_s
 
     def forget(self) -> None:
         """A step went by."""
         self._promised_s *= _LEDGER_MEMORY
         self._saved_s *= _LEDGER_MEMORY
+        self._squares *= _LEDGER_MEMORY
 
     @property
     def share(self) -> float:
         """Of what a budget promises to gain, what is to be expected."""
-        doubt_s = _CREDIT_STEPS * self._step_s
+        doubt_s = _CREDIT_STEPS * self._step_s + math.sqrt(self._squares)
         if doubt_s == 0.0:
             return 1.0
         share = (self._saved_s + doubt_s) / (max(self._promised_s, 0.0) + doubt_s)
