@@ -42,6 +42,7 @@ class MoveLoop(ABC, Generic[T, B]):
         self._flying: dict[int, B] = {}
         self._landed: deque[B] = deque()
         self._moving_bytes = 0
+        self._starting = False
         self._counts: Counter[str] = Counter()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -77,6 +78,11 @@ class MoveLoop(ABC, Generic[T, B]):
         with self._wake:
             self._flying[id(batch)] = batch
             self._moving_bytes += batch.bytes
+
+    @property
+    def _at_rest(self) -> bool:
+        """Nothing is under way, nor on its way to be. The lock is held."""
+        return not self._flying and not self._starting
 
     def _land(self, batch: B) -> None:
         with self._wake:
@@ -132,6 +138,10 @@ class MoveLoop(ABC, Generic[T, B]):
         with self._wake:
             if self._stopping or not self._may_start():
                 return True
-            task = self._take()
-        self._start(task)
+            task, self._starting = self._take(), True
+        try:
+            self._start(task)
+        finally:
+            with self._wake:
+                self._starting = False
         return True

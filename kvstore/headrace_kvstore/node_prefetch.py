@@ -96,7 +96,7 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
     def idle(self) -> bool:
         """Nothing waits, nothing is being read."""
         with self._wake:
-            return not self._wanted and not self._flying
+            return not self._wanted and self._at_rest
 
     def ask(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
         """Queue blocks, higher priorities first; returns how many there was room for."""

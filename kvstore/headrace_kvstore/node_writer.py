@@ -100,7 +100,7 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
     def idle(self) -> bool:
         """Nothing waits, nothing is being written."""
         with self._wake:
-            return not self._backlog and not self._moving_bytes
+            return not self._backlog and self._at_rest
 
     @property
     def has_time(self) -> bool:

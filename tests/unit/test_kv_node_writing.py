@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,6 +217,28 @@ def test_a_prefetch_from_a_hanging_disk_keeps_nobody_waiting(
     assert node.stats()["prefetch"]["queued_blocks"] == 1
     disk.let_go()
     until(lambda: engine.has(0, 1) == [True, True])
+
+
+def test_blocks_that_are_about_to_be_written_are_no_quiet(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, engine = begin()
+    assert node._dram is not None
+    writer, about, go = node._dram.writer, threading.Event(), threading.Event()
+    write = writer._write
+
+    def slowly(row: int, hashes: list[bytes]) -> None:
+        about.set()
+        assert go.wait(20)
+        write(row, hashes)
+
+    monkeypatch.setattr(writer, "_write", slowly)
+    engine.put(0)
+    assert about.wait(20)
+    assert not writer.idle
+    go.set()
+    assert node.quiesce(20)
+    assert len(node.locate(DIGEST, keys(0))) == 1
 
 
 def test_higher_priorities_are_read_first(begin: Begin, disk: HangingMover) -> None:
