@@ -120,7 +120,7 @@ class Policy:
                     request.kept, request.promise * min(int(good) + 1, int(tested)), float(good)
                 )
         rows, drafted = len(requests), int(take.sum())
-        promised = self.planner.promised if drafted else 0.0
+        promised = self.planner.promised
         emitted = rows + int(right.sum())
         step = Step(rows + drafted, drafted, rows, emitted, 0, seconds, promised=promised)
         if not self._learns:

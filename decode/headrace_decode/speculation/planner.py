@@ -103,7 +103,7 @@ class Step:
         context_tokens: of all rows.
         seconds: from its start to the next one's.
         pure: nothing but decoding rows was in it; only such steps compare with and without drafts.
-        promised: gain that its budget promised.
+        promised: gain that its budget promised; counts if anything was drafted.
     """
 
     tokens: int

@@ -163,7 +163,7 @@ class Session:
                 facts = request.facts
                 keep = facts.drafts and facts.keeps and not facts.calibrates
                 self.drafter.close_request(request.handle, keep=keep)
-        promised = self.planner.promised if drafted else 0.0
+        promised = self.planner.promised
         self._running = _Running(now, tokens, drafted, promised, ids) if tokens else None
 
     def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:

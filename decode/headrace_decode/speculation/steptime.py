@@ -127,7 +127,8 @@ class StepTime:
             return False
         own = seconds - self._line.nonnegative()[2] * c
         if own > 0.0:
-            self._learn(int(drafted), min(n, KNOTS[-1]), own)
+            beyond = max(n / KNOTS[-1], 1.0)
+            self._learn(int(drafted), n / beyond, own / beyond)
         self._curves = None
         return True
 
