@@ -1,5 +1,4 @@
-"""The order of the end-to-end tests: an app that drafts; the plain engine before the shared app;
-faults and the end last."""
+"""The order of the end-to-end tests, which share one app: faults and its end come last."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from tests.support.app import MODEL, App
 
 HERE = Path(__file__).parent
 ORDER = (
-    "test_drafting",
     "test_exactness",
+    "test_drafting",
     "test_openai_client",
     "test_operator",
     "test_bad_requests",
