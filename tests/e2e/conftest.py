@@ -22,6 +22,7 @@ ORDER = (
     "test_schema",
     "test_store",
     "test_faults",
+    "test_soak",
     "test_down",
 )
 

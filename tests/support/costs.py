@@ -52,7 +52,7 @@ class Meter:
         if file := os.environ.get(REPORT):
             Path(file).write_text(json.dumps(asdict(costs)))
             return
-        for line in slowest(costs.tests):
+        for line in slowest(costs.tests) if costs.tests else ():
             terminalreporter.write_line(line)
         terminalreporter.write_line(f"vLLM engines started: {run.engine_starts()}")
 

@@ -112,8 +112,12 @@ def test_a_follower_that_fell_behind_the_ring_starts_over(node: StoreNode, engin
     dram = node._dram
     assert node.quiesce(20) and dram is not None
     before = dram.follower.lost  # a slow machine falls behind by itself
-    dram.follower._seq = 0
-    until(lambda: dram.follower.lost > before)
+
+    def behind() -> bool:
+        dram.follower._seq = 0  # the follower's thread may write over it: set until it is seen
+        return dram.follower.lost > before
+
+    until(behind)
     engine.put(500)
     until(lambda: located(node, 500) == 1)
 
