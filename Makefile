@@ -31,7 +31,8 @@ test: install  ## every test that needs no GPU (ARGS="tests/unit -k name" for a 
 	$(BIN)/python -m tests.lanes --timeout=$(TEST_TIMEOUT_S) $(ARGS)
 
 soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)
-	$(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e
+	HEADRACE_TEST_SET="speculation.enabled=false" \
+	  $(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e
 
 bench: install  ## Headrace beside plain vLLM and Ray's own P/D app, the quick form
 	@mkdir -p $(dir $(BENCH_JSON))

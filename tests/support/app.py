@@ -9,11 +9,9 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,8 @@ from tests.support.collector import Collector
 
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 480.0
+SETTINGS = "HEADRACE_TEST_SET"
+"""Environment variable: settings that differ, as "name=value name=value"."""
 MARK = "HEADRACE_TEST_APP"
 """Environment variable by which every process of the app is known."""
 
@@ -46,7 +46,7 @@ QUIET_TENANT = "quiet"
 """Is never drafted for."""
 SPECULATION = {
     "enabled": "true",
-    "mode": "off",  # until a test switches it on
+    "mode": '"off"',  # until a test switches it on
     "draft_tokens": str(DRAFT_TOKENS),
     "tenants": f"{{{QUIET_TENANT}: {{draft: false}}}}",
 }
@@ -225,7 +225,7 @@ class Session:
     def __init__(self) -> None:
         self.mark = secrets.token_hex(3)
         self.name = f"t{self.mark}"
-        self.folder = Path(tempfile.mkdtemp(prefix="a", dir=run.folder()))
+        self.folder = run.folder()
         self.cli_log = self.folder / "cli.log"
         self.app: App | None = None
         self._shm_before = shm_names()
@@ -242,7 +242,7 @@ class Session:
             "NO_COLOR": "1",
         }
 
-    def start(self, settings: dict[str, str] | None = None) -> App:
+    def start(self) -> App:
         """Run `headrace up --detach`; or take the app at $HEADRACE_TEST_URL, to try tests on it.
 
         Raises:
@@ -263,7 +263,7 @@ class Session:
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },
             **{f"speculation.{k}": v for k, v in SPECULATION.items()},
-            **(settings or {}),
+            **dict(pair.split("=", 1) for pair in os.environ.get(SETTINGS, "").split()),
         }
         overrides = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
         arguments = ["up", "--detach", "--name", self.name, f"--timeout={START_TIMEOUT_S:g}"]
@@ -306,7 +306,6 @@ class Session:
         for pid in run.marked(MARK, self.mark):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch_shm(self) -> None:
         """Note which files in /dev/shm are this run's: their makers may be dead at the end."""

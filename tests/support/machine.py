@@ -18,7 +18,7 @@ from tests.support.tiny import KV_BYTES_PER_TOKEN, LAYERS, tiny_llama
 
 BLOCK = 128
 BLOCK_BYTES = BLOCK * KV_BYTES_PER_TOKEN
-DRAM_BYTES = 64 << 20
+DRAM_BYTES = 40 << 20
 LOGPROB_TOLERANCE = 1e-4
 """Nats. The cold run computes a prompt in one step, the warm one its last block only: float32 sums
 in another order."""
