@@ -101,15 +101,15 @@ def test_the_running_requests_show_in_the_status(app: App) -> None:
 
 
 def test_no_code_of_ours_takes_two_milliseconds(app: App) -> None:
-    means_s = []
-    for turn in range(4):  # the best of these: others may want the machine's cores too
+    """The quickest of some requests tells: others may want the machine's cores, too."""
+    seconds = []
+    for _ in range(20):
         before = app.replica("decode")["planning"]
-        for number in range(10):
-            app.complete(noise(400, 1000 + 10 * turn + number), max_tokens=1)
+        app.complete(noise(400, 1000), max_tokens=1)
         after = app.replica("decode")["planning"]
-        requests = after["requests"] - before["requests"]
-        means_s.append((after["seconds"] - before["seconds"]) / requests)
-    assert min(means_s) < 0.002
+        assert after["requests"] == before["requests"] + 1
+        seconds.append(after["seconds"] - before["seconds"])
+    assert min(seconds) < 0.002
 
 
 def test_metrics_have_one_prefix_each(app: App) -> None:
