@@ -35,13 +35,18 @@ def begin() -> str:
     (folder := _folder(mark)).mkdir()
     os.environ.setdefault(STARTS, str(folder / "starts"))
     environment = {name: value for name, value in os.environ.items() if name != MARK}
-    subprocess.Popen(
+    ours, theirs = os.pipe()
+    subprocess.run(
         [sys.executable, "-I", __file__, mark],
-        stdin=subprocess.PIPE,  # never written to; pytest's death closes it
+        stdin=ours,
         stdout=subprocess.DEVNULL,
         env=environment,
         start_new_session=True,  # a signal to pytest's process group does not reach it
+        check=True,
     )
+    os.close(ours)
+    # `theirs` stays open in this process alone, is never written to, and closes when it dies.
+    os.register_at_fork(after_in_child=lambda: os.close(theirs))
     return mark
 
 
@@ -70,16 +75,26 @@ def engine_starts() -> int:
 
 
 def marked(name: str, value: str) -> list[int]:
-    """Live processes, this one aside, that were started with NAME=VALUE in their environment."""
+    """Live processes, this one aside, that were started with NAME=VALUE in their environment, and
+    what descends from them: a process that gives itself a title writes over its environment."""
     wanted = f"{name}={value}".encode()
-    found = []
+    children: dict[int, list[int]] = {}
+    alive, todo = set[int](), []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+        if entry.name.isdigit() and (pid := int(entry.name)) != os.getpid():
             with contextlib.suppress(OSError):
-                alive = entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"
-                if alive and wanted in entry.joinpath("environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
+                children.setdefault(int(parent), []).append(pid)
+                if state != "Z":
+                    alive.add(pid)
+                if wanted in entry.joinpath("environ").read_bytes().split(b"\0"):
+                    todo.append(pid)
+    found = set[int]()
+    while todo:
+        if (pid := todo.pop()) not in found:
+            found.add(pid)
+            todo += children.get(pid, [])
+    return sorted(found & alive)
 
 
 def command(pid: int) -> str:
@@ -129,6 +144,8 @@ def end(mark: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # the watchdog is no child of pytest's
     sys.stdin.buffer.read()
     time.sleep(GRACE_S)
     end(sys.argv[1])
