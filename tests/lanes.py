@@ -8,6 +8,7 @@ build/test/. With a path among the arguments this is plain pytest.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     run.begin()
     started_s = time.monotonic()
     lanes = {name: start(name, paths, arguments) for name, paths in LANES.items()}
-    statuses = {name: lane.wait() for name, lane in lanes.items()}
+    statuses = {name: wait(lane) for name, lane in lanes.items()}
     print(log("others").read_text(errors="replace"))
     print_costs(time.monotonic() - started_s)
     bad = [
@@ -60,6 +61,13 @@ def start(name: str, paths: list[str], arguments: list[str]) -> subprocess.Popen
         with log(name).open("wb") as out:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+
+def wait(lane: subprocess.Popen[bytes]) -> int:
+    """Its exit status. Control-C reaches the lanes, too, which end in their own way."""
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return lane.wait()
 
 
 def print_costs(seconds: float) -> None:

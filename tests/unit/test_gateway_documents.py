@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import aiohttp
@@ -177,6 +178,17 @@ async def test_models_are_the_replicas_and_one_can_be_had_by_its_name() -> None:
         async with bench.client.get("/v1/models/other") as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_every_documented_operation_is_routed() -> None:
+    document = openapi_document(MODEL, "1", GatewayOptions(), keys_on=False)
+    async with gateway_over(answer) as bench:
+        for path, operations in document["paths"].items():
+            there = re.sub(r"\{\w+\}", "x", path)
+            async with bench.client.request("TRACE", there) as response:
+                assert response.status == 405, f"{path}: {response.status}"
+                allowed = response.headers["allow"].lower().split(", ")
+            assert set(operations) - {"parameters"} <= set(allowed), path
 
 
 async def test_the_schema_lists_each_route_with_its_errors() -> None:
