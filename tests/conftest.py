@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support import compiled, costs, run
 from tests.support.app import App, Session
+
+ENDING_S = 10.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,8 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run if a process of it is still there."""
-    left = [run.command(pid) for pid in run.marked(run.MARK, run.begin())]
-    left = [words for words in left if "multiprocessing.resource_tracker" not in words]
+
+    def running() -> list[str]:
+        found = [run.command(pid) for pid in run.marked(run.MARK, run.begin())]
+        return [words for words in found if "multiprocessing.resource_tracker" not in words]
+
+    deadline = time.monotonic() + ENDING_S
+    while (left := running()) and time.monotonic() < deadline:
+        time.sleep(0.2)
     if left and session.exitstatus == pytest.ExitCode.OK:
         print("\nerror: still running after the tests:", *left, sep="\n  ", file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
