@@ -1,4 +1,5 @@
-"""The order of the end-to-end tests, which share one app: faults and its end come last."""
+"""The order of the end-to-end tests, which share one app: faults and its end come last, then an app
+that cannot draft."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ ORDER = (
     "test_faults",
     "test_soak",
     "test_down",
+    "test_undrafted",
 )
 
 

@@ -242,7 +242,7 @@ class Session:
             "NO_COLOR": "1",
         }
 
-    def start(self) -> App:
+    def start(self, **settings: str) -> App:
         """Run `headrace up --detach`; or take the app at $HEADRACE_TEST_URL, to try tests on it.
 
         Raises:
@@ -263,6 +263,7 @@ class Session:
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },
             **{f"speculation.{k}": v for k, v in SPECULATION.items()},
+            **settings,
             **dict(pair.split("=", 1) for pair in os.environ.get(SETTINGS, "").split()),
         }
         overrides = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
