@@ -2,8 +2,8 @@
 
     python -m tests.lanes [pytest's options]
 
-The app's tests print as they go, the others' log is shown at the end. Both logs are kept in
-build/test/. With a path among the arguments this is plain pytest.
+The app's tests print as they go, the others' log is shown at the end and kept in build/test/. With
+a path among the arguments this is plain pytest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from tests.support import run
 from tests.support.costs import REPORT, Costs, slowest
 
 ROOT = Path(__file__).parents[1]
-LOGS = ROOT / "build" / "test"
+KEPT = ROOT / "build" / "test"
 LANES = {"app": ["tests/e2e"], "others": ["tests/unit", "tests/property", "tests/integration"]}
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 DEFAULTS = ["-m", "not gpu and not soak"]
@@ -31,12 +32,13 @@ DEFAULTS = ["-m", "not gpu and not soak"]
 def main(arguments: list[str]) -> int:
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return subprocess.call([*PYTEST, *DEFAULTS, *arguments], cwd=ROOT)
-    LOGS.mkdir(parents=True, exist_ok=True)
-    run.begin()
+    print(f"all tests but the app's write to {log('others')}", flush=True)
     started_s = time.monotonic()
     lanes = {name: start(name, paths, arguments) for name, paths in LANES.items()}
     statuses = {name: wait(lane) for name, lane in lanes.items()}
     print(log("others").read_text(errors="replace"))
+    KEPT.mkdir(parents=True, exist_ok=True)
+    shutil.copy(log("others"), KEPT)
     print_costs(time.monotonic() - started_s)
     bad = [
         code for code in statuses.values() if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -45,16 +47,15 @@ def main(arguments: list[str]) -> int:
 
 
 def log(name: str) -> Path:
-    return LOGS / f"{name}.log"
+    return run.folder() / f"{name}.log"
 
 
 def report(name: str) -> Path:
-    return LOGS / f"{name}.json"
+    return run.folder() / f"{name}.json"
 
 
 def start(name: str, paths: list[str], arguments: list[str]) -> subprocess.Popen[bytes]:
     """Begin a lane; the app's one writes to the terminal, too."""
-    report(name).unlink(missing_ok=True)
     command = [*PYTEST, *DEFAULTS, *arguments, *paths]
     environment = {**os.environ, REPORT: str(report(name))}
     if name != "app":
