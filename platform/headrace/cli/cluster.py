@@ -189,6 +189,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
     before = shm_names()
     parent = ProcessId.of(psutil.Process()) if spec.foreground else None
     instructions = {
+        "name": spec.name,
         "command": command,
         "temp_dir": str(temp_dir),
         "token": spec.token,

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from headrace.cli import state
 from headrace.cli.reap import Belongings, ProcessId, end, remove_shm, shm_names
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -34,6 +36,7 @@ class Keeper:
     """Runs one command and keeps account of it and of all that descends from it."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
+        self.name: str = spec["name"]
         self.temp_dir = Path(spec["temp_dir"])
         self.command: list[str] = spec["command"]
         parent = spec.get("parent")
@@ -64,13 +67,17 @@ class Keeper:
                 preexec_fn=die_with_keeper,  # no threads run here, so this is safe
             )
         status: int | None = None
+        orphaned = False
         while not self._stop and status is None:
             status = self._reap(child.pid)
             self._note_shm()
-            if self.parent is not None and self.parent.process() is None:
+            if orphaned := self.parent is not None and self.parent.process() is None:
                 break
             time.sleep(LOOK_S if status is None and not self._stop else 0)
         self._end(child.pid)
+        if orphaned:  # nobody is left to clean up
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            state.forget(self.name, self.belongings.token)
         return 0 if self._stop else (status or 0)
 
     def _on_signal(self, number: int, frame: Any) -> None:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.config import ConfigError, HeadraceConfig
+
+if TYPE_CHECKING:
+    from headrace.cli.state import Instance
 
 CONFIG_HELP = "YAML file; see docs/configuration.md."
 SECRET = "***"
@@ -113,14 +116,38 @@ def up(
 def down(
     name: NameOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all instances.")] = False,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Do not contact the Ray cluster that the instance joined; only forget the "
+            "instance. For clusters that are gone.",
+        ),
+    ] = False,
 ) -> None:
-    """Stop an instance; nothing of it remains."""
+    """Stop an instance.
+
+    Requests in flight have 20 seconds to end. Then the instance's processes, its Ray node, its
+    folder and its files in /dev/shm are removed. On a Ray cluster joined with --address, only the
+    Serve application is deleted.
+    """
     from headrace.cli import down as command
+
+    failed = []
+    for instance in _to_stop(name, everything):
+        try:
+            command.stop(instance, lambda line: stderr().print(f"  {line}"), forget=forget)
+            stdout().print(f'"{instance.name}" is down')
+        except CliError as error:
+            failed.append(str(error))
+    if failed:
+        raise CliError("\nerror: ".join(failed))
+
+
+def _to_stop(name: str | None, everything: bool) -> list[Instance]:
     from headrace.cli import state
 
-    if everything:
-        found = list(state.instances())
-    elif name is not None:
+    if name is not None and not everything:
         try:
             one = state.load(name)
         except ValueError as error:
@@ -128,14 +155,12 @@ def down(
         found = [one] if one else []
     else:
         found = list(state.instances())
-        if len(found) > 1:
-            names = ", ".join(i.name for i in found)
-            raise CliError(f"several instances run ({names}); say which with --name, or --all", 2)
+    if len(found) > 1 and not everything:
+        names = ", ".join(i.name for i in found)
+        raise CliError(f"several instances run ({names}); say which with --name, or --all", 2)
     if not found:
         stdout().print(f'nothing called "{name}" runs' if name else "nothing runs")
-    for instance in found:
-        command.stop(instance, lambda line: stderr().print(f"  {line}"))
-        stdout().print(f'"{instance.name}" is down')
+    return found
 
 
 @app.command()

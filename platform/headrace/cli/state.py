@@ -25,7 +25,7 @@ class Instance:
 
     name: str
     token: str  # in the environment of all its processes
-    phase: str = "starting"  # then "ready"
+    phase: str = "starting"  # then "ready", at last "stopping"
     endpoint: str = ""  # http://host:port
     model: str = ""
     token_path: str = "relay"
@@ -36,7 +36,8 @@ class Instance:
     temp_dir: str = ""
     dashboard_url: str | None = None
     api_key: str | None = None
-    starter: ProcessId | None = None  # the `headrace up` process, while it runs
+    starter: ProcessId | None = None  # the `headrace up` process
+    stopper: ProcessId | None = None  # the process that stops it, once one does
     keeper: ProcessId | None = None
     started_at: float = 0.0  # seconds since the epoch
     shm_before: list[str] = field(default_factory=list)
@@ -51,8 +52,8 @@ class Instance:
         )
 
     def running(self) -> bool:
-        """Whether its keeper or, before there is one, its starter lives. Joined clusters: True."""
-        if not self.own_node and self.phase == "ready":
+        """Whether its keeper or its starter lives. On a joined cluster a ready app counts too."""
+        if not self.own_node and self.phase != "starting":
             return True
         return any(p is not None and p.process() is not None for p in (self.keeper, self.starter))
 
@@ -98,7 +99,7 @@ def load(name: str) -> Instance | None:
     """The instance of a name, or None. A file that cannot be read counts as none."""
     try:
         data = json.loads(path_of(name).read_text("utf-8"))
-        for key in ("starter", "keeper"):
+        for key in ("starter", "stopper", "keeper"):
             data[key] = ProcessId(**data[key]) if data.get(key) else None
         return Instance(**data)
     except FileNotFoundError:
@@ -107,9 +108,11 @@ def load(name: str) -> Instance | None:
         return None
 
 
-def forget(name: str) -> None:
-    """Remove a name's state; no error if there is none."""
-    path_of(name).unlink(missing_ok=True)
+def forget(name: str, token: str) -> None:
+    """Remove the state of one instance; no error if it is gone or another has the name now."""
+    found = load(name)
+    if found is not None and found.token == token:
+        path_of(name).unlink(missing_ok=True)
 
 
 def instances() -> Iterator[Instance]:
