@@ -74,6 +74,18 @@ def test_help_imports_neither_ray_nor_vllm_nor_torch() -> None:
     assert time.monotonic() - started < 10  # 0.3 s on an idle machine
 
 
+def test_no_command_needs_ray_in_its_own_process() -> None:
+    code = (
+        "import pkgutil, sys, importlib, headrace.cli\n"
+        "for module in pkgutil.iter_modules(headrace.cli.__path__, 'headrace.cli.'):\n"
+        "    importlib.import_module(module.name) if '__main__' not in module.name else None\n"
+        "heavy = {'ray', 'vllm', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", [["up"], ["config", "check"], ["config", "show"]])
 def test_a_bad_configuration_is_exit_2_and_a_line_a_problem(
     command: list[str], capsys: pytest.CaptureFixture[str]
@@ -179,8 +191,12 @@ def test_state_is_private_exclusive_and_survives_nonsense(own_state: Path) -> No
     assert state.load("a") == instance
     assert [i.name for i in state.instances()] == ["a"]
     assert not instance.running()
+    state.forget("a", "of another")
+    assert state.load("a") == instance
+    state.forget("a", "t")
+    state.forget("a", "t")
+    assert state.load("a") is None
+    state.create(instance)
     file.write_text("{")
     assert state.load("a") is None
     assert list(state.instances()) == []
-    state.forget("a")
-    state.forget("a")

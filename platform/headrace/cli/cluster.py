@@ -26,7 +26,15 @@ from pathlib import Path
 import psutil
 
 from headrace.cli.keeper import NOTES
-from headrace.cli.reap import TOKEN_VARIABLE, Belongings, ProcessId, end, remove_shm, shm_names
+from headrace.cli.reap import (
+    TOKEN_VARIABLE,
+    Belongings,
+    ProcessId,
+    ShmFile,
+    end,
+    remove_shm,
+    shm_names,
+)
 from headrace.config.schema import MAX_TEMP_DIR_CHARS
 
 HOST = "127.0.0.1"
@@ -270,8 +278,9 @@ def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
                 process.send_signal(signal.SIGTERM)
             _wait_gone(keeper, KEEPER_GRACE_S)
     shm |= end(belongings, grace_s=3.0)
-    with contextlib.suppress(OSError, ValueError):
-        shm |= set(json.loads((belongings.temp_dir / NOTES).read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        notes = json.loads((belongings.temp_dir / NOTES).read_text())
+        shm |= {ShmFile(*each) for each in notes}
     remove_shm(shm, belongings.shm_before)
     if belongings.temp_dir.name.startswith("hr-"):
         if keep_logs is not None:

@@ -24,12 +24,22 @@ from typing import Any
 import psutil
 
 from headrace.cli import state
-from headrace.cli.reap import Belongings, ProcessId, end, remove_shm, shm_names
+from headrace.cli.reap import (
+    Belongings,
+    ProcessId,
+    ShmFile,
+    end,
+    remove_shm,
+    shm_files,
+    shm_names,
+    shm_users,
+)
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 1.0  # between looks at /dev/shm's names, which cost one listdir
 RAY_STOP_S = 5.0  # for Ray to end its own processes; alone it takes 2.5 s
 NOTES = "shm.json"
+SHARED_BY_PYTHON = ("sem.mp-", "psm_")  # semaphores and segments of Python's multiprocessing
 
 
 class Keeper:
@@ -44,8 +54,9 @@ class Keeper:
         self.belongings = Belongings(
             spec["token"], self.temp_dir, shm_before=frozenset(spec["shm_before"])
         )
-        self.shm: set[str] = set()
-        self._looked_at: dict[str, int] = {}
+        self.shm: set[ShmFile] = set()
+        self._looked_at: dict[ShmFile, int] = {}
+        self._users: dict[ShmFile, set[ProcessId]] = {}  # of files that Python's processes share
         self._stop = False
 
     def run(self) -> int:
@@ -71,6 +82,7 @@ class Keeper:
         while not self._stop and status is None:
             status = self._reap(child.pid)
             self._note_shm()
+            self._sweep_shm()
             if orphaned := self.parent is not None and self.parent.process() is None:
                 break
             time.sleep(LOOK_S if status is None and not self._stop else 0)
@@ -96,18 +108,38 @@ class Keeper:
         return status
 
     def _note_shm(self) -> None:
-        """Look who has the files open that have appeared, up to three times for each file."""
-        names = shm_names() - self.belongings.shm_before - self.shm
-        new = {name for name in names if self._looked_at.get(name, 0) < 3}
+        """Find out who uses the files that have appeared; three looks at each file."""
+        files = shm_files(shm_names() - self.belongings.shm_before) - self.shm
+        new = {file for file in files if self._looked_at.get(file, 0) < 3}
         if not new:
             return
-        for name in new:
-            self._looked_at[name] = self._looked_at.get(name, 0) + 1
-        ours = self.belongings.shm_files(psutil.Process().children(recursive=True)) - self.shm
-        if ours:
-            self.shm |= ours
+        self._looked_at = {file: self._looked_at.get(file, 0) + 1 for file in files}
+        users = shm_users(new, psutil.Process().children(recursive=True))
+        self._users |= {f: who for f, who in users.items() if f.name.startswith(SHARED_BY_PYTHON)}
+        self._write_notes(self.shm | users.keys())
+
+    def _sweep_shm(self) -> None:
+        """Remove what a replica that was killed has left.
+
+        Only processes that its maker told know the random names of these files. Once everybody who
+        used such a file is dead, it is removed, unless a look at all processes finds another user.
+        """
+        dead = {i for i in set().union(*self._users.values()) if i.process() is None}
+        unused = {file for file, who in self._users.items() if who <= dead}
+        if not unused:
+            return
+        self._users |= shm_users(unused, psutil.process_iter())
+        unused = {file for file in unused if self._users[file] <= dead}
+        remove_shm(unused, self.belongings.shm_before)
+        for file in unused:
+            del self._users[file]
+        self._write_notes(self.shm - unused)
+
+    def _write_notes(self, files: set[ShmFile]) -> None:
+        if files != self.shm:
+            self.shm = files
             part = self.temp_dir / f"{NOTES}.part"
-            part.write_text(json.dumps(sorted(self.shm)))
+            part.write_text(json.dumps(sorted(files)))
             part.replace(self.temp_dir / NOTES)
 
     def _end(self, pid: int) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -44,6 +45,14 @@ class ProcessId:
         except psutil.Error:
             pass
         return None
+
+
+class ShmFile(NamedTuple):
+    """A file in /dev/shm that cannot be mistaken for a later one of the same name."""
+
+    name: str
+    device: int
+    inode: int
 
 
 @dataclass
@@ -87,15 +96,9 @@ class Belongings:
                     out[ProcessId.of(process)] = process
         return out
 
-    def shm_files(self, processes: Iterable[psutil.Process]) -> set[str]:
-        """Names in /dev/shm, made since the start, that any of `processes` has open or mapped."""
-        new = shm_names() - self.shm_before
-        if not new:
-            return set()
-        ours: set[str] = set()
-        for process in processes:
-            ours |= _open_shm(process.pid) & new
-        return ours
+    def shm_files(self, processes: Iterable[psutil.Process]) -> set[ShmFile]:
+        """Files in /dev/shm, made since the start, that any of `processes` has open or mapped."""
+        return set(shm_users(shm_files(shm_names() - self.shm_before), processes))
 
 
 def shm_names() -> frozenset[str]:
@@ -106,7 +109,7 @@ def shm_names() -> frozenset[str]:
         return frozenset()
 
 
-def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> set[str]:
+def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> set[ShmFile]:
     """End all of an instance's processes: SIGTERM, `grace_s` seconds, SIGKILL. Idempotent.
 
     Returns:
@@ -138,36 +141,67 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     return shm
 
 
-def remove_shm(names: Iterable[str], before: frozenset[str]) -> list[str]:
-    """Remove those of our files that are still there and that no process uses; returns them."""
-    left = (set(names) - before) & shm_names()
-    if left:
-        for process in psutil.process_iter():
-            left -= _open_shm(process.pid)
-    removed = []
-    for name in sorted(left):
+def shm_files(names: Iterable[str]) -> set[ShmFile]:
+    """The files that have these names in /dev/shm now."""
+    found = set()
+    for name in names:
         with contextlib.suppress(OSError):
-            (SHM / name).unlink()
-            removed.append(name)
+            status = os.stat(SHM / name, follow_symlinks=False)
+            found.add(ShmFile(name, status.st_dev, status.st_ino))
+    return found
+
+
+def shm_users(
+    files: Iterable[ShmFile], processes: Iterable[psutil.Process]
+) -> dict[ShmFile, set[ProcessId]]:
+    """Which of `processes` have each of these files open or mapped; files without users are left
+    out.
+
+    Files are compared by device and inode. Names mislead: the C library makes a semaphore under a
+    temporary name and renames it, so the map of the process that made it shows a name that is gone.
+    """
+    named = {(file.device, file.inode): file for file in files}
+    users: dict[ShmFile, set[ProcessId]] = {}
+    for process in processes if named else ():
+        for inode in _open_shm(process.pid) & named.keys():
+            with contextlib.suppress(psutil.Error):
+                users.setdefault(named[inode], set()).add(ProcessId.of(process))
+    return users
+
+
+def remove_shm(files: Iterable[ShmFile], before: frozenset[str]) -> list[str]:
+    """Remove those of our files that are still there and that no process uses; returns their names.
+
+    A file that has been replaced by another of the same name stays.
+    """
+    names = {file.name for file in files} - before
+    left = shm_files(names) & set(files)
+    left -= shm_users(left, psutil.process_iter()).keys()
+    removed = []
+    for file in sorted(left):
+        with contextlib.suppress(OSError):
+            (SHM / file.name).unlink()
+            removed.append(file.name)
     return removed
 
 
-def _open_shm(pid: int) -> set[str]:
-    """Names of files directly in /dev/shm that a process has mapped or open."""
+def _open_shm(pid: int) -> set[tuple[int, int]]:
+    """(device, inode) of each file in /dev/shm that a process has mapped or open."""
     prefix = f"{SHM}/"
-    names: set[str] = set()
+    found: set[tuple[int, int]] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
         for line in maps:
-            at = line.find(prefix)
-            if at >= 0:
-                names.add(line[at + len(prefix) :].rstrip("\n").removesuffix(" (deleted)"))
+            if prefix in line:
+                _, _, _, device, inode, _ = line.split(maxsplit=5)
+                major, minor = (int(part, 16) for part in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
-                if target.startswith(prefix):
-                    names.add(target[len(prefix) :].removesuffix(" (deleted)"))
-    return {name.split("/")[0] for name in names}
+                if os.readlink(entry.path).startswith(prefix):
+                    file = os.stat(entry.path)
+                    found.add((file.st_dev, file.st_ino))
+    return found
 
 
 def _carries(pid: int, in_command: bytes, in_environment: bytes) -> bool:
