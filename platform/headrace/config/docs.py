@@ -18,11 +18,17 @@ HEADER = """\
 <!-- Written by `headrace config docs`; change the schema in platform/headrace/config/. -->
 # Configuration
 
-`headrace up` reads one YAML file (`-f config.yaml`), on top of a preset (`--preset NAME`, by
-default `laptop`), and `--set section.field=value` on top of both. A field that is left out keeps
-its default. `headrace config check -f config.yaml` says what is wrong with a file, and `headrace
-config show` what it comes to. An unknown field or an impossible value stops `headrace up` before
-anything starts.
+`headrace up -f config.yaml` reads one YAML file. Values come from four sources, and a later source
+wins field by field:
+
+1. the defaults, which the tables below list;
+2. a preset: `--preset NAME` on the command line, else `preset: NAME` at the top of the file;
+3. the file;
+4. each `--set section.field=value` on the command line, in turn.
+
+`headrace config check -f config.yaml` reports every mistake in a file. `headrace config show -f
+config.yaml` prints the resulting configuration. `headrace up` checks the configuration first: an
+unknown field or an impossible value stops it before anything starts.
 """
 
 

@@ -1,6 +1,7 @@
 """From preset, YAML file and `--set` overrides to one checked configuration, or to what is wrong.
 
 Later sources win field by field: the defaults, the preset, the file, then each override in turn.
+The preset is the one that `--preset` names, else the one that the file names as `preset:`.
 """
 
 from __future__ import annotations
@@ -53,15 +54,14 @@ def load_config(
 
     Args:
         path: a YAML file, or None.
-        preset: one of `preset_names()`, or None for the defaults (which are `laptop`).
+        preset: one of `preset_names()`; it wins over the file's `preset:`. None takes the file's,
+            else the defaults (which are `laptop`).
         overrides: `a.b=c` strings; the value is read as YAML.
 
     Raises:
         ConfigError: something is wrong; it names every problem found, not only the first.
     """
-    data: dict[str, Any] = {}
-    if preset is not None:
-        data = parse_yaml(preset_text(preset), f"preset {preset}")
+    given: dict[str, Any] = {}
     if path is not None:
         file = Path(path).expanduser()
         try:
@@ -70,7 +70,15 @@ def load_config(
             raise ConfigError([f"{path}: cannot be read: {error.strerror or error}"]) from None
         except UnicodeDecodeError as error:
             raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start})"]) from None
-        data = merge(data, _relative_to(file.parent, parse_yaml(text, str(path))))
+        given = _relative_to(file.parent, parse_yaml(text, str(path)))
+        named = given.pop("preset", None)
+        if named is not None and not isinstance(named, str):
+            raise ConfigError([f"preset: must be text, got {_quote(named)}"])
+        preset = preset or named
+    data: dict[str, Any] = {}
+    if preset is not None:
+        data = parse_yaml(preset_text(preset), f"preset {preset}")
+    data = merge(data, given)
     for override in overrides:
         data = apply_override(data, override)
     return validate(data)
@@ -139,6 +147,10 @@ def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     """`data` with `a.b=c` applied. Raises ConfigError if the override is not of that form."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
+    if keys == ["preset"]:
+        raise ConfigError(
+            ["preset: choose one with --preset NAME, or with `preset: NAME` in a file"]
+        )
     if not equals or not all(keys):
         raise ConfigError([f'--set {override}: must be like "gateway.port=8001"'])
     try:
