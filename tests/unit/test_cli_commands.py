@@ -102,11 +102,11 @@ def test_a_bad_configuration_is_exit_2_and_a_line_a_problem(
 def test_nothing_running_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["status"], ["chat", "hello"]):
         code, _, err = run(capsys, *command)
-        assert (code, err) == (1, "error: nothing runs; start it with: headrace up\n")
+        assert (code, err) == (1, "error: nothing is running; start it with: headrace up\n")
     code, _, err = run(capsys, "status", "--name", "x")
-    assert err == 'error: nothing called "x" runs; start it with: headrace up --name x\n'
+    assert err == 'error: no instance called "x" is running; start it with: headrace up --name x\n'
     code, out, _ = run(capsys, "down")
-    assert (code, out) == (0, "nothing runs\n")
+    assert (code, out) == (0, "nothing is running\n")
 
 
 def test_a_name_that_cannot_be_one_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,10 @@ def only_problem(*overrides: str) -> str:
             "gateway.host: must be an IP address or a host name without scheme or port, "
             'got "1.2.3"',
         ),
+        (
+            "ray.address=head",
+            'ray.address: must be "auto" or like "10.0.0.1:6379", got "head"',
+        ),
         ("ray.temp_dir=here", 'ray.temp_dir: must be an absolute path, got "here"'),
         (
             "observability.otlp_endpoint=collector",
@@ -122,7 +126,10 @@ def test_all_problems_are_named_at_once() -> None:
             ["model.max_model_len=4096", "decode.engine.max_model_len=2048"],
             "decode.engine.max_model_len: is 2048, but model.max_model_len is 4096",
         ),
-        (["ray.num_cpus=1", "decode.replicas=4"], "ray.num_cpus: is 1, but the replicas book 2.5"),
+        (
+            ["ray.num_cpus=1", "decode.replicas=4"],
+            "ray.num_cpus: is 1, but the replicas reserve 2.5 CPUs",
+        ),
         (["gateway.api_keys_file=/nowhere"], 'cannot read "/nowhere": No such file'),
     ],
 )

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import socket
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ from typing import Any, TextIO
 
 from headrace.cli import state
 
+CONNECT_S = 10.0  # for a connection to the cluster's port
 FOLLOW_S = 1.0  # between two looks at the app's status
 DELETE, DISMISS = "delete", "dismiss"  # what `Deletion` may say after its order
 
@@ -100,6 +102,13 @@ def connect(address: str) -> str:
     Raises:
         DriverError: no cluster answers there.
     """
+    host, _, port = address.rpartition(":")
+    if host and "://" not in address:  # Ray itself would try for more than a minute
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise DriverError(f"no Ray cluster answers at {address}: {reason}") from None
     import ray
 
     logging.getLogger("ray").setLevel(logging.WARNING)

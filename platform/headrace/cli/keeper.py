@@ -1,10 +1,12 @@
-"""The parent of a private Ray node's processes, so that none of them can get lost.
+"""The keeper: the parent process of all processes of a private Ray node.
 
-It is a session leader and a child subreaper: whatever Ray or vLLM start stays below it, even when a
-middle process dies. It notes which /dev/shm files its processes make (their makers may be dead when
-we clean up) and, on SIGTERM, or when Ray ends, or when the foreground `headrace up` is gone, ends
-everything. Run as `python -m headrace.cli.keeper SPEC.json`; `headrace.cli.cluster` writes the spec
-and reads the notes.
+It is a session leader and a child subreaper, so every process that Ray or vLLM starts stays below
+it, even if a process in between dies. It records which files in /dev/shm its processes use, because
+those processes may be dead when the files must be removed. It ends the whole node on SIGTERM, when
+Ray ends, or when a foreground `headrace up` is killed.
+
+Run as `python -m headrace.cli.keeper SPEC.json`. `headrace.cli.cluster` writes the spec and reads
+the record.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from headrace.cli.reap import (
 )
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LOOK_S = 1.0  # between looks at /dev/shm's names, which cost one listdir
-RAY_STOP_S = 5.0  # for Ray to end its own processes; alone it takes 2.5 s
+LOOK_S = 1.0  # between two listings of /dev/shm
+RAY_STOP_S = 5.0  # for Ray to end its own processes; on an idle machine it takes 2.5 s
 NOTES = "shm.json"
 SHARED_BY_PYTHON = ("sem.mp-", "psm_")  # semaphores and segments of Python's multiprocessing
 
 
 class Keeper:
-    """Runs one command and keeps account of it and of all that descends from it."""
+    """Runs one command, and ends it with all its descendants."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.name: str = spec["name"]
@@ -60,7 +62,7 @@ class Keeper:
         self._stop = False
 
     def run(self) -> int:
-        """Until asked to stop or until the command ends; returns its exit status."""
+        """Run until told to stop, or until the command ends; returns its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -108,7 +110,7 @@ class Keeper:
         return status
 
     def _note_shm(self) -> None:
-        """Find out who uses the files that have appeared; three looks at each file."""
+        """Find our processes among the users of new files; each file is looked at three times."""
         files = shm_files(shm_names() - self.belongings.shm_before) - self.shm
         new = {file for file in files if self._looked_at.get(file, 0) < 3}
         if not new:
@@ -119,10 +121,10 @@ class Keeper:
         self._write_notes(self.shm | users.keys())
 
     def _sweep_shm(self) -> None:
-        """Remove what a replica that was killed has left.
+        """Remove semaphores and segments that a killed replica has left.
 
-        Only processes that its maker told know the random names of these files. Once everybody who
-        used such a file is dead, it is removed, unless a look at all processes finds another user.
+        Their names are random, and only processes that use them know them. A file is removed once
+        all its known users are dead and a search of all processes finds no other user.
         """
         dead = {i for i in set().union(*self._users.values()) if i.process() is None}
         unused = {file for file, who in self._users.items() if who <= dead}

@@ -1,9 +1,9 @@
-"""Which processes and /dev/shm files belong to one instance, and how they end.
+"""Decides which processes and files in /dev/shm belong to an instance, and ends or removes them.
 
-Belonging is decided by facts that a stranger cannot share: descent from a process that we started
-(known by pid and start time), or our private folder or token in its command line or environment.
-Never by a name. Ray's workers and vLLM's engine processes are found both ways, as some of them are
-adopted by init when their parent dies.
+A process belongs to an instance if it descends from a process that the instance recorded (by pid
+and start time), or if the instance's private folder or token is in its command line or environment.
+Names are never used. Both ways are needed, because init adopts some of Ray's and vLLM's processes
+when their parent dies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 SHM = Path("/dev/shm")
 TOKEN_VARIABLE = "HEADRACE_INSTANCE"
 QUIET_LOOKS = 4
-"""Looks in a row, a tenth of a second apart, that must find nobody."""
+"""Searches in a row, 0.1 s apart, that must find no process."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ShmFile(NamedTuple):
 
 @dataclass
 class Belongings:
-    """What tells an instance's processes from all others."""
+    """The facts by which an instance's processes and files are recognised."""
 
     token: str
     temp_dir: Path
@@ -65,7 +65,7 @@ class Belongings:
     shm_before: frozenset[str] = frozenset()  # names in /dev/shm when the instance started
 
     def processes(self) -> dict[ProcessId, psutil.Process]:
-        """All its processes that run now, this process and its ancestors left out."""
+        """All its running processes, except this process and its ancestors."""
         mark_command = str(self.temp_dir).encode() + b"/"
         mark_environment = f"{TOKEN_VARIABLE}={self.token}".encode()
         recorded = set(self.pids)
@@ -113,7 +113,7 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     """End all of an instance's processes: SIGTERM, `grace_s` seconds, SIGKILL. Idempotent.
 
     Returns:
-        The /dev/shm files that they had open at the start (some are gone by now).
+        The files in /dev/shm that they used; some may be gone by now.
     """
     processes = belongings.processes()
     shm = belongings.shm_files(processes.values())
@@ -124,9 +124,9 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     while processes and time.monotonic() < deadline:
         time.sleep(0.1)
         processes = {i: p for i, p in processes.items() if i.process() is not None}
-    # Children that were started meanwhile are found only now, and killed with the stragglers. One
-    # look is not enough: a dying parent may have started one behind it, and a process that is just
-    # being executed shows neither command line nor environment.
+    # Children that were started in the meantime are found only now, and are killed too. One search
+    # is not enough: a dying parent may just have started one, and a process that is being executed
+    # shows neither command line nor environment.
     deadline = time.monotonic() + kill_s
     quiet_looks = 0
     while quiet_looks < QUIET_LOOKS and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
-"""What is remembered of a running instance, in one private file per name.
+"""The state file of each running instance: NAME.json in a private folder.
 
-`$HEADRACE_STATE`, else `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`, holds NAME.json
-(mode 0600: it may hold an API key). It is made exclusively, so that two `up` with one name cannot
-both win.
+The folder is `$HEADRACE_STATE`, else `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`. A
+file has mode 0600, because it may contain an API key. It is created exclusively, so two `up` with
+the same name cannot both start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Instance:
     app: str = "headrace"  # the Serve application's name
     config_digest: str = ""
     address: str = ""  # of the Ray cluster
-    own_node: bool = True  # False: joined a cluster that is not ours to stop
+    own_node: bool = True  # False: on a cluster that it joined
     temp_dir: str = ""
     dashboard_url: str | None = None
     api_key: str | None = None
@@ -43,7 +43,7 @@ class Instance:
     shm_before: list[str] = field(default_factory=list)
 
     def belongings(self) -> Belongings:
-        """What to look for when it is stopped."""
+        """How its processes and files are recognised."""
         return Belongings(
             self.token,
             Path(self.temp_dir),
@@ -77,7 +77,7 @@ def path_of(name: str) -> Path:
 
 
 def create(instance: Instance) -> None:
-    """Claim the name. Raises FileExistsError if it is taken."""
+    """Create the state file. Raises FileExistsError if the name is in use."""
     file = path_of(instance.name)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -86,7 +86,7 @@ def create(instance: Instance) -> None:
 
 
 def save(instance: Instance) -> None:
-    """Write a claimed name's state, whole or not at all."""
+    """Replace the state file, atomically."""
     file = path_of(instance.name)
     part = file.with_suffix(f".{os.getpid()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -116,7 +116,7 @@ def forget(name: str, token: str) -> None:
 
 
 def instances() -> Iterator[Instance]:
-    """All remembered instances, by name, running or not."""
+    """All instances that have a state file, by name, running or not."""
     folder = state_dir()
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if NAME.match(file.stem) and (instance := load(file.stem)) is not None:

@@ -103,8 +103,8 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         running = state.load(name)
         where = f" at {running.endpoint}" if running and running.endpoint else ""
         raise CliError(
-            f'"{name}" runs already{where}; stop it with: headrace down --name {name}, or choose '
-            "another --name (and gateway.port)"
+            f'"{name}" is already running{where}; stop it with: headrace down '
+            f"--name {name}, or choose another --name (and gateway.port)"
         ) from None
     except ValueError as error:
         raise CliError(str(error), 2) from None
@@ -304,7 +304,7 @@ def _serve(instance: state.Instance) -> None:
         if instance.own_node and (keeper is None or keeper.process() is None):
             if down.stopped_elsewhere(instance):
                 raise Stopped
-            raise CliError("Ray ended by itself")
+            raise CliError("the Ray node ended unexpectedly")
 
 
 class _Watch:

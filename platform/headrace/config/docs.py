@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the schema so that the two cannot differ."""
+"""Generates docs/configuration.md from the schema, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ unknown field or an impossible value stops it before anything starts.
 
 
 def render() -> str:
-    """The whole page, Markdown."""
+    """The whole page, in Markdown."""
     parts = [HEADER]
     top = {n: f for n, f in HeadraceConfig.model_fields.items() if not _section(f)}
     parts.append(_table("Top level", "", top))
