@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -48,12 +48,10 @@ def command(environment: dict[str, str], *arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def foreground(
-    environment: dict[str, str], *before: str, arguments: Sequence[str] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    """`headrace up` in the foreground, ready; `before` is the program that runs it, if any."""
+def foreground(environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`headrace up` in the foreground, ready."""
     process = subprocess.Popen(
-        [*before, *command(environment, "up", *arguments)],
+        command(environment, "up", *arguments),
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -194,27 +192,6 @@ def test_down_while_up_is_starting_ends_both(environment: dict[str, str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_killed_up_leaves_nothing(environment: dict[str, str]) -> None:
-    with foreground(environment) as process:
-        instance = state(environment)
-        process.kill()
-    until_gone(environment, instance["temp_dir"])
-
-
-@pytest.mark.slow
-def test_up_ends_with_the_process_that_started_it_even_if_that_is_killed(
-    environment: dict[str, str],
-) -> None:
-    starter = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-    with foreground(environment, sys.executable, "-c", starter) as shell:
-        instance = state(environment)
-        shell.kill()
-        _, errors = shell.communicate(timeout=TIMEOUT_S)  # until `up` closes them
-    assert "stopping because the process that started it has ended" in errors
-    until_gone(environment, instance["temp_dir"])
-
-
-@pytest.mark.slow
 def test_on_a_joined_cluster_the_app_is_deleted_and_the_cluster_stays(
     environment: dict[str, str],
 ) -> None:
@@ -234,22 +211,16 @@ def test_on_a_joined_cluster_the_app_is_deleted_and_the_cluster_stays(
         endpoint = state(environment)["endpoint"]
         assert httpx.get(f"{endpoint}/health").status_code == 200
 
-        done = headrace(environment | {"RAY_AUTH_MODE": "disabled"}, "down")
-        assert done.returncode == 1
-        assert f'"headrace" on the cluster at {node.address} was not deleted' in done.stderr
-        assert "headrace down --forget" in done.stderr
-        assert httpx.get(f"{endpoint}/health").status_code == 200
-
         done = headrace(joining, "down")
         assert (done.returncode, done.stdout) == (0, '"default" is down\n'), done.stderr
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{endpoint}/health")
         assert node.keeper.process() is not None
 
-        with foreground(joining, arguments=address) as process:
+        with foreground(joining, *address) as process:
             endpoint = state(environment)["endpoint"]
             process.kill()
-        until_gone(environment, environment["HEADRACE_STATE"] + "/none")
+        until_gone(environment, "/nowhere")
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{endpoint}/health")
         assert node.keeper.process() is not None
@@ -299,3 +270,62 @@ def test_a_replica_that_cannot_start_is_reported_and_undone(environment: dict[st
     assert (logs / "ray.log").exists()
     assert list((logs / "serve").glob("replica_*"))
     assert not list(Path(environment["HEADRACE_STATE"]).glob("*.json"))
+
+
+WATCHING = """
+import os, sys, time
+from headrace.cli import state
+from headrace.cli.up import Stopped, _stop_on_signals, _Watch
+instance = state.Instance(name="watched", token="t")
+state.create(instance)
+watch = _Watch(instance, parent=True)
+try:
+    with _stop_on_signals(), watch:
+        print("watching", flush=True)
+        time.sleep(60)
+except Stopped:
+    print(f"stopped{watch.why}", flush=True)
+"""
+# A program that runs another one and waits for it.
+STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def watch(environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    """`STARTER` running `WATCHING`, which has begun."""
+    process = subprocess.Popen(
+        [*options, sys.executable, "-c", STARTER, WATCHING],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "watching\n"
+    return process
+
+
+def test_up_stops_when_the_process_that_started_it_is_killed(environment: dict[str, str]) -> None:
+    process = watch(environment)
+    process.kill()
+    out, _ = process.communicate(timeout=60)
+    assert out == "stopped because the process that started it has ended\n"
+
+
+def test_with_nohup_up_outlives_the_process_that_started_it(environment: dict[str, str]) -> None:
+    process = watch(environment, "nohup")
+    (child,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    time.sleep(1.5)
+    assert child.is_running()
+    child.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert child.is_running()
+    child.terminate()
+    assert process.communicate(timeout=60)[0] == "stopped\n"
+
+
+def test_up_stops_when_its_state_is_gone(environment: dict[str, str]) -> None:
+    process = watch(environment)
+    (Path(environment["HEADRACE_STATE"]) / "watched.json").unlink()
+    assert process.communicate(timeout=60)[0] == "stopped\n"

@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Keeper:
         self.shm: set[ShmFile] = set()
         self._looked_at: dict[ShmFile, int] = {}
         self._users: dict[ShmFile, set[ProcessId]] = {}  # of files that Python's processes share
-        self._stop = False
+        self._stop = threading.Event()
 
     def run(self) -> int:
         """Run until told to stop, or until the command ends; returns its exit status."""
@@ -81,21 +82,21 @@ class Keeper:
             )
         status: int | None = None
         orphaned = False
-        while not self._stop and status is None:
+        while status is None and not self._stop.is_set():
             status = self._reap(child.pid)
             self._note_shm()
             self._sweep_shm()
             if orphaned := self.parent is not None and self.parent.process() is None:
                 break
-            time.sleep(LOOK_S if status is None and not self._stop else 0)
+            self._stop.wait(LOOK_S if status is None else 0)
         self._end(child.pid)
         if orphaned:  # nobody is left to clean up
             shutil.rmtree(self.temp_dir, ignore_errors=True)
             state.forget(self.name, self.belongings.token)
-        return 0 if self._stop else (status or 0)
+        return 0 if self._stop.is_set() else (status or 0)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._stop = True
+        self._stop.set()
 
     def _reap(self, pid: int) -> int | None:
         """Collect all ended children; the exit status of `pid` if it is among them."""
