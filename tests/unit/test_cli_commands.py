@@ -197,6 +197,9 @@ def test_state_is_private_exclusive_and_survives_nonsense(own_state: Path) -> No
     state.forget("a", "t")
     assert state.load("a") is None
     state.create(instance)
-    file.write_text("{")
-    assert state.load("a") is None
+    file.write_text(file.read_text().replace('"name"', '"of_another_version": 1, "name"'))
+    assert state.load("a") == instance
+    for nonsense in ("{", "[]", "{}", '{"keeper": 1}'):
+        file.write_text(nonsense)
+        assert state.load("a") is None
     assert list(state.instances()) == []

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.cli import cluster
 from headrace.cli import state as instances
-from headrace.cli.reap import shm_names
+from headrace.cli.reap import ProcessId, shm_names
 
 FAKE = Path(__file__).parent / "fake_app_cli.py"
 TIMEOUT_S = 240
@@ -273,10 +273,12 @@ def test_a_replica_that_cannot_start_is_reported_and_undone(environment: dict[st
 
 
 WATCHING = """
-import os, sys, time
+import os, sys, time, psutil
 from headrace.cli import state
+from headrace.cli.reap import ProcessId
 from headrace.cli.up import Stopped, _stop_on_signals, _Watch
-instance = state.Instance(name="watched", token="t")
+me = ProcessId.of(psutil.Process())
+instance = state.Instance(name="watched", token="t", phase="ready", keeper=me)
 state.create(instance)
 watch = _Watch(instance, parent=True)
 try:
@@ -325,7 +327,16 @@ def test_with_nohup_up_outlives_the_process_that_started_it(environment: dict[st
     assert process.communicate(timeout=60)[0] == "stopped\n"
 
 
-def test_up_stops_when_its_state_is_gone(environment: dict[str, str]) -> None:
+def test_up_stops_when_another_process_stops_it_and_not_when_its_state_file_is_lost(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_STATE", environment["HEADRACE_STATE"])
     process = watch(environment)
-    (Path(environment["HEADRACE_STATE"]) / "watched.json").unlink()
+    instance = instances.load("watched")
+    assert instance is not None
+    instances.forget("watched", "t")
+    time.sleep(1.5)
+    assert process.poll() is None
+    instance.stopper = ProcessId.of(psutil.Process())
+    instances.create(instance)
     assert process.communicate(timeout=60)[0] == "stopped\n"

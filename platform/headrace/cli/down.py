@@ -79,11 +79,18 @@ def stop(
 
 
 def stopped_elsewhere(instance: state.Instance) -> bool:
-    """Whether another process stops this instance, or has stopped it."""
+    """Whether another process stops this instance, or has stopped it.
+
+    A ready instance whose state file is lost goes on as long as its Ray node runs.
+    """
     found = state.load(instance.name)
-    if found is None or found.token != instance.token:
+    if found is not None and found.token == instance.token:
+        return found.stopper not in (None, _me())
+    if instance.phase == "starting":
         return True
-    return found.stopper is not None and found.stopper != _me()
+    if instance.own_node:
+        return not _alive(instance.keeper)
+    return found is not None or not state.path_of(instance.name).exists()
 
 
 def wait_for_other(instance: state.Instance) -> bool:
@@ -116,7 +123,7 @@ def clear_leftovers(name: str) -> None:
 
 
 def _mark(instance: state.Instance) -> None:
-    """Have `headrace up` in another shell see that its instance ends on purpose."""
+    """Record who stops the instance, so that `headrace up` in another shell ends without error."""
     instance.phase, instance.stopper = "stopping", _me()
     found = state.load(instance.name)
     if found is not None and found.token == instance.token:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from headrace.cli.reap import Belongings, ProcessId
@@ -30,7 +30,6 @@ class Instance:
     model: str = ""
     token_path: str = "relay"
     app: str = "headrace"  # the Serve application's name
-    config_digest: str = ""
     address: str = ""  # of the Ray cluster
     own_node: bool = True  # False: on a cluster that it joined
     temp_dir: str = ""
@@ -97,14 +96,14 @@ def save(instance: Instance) -> None:
 
 def load(name: str) -> Instance | None:
     """The instance of a name, or None. A file that cannot be read counts as none."""
+    file = path_of(name)
     try:
-        data = json.loads(path_of(name).read_text("utf-8"))
+        data = json.loads(file.read_text("utf-8"))
         for key in ("starter", "stopper", "keeper"):
             data[key] = ProcessId(**data[key]) if data.get(key) else None
-        return Instance(**data)
-    except FileNotFoundError:
-        return None
-    except (OSError, TypeError, json.JSONDecodeError):
+        known = {each.name for each in fields(Instance)}  # another version may have written it
+        return Instance(**{key: value for key, value in data.items() if key in known})
+    except (OSError, TypeError, AttributeError, ValueError):
         return None
 
 

@@ -1,8 +1,8 @@
-"""`headrace up`: from a configuration to a ready endpoint, and everything undone if that fails.
+"""`headrace up`: starts everything that a configuration describes, and undoes it on failure.
 
-Order: check the configuration, claim the name, start Ray, meanwhile import the app and fetch the
-model, then deploy, follow the engines, ask /health. From the claim on, every way out but success
-goes through `down.stop`.
+The order: check the configuration, create the state file, start Ray, meanwhile import the app and
+download the model, then deploy, wait for the engines, and wait for /health. Once the state file
+exists, every way out except success goes through `down.stop`.
 
 In the foreground it also ends when `headrace down` stops it, when Ray ends, and when the process
 that started it ends. If it is killed, the keeper of its Ray node ends the node; on a cluster that
@@ -12,7 +12,6 @@ it joined, the process that waits with a `Deletion` deletes the app.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -32,8 +31,8 @@ from headrace.cli.display import Display
 from headrace.cli.reap import ProcessId
 from headrace.config import HeadraceConfig, to_app_args, warnings
 
-CONTROL_CPUS = 1.0  # Serve's controller and proxies book little; one logical CPU holds them
-WATCH_S = 0.5  # between looks at what may end a foreground `up`
+CONTROL_CPUS = 1.0  # reserved for Serve's controller and proxies
+WATCH_S = 0.5  # between two checks of what may end `up`
 
 
 class Stopped(BaseException):
@@ -80,8 +79,7 @@ def _with_logs(instance: state.Instance, error: Exception) -> str:
 
 
 def _claim(config: HeadraceConfig, name: str) -> state.Instance:
-    """The name's state file, made by us."""
-    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+    """Create the state file of this name."""
     keys = config.gateway.keys()
     instance = state.Instance(
         name=name,
@@ -90,7 +88,6 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         model=config.model.id,
         token_path=config.token_path,
         app="headrace" if name == "default" else f"headrace-{name}",
-        config_digest=digest,
         own_node=config.ray.address is None,
         api_key=keys[0] if keys else None,
         starter=ProcessId.of(psutil.Process()),
@@ -146,7 +143,7 @@ class _Start:
         self.deletion: deploy.Deletion | None = None  # only on a cluster that we joined
 
     def run(self, deadline: float) -> None:
-        """Until the endpoint is ready."""
+        """Start everything, and return when the endpoint is ready."""
         with Display(stderr()) as display:
             node = spec = None
             environment: dict[str, str] = {}
@@ -243,7 +240,7 @@ def _record(instance: state.Instance, node: cluster.Node) -> None:
 
 
 def _save(instance: state.Instance) -> None:
-    """Write the state, unless somebody stops the instance: then nothing may be started any more."""
+    """Write the state. Raises Stopped if another process stops the instance."""
     if down.stopped_elsewhere(instance):
         raise Stopped
     state.save(instance)
@@ -297,7 +294,7 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
 
 
 def _serve(instance: state.Instance) -> None:
-    """Until somebody stops the instance. Raises CliError if its Ray node ends by itself."""
+    """Return never: wait for Stopped. Raises CliError if the Ray node ends unexpectedly."""
     while True:
         time.sleep(WATCH_S)
         keeper = instance.keeper
