@@ -58,7 +58,7 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 def _table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
     lines = [f"## {title}", ""]
     if about:
-        lines += [about.strip(), ""]
+        lines += [" ".join(about.split()), ""]
     lines += ["| Field | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
         kind = _type(field.annotation) + _bounds(field)
@@ -87,7 +87,7 @@ def _type(kind: Any) -> str:
 def _bounds(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = [
-        f"{sign} {getattr(meta, attribute):g}"
+        f"{sign} {getattr(meta, attribute):,}"
         for meta in field.metadata
         for attribute, sign in signs.items()
         if getattr(meta, attribute, None) is not None
