@@ -92,7 +92,7 @@ def _use_quiet_nixl(engine: dict[str, Any]) -> None:
     """Where an engine's connector is vLLM's NixlConnector, load ours of that name instead."""
     transfer = engine.get("kv_transfer_config")
     if isinstance(transfer, dict) and transfer.get("kv_connector") == "NixlConnector":
-        transfer.setdefault("kv_connector_module_path", "headrace_kvstore.connector.nixl")
+        transfer.setdefault("kv_connector_module_path", "headrace_engine.quiet_nixl")
 
 
 def _trace_engine(config: Any, otlp_endpoint: str) -> None:

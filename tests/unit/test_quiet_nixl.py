@@ -8,7 +8,7 @@ import pytest
 
 from headrace.app import _use_quiet_nixl
 
-OURS = "headrace_kvstore.connector.nixl"
+OURS = "headrace_engine.quiet_nixl"
 
 
 def test_vllms_nixl_connector_is_loaded_from_our_module() -> None:
