@@ -42,6 +42,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the measurement")
     parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds to wait before it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in headrace up"
+    )
     parser.add_argument("--model", help="a model folder, a known name or a hub id")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
@@ -52,7 +55,9 @@ def main() -> int:
     os.environ["HEADRACE_STATE"] = str(folder / "state")
     name = f"idle-{secrets.token_hex(3)}"
     try:
-        _headrace("up", "--detach", "--name", name, "--set", "gateway.port=0", *_model(model))
+        settings = ["gateway.port=0", f"model.source={json.dumps(model)}", *args.set]
+        options = [part for setting in settings for part in ("--set", setting)]
+        _headrace("up", "--detach", "--name", name, *options)
         instance = state.load(name)
         if instance is None:
             raise RuntimeError("headrace up left no state file")
@@ -100,10 +105,6 @@ def _table(figures: dict[str, float], parts: dict[str, float], about: dict[str, 
     lines += [f"| {part} | {parts[part]:.4f} |" for part in sorted(parts, key=lambda p: -parts[p])]
     lines += [f"| `{key}` | {value:.4f} |" for key, value in figures.items()]
     return "\n".join([*lines, f"\n`idle.app_cores` should be at most {TARGET_APP_CORES:.2f}.\n"])
-
-
-def _model(model: str) -> list[str]:
-    return ["--set", f"model.source={json.dumps(model)}"]
 
 
 def _headrace(*arguments: str, check: bool = True) -> None:
