@@ -20,7 +20,7 @@ def pytest_configure() -> None:
     numba keeps a function's code until that function's own file changes, with all that was
     compiled into it from other files.
     """
-    for package in ("decode", "kvstore"):
+    for package in ("decode", "engine", "kvstore"):
         newest_s = max(path.stat().st_mtime for path in (ROOT / package).rglob("*.py"))
         for kept in (ROOT / package).rglob("*.nb[ci]"):
             if kept.stat().st_mtime < newest_s:

@@ -19,7 +19,7 @@ from benchmarks.drafting.replay import Outcome, replay
 from headrace_decode.speculation.carrier import Carrier, CarrierSettings
 from headrace_decode.speculation.exchange import Exchange as Log
 from headrace_decode.speculation.memory import Settings
-from headrace_kvstore.node import StoreNode
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 
 STORE = "drafts"

@@ -105,8 +105,8 @@ class NodeTool:
 
     def stats(self) -> dict[str, Any]:
         """As `StoreNode.stats`; empty while nobody answers."""
-        from headrace_kvstore import wire
-        from headrace_kvstore.client import call
+        from headrace_kvstore.protocol import wire
+        from headrace_kvstore.protocol.client import call
 
         with contextlib.suppress(TimeoutError):
             reply = call(self._name, wire.GetStats(), 1.0)
@@ -116,8 +116,8 @@ class NodeTool:
 
     def forget_dram(self) -> None:
         """Drop everything from the arena."""
-        from headrace_kvstore import wire
-        from headrace_kvstore.client import call
+        from headrace_kvstore.protocol import wire
+        from headrace_kvstore.protocol.client import call
 
         call(self._name, wire.Clear(None, ["dram"]))
 

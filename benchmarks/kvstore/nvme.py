@@ -32,11 +32,11 @@ import numpy as np
 from benchmarks.kvstore.stage import BLOCKS, LAYERS, Stage
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
-from headrace_kvstore.mover import POSIX_OPTIONS, WHOLE_FILE_BYTES, Mover
-from headrace_kvstore.tiers.nvme import NvmeTier, Save
-from headrace_kvstore.tiers.record import Shape
-from headrace_kvstore.tiers.scan import page_memory
-from headrace_kvstore.tiers.segment import Location
+from headrace_kvstore.nvme.mover import POSIX_OPTIONS, WHOLE_FILE_BYTES, Mover
+from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.scan import page_memory
+from headrace_kvstore.nvme.segment import Location
 
 ROUNDS, QUICK_ROUNDS = 12, 3
 GROUP_BLOCKS = 2

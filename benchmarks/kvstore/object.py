@@ -29,14 +29,14 @@ import numpy as np
 
 from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, LAYERS
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
-from headrace_kvstore.node_tiers import payload_sums
-from headrace_kvstore.tiers.nvme import Save
-from headrace_kvstore.tiers.object_client import StoreClient
-from headrace_kvstore.tiers.object_format import most_blocks
-from headrace_kvstore.tiers.object_pack import Packed, pack_blocks
-from headrace_kvstore.tiers.object_read import plan_runs
-from headrace_kvstore.tiers.objects import REQUESTS, ObjectTier
-from headrace_kvstore.tiers.record import Shape
+from headrace_kvstore.checksum import payload_sums
+from headrace_kvstore.nvme.nvme_tier import Save
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.objects.object_client import StoreClient
+from headrace_kvstore.objects.object_format import most_blocks
+from headrace_kvstore.objects.object_pack import Packed, pack_blocks
+from headrace_kvstore.objects.object_read import plan_runs
+from headrace_kvstore.objects.object_tier import REQUESTS, ObjectTier
 
 ROUNDS, QUICK_ROUNDS = 9, 3
 OBJECT_BYTES = 16 * 2**20

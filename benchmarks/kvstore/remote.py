@@ -25,7 +25,7 @@ from benchmarks.kvstore.child import Child
 from benchmarks.kvstore.remote_owner import DIGEST, hashes, raw_agent
 from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, LAYERS
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
-from headrace_kvstore.node import StoreNode
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 
 ROUNDS, QUICK_ROUNDS = 24, 5

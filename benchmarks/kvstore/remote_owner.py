@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.kvstore.child import serve
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
-from headrace_kvstore.node import StoreNode
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.remote.agent import LAST_PAUSE_S
+from headrace_kvstore.peers.agent import LAST_PAUSE_S
 
 DIGEST = b"benchmark-remote"
 

@@ -14,12 +14,12 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.arena_layout import slot_bytes
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.geometry import slot_bytes
 from headrace_kvstore.checksum import block_seed, copy, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 

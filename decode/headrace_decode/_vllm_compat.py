@@ -24,11 +24,11 @@ from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.speculation.calibrate import calibrate_steps
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy
-from headrace_kvstore._ray_compat import MeteredVLLMEngine
-from headrace_kvstore.gate import ComputeGate
-from headrace_kvstore.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
-from headrace_kvstore.meter import EngineMeter
-from headrace_kvstore.tracing import span
+from headrace_engine._ray_compat import MeteredVLLMEngine
+from headrace_engine.gate import ComputeGate
+from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
+from headrace_engine.meter import EngineMeter
+from headrace_engine.tracing import span
 
 CLIENT_TRANSFERS = frozenset({PARAMS_KEY, "ec_transfer_params"})
 """Fields of a request that name memory of an engine or of an encoder."""

@@ -8,7 +8,7 @@ that does not arrive. The rules:
 * When it is the KV that does not arrive, a second, local, submission races the first; whichever
   yields a token first is kept and the other aborted. An engine takes KV in between its steps, so
   one that is busy with a long step makes nothing late: it must also have had some steps since.
-* Prompts that this engine computes take turns (`headrace_kvstore.gate`).
+* Prompts that this engine computes take turns (`headrace_engine.gate`).
 * Only before the first token can anything be repeated; after it the stream is the engine's own.
 * A prefill that nobody waits for any more (the client left, the time is up) is called off; KV that
   was made for nobody all the same is released, not left to its lease.
@@ -27,7 +27,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from headrace_kvstore.handoff import PrefillResult
+from headrace_engine.handoff import PrefillResult
 
 logger = logging.getLogger("headrace.decode")
 

@@ -38,10 +38,10 @@ from headrace_decode.report import DraftingReports
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
-from headrace_kvstore.gate import ComputeGate
-from headrace_kvstore.handoff import PrefillRequest, PrefillResult
-from headrace_kvstore.keeper import join_store
-from headrace_kvstore.meter import EngineMeter
+from headrace_engine.gate import ComputeGate
+from headrace_engine.handoff import PrefillRequest, PrefillResult
+from headrace_engine.meter import EngineMeter
+from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.decode")
 

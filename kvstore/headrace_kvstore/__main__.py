@@ -21,10 +21,10 @@ from pathlib import Path
 import yaml
 import zmq
 
-from headrace_kvstore import wire
-from headrace_kvstore.client import call
-from headrace_kvstore.connector.settings import SettingsError
-from headrace_kvstore.node import NodeRunning, NodeSettings, StoreNode
+from headrace_kvstore.node.node import NodeRunning, NodeSettings, StoreNode
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import call
+from headrace_kvstore.settings import SettingsError
 
 
 def main(arguments: list[str] | None = None) -> int:

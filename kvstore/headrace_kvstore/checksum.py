@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headrace_kvstore import checksum_kernels as kernels
-from headrace_kvstore.address import DIGEST_BYTES, padded_hash
+from headrace_kvstore.keys import DIGEST_BYTES, padded_hash
 
 SUM_VERSION = 1
 """One more whenever sums of the same bytes change."""
@@ -183,3 +183,11 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def payload_sums(
+    digest: bytes, block_hash: bytes, first_layer: int, addresses: np.ndarray, layer_bytes: int
+) -> np.ndarray:
+    """Checksums of layers in memory, u64 (n,): a `segment.Verify`."""
+    seeds = layer_seeds(block_seed(digest, block_hash), first_layer + len(addresses))
+    return checksum(addresses, layer_bytes, seeds[first_layer:])

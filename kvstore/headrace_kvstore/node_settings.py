@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from headrace_kvstore.connector.quotas import Quotas
-from headrace_kvstore.connector.settings import (
+from headrace_kvstore.objects.object_format import WRITER
+from headrace_kvstore.policy import shared as policies
+from headrace_kvstore.policy.quotas import Quotas
+from headrace_kvstore.protocol.wire import MAX_LEASE_S
+from headrace_kvstore.settings import (
     SettingsError,
     check_policy,
     parse_bytes,
     parse_quotas,
 )
-from headrace_kvstore.policy import shared as policies
-from headrace_kvstore.tiers.object_format import WRITER
-from headrace_kvstore.wire import MAX_LEASE_S
 
 _SIZES = (
     *("dram_bytes", "nvme_bytes", "segment_bytes", "block_bytes"),

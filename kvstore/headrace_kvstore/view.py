@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.connector.store_settings import StoreSettings
+from headrace_kvstore.protocol.survey import Surveyor
 from headrace_kvstore.supply import DRAM, Supply
-from headrace_kvstore.survey import Surveyor
 
 logger = logging.getLogger("headrace.kvstore")
 

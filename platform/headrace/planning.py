@@ -22,8 +22,8 @@ from headrace_kvstore.supply import Supply
 from headrace_kvstore.view import StoreView, store_settings
 
 if TYPE_CHECKING:
-    from headrace_kvstore.handoff import PrefillResult
-    from headrace_kvstore.meter import EngineMeter, Step, StoreLoad, Transfer
+    from headrace_engine.handoff import PrefillResult
+    from headrace_engine.meter import EngineMeter, Step, StoreLoad, Transfer
 
 
 @dataclass(frozen=True)

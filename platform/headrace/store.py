@@ -15,7 +15,7 @@ from ray.serve.deployment import Application
 
 from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
-from headrace_kvstore.keeper import StoreKeeper
+from headrace_kvstore.cluster.keeper import StoreKeeper
 
 logger = logging.getLogger("headrace.store")
 

@@ -21,16 +21,16 @@ from ray.serve.llm.deployment import DPServer, PDPrefillServer
 from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
-from headrace_kvstore._ray_compat import MeteredVLLMEngine
-from headrace_kvstore.gate import ComputeGate
-from headrace_kvstore.handoff import (
+from headrace_engine._ray_compat import MeteredVLLMEngine
+from headrace_engine.gate import ComputeGate
+from headrace_engine.handoff import (
     PARAMS_KEY,
     PrefillError,
     PrefillRequest,
     PrefillResult,
     produce_params,
 )
-from headrace_kvstore.keeper import join_store
+from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.prefill")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore import wire
-from headrace_kvstore.client import call
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import call
 from tests.support.app import App, until
 from tests.support.prompts import noise
 

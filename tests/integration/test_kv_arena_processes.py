@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore import arena_kernels as kernels
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.locking import FileLock
-from headrace_kvstore.shm import SharedFile
-from headrace_kvstore.writers import process_started_s
+from headrace_kvstore.arena import kernels
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.locking import FileLock
+from headrace_kvstore.arena.shared_file import SharedFile
+from headrace_kvstore.arena.writers import process_started_s
 
 BLOCK, LAYERS, BLOCKS, KEYS = 16_000, 4, 60, 200
 DIGEST = b"d" * 16
@@ -266,7 +266,7 @@ def test_an_unrelated_process_finds_what_another_stored(arena: Arena, tmp_path: 
     slots = write(arena, 0, [7])
     arena.publish(slots, np.array([sums_of(7)]))
     script = f"""
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
 with Arena.create_or_attach("arena", {BLOCKS * 20_000}, folder={str(tmp_path)!r},
                             block_bytes={BLOCK}, layers={LAYERS}) as arena:
     row = arena.namespace({DIGEST!r}, {BLOCK}, {LAYERS})

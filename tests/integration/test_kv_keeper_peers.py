@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import ray
 
-from headrace_kvstore.client import NodeClient
-from headrace_kvstore.keeper import StoreNodeActor
-from headrace_kvstore.peering import Peering
+from headrace_kvstore.cluster.keeper import StoreNodeActor
+from headrace_kvstore.cluster.peering import Peering
+from headrace_kvstore.protocol.client import NodeClient
 from tests.support.kvnode import DIGEST, Engine, keys, settings, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

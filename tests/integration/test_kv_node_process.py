@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore import wire
-from headrace_kvstore.client import Answer, NodeClient
-from headrace_kvstore.mover import Mover
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import Answer, NodeClient
 from tests.support.kvnode import DIGEST, Engine, Reader, keys, until
 from tests.support.kvprocess import ROOT, Node
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.node import StoreNode
-from headrace_kvstore.tiers.object_client import ObjectError, StoreClient
-from headrace_kvstore.tiers.object_format import ObjectName
-from headrace_kvstore.tiers.objects import ObjectTier
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.objects.object_client import ObjectError, StoreClient
+from headrace_kvstore.objects.object_format import ObjectName
+from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, until
 from tests.support.kvobjects import BUCKET, Blocks, Line, has, s3_options, s3_server, tiers
 

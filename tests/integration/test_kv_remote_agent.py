@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from headrace_kvstore.remote.agent import Agent, PullError
+from headrace_kvstore.peers.agent import Agent, PullError
 
 SIZE = 2**20
 LIMIT_S, PATIENT_S = 60.0, 120.0

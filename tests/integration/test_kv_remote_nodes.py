@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore import wire
-from headrace_kvstore.board import Note
-from headrace_kvstore.client import Answer, NodeClient
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.board import Note
+from headrace_kvstore.protocol.client import Answer, NodeClient
 from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, until
 from tests.support.kvprocess import Node
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S
 from headrace_kvstore.table import READY, WRITING
-from headrace_kvstore.writers import WRITER_TIMEOUT_S
 from tests.support.machine import (
     BLOCK,
     LOGPROB_TOLERANCE,

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.mover import FLYING_PIECES, SLICE_PIECES, MoveError, Mover
-from headrace_kvstore.spin import cpu_seconds
-from headrace_kvstore.tiers.nvme import FolderBusy, NvmeTier
-from headrace_kvstore.tiers.record import PAGE_BYTES
-from headrace_kvstore.tiers.scan import page_memory
+from headrace_engine.spin import cpu_seconds
+from headrace_kvstore.nvme.mover import FLYING_PIECES, SLICE_PIECES, MoveError, Mover
+from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
+from headrace_kvstore.nvme.record import PAGE_BYTES
+from headrace_kvstore.nvme.scan import page_memory
 from tests.support.kvfiles import SHAPE, Bench, key
 
 pytestmark = pytest.mark.timeout(120)

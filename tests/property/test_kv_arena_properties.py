@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.arena_layout import SECTION
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.geometry import SECTION
 from headrace_kvstore.table import FREE, STORED
 
 SIZES = ((4000, 3), (9000, 1), (2000, 2))  # block bytes, layers of three namespaces

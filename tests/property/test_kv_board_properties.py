@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_kvstore.board import NOTE_COST_BYTES, Board, Note
+from headrace_kvstore.protocol.board import NOTE_COST_BYTES, Board, Note
 
 CAPACITY_BYTES = 8 * NOTE_COST_BYTES
 NAMES = st.sampled_from([b"a", b"b", b"c"])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.directory import Directory, Event
-from headrace_kvstore.events import (
+from headrace_kvstore.peers.directory import Directory, Event
+from headrace_kvstore.protocol.events import (
     DRAM,
     NVME,
     AllBlocksCleared,

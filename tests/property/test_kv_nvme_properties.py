@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.tiers.nvme import NvmeTier, TierEvent
-from headrace_kvstore.tiers.record import PAGE_BYTES, Block, Shape, pack_header, unpack_header
-from headrace_kvstore.tiers.segment import plan_pieces
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import NvmeTier, TierEvent
+from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, pack_header, unpack_header
+from headrace_kvstore.nvme.segment import plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key
 
 SEGMENT_BYTES = PAGE_BYTES + 3 * SHAPE.record_bytes

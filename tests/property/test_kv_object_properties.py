@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.tiers.objects import ObjectTier
+from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import SHAPE
 from tests.support.kvobjects import Blocks, FakeStore, has
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.arena_layout import Geometry, slot_bytes
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.geometry import Geometry, slot_bytes
 from headrace_kvstore.table import hash_word
 from tests.support.clock import Clock
 

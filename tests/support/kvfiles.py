@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.tiers.nvme import NvmeTier, Save
-from headrace_kvstore.tiers.record import PAGE_BYTES, Shape
-from headrace_kvstore.tiers.scan import page_memory
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
+from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.scan import page_memory
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 

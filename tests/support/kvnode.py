@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
-from headrace_kvstore.mover import Move, Mover, Operation
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.checksum import block_seed, checksum, layer_seeds, payload_sums
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.node_tiers import payload_sums
+from headrace_kvstore.nvme.mover import Move, Mover, Operation
+from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.scan import page_memory
+from headrace_kvstore.nvme.segment import BlockReader, Location
 from headrace_kvstore.table import hash_word
-from headrace_kvstore.tiers.record import PAGE_BYTES, Shape
-from headrace_kvstore.tiers.scan import page_memory
-from headrace_kvstore.tiers.segment import BlockReader, Location
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 DIGEST = SHAPE.digest

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.tiers.nvme import Save, TierEvent
-from headrace_kvstore.tiers.object_client import Listed, ObjectError
-from headrace_kvstore.tiers.object_format import ObjectName
-from headrace_kvstore.tiers.objects import ObjectTier
-from headrace_kvstore.tiers.record import Shape
+from headrace_kvstore.nvme.nvme_tier import Save, TierEvent
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.objects.object_client import Listed, ObjectError
+from headrace_kvstore.objects.object_format import ObjectName
+from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import DIGEST, SHAPE, content, key, keys, payload_sums, until
 
 BUCKET = "bucket"

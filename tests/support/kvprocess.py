@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from headrace_kvstore import wire
-from headrace_kvstore.client import call
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import call
 from tests.support.kvnode import settings
 
 ROOT = Path(__file__).parents[2]

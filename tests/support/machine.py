@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.model import resolve
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.table import READY
 from tests.support.stored import Stored, StoredEngine
 from tests.support.storenode import StoreNodeProcess

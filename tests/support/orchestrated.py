@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_decode.orchestrate import Orchestrator, Work
-from headrace_kvstore.handoff import PrefillResult
+from headrace_engine.handoff import PrefillResult
 
 PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 RESULT = PrefillResult(PULL, queue_s=0.0, compute_s=0.1, cached_tokens=0, computed_tokens=5)

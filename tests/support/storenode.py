@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace_kvstore import wire
-from headrace_kvstore.client import call
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import call
 
 ROOT = Path(__file__).parents[2]
 

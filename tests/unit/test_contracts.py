@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.handoff import PARAMS_KEY, produce_params
+from headrace_engine.handoff import PARAMS_KEY, produce_params
 
-KVSTORE_RAY = "kvstore/headrace_kvstore/_ray_compat.py"
-KVSTORE_VLLM = "kvstore/headrace_kvstore/_vllm_compat.py"
+ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
+ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
 DECODE_VLLM = "decode/headrace_decode/_vllm_compat.py"
 PLATFORM_RAY = "platform/headrace/_ray_compat.py"
-HANDOFF = "kvstore/headrace_kvstore/handoff.py"
+HANDOFF = "engine/headrace_engine/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"
 APP = "platform/headrace/app.py"
@@ -62,39 +62,39 @@ ENGINE = "ray.llm._internal.serve.engines.vllm.vllm_engine:VLLMEngine"
 
 def test_rays_engine_starts_its_llm_through_one_method_that_we_override() -> None:
     method = f"{ENGINE}._start_async_llm_engine"
-    names = list(parameters(find(method, KVSTORE_RAY)))
+    names = list(parameters(find(method, ENGINE_RAY)))
     assert names == ["self", "vllm_engine_args", "vllm_engine_config", "placement_group"], (
-        f"{method} takes {names} now: mend {KVSTORE_RAY}"
+        f"{method} takes {names} now: mend {ENGINE_RAY}"
     )
-    source = inspect.getsource(find(f"{ENGINE}.start", KVSTORE_RAY))
-    assert "self._start_async_llm_engine(" in source, f"start() goes another way: {KVSTORE_RAY}"
-    assert "self._engine_client = " in source, f"the client is kept elsewhere: {KVSTORE_RAY}"
+    source = inspect.getsource(find(f"{ENGINE}.start", ENGINE_RAY))
+    assert "self._start_async_llm_engine(" in source, f"start() goes another way: {ENGINE_RAY}"
+    assert "self._engine_client = " in source, f"the client is kept elsewhere: {ENGINE_RAY}"
 
 
 def test_rays_own_start_of_the_llm_does_what_our_override_repeats() -> None:
-    source = inspect.getsource(find(f"{ENGINE}._start_async_llm_engine", KVSTORE_RAY))
+    source = inspect.getsource(find(f"{ENGINE}._start_async_llm_engine", ENGINE_RAY))
     for line in (
         "vllm_engine_config.parallel_config.placement_group = placement_group",
         "_clear_current_platform_cache()",
         "Executor.get_class(vllm_engine_config)",
         "vllm_engine_args.enable_log_requests",
     ):
-        assert line in source, f"{line!r} is gone from Ray's start: read it and mend {KVSTORE_RAY}"
+        assert line in source, f"{line!r} is gone from Ray's start: read it and mend {ENGINE_RAY}"
 
 
 def test_the_engines_platform_cache_can_be_cleared() -> None:
     clear = find(
         "ray.llm._internal.serve.engines.vllm.vllm_engine:_clear_current_platform_cache",
-        KVSTORE_RAY,
+        ENGINE_RAY,
     )
-    assert not parameters(clear), f"_clear_current_platform_cache takes arguments: {KVSTORE_RAY}"
+    assert not parameters(clear), f"_clear_current_platform_cache takes arguments: {ENGINE_RAY}"
 
 
 def test_the_download_of_a_local_model_can_be_skipped() -> None:
     config = "ray.serve.llm:LLMConfig"
-    find(f"{config}.get_or_create_callback", KVSTORE_RAY)
-    context = find("ray.llm._internal.common.callbacks.base:CallbackCtx", KVSTORE_RAY)
-    assert "run_init_node" in context.__dataclass_fields__, f"mend {KVSTORE_RAY}"
+    find(f"{config}.get_or_create_callback", ENGINE_RAY)
+    context = find("ray.llm._internal.common.callbacks.base:CallbackCtx", ENGINE_RAY)
+    assert "run_init_node" in context.__dataclass_fields__, f"mend {ENGINE_RAY}"
 
 
 def test_servers_take_an_engine_class() -> None:
@@ -189,30 +189,30 @@ def test_kv_that_nobody_pulls_can_be_given_back() -> None:
 def test_an_engine_is_made_from_a_config_and_stat_loggers() -> None:
     assert_takes(
         f"{ASYNC_LLM}.__init__",
-        KVSTORE_VLLM,
+        ENGINE_VLLM,
         "vllm_config",
         "executor_class",
         "log_stats",
         "log_requests",
         "stat_loggers",
     )
-    find("vllm.v1.executor.abstract:Executor.get_class", KVSTORE_VLLM)
-    find("vllm.v1.metrics.ray_wrappers:RayPrometheusStatLogger", KVSTORE_VLLM)
+    find("vllm.v1.executor.abstract:Executor.get_class", ENGINE_VLLM)
+    find("vllm.v1.metrics.ray_wrappers:RayPrometheusStatLogger", ENGINE_VLLM)
 
 
 def test_stat_loggers_are_called_as_ours_is_written() -> None:
     base = "vllm.v1.metrics.loggers:StatLoggerBase"
-    theirs = list(parameters(find(f"{base}.record", KVSTORE_VLLM)))
-    ours = list(parameters(find("headrace_kvstore._vllm_compat:MeterStatLogger.record", "")))
-    assert theirs == ours, f"StatLoggerBase.record takes {theirs} now: mend {KVSTORE_VLLM}"
-    assert_takes(f"{base}.__init__", KVSTORE_VLLM, "vllm_config", "engine_index")
+    theirs = list(parameters(find(f"{base}.record", ENGINE_VLLM)))
+    ours = list(parameters(find("headrace_engine._vllm_compat:MeterStatLogger.record", "")))
+    assert theirs == ours, f"StatLoggerBase.record takes {theirs} now: mend {ENGINE_VLLM}"
+    assert_takes(f"{base}.__init__", ENGINE_VLLM, "vllm_config", "engine_index")
 
 
 def test_the_statistics_of_a_step() -> None:
     stats = "vllm.v1.metrics.stats"
     assert_fields(
         f"{stats}:SchedulerStats",
-        KVSTORE_VLLM,
+        ENGINE_VLLM,
         "num_running_reqs",
         "num_waiting_reqs",
         "num_skipped_waiting_reqs",
@@ -222,29 +222,29 @@ def test_the_statistics_of_a_step() -> None:
     )
     assert_fields(
         f"{stats}:SchedulerIterationDetails",
-        KVSTORE_VLLM,
+        ENGINE_VLLM,
         "num_ctx_tokens",
         "num_generation_requests",
         "elapsed_ms",
         "is_dummy",
     )
-    iteration = find(f"{stats}:IterationStats", KVSTORE_VLLM)()
+    iteration = find(f"{stats}:IterationStats", ENGINE_VLLM)()
     for name in ("num_generation_tokens", "time_to_first_tokens_iter", "prompt_token_stats"):
-        assert hasattr(iteration, name), f"IterationStats.{name} is gone: mend {KVSTORE_VLLM}"
-    assert hasattr(iteration.prompt_token_stats, "computed"), f"mend {KVSTORE_VLLM}"
+        assert hasattr(iteration, name), f"IterationStats.{name} is gone: mend {ENGINE_VLLM}"
+    assert hasattr(iteration.prompt_token_stats, "computed"), f"mend {ENGINE_VLLM}"
 
 
 def test_steps_are_detailed_on_request() -> None:
     assert_fields(
-        "vllm.config:ObservabilityConfig", KVSTORE_VLLM, "enable_logging_iteration_details"
+        "vllm.config:ObservabilityConfig", ENGINE_VLLM, "enable_logging_iteration_details"
     )
 
 
 def test_what_the_transfer_statistics_are_called() -> None:
     module = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats"
-    data = find(f"{module}:NixlKVConnectorStats", KVSTORE_VLLM)().data
+    data = find(f"{module}:NixlKVConnectorStats", ENGINE_VLLM)().data
     wanted = {"bytes_transferred", "transfer_duration", "num_failed_transfers"}
-    assert wanted <= set(data), f"NIXL's statistics are {sorted(data)} now: mend {KVSTORE_VLLM}"
+    assert wanted <= set(data), f"NIXL's statistics are {sorted(data)} now: mend {ENGINE_VLLM}"
 
 
 def test_a_requests_times_are_named_as_the_prefill_server_reads_them() -> None:
@@ -308,7 +308,7 @@ def test_the_connector_is_there_under_its_name() -> None:
 
 
 def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
-    mend = "kvstore/headrace_kvstore/executor.py"
+    mend = "engine/headrace_engine/executor.py"
     executor = "vllm.v1.executor.uniproc_executor:UniProcExecutor"
     assert_takes(f"{executor}.execute_model", mend, "scheduler_output", "non_block")
     find(f"{executor}.initialize_from_config", mend)
@@ -322,13 +322,13 @@ def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
 def test_the_ports_of_nixls_handshake_can_be_chosen() -> None:
     from vllm import envs
 
-    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in envs.environment_variables, f"mend {KVSTORE_RAY}"
-    find("ray.serve.llm:LLMConfig.get_engine_config", KVSTORE_RAY)
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" in envs.environment_variables, f"mend {ENGINE_RAY}"
+    find("ray.serve.llm:LLMConfig.get_engine_config", ENGINE_RAY)
 
 
 def test_an_engine_can_be_shut_down() -> None:
-    find(f"{ENGINE}.shutdown", KVSTORE_RAY)
-    find(f"{ASYNC_LLM}.shutdown", KVSTORE_RAY)
+    find(f"{ENGINE}.shutdown", ENGINE_RAY)
+    find(f"{ASYNC_LLM}.shutdown", ENGINE_RAY)
 
 
 def test_a_refusal_of_ours_is_answered_400_like_vllms_own() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace_kvstore.gate import ComputeGate, StepFit
+from headrace_engine.gate import ComputeGate, StepFit
 
 
 def fitted(a: float, b: float) -> ComputeGate:

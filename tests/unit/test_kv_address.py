@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.address import (
+from headrace_kvstore.keys import (
     KEY_BYTES,
     Namespace,
     block_key,

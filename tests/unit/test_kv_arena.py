@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import NO_ROOM, TAKEN
-from headrace_kvstore.arena_layout import slot_bytes
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN
+from headrace_kvstore.arena.geometry import slot_bytes
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
 from tests.support.kvarena import (
     BIG_BLOCK,

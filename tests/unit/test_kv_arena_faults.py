@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import NO_ROOM, TAKEN, Arena, ArenaFormatError, LockBusyError
-from headrace_kvstore.arena_layout import SECTION
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena, ArenaFormatError, LockBusyError
+from headrace_kvstore.arena.geometry import SECTION
 from headrace_kvstore.table import WRITING
 from tests.support.kvarena import (
     BIG_BLOCK,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.arena import NOT_WORTH, Arena
+from headrace_kvstore.arena.arena import NOT_WORTH, Arena
 from headrace_kvstore.policy import LFU, LRU, S3FIFO, CostAware, Policy, Priority
 from headrace_kvstore.policy.shared import KINDS, SharedPolicy, affordable, state_bytes
 from headrace_kvstore.table import READY, SLOT, hash_word
@@ -204,7 +204,7 @@ def test_a_policy_that_others_keep_is_not_waited_for_for_ever(
 ) -> None:
     arena, other = opened(), opened()
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
-    monkeypatch.setattr("headrace_kvstore.locking.PATIENCE_S", 0.02)
+    monkeypatch.setattr("headrace_kvstore.arena.locking.PATIENCE_S", 0.02)
     with other.policy:
         assert not arena.prompted(row, hashes(*chain(0)))
     assert arena.prompted(row, hashes(*chain(0)))

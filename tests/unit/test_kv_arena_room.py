@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import NO_ROOM
-from headrace_kvstore.arena_layout import slot_bytes
+from headrace_kvstore.arena.arena import NO_ROOM
+from headrace_kvstore.arena.geometry import slot_bytes
 from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
 from tests.support.kvarena import (
     BIG_BLOCK,

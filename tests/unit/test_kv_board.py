@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from headrace_kvstore.board import NOTE_COST_BYTES, Board, Note
+from headrace_kvstore.protocol.board import NOTE_COST_BYTES, Board, Note
 
 KIB = 1024
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.tiers import nvme
-from headrace_kvstore.tiers.record import Shape
-from headrace_kvstore.tiers.segment import BlockReader, Location
+from headrace_kvstore.nvme import nvme_tier as nvme
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.segment import BlockReader, Location
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_kvstore.directory import Directory, Event
-from headrace_kvstore.events import DRAM, NVME, AllBlocksCleared, BlockRemoved, BlockStored
+from headrace_kvstore.peers.directory import Directory, Event
+from headrace_kvstore.protocol.events import DRAM, NVME, AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.kvnode import DIGEST, keys
 
 BOTH = (DRAM, NVME)

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from headrace_kvstore import events
-from headrace_kvstore.events import (
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.protocol import events
+from headrace_kvstore.protocol.events import (
     DRAM,
     END_SEQ,
     NVME,
@@ -27,8 +29,6 @@ from headrace_kvstore.events import (
     EventPublisher,
     plain_hash,
 )
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.node import StoreNode
 from headrace_kvstore.table import hash_word
 from tests.support.kvnode import DIGEST, Engine, key, keys, settings, until
 

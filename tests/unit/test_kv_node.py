@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import Arena
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.node import NodeRunning, StoreNode
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.node.node import NodeRunning, StoreNode
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.table import hash_word
-from headrace_kvstore.tiers.nvme import NvmeTier
 from tests.support.kvnode import (
     DIGEST,
     SHAPE,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.settings import SettingsError
-from headrace_kvstore.events import OBJECT, Change
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.node import StoreNode
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.tiers.object_format import ObjectName
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.objects.object_format import ObjectName
+from headrace_kvstore.protocol.events import OBJECT, Change
+from headrace_kvstore.settings import SettingsError
 from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, until
 
 Start = Callable[..., StoreNode]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.client import Answer
 from headrace_kvstore.connector import node_tiers
 from headrace_kvstore.connector.node_tiers import NodeTiers
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.store_settings import StoreSettings
+from headrace_kvstore.protocol.client import Answer
 
 
 class Line:

@@ -20,12 +20,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headrace_kvstore import wire
-from headrace_kvstore.client import NodeClient, call
-from headrace_kvstore.connector.settings import SettingsError
-from headrace_kvstore.node_server import NodeRunning, NodeServer, Staged
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.tiers.segment import Location
+from headrace_kvstore.nvme.segment import Location
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import NodeClient, call
+from headrace_kvstore.protocol.server import NodeRunning, NodeServer, Staged
+from headrace_kvstore.settings import SettingsError
 from tests.support.kvnode import DIGEST, SHAPE, key, keys, until
 
 RETRY_S = 0.05

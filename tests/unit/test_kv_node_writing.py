@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.node import StoreNode
-from headrace_kvstore.node_writer import CALM, Admit, worth_writing
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.staging.write_behind import CALM, Admit, worth_writing
 from headrace_kvstore.table import SLOT
 from tests.support.kvnode import (
     DIGEST,

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.tiers.catalog import choose_victim, use_per_second
-from headrace_kvstore.tiers.nvme import FAILED_READS, FolderBusy, NvmeTier, TierEvent
-from headrace_kvstore.tiers.record import PAGE_BYTES, Shape
-from headrace_kvstore.tiers.segment import BlockReader, plan_pieces
+from headrace_kvstore.nvme.catalog import choose_victim, use_per_second
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier, TierEvent
+from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.segment import BlockReader, plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key, sums_at
 
 SEGMENT_BYTES = PAGE_BYTES + 4 * SHAPE.record_bytes

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from headrace_kvstore.node_objects import worth_sharing
-from headrace_kvstore.table import SLOT
-from headrace_kvstore.tiers.object_catalog import Bundle, Place
-from headrace_kvstore.tiers.object_client import ObjectError, StoreClient
-from headrace_kvstore.tiers.object_format import (
+from headrace_kvstore.node.object_work import worth_sharing
+from headrace_kvstore.nvme.record import Block, Shape
+from headrace_kvstore.objects.object_catalog import Bundle, Place
+from headrace_kvstore.objects.object_client import ObjectError, StoreClient
+from headrace_kvstore.objects.object_format import (
     MAX_BLOCKS,
     ObjectName,
     most_blocks,
     pack_headers,
     unpack_headers,
 )
-from headrace_kvstore.tiers.object_read import plan_runs
-from headrace_kvstore.tiers.objects import ObjectTier
-from headrace_kvstore.tiers.record import Block, Shape
+from headrace_kvstore.objects.object_read import plan_runs
+from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.table import SLOT
 from tests.support.kvnode import DIGEST, SHAPE, key, until
 from tests.support.kvobjects import Blocks, FakeStore, Heard, has, tiers
 

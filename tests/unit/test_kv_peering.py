@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from headrace_kvstore.node import StoreNode
-from headrace_kvstore.peering import Peering
+from headrace_kvstore.cluster.peering import Peering
+from headrace_kvstore.node.node import StoreNode
 from tests.support.kvnode import DIGEST, Engine, keys, settings, until
 
 

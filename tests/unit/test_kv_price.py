@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace_kvstore.connector.price import PROBE_SHARE, NonNegativeFit, Price, Run, pairs
+from headrace_kvstore.connector.load_price import PROBE_SHARE, NonNegativeFit, Price, Run, pairs
 
 B, LAYERS = 128, 32
 

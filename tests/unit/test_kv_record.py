@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from headrace_kvstore.tiers import record
-from headrace_kvstore.tiers.record import (
+from headrace_kvstore.nvme import record
+from headrace_kvstore.nvme.record import (
     MAX_LAYERS,
     ONE_PAGE_LAYERS,
     PAGE_BYTES,

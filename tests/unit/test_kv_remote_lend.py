@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.node_tiers import open_arena, payload_sums
-from headrace_kvstore.remote import messages
-from headrace_kvstore.remote.lender import LENT_SHARE, Lender
-from headrace_kvstore.remote.messages import Failed, Lease, Leased, Release, Row, Welcome
-from headrace_kvstore.wire import WireError, encode
+from headrace_kvstore.checksum import payload_sums
+from headrace_kvstore.node.open_tiers import open_arena
+from headrace_kvstore.peers import messages
+from headrace_kvstore.peers.lender import LENT_SHARE, Lender
+from headrace_kvstore.peers.messages import Failed, Lease, Leased, Release, Row, Welcome
+from headrace_kvstore.protocol.wire import WireError, encode
 from tests.support.kvnode import DIGEST, SHAPE, Engine, content, keys, settings
 
 GENERATION = "g1"
@@ -277,7 +278,7 @@ def test_what_cannot_be_meant_is_refused(frame: bytes) -> None:
 
 
 def test_an_engine_s_requests_are_not_heard_from_peers() -> None:
-    from headrace_kvstore import wire
+    from headrace_kvstore.protocol import wire
 
     for request in (wire.Clear(), wire.Pin(DIGEST, keys(0)), wire.GetStats()):
         with pytest.raises(WireError):

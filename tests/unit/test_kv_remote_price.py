@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.remote.price import LineFit, PullCost, Run, choose
+from headrace_kvstore.peers.pull_price import LineFit, PullCost, Run, choose
 
 MIB = 2**20
 

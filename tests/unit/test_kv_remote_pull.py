@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena_map import Space
-from headrace_kvstore.node_prefetch import Prefetcher
-from headrace_kvstore.node_tiers import open_arena
-from headrace_kvstore.remote.agent import Pull, PullError
-from headrace_kvstore.remote.messages import Lease, Leased, Release, Row, Welcome
-from headrace_kvstore.remote.price import PullCost, Run
-from headrace_kvstore.remote.source import READ_BYTES, PullLimits, RemoteSource
+from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.node.open_tiers import open_arena
+from headrace_kvstore.peers.agent import Pull, PullError
+from headrace_kvstore.peers.messages import Lease, Leased, Release, Row, Welcome
+from headrace_kvstore.peers.peer_source import READ_BYTES, PullLimits, RemoteSource
+from headrace_kvstore.peers.pull_price import PullCost, Run
+from headrace_kvstore.staging.prefetch import Prefetcher
 from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, settings, until
 
 

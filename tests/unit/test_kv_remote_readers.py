@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from headrace_kvstore.remote.agent import Agent, PullError
-from headrace_kvstore.remote.readers import Readers
+from headrace_kvstore.peers.agent import Agent, PullError
+from headrace_kvstore.peers.readers import Readers
 
 NOWHERE = np.zeros(1, np.uint64)
 

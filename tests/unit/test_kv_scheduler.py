@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.price import Price, pairs
+from headrace_kvstore.connector.load_price import Price, pairs
 from headrace_kvstore.connector.scheduler import (
     MAX_SAVES_IN_FLIGHT,
     Load,

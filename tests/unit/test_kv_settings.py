@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.settings import SettingsError, StoreSettings, parse_bytes
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.settings import SettingsError, parse_bytes
 from headrace_kvstore.table import tenant_number
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
 
 LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.meter import BACKLOG_SAMPLES, EngineMeter, Step, StoreLoad, Transfer
+from headrace_engine.meter import BACKLOG_SAMPLES, EngineMeter, Step, StoreLoad, Transfer
 
 
 def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
@@ -80,7 +80,7 @@ def meter() -> EngineMeter:
 
 @pytest.fixture
 def logger(meter: EngineMeter) -> Any:
-    from headrace_kvstore._vllm_compat import MeterStatLogger
+    from headrace_engine._vllm_compat import MeterStatLogger
 
     return MeterStatLogger(meter, None)  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def test_without_details_a_step_is_the_time_between_two_records(
     logger: Any, meter: EngineMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("headrace_kvstore._vllm_compat.time.monotonic", lambda: now)
+    monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
     logger.record(scheduler_stats(), iteration_stats(10, 1, first_tokens=1))
     assert meter.take_steps() == [], "nobody knows when the first step began"
     now = 100.5
@@ -136,7 +136,7 @@ def test_nixls_statistics_become_transfers(logger: Any, meter: EngineMeter) -> N
 
 
 def test_statistics_without_transfers_are_none() -> None:
-    from headrace_kvstore._vllm_compat import nixl_transfers
+    from headrace_engine._vllm_compat import nixl_transfers
 
     assert nixl_transfers({}) == ([], 0)
     assert nixl_transfers({"num_failed_transfers": [1, 1]}) == ([], 2)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from headrace_decode.orchestrate import LATE_STEPS, Orchestrator
-from headrace_kvstore.gate import ComputeGate
-from headrace_kvstore.handoff import PrefillResult
+from headrace_engine.gate import ComputeGate
+from headrace_engine.handoff import PrefillResult
 from tests.support.orchestrated import (
     LATE_S,
     PULL,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from headrace_decode.orchestrate import Orchestrator
-from headrace_kvstore.gate import ComputeGate
+from headrace_engine.gate import ComputeGate
 from tests.support.orchestrated import (
     LATE_S,
     PULL,

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.planning import ReplicaPlanner
 from headrace.router import Geometry, Plan, Router, RouterSettings
-from headrace_kvstore.handoff import PrefillResult
-from headrace_kvstore.meter import EngineMeter, StoreLoad
+from headrace_engine.handoff import PrefillResult
+from headrace_engine.meter import EngineMeter, StoreLoad
 from headrace_kvstore.supply import Supply
 
 BLOCK = 16

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from headrace_kvstore import ports
+from headrace_engine import ports
 
 
 def test_a_block_holds_no_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from headrace_decode.speculation.carrier import Carrier, CarrierSettings
 from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import Memory, Settings, tenant_key
 from headrace_decode.speculation.settings import Settings as EngineSettings
-from headrace_kvstore import wire
-from headrace_kvstore.board import Board, Note
-from headrace_kvstore.node_server import NodeServer
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.board import Board, Note
+from headrace_kvstore.protocol.server import NodeServer
 from tests.support.kvnode import until
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from headrace_kvstore.spin import calm_spinning_threads, spinning_threads
+from headrace_engine.spin import calm_spinning_threads, spinning_threads
 
 
 def test_a_thread_that_spins_is_found_and_put_last_and_a_waiting_one_is_left_alone() -> None:

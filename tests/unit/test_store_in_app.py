@@ -12,7 +12,7 @@ from headrace.config import ConfigError, load_config, warnings
 from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.store import add_store
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.view import store_settings
 

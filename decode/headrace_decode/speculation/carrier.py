@@ -20,9 +20,9 @@ from typing import Any
 from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import Key
 from headrace_decode.speculation.record import DamagedError
-from headrace_kvstore.board import Note
-from headrace_kvstore.line import Line, NodeAway
-from headrace_kvstore.wire import Notes, PostNote, ReadNotes
+from headrace_kvstore.protocol.board import Note
+from headrace_kvstore.protocol.line import Line, NodeAway
+from headrace_kvstore.protocol.wire import Notes, PostNote, ReadNotes
 
 logger = logging.getLogger("headrace.speculation")
 

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.codec import LayerShape, codec
 from headrace_kvstore.connector.cache import EngineCache, HostCache
@@ -38,11 +38,11 @@ from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.identity import device_identity, engine_namespace
 from headrace_kvstore.connector.learning import PromptLearner
+from headrace_kvstore.connector.load_price import Price
 from headrace_kvstore.connector.node_tiers import NodeTiers
-from headrace_kvstore.connector.price import Price
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
-from headrace_kvstore.connector.settings import StoreSettings
 from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.mover import Mover
-from headrace_kvstore.tiers.segment import BlockReader, Location, Read, readable
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.segment import BlockReader, Location, Read, readable
 
 logger = logging.getLogger("headrace.kvstore")
 

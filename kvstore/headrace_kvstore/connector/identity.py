@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_kvstore._vllm_compat import cpu_attention_isa, hash_seed, vllm_version
-from headrace_kvstore.address import Namespace, namespace
 from headrace_kvstore.codec import Codec, Raw, tag
+from headrace_kvstore.keys import Namespace, namespace
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from headrace_kvstore.arena import Arena
+from headrace_kvstore.arena.arena import Arena
 
 logger = logging.getLogger("headrace.kvstore")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_kvstore.client import NodeClient
-from headrace_kvstore.connector.settings import StoreSettings
-from headrace_kvstore.tiers.segment import Location
+from headrace_kvstore.connector.store_settings import StoreSettings
+from headrace_kvstore.nvme.segment import Location
+from headrace_kvstore.protocol.client import NodeClient
 
 FORGOTTEN_AT = 1024
 """Answers that nobody came for, since their requests have ended."""

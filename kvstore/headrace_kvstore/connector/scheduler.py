@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
-from headrace_kvstore.connector.price import Price, Run, pairs
+from headrace_kvstore.connector.load_price import Price, Run, pairs
 from headrace_kvstore.policy.costs import Costs, block_seconds
 
 logger = logging.getLogger("headrace.kvstore")

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace_kvstore.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
+from headrace_kvstore.arena.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.pipeline import MAX_DEPTH, DepthFit, LayerPipeline, LayerSource
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.settings import StoreSettings
+from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
 
 logger = logging.getLogger("headrace.kvstore")

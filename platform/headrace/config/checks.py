@@ -239,7 +239,7 @@ def _object_warnings(config: HeadraceConfig) -> list[str]:
     store = config.store
     if not store.enabled or store.object_url is None or store.object_url.startswith("file:"):
         return []
-    from headrace_kvstore.tiers.object_client import StoreClient
+    from headrace_kvstore.objects.object_client import StoreClient
 
     try:
         StoreClient(store.object_url, store.object_options, timeout_s=1.0)

@@ -8,7 +8,7 @@ to that end of a run where the predicted seconds are fewest:
 ``wait`` is until what is remote or in objects has come into DRAM, ``T`` the engine's time for the
 ``u`` tokens that are left to compute, ``L`` the load, which runs under the computation. Within a
 run both ways grow about linearly, so the best place is an end (as in the engine's own choice,
-``headrace_kvstore.connector.price``).
+``headrace_kvstore.connector.load_price``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What prefill and decode engines share: measuring steps, letting prompts in, handing KV over."""

@@ -1,0 +1,84 @@
+"""All that this package takes from Ray beyond its public API; an upgrade breaks this file first.
+
+`VLLMEngine` is Ray's engine class. `LLMServer(engine_cls=...)` is the documented way to give a
+server another one, but the class to extend is private; `tests/unit/test_contracts.py` pins what is
+used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any, ClassVar
+
+import ray
+from ray.llm._internal.serve.engines.vllm.vllm_engine import (
+    VLLMEngine,
+    _clear_current_platform_cache,
+)
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from headrace_engine._vllm_compat import start_engine
+from headrace_engine.meter import EngineMeter
+from headrace_engine.ports import free_port_block
+
+IN_PROCESS_KEY = "headrace_in_process"
+"""`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
+
+
+SIDE_CHANNEL_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+
+
+class MeteredVLLMEngine(VLLMEngine):
+    """Ray's vLLM engine with its steps and transfers metered, and its `AsyncLLM` class of our
+    choice."""
+
+    llm_class: ClassVar[type[AsyncLLM]] = AsyncLLM
+    llm: AsyncLLM
+    vllm_config: VllmConfig
+
+    def __init__(self, llm_config: Any):
+        self._choose_side_channel(llm_config)
+        super().__init__(llm_config)
+        self.meter = EngineMeter()
+
+    @staticmethod
+    def _choose_side_channel(llm_config: Any) -> None:
+        """Give NIXL's handshake an address that others reach and ports that are free; whoever pulls
+        is told them with the KV. Ray does the former for connectors that it knows by name only."""
+        os.environ.setdefault(SIDE_CHANNEL_HOST, ray.util.get_node_ip_address())
+        if SIDE_CHANNEL_PORT not in os.environ:
+            ranks = llm_config.engine_kwargs.get("data_parallel_size", 1)
+            count = llm_config.get_engine_config().num_devices + ranks
+            base = free_port_block(count, ray.util.get_node_ip_address())
+            os.environ[SIDE_CHANNEL_PORT] = str(base)
+
+    async def start(self) -> None:
+        """Start the engine; a model that lies in a local folder needs no download task per node."""
+        source = self.llm_config.model_loading_config.model_source
+        if isinstance(source, str) and os.path.isdir(source):
+            self.llm_config.get_or_create_callback().ctx.run_init_node = False
+        await super().start()
+
+    async def shutdown(self) -> None:
+        """End the engine's processes, so that they take their shared memory with them."""
+        await super().shutdown()
+        if getattr(self, "llm", None) is not None:
+            await asyncio.to_thread(self.llm.shutdown)
+
+    def _start_async_llm_engine(
+        self, vllm_engine_args: Any, vllm_engine_config: VllmConfig, placement_group: Any
+    ) -> AsyncLLM:
+        vllm_engine_config.parallel_config.placement_group = placement_group
+        _clear_current_platform_cache()
+        self.vllm_config = vllm_engine_config
+        self.llm = start_engine(
+            self.llm_class,
+            vllm_engine_config,
+            self.meter,
+            in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
+            log_requests=vllm_engine_args.enable_log_requests,
+        )
+        return self.llm

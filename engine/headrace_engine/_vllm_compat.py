@@ -1,0 +1,126 @@
+"""All that this package takes from vLLM beyond its documented API; an upgrade breaks this file
+first.
+
+`SchedulerStats.iteration_details` and `kv_connector_stats` are not stable interfaces (vLLM says so
+in `StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from headrace_engine.executor import InProcessExecutor
+from headrace_engine.meter import EngineMeter, Step, StoreLoad, Transfer
+
+
+class MeterStatLogger(StatLoggerBase):
+    """Feeds an `EngineMeter` from vLLM's per-step statistics.
+
+    The step's time is the engine core's own where it measures it (synchronous scheduling with
+    `enable_logging_iteration_details`); otherwise the time between two steps that both did work.
+    """
+
+    def __init__(self, meter: EngineMeter, vllm_config: VllmConfig, engine_index: int = 0):
+        self.meter = meter
+        self._last_step_at: float | None = None
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        meter, stats = self.meter, scheduler_stats
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        meter.load(stats.num_running_reqs, waiting, stats.kv_cache_usage)
+        details = stats.iteration_details
+        if details is not None:
+            if not details.is_dummy:
+                seconds = details.elapsed_ms / 1e3
+                meter.step(Step(details.num_ctx_tokens, details.num_generation_requests, seconds))
+        elif iteration_stats is not None:
+            self._step_between_records(iteration_stats, idle=not (stats.num_running_reqs + waiting))
+        for data in connector_stats(stats.kv_connector_stats or {}):
+            if "transfer_duration" in data:
+                meter.transfers(*nixl_transfers(data))
+            else:
+                loads = [StoreLoad(*load) for load in data.get("loads", ())]
+                digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]
+                counts = {k: v for k, v in data.items() if isinstance(v, int)}
+                meter.store(counts, loads, digests)
+
+    def _step_between_records(self, stats: IterationStats, idle: bool) -> None:
+        now = time.monotonic()
+        prompts = stats.prompt_token_stats.computed
+        decoding = max(0, stats.num_generation_tokens - len(stats.time_to_first_tokens_iter))
+        if self._last_step_at is not None and (prompts or decoding):
+            self.meter.step(Step(prompts, decoding, now - self._last_step_at))
+        self._last_step_at = None if idle else now
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def connector_stats(stats: dict[str, Any]) -> list[dict[str, Any]]:
+    """One connector's statistics, or those of each within a MultiConnector."""
+    # A MultiConnector's are objects by their connectors' names; between two processes an object
+    # becomes a mapping of its one field.
+    parts = [value.get("data") if isinstance(value, dict) else None for value in stats.values()]
+    nested = [part for part in parts if isinstance(part, dict)]
+    return nested or ([stats] if stats else [])
+
+
+def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
+    """Read finished transfers and the number of failed ones from NixlConnector's statistics."""
+    done = [
+        Transfer(int(size), float(seconds))
+        for size, seconds in zip(
+            stats.get("bytes_transferred", ()), stats.get("transfer_duration", ()), strict=False
+        )
+    ]
+    return done, int(sum(stats.get("num_failed_transfers", ())))
+
+
+def start_engine(
+    llm_class: type[AsyncLLM],
+    vllm_config: VllmConfig,
+    meter: EngineMeter,
+    *,
+    in_process: bool,
+    log_requests: bool,
+) -> AsyncLLM:
+    """Start an engine whose statistics go to Ray's metrics export and to `meter`.
+
+    vLLM's own periodic log lines stay off: they would print one line a step.
+
+    Args:
+        in_process: run a CPU engine's only worker in the engine's process (`executor`).
+    """
+    vllm_config.observability_config.enable_logging_iteration_details = True
+    return llm_class(
+        vllm_config=vllm_config,
+        executor_class=executor_class(vllm_config, in_process),
+        log_stats=False,
+        log_requests=log_requests,
+        stat_loggers=[RayPrometheusStatLogger, partial(MeterStatLogger, meter)],
+    )
+
+
+def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:
+    """vLLM's own choice, or `InProcessExecutor` where it is wanted and possible."""
+    one_worker = vllm_config.parallel_config.world_size == 1
+    if in_process and one_worker and vllm_config.device_config.device_type == "cpu":
+        return InProcessExecutor
+    return Executor.get_class(vllm_config)

@@ -1,0 +1,404 @@
+"""The DRAM tier's memory: one shared-memory file a node, mapped by every engine process.
+
+A block is found by (namespace row, block hash) and stands in a slot. Who stores it reserves a
+slot, copies the block in, and publishes it with its checksums; who loads it takes a lease, copies
+it out and compares checksums. Nothing is copied under the lock, whose sections take microseconds.
+
+Correctness does not rest on lock or lease: checksums are seeded with the key, so a slot that was
+reused while somebody read it is a miss. A lease only avoids that waste, and runs out by itself, so
+that a dead reader costs nothing. A process that dies inside a section leaves the header's section
+word odd; the next one to take the lock rebuilds index and free chains (see `kernels`). One that
+dies while it copies a block in leaves a slot WRITING, which is taken back once room is short or its
+key is stored again.
+
+Times are time.monotonic() seconds, which all processes of a machine share, so the folder must be
+one that does not survive a restart of the machine (a tmpfs).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena import kernels
+from headrace_kvstore.arena.arena_map import ArenaMap
+from headrace_kvstore.arena.eviction import Chosen, Eviction
+from headrace_kvstore.arena.geometry import (
+    NAMESPACE_COUNT,
+    NAMESPACES,
+    NONE,
+    POLICY,
+    REFUSED_TOTAL,
+    SECTION,
+    ArenaFormatError,
+    Geometry,
+    slot_bytes,
+)
+from headrace_kvstore.arena.locking import LockBusyError
+from headrace_kvstore.arena.section import Refused
+from headrace_kvstore.arena.shared_file import SharedFile
+from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
+from headrace_kvstore.policy import shared as policies
+from headrace_kvstore.policy.base import slot_keys
+from headrace_kvstore.table import pack_hashes
+
+logger = logging.getLogger("headrace.kvstore")
+
+Hashes = Sequence[bytes] | np.ndarray
+"""Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
+
+LOOKUP_TRIES = 4
+TAKEN, NO_ROOM, NOT_WORTH = kernels.ABSENT, kernels.NO_ROOM, kernels.NOT_WORTH
+"""Of `reserve`, in the place of a slot: the block is there, or somebody is writing it; all that
+could be evicted is in use, or the lock is; what would have to go is worth more."""
+
+
+class Arena(ArenaMap):
+    """One process's handle on a node's arena. Threads may share it; a forked child may go on with
+    it.
+
+    `policy` says which blocks are given up for new ones (see `policy.shared`); it is the arena's,
+    not the handle's. quotas, default_quota: bytes that each tenant (by its SLOT number) may hold,
+    and any tenant not listed; who stores beyond that gives up blocks of its own first.
+
+    Calls that find the lock held for PATIENCE_S miss (`lease`, `reserve`, `publish`) or raise
+    LockBusyError (all others but `lookup`, which never waits for long).
+    """
+
+    def __init__(
+        self,
+        file: SharedFile,
+        quotas: Mapping[int, float] | None = None,
+        default_quota: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(file, clock)
+        name = policies.NAMES.get(int(self._words[POLICY]), "lru")
+        policies.warm(name)
+        self.policy = policies.SharedPolicy(
+            *(name, self._t.state, self.table, self.geometry.size_bytes),
+            *(file.second_lock, clock),
+        )
+        self._eviction = Eviction(self._t, self.table, self.policy, quotas or {}, default_quota)
+
+    @classmethod
+    def create_or_attach(
+        cls,
+        name: str,
+        size_bytes: int,
+        *,
+        folder: str | Path = "/dev/shm",
+        block_bytes: int = 1 << 20,
+        layers: int = 32,
+        smallest_block_bytes: int | None = None,
+        policy: str = policies.DEFAULT,
+        **options: Any,
+    ) -> Arena:
+        """Open the arena of that name, creating it if nobody has.
+
+        `size_bytes` bounds all of it: tables, the policy's state and data. `block_bytes` and
+        `layers` are those of most blocks, for which no room is lost; blocks smaller than
+        `smallest_block_bytes` (a quarter of that unless given) lose the more room the smaller they
+        are. `policy` evicts, unless its state would take too much of so small an arena. An arena
+        that is there already keeps size, cut and policy. `options` are the constructor's.
+
+        Raises ValueError if the size holds no block or the policy is unknown, OSError (ENOSPC) if
+        the folder has not that much room, ArenaFormatError if the file is no arena of this version.
+        """
+        if not name or "/" in name or name in (".", ".."):
+            raise ValueError(f"{name!r} is no file name")
+        kernels.warm()
+        cut = size_bytes, block_bytes, layers, smallest_block_bytes or max(1, block_bytes // 4)
+        policy = policies.affordable(policy, Geometry.plan(*cut).slots, size_bytes)
+        geometry = Geometry.plan(
+            *cut, lambda slots, size_bytes: policies.state_bytes(policy, slots, size_bytes)
+        )
+
+        def initialise(memory: Any) -> None:
+            tables = geometry.tables(np.frombuffer(memory, np.uint8))
+            geometry.format(tables, policies.KINDS[policy].code)
+            header = geometry.header()
+            memory[8 : len(header)] = header[8:]
+            memory[:8] = header[:8]
+
+        file = SharedFile.open(Path(folder) / name, geometry.size_bytes, initialise)
+        try:
+            arena = cls(file, **options)
+        except BaseException:
+            file.close()
+            raise
+        if file.size_bytes != geometry.size_bytes:
+            logger.warning(
+                "arena %s has %d bytes; the %d asked for are not used",
+                *(file.path, file.size_bytes, geometry.size_bytes),
+            )
+        if arena.policy.name != policy:
+            logger.warning("arena %s is kept by %s, not %s", name, arena.policy.name, policy)
+        return arena
+
+    # What is stored
+
+    def namespace(self, digest: bytes, block_bytes: int, layers: int) -> int:
+        """The row of a namespace, registered if it is new.
+
+        digest: 16 bytes. Raises ValueError if it is registered with another block size or number
+        of layers, if a segment is too small for its blocks, or if the table is full.
+        """
+        if len(digest) != 16 or block_bytes < 1 or layers < 1:
+            raise ValueError(
+                "a namespace has a digest of 16 bytes, and blocks with bytes and layers"
+            )
+        spaces = self._t.spaces
+        with self._section:
+            count = int(self._words[NAMESPACE_COUNT])
+            for row in range(count):
+                if spaces["digest"][row].tobytes() == digest:
+                    known = int(spaces["block_bytes"][row]), int(spaces["layers"][row])
+                    if known != (block_bytes, layers):
+                        raise Refused(
+                            f"namespace {digest.hex()} has blocks of {known[0]} bytes and "
+                            f"{known[1]} layers, not {block_bytes} and {layers}"
+                        )
+                    return row
+            needed = slot_bytes(block_bytes, layers)
+            if needed > int(self._t.segments["bytes"].max()):
+                raise Refused(
+                    f"a block of {block_bytes} bytes is larger than a segment of this arena: "
+                    f"{self.geometry.segment_bytes} bytes"
+                )
+            if count == NAMESPACES:
+                raise Refused(f"the arena has {NAMESPACES} namespaces already")
+            spaces[count] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
+            self._words[NAMESPACE_COUNT] = count + 1
+            return count
+
+    def lookup(self, row: int, hashes: Hashes) -> np.ndarray:
+        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects at all."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        slots = np.empty(len(keys), np.int64)
+        for _ in range(LOOKUP_TRIES):
+            before = self._words[SECTION]
+            kernels.lookup(self._t, row, keys, slots)
+            if before % 2 == 0 and self._words[SECTION] == before:
+                return slots
+        try:
+            with self._short_section:
+                kernels.lookup(self._t, row, keys, slots)
+        except LockBusyError:
+            pass  # each hit was found in its slot's record; a block in motion may be missed
+        return slots
+
+    def lease(self, row: int, hashes: Hashes, lease_s: float) -> np.ndarray:
+        """As lookup; what is there stays for `lease_s` seconds, and counts as used once more."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        slots = np.full(len(keys), -1, np.int64)
+        now_s = self._clock()
+        try:
+            with self._section:
+                kernels.lease(self._t, row, keys, now_s, now_s + lease_s, slots)
+        except LockBusyError as error:
+            logger.warning("no lease: %s", error)
+        return slots
+
+    def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
+        """As `lease`, but the blocks do not count as used: policies see readers only."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        slots = np.full(len(keys), -1, np.int64)
+        now_s = self._clock()
+        with self._section:
+            kernels.lookup(self._t, row, keys, slots)
+            there = slots[slots >= 0]
+            until_s, readers = self.table["lease_until_s"], self._t.readers
+            readers[there] = np.where(until_s[there] > now_s, readers[there] + 1, 1)
+            until_s[there] = np.maximum(until_s[there], now_s + hold_s)
+        return slots
+
+    def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
+        """Tell the policy that a prompt came (at `at_s`, else now) whose full blocks are these,
+        root first, wherever they were found. May wait for another process's choice, so call it
+        from no thread that somebody waits for. Returns False where the policy was kept by others.
+        """
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        at_s = self._clock() if at_s is None else at_s
+        try:
+            slots = self.lookup(row, keys)
+            self._eviction.prompt(row, np.ascontiguousarray(keys[:, 0]), slots, at_s)
+        except LockBusyError:
+            return False
+        return True
+
+    def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
+        """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
+        they stand here or in another tier; takes no lock. rows: SLOT [n]."""
+        space = self.row_of(digest)
+        keys = slot_keys(rows) if space is None else slot_keys(rows, space)
+        return self.policy.policy.rates(keys, rows, self._clock())
+
+    def release(self, slots: np.ndarray) -> None:
+        """End a lease early, once for each `lease`. What is no slot (below 0) is skipped."""
+        wanted = self._slots(slots)
+        with self._section:
+            kernels.release(self._t, wanted[wanted >= 0], self._clock())
+
+    def reserve(
+        self,
+        row: int,
+        hashes: Hashes,
+        parents: Sequence[int] | np.ndarray,
+        depths: Sequence[int] | np.ndarray,
+        *,
+        tenant: int = 0,
+        priority: int = 0,
+        compute_s: float | np.ndarray = 0.0,
+        load_s: float | np.ndarray = 0.0,
+    ) -> np.ndarray:
+        """Slots (int64 [n]) to copy these blocks into, this process being their writer.
+
+        TAKEN, NO_ROOM or NOT_WORTH, all below 0, where a block gets none. parents, depths,
+        compute_s and load_s as in SLOT, one a block (the last two may be one for all). Each slot
+        must be given to `publish` or `abandon`.
+        """
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        count, heads = len(keys), np.ascontiguousarray(keys[:, 0])
+        slots = np.full(count, NO_ROOM, np.int64)
+        now_s = self._clock()
+        stands = heads, _column(parents, count, np.uint64), _column(depths, count, np.uint32)
+        costs = _column(compute_s, count, np.float32), _column(load_s, count, np.float32)
+        each = *stands[1:], int(tenant), int(priority), *costs
+
+        def place() -> int:
+            stuck_before_s = now_s - WRITER_TIMEOUT_S
+            left = kernels.place(
+                *(self._t, row, keys, *each, os.getpid(), now_s, stuck_before_s),
+                *(self._per_segment, slots),
+            )
+            kernels.commit(self._t, slots)
+            return int(left)
+
+        try:
+            absent = np.flatnonzero(self.lookup(row, keys) < 0)
+            admitted = self._eviction.admitted(row, *(c[absent] for c in (*stands, *costs)))
+            refused = absent[~admitted]
+            slots[refused] = NOT_WORTH
+            asked_bytes = int(admitted.sum()) * float(self._t.spaces["slot_bytes"][row])
+            own = self._eviction.over_quota(tenant, asked_bytes, now_s)
+            with self._section:
+                self._words[REFUSED_TOTAL] += len(refused)
+                self._evict(own, now_s)
+                left = place()
+            if left:
+                gone = self._left_behind(now_s)
+                given_up = self._eviction.victims(row, left, now_s)
+                with self._section:
+                    kernels.reclaim(self._t, *gone, self._per_segment)
+                    self._evict(given_up, now_s)
+                    place()
+            given = slots >= 0
+            self._eviction.written(row, now_s, slots[given], *(c[given] for c in stands))
+        except LockBusyError as error:
+            logger.warning("not all blocks are stored: %s", error)
+        return np.where(slots == kernels.STUCK, TAKEN, slots)
+
+    def publish(self, slots: np.ndarray, sums: np.ndarray) -> np.ndarray:
+        """Make reserved blocks readable; sums: u64 [n, layers]. Slots must be of one namespace.
+
+        Returns bool [n]: False where the slot is no longer this process's to write, or where the
+        lock could not be had.
+        """
+        wanted = self._slots(slots)
+        done = np.zeros(len(wanted), np.bool_)
+        if not len(wanted):
+            return done
+        given = np.array(sums, np.uint64, order="C")
+        if given.shape != (len(wanted), self._layers(wanted)):
+            raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
+        owner = os.getpid()
+        kernels.write_sums(self._t, self._u64, self._sums_at(wanted), wanted, owner, given)
+        try:
+            with self._section:
+                kernels.publish(self._t, wanted, owner, self._clock(), done)
+        except LockBusyError as error:
+            logger.warning("not published: %s", error)
+        return done
+
+    def abandon(self, slots: np.ndarray) -> None:
+        """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
+        wanted = self._slots(slots)
+        with self._section:
+            kernels.abandon(self._t, wanted, os.getpid(), self._per_segment)
+
+    def discard(self, row: int, hashes: Hashes) -> int:
+        """Drop blocks that were found corrupt, leased or not; returns how many were there."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        with self._section:
+            return int(kernels.discard(self._t, row, keys, self._per_segment))
+
+    def pin(self, row: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
+        """Keep blocks from eviction, or let them go again; bool [n]: whether they are there."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        done = np.zeros(len(keys), np.bool_)
+        with self._section:
+            kernels.pin(self._t, row, keys, int(pinned), done)
+        return done
+
+    def clear(self, row: int | None = None) -> int:
+        """Drop all blocks, or one namespace's, also pinned and leased ones; returns how many.
+
+        Blocks being written are not touched.
+        """
+        if row is not None:
+            self._check_row(row)
+        with self._section:
+            return int(kernels.clear(self._t, NONE if row is None else row, self._per_segment))
+
+    def reclaim(self) -> None:
+        """Take back what dead writers left. `reserve` does it too where room is short."""
+        gone = self._left_behind(self._clock())
+        if len(gone[0]):
+            with self._section:
+                kernels.reclaim(self._t, *gone, self._per_segment)
+
+    def close(self) -> None:
+        if hasattr(self, "_eviction"):
+            del self._eviction, self.policy
+        super().close()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside
+
+    def _evict(self, chosen: Chosen, now_s: float) -> None:
+        if len(chosen[0]):
+            kernels.evict(self._t, *chosen, now_s, self._per_segment)
+
+    def _left_behind(self, now_s: float) -> Chosen:
+        """Slots whose writers will not finish them, with generations."""
+        generations = self.table["generation"].copy()
+        slots = left_behind(self.table, now_s)
+        return slots, generations[slots]
+
+
+def _column(values: Any, count: int, dtype: Any) -> np.ndarray:
+    column = np.empty(count, dtype)
+    column[:] = values
+    return column
+
+
+__all__ = ["Arena", "ArenaFormatError", "LockBusyError"]

@@ -1,0 +1,207 @@
+"""The arena's file as this process maps it: where blocks stand, and how things are.
+
+Nothing here changes what is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace_kvstore.arena.check import broken_invariants, describe
+from headrace_kvstore.arena.geometry import (
+    EVENT_FLOOR,
+    EVENT_HEAD,
+    NAMESPACE_COUNT,
+    WORDS,
+    WORDS_OFFSET,
+    Geometry,
+    Tables,
+    sums_offset,
+)
+from headrace_kvstore.arena.kernels import NOT_WORTH
+from headrace_kvstore.arena.locking import PATIENCE_S
+from headrace_kvstore.arena.section import Section
+from headrace_kvstore.arena.shared_file import SharedFile, huge_page_mode
+from headrace_kvstore.table import EVENT, READY, SLOT
+
+LOOKUP_PATIENCE_S = 0.05
+
+
+class Space(NamedTuple):
+    """A namespace of the arena."""
+
+    digest: bytes
+    block_bytes: int
+    layers: int
+
+
+class ArenaMap:
+    """A mapped arena.
+
+    `table` is the slot table itself (SLOT [slots]), of which only `rate` is for others to write.
+    Subclasses use `_t`, its tables, under `_section`.
+    """
+
+    def __init__(self, file: SharedFile, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._file = file
+        self._bytes = np.frombuffer(file.memory, np.uint8)
+        self._u64 = self._bytes[: file.size_bytes // 8 * 8].view(np.uint64)
+        self.geometry = Geometry.parse(bytes(self._bytes[:WORDS_OFFSET]), file.size_bytes)
+        self._t: Tables = self.geometry.tables(self._bytes)
+        self._per_segment = self.geometry.slots_per_segment
+        self.table = self._t.table.view(SLOT)
+        self.base_address = int(self._bytes.ctypes.data)
+        self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
+
+        def section(patience_s: float) -> Section:
+            return Section(
+                *(file.lock, self._words, self._t, self.table, self._per_segment, patience_s)
+            )
+
+        self._section, self._short_section = section(PATIENCE_S), section(LOOKUP_PATIENCE_S)
+
+    # Namespaces and blocks
+
+    def spaces(self) -> list[Space]:
+        """Namespaces by row."""
+        rows = self._t.spaces[: int(self._words[NAMESPACE_COUNT])]
+        return [
+            Space(row["digest"].tobytes(), int(row["block_bytes"]), int(row["layers"]))
+            for row in rows
+        ]
+
+    def row_of(self, digest: bytes) -> int | None:
+        """A namespace's row, if it is registered."""
+        return next((i for i, s in enumerate(self.spaces()) if s.digest == digest), None)
+
+    def offsets(self, slots: np.ndarray) -> np.ndarray:
+        """Bytes (int64 [n]) from the start of the arena to each slot's block."""
+        wanted = self._slots(slots, least=0)
+        segment, place = np.divmod(wanted, self._per_segment)
+        stride = self._t.spaces["slot_bytes"][self.table["namespace"][wanted]].astype(np.int64)
+        start = self.geometry.data_offset + segment * self.geometry.segment_bytes
+        offsets: np.ndarray = start + place * stride
+        return offsets
+
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
+        return self.base_address + self.offsets(slots)
+
+    def address(self, slot: int) -> int:
+        """Address in this process of the slot's block."""
+        return int(self.addresses(np.array([slot]))[0])
+
+    def view(self, slot: int) -> np.ndarray:
+        """The slot's block: u8 [block_bytes], shared memory itself."""
+        start = int(self.offsets(np.array([slot]))[0])
+        row = int(self.table["namespace"][slot])
+        return self._bytes[start : start + int(self._t.spaces["block_bytes"][row])]
+
+    def sums(self, slots: np.ndarray) -> np.ndarray:
+        """Checksums of published blocks of one namespace: u64 [n, layers], a copy."""
+        wanted = self._slots(slots, least=0)
+        if not len(wanted):
+            return np.zeros((0, 0), np.uint64)
+        return self._u64[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
+
+    def prefault(self) -> bool:
+        """Fill this process's page tables (about 0.1 s a GiB), so that copies do not fault."""
+        return self._file.prefault(self.base_address)
+
+    # What happened
+
+    @property
+    def next_seq(self) -> int:
+        """Sequence number of the next event, read without the lock."""
+        return int(self._words[EVENT_HEAD])
+
+    def events(self, since_seq: int, limit: int = 4096) -> tuple[np.ndarray, int, bool]:
+        """What was stored and removed from `since_seq` on: EVENT [at most limit], next_seq, lost.
+
+        If lost, there is no such history any more (the reader is too far behind, or a process
+        died): take all from `blocks`, and go on from the number that it gives. A new reader
+        starts that way or with 0.
+        """
+        with self._section:
+            head, floor = int(self._words[EVENT_HEAD]), int(self._words[EVENT_FLOOR])
+            ring = self._t.events
+            if not max(floor, head - len(ring)) <= since_seq <= head:
+                return np.zeros(0, EVENT), head, True
+            upto = min(head, since_seq + limit)
+            found = ring[np.arange(since_seq, upto) % len(ring)]
+        return found.view(EVENT), upto, False
+
+    def blocks(self, row: int | None = None) -> tuple[np.ndarray, int]:
+        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add."""
+        with self._section:
+            wanted = self.table["state"] == READY
+            if row is not None:
+                wanted &= self.table["namespace"] == row
+            return self.table[wanted], int(self._words[EVENT_HEAD])
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
+        return {
+            "size_bytes": self.geometry.size_bytes,
+            "huge_pages": huge_page_mode(),
+            **describe(self._t, self._clock()),
+        }
+
+    def free_bytes(self) -> int:
+        """Data bytes that hold no block."""
+        return int(self._t.segments["bytes"].sum()) - int(self.table["bytes"].sum())
+
+    def check(self) -> list[str]:
+        """Invariants that do not hold, in words; empty if all is well."""
+        with self._section:
+            return broken_invariants(self._t, self._per_segment)
+
+    # The handle
+
+    def replaced(self) -> bool:
+        """Whether another file has taken this one's name."""
+        try:
+            return os.stat(self._file.path).st_ino != os.fstat(self._file.lock.fd).st_ino
+        except FileNotFoundError:
+            return False
+
+    def unlink(self) -> None:
+        """Remove the arena's name. Who has it mapped goes on; the next to come creates another."""
+        self._file.unlink()
+
+    def close(self) -> None:
+        """Let go of the memory. Views that were given out keep it mapped until they are gone."""
+        if hasattr(self, "_t"):
+            self._words.release()
+            del self._t, self.table, self._bytes, self._u64, self._words
+            del self._section, self._short_section
+            self._file.close()
+
+    # Inside
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self._words[NAMESPACE_COUNT]:
+            raise ValueError(f"{row} is no namespace of this arena")
+
+    def _slots(self, slots: np.ndarray, least: int = NOT_WORTH) -> np.ndarray:
+        wanted = np.array(slots, np.int64, order="C").reshape(-1)
+        if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
+            raise IndexError("no such slot")
+        return wanted
+
+    def _layers(self, slots: np.ndarray) -> int:
+        rows = self.table["namespace"][slots]
+        if np.any(rows != rows[0]):
+            raise ValueError("slots of more than one namespace")
+        return int(self._t.spaces["layers"][rows[0]])
+
+    def _sums_at(self, slots: np.ndarray) -> np.ndarray:
+        """Words from the start of the arena to each slot's checksums."""
+        row = int(self.table["namespace"][slots[0]])
+        return (self.offsets(slots) + sums_offset(int(self._t.spaces["block_bytes"][row]))) // 8

@@ -1,0 +1,438 @@
+"""What happens inside the arena's critical sections, compiled.
+
+All run under the arena's lock, and a process may be killed between any two stores.
+What makes that harmless:
+
+- The slot table is the truth, and of a record only `state` says whether the rest means anything.
+  Index, segments and free chains are rebuilt from the table (`repair`) whenever a section was left
+  in the middle, so they may be left in any state.
+- A record is filled while FREE and becomes WRITING by one store of one byte, in a call of its own
+  (`commit`), since a compiler may reorder stores within a call. So no record that is not FREE is
+  half-written.
+- READY follows WRITING by one byte too, after the checksums (`write_sums`, an earlier call).
+- What may change while READY (lease, counters, pin) are single aligned fields, each valid at any
+  value: at worst a lease or a count is lost.
+- An event that was not written is made up for by `repair`, which tells all readers to start over.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit  # type: ignore[import-untyped]
+
+from headrace_kvstore.arena.geometry import (
+    DISCARDED_TOTAL,
+    EVENT_FLOOR,
+    EVENT_HEAD,
+    EVICTED_TOTAL,
+    HITS_TOTAL,
+    MISSES_TOTAL,
+    NAMESPACE_COUNT,
+    NONE,
+    RECLAIMED_TOTAL,
+    REPAIRS_TOTAL,
+    STORED_TOTAL,
+    Geometry,
+    Tables,
+    slot_bytes,
+)
+from headrace_kvstore.arena.index import ABSENT, Int, find, insert, lookup, remove
+from headrace_kvstore.table import FREE, READY, REMOVED, STORED, WRITING
+
+NO_ROOM = -2  # `place`: no slot was free
+STUCK = -3  # `place`: its writer has had it for longer than it may
+NOT_WORTH = -4  # refused by the policy before `place`
+
+_ONE = np.uint64(1)
+
+
+@njit(cache=True)
+def _capacity(t: Tables, segment: Int, row: int, per_segment: int) -> Int:
+    fit: Int = np.int64(t.segments[segment].bytes // t.spaces[row].slot_bytes)
+    return min(fit, np.int64(per_segment))
+
+
+@njit(cache=True)
+def _chain(t: Tables, slot: Int, segment: Int) -> None:
+    t.free[slot] = t.segments[segment].free
+    t.segments[segment].free = slot
+
+
+@njit(cache=True)
+def _chain_free(t: Tables, segment: Int, row: int, per_segment: int) -> None:
+    """Chain all FREE slots of a segment that the namespace holds, the first one first."""
+    first = segment * per_segment
+    for slot in range(first + _capacity(t, segment, row, per_segment) - 1, first - 1, -1):
+        if t.table[slot].state == FREE:
+            _chain(t, slot, segment)
+
+
+@njit(cache=True)
+def _take_slot(t: Tables, row: int, segment: Int, per_segment: int) -> tuple[Int, Int]:
+    """A FREE slot for the namespace and its segment, or (ABSENT, ABSENT).
+
+    From `segment` if it has one, else from the fullest that has (so that the others empty), else
+    from a segment that nobody holds.
+    """
+    if segment == ABSENT or t.segments[segment].free == NONE:
+        segment, unheld = ABSENT, ABSENT
+        for other in range(t.segments.size):
+            held = t.segments[other]
+            if held.namespace == row and held.free != NONE:
+                if segment == ABSENT or held.used > t.segments[segment].used:
+                    segment = other
+            elif (
+                held.namespace == NONE
+                and unheld == ABSENT
+                and _capacity(t, other, row, per_segment)
+            ):
+                unheld = other
+        if segment == ABSENT:
+            if unheld == ABSENT:
+                return ABSENT, ABSENT
+            segment = unheld
+            t.segments[segment].namespace = row
+            _chain_free(t, segment, row, per_segment)
+    slot: Int = np.int64(t.segments[segment].free)
+    t.segments[segment].free = t.free[slot]
+    t.segments[segment].used += 1
+    return slot, segment
+
+
+@njit(cache=True)
+def _wipe(record: Any) -> None:
+    record.state = FREE
+    record.pinned = 0
+    record.bytes = 0.0
+    record.lease_until_s = 0.0
+
+
+@njit(cache=True)
+def _give_back(t: Tables, slot: Int, per_segment: int) -> None:
+    """Make the slot FREE; a segment without blocks becomes nobody's."""
+    remove(t, slot)
+    _wipe(t.table[slot])
+    segment = slot // per_segment
+    _chain(t, slot, segment)
+    t.segments[segment].used -= 1
+    if t.segments[segment].used == 0:
+        t.segments[segment].namespace = NONE
+        t.segments[segment].free = NONE
+
+
+@njit(cache=True)
+def _announce(t: Tables, kind: int, slot: Int) -> None:
+    head = t.words[EVENT_HEAD]
+    at = np.int64(head) & (t.events.size - 1)
+    event, record = t.events[at], t.table[slot]
+    event.seq = head
+    event.kind = kind
+    event.namespace = record.namespace
+    event.depth = record.depth
+    event.parent = record.parent
+    for i in range(4):
+        event.hash[i] = record.hash[i]
+    t.words[EVENT_HEAD] = head + _ONE
+
+
+@njit(cache=True)
+def lease(
+    t: Tables,
+    row: int,
+    keys: np.ndarray,
+    now_s: float,
+    until_s: float,
+    slots: np.ndarray,
+) -> None:
+    """As lookup; what is there may not be evicted until `until_s`, and counts as used."""
+    lookup(t, row, keys, slots)
+    for slot in slots:
+        if slot == ABSENT:
+            t.words[MISSES_TOTAL] += _ONE
+            continue
+        t.words[HITS_TOTAL] += _ONE
+        record = t.table[slot]
+        t.readers[slot] = t.readers[slot] + 1 if record.lease_until_s > now_s else 1
+        record.lease_until_s = max(record.lease_until_s, until_s)
+        record.used_s = now_s
+        record.hits += 1
+
+
+@njit(cache=True)
+def release(t: Tables, slots: np.ndarray, now_s: float) -> None:
+    """End one lease of each slot; the last reader's ends the slot's."""
+    for slot in slots:
+        record = t.table[slot]
+        if record.state == READY and record.lease_until_s > now_s:
+            if t.readers[slot] > 1:
+                t.readers[slot] -= 1
+            else:
+                t.readers[slot] = 0
+                record.lease_until_s = now_s
+
+
+@njit(cache=True)
+def place(
+    t: Tables,
+    row: int,
+    keys: np.ndarray,
+    parents: np.ndarray,
+    depths: np.ndarray,
+    tenant: int,
+    priority: int,
+    compute_s: np.ndarray,
+    load_s: np.ndarray,
+    owner: int,
+    now_s: float,
+    stuck_before_s: float,
+    per_segment: int,
+    slots: np.ndarray,
+) -> int:
+    """Fill a slot for each key whose slots[i] is NO_ROOM; `commit` must follow.
+
+    slots[i] becomes the slot, ABSENT if the key is there or being written, STUCK if its writer has
+    had it since before `stuck_before_s`, or stays NO_ROOM. Returns how many are the last two.
+    """
+    segment: Int = ABSENT
+    left = 0
+    for i in range(keys.shape[0]):
+        if slots[i] != NO_ROOM and slots[i] != STUCK:
+            continue
+        there = find(t, row, keys[i])
+        if there != ABSENT:
+            stuck = t.table[there].state == WRITING and t.table[there].stored_s < stuck_before_s
+            slots[i] = STUCK if stuck else ABSENT
+            left += stuck
+            continue
+        slot, segment = _take_slot(t, row, segment, per_segment)
+        if slot == ABSENT:
+            slots[i] = NO_ROOM
+            left += 1
+            continue
+        record = t.table[slot]
+        record.generation += 1
+        record.priority = priority
+        record.pinned = 0
+        record.namespace = row
+        record.tenant = tenant
+        record.depth = depths[i]
+        record.hits = 0
+        record.owner = owner
+        record.parent = parents[i]
+        for word in range(4):
+            record.hash[word] = keys[i, word]
+        record.stored_s = now_s
+        record.used_s = now_s
+        record.lease_until_s = 0.0
+        record.bytes = t.spaces[row].slot_bytes
+        record.compute_s = compute_s[i]
+        record.load_s = load_s[i]
+        record.rate = 0.0
+        t.readers[slot] = 0
+        insert(t, slot)
+        slots[i] = slot
+    return left
+
+
+@njit(cache=True)
+def commit(t: Tables, slots: np.ndarray) -> None:
+    """The slots that `place` filled are WRITING from here on."""
+    for slot in slots:
+        if slot >= 0:
+            t.table[slot].state = WRITING
+
+
+@njit(cache=True)
+def _is_mine(t: Tables, slot: Int, owner: int) -> bool:
+    if slot < 0 or slot >= t.table.size:
+        return False
+    return t.table[slot].state == WRITING and t.table[slot].owner == owner
+
+
+@njit(cache=True)
+def write_sums(
+    t: Tables,
+    words: np.ndarray,
+    offsets: np.ndarray,
+    slots: np.ndarray,
+    owner: int,
+    sums: np.ndarray,
+) -> None:
+    """Put sums[i] (one a layer) at word offsets[i] of the file, for slots that `owner` writes."""
+    for i in range(slots.size):
+        if _is_mine(t, slots[i], owner):
+            for layer in range(sums.shape[1]):
+                words[offsets[i] + layer] = sums[i, layer]
+
+
+@njit(cache=True)
+def publish(t: Tables, slots: np.ndarray, owner: int, now_s: float, done: np.ndarray) -> None:
+    """Make READY what `owner` writes; done[i] says whether it was."""
+    for i in range(slots.size):
+        done[i] = _is_mine(t, slots[i], owner)
+        if done[i]:
+            record = t.table[slots[i]]
+            record.stored_s = now_s
+            record.used_s = now_s
+            record.state = READY
+            t.words[STORED_TOTAL] += _ONE
+            _announce(t, STORED, slots[i])
+
+
+@njit(cache=True)
+def abandon(t: Tables, slots: np.ndarray, owner: int, per_segment: int) -> None:
+    """Free what `owner` writes."""
+    for slot in slots:
+        if _is_mine(t, slot, owner):
+            _give_back(t, slot, per_segment)
+
+
+@njit(cache=True)
+def evict(
+    t: Tables, slots: np.ndarray, generations: np.ndarray, now_s: float, per_segment: int
+) -> int:
+    """Free each slot that still holds that generation, is READY, not pinned and not leased."""
+    evicted = 0
+    for i in range(slots.size):
+        record = t.table[slots[i]]
+        if (
+            record.generation == generations[i]
+            and record.state == READY
+            and record.pinned == 0
+            and record.lease_until_s <= now_s
+        ):
+            _announce(t, REMOVED, slots[i])
+            _give_back(t, slots[i], per_segment)
+            t.words[EVICTED_TOTAL] += _ONE
+            evicted += 1
+    return evicted
+
+
+@njit(cache=True)
+def reclaim(t: Tables, slots: np.ndarray, generations: np.ndarray, per_segment: int) -> None:
+    """Free each slot that is still being written in that generation: its writer is gone."""
+    for i in range(slots.size):
+        record = t.table[slots[i]]
+        if record.generation == generations[i] and record.state == WRITING:
+            _give_back(t, slots[i], per_segment)
+            t.words[RECLAIMED_TOTAL] += _ONE
+
+
+@njit(cache=True)
+def discard(t: Tables, row: int, keys: np.ndarray, per_segment: int) -> int:
+    """Free the READY slots of these keys, leased or not; returns how many."""
+    discarded = 0
+    for i in range(keys.shape[0]):
+        slot = find(t, row, keys[i])
+        if slot != ABSENT and t.table[slot].state == READY:
+            _announce(t, REMOVED, slot)
+            _give_back(t, slot, per_segment)
+            t.words[DISCARDED_TOTAL] += _ONE
+            discarded += 1
+    return discarded
+
+
+@njit(cache=True)
+def clear(t: Tables, row: int, per_segment: int) -> int:
+    """Free all READY slots of the namespace, or of all if `row` is NONE; returns how many."""
+    cleared = 0
+    for slot in range(t.table.size):
+        record = t.table[slot]
+        if record.state == READY and (row == NONE or record.namespace == row):
+            _announce(t, REMOVED, slot)
+            _give_back(t, slot, per_segment)
+            cleared += 1
+    return cleared
+
+
+@njit(cache=True)
+def pin(t: Tables, row: int, keys: np.ndarray, pinned: int, done: np.ndarray) -> None:
+    """Set or lift the pin of READY blocks; done[i] says whether keys[i] is one."""
+    for i in range(keys.shape[0]):
+        slot = find(t, row, keys[i])
+        done[i] = slot != ABSENT and t.table[slot].state == READY
+        if done[i]:
+            t.table[slot].pinned = pinned
+
+
+@njit(cache=True)
+def repair(t: Tables, dead: np.ndarray, per_segment: int) -> None:
+    """Rebuild all that follows from the slot table; free what dead writers (bool [slots]) left.
+
+    May be killed itself and begun again.
+    """
+    t.buckets[:] = 0
+    for segment in range(t.segments.size):
+        t.segments[segment].namespace = NONE
+        t.segments[segment].used = 0
+        t.segments[segment].free = NONE
+    for slot in range(t.table.size):
+        record = t.table[slot]
+        if record.state == FREE:
+            _wipe(record)
+            continue
+        segment = slot // per_segment
+        row = np.int64(record.namespace)
+        holder = t.segments[segment].namespace
+        if (
+            (record.state != WRITING and record.state != READY)
+            or dead[slot]
+            or row >= np.int64(t.words[NAMESPACE_COUNT])
+            or (holder != NONE and holder != row)
+            or slot - segment * per_segment >= _capacity(t, segment, row, per_segment)
+            or find(t, row, record.hash) != ABSENT
+        ):
+            _wipe(record)
+            t.words[RECLAIMED_TOTAL] += _ONE
+            continue
+        t.segments[segment].namespace = row
+        t.segments[segment].used += 1
+        insert(t, slot)
+    for segment in range(t.segments.size):
+        row = np.int64(t.segments[segment].namespace)
+        if row != NONE:
+            _chain_free(t, segment, row, per_segment)
+    t.words[EVENT_HEAD] += _ONE
+    t.words[EVENT_FLOOR] = t.words[EVENT_HEAD]
+    t.words[REPAIRS_TOTAL] += _ONE
+
+
+@lru_cache(maxsize=1)
+def warm() -> None:
+    """Compile everything, once a process: nobody shall compile while holding the lock.
+
+    After this a call with arguments of other types is an error and not a compilation.
+    """
+    geometry = Geometry.plan(1 << 18, 4096, 1, 4096)
+    memory = np.zeros(geometry.size_bytes, np.uint8)
+    t = geometry.tables(memory)
+    geometry.format(t)
+    t.spaces["slot_bytes"] = slot_bytes(4096, 1)
+    t.words[NAMESPACE_COUNT] = 1
+    keys, each, per = np.zeros((1, 4), np.uint64), np.zeros(1, np.float32), 1
+    slots, done = np.full(1, NO_ROOM, np.int64), np.zeros(1, np.bool_)
+    generations = np.zeros(1, np.uint32)
+    parents, depths = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
+    place(t, 0, keys, parents, depths, 0, 0, each, each, 1, 0.0, 0.0, per, slots)
+    commit(t, slots)
+    offsets, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)
+    write_sums(t, memory[-4096:].view(np.uint64), offsets, slots, 1, sums)
+    publish(t, slots, 1, 0.0, done)
+    lookup(t, 0, keys, slots)
+    lease(t, 0, keys, 0.0, 0.0, slots)
+    release(t, slots, 0.0)
+    pin(t, 0, keys, 0, done)
+    evict(t, slots, generations, 0.0, per)
+    reclaim(t, slots, generations, per)
+    abandon(t, slots, 1, per)
+    discard(t, 0, keys, per)
+    clear(t, NONE, per)
+    repair(t, np.zeros(t.table.size, np.bool_), per)
+    for kernel in (
+        *(place, commit, write_sums, publish, lookup, lease, release, pin),
+        *(evict, reclaim, abandon, discard, clear, repair),
+    ):
+        kernel.disable_compile()

@@ -1,0 +1,111 @@
+"""Which blocks make room for a namespace's new ones, given how the policy ranks all blocks.
+
+A slot freed in one of the namespace's own segments is room at once. A slot freed in another
+namespace's segment is none until that segment is empty and changes hands. So the policy is asked
+for more and more, until what it gives up makes room in either way, and the shortest leading part of
+its ranking that does so goes. Memory thus moves from a namespace whose blocks are ranked low to one
+that stores, and stays where it is while all namespaces are used alike. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+
+from headrace_kvstore.arena.geometry import NONE
+from headrace_kvstore.policy.base import evictable
+from headrace_kvstore.table import FREE
+
+BATCHES = 64
+ROOMY = 16
+
+Choose = Callable[..., np.ndarray]
+"""`Policy.choose`; slots that may not go are left out whatever it says."""
+
+
+def victims(
+    table: np.ndarray,
+    segments: np.ndarray,
+    row: int,
+    slot_bytes: int,
+    need: int,
+    now_s: float,
+    choose: Choose,
+) -> np.ndarray:
+    """Slots to evict so that namespace `row` gets room for `need` blocks, if there is a way.
+
+    table: SLOT [slots]; segments: SEGMENT [segments]; slot_bytes: what a block of the row takes.
+    Where its own blocks go, 1/64 of them go at once, so that the choice is made once for many.
+    """
+    per_segment = len(table) // len(segments)
+    holders = segments["namespace"].copy()
+    capacity = np.minimum(per_segment, segments["bytes"].astype(np.int64) // slot_bytes)
+    batch = max(need, int(capacity[holders == row].sum()) // BATCHES)
+    foreign = np.flatnonzero((holders != NONE) & (holders != row) & (capacity > 0))
+    ask = batch * max(1, len(np.unique(holders[holders != NONE])))
+    while True:
+        ranking = np.asarray(choose(table, now_s, ask), np.int64)[:ask]
+        complete = len(ranking) < ask
+        ranking = ranking[evictable(table[ranking], now_s)]
+        own = table["namespace"][ranking] == row
+        last = _last_ranks(table, ranking, foreign, per_segment)
+        emptied, last = foreign[last < len(ranking)], last[last < len(ranking)]
+        room = own.astype(np.int64)
+        np.add.at(room, last[last >= 0], capacity[emptied[last >= 0]])
+        enough = int(np.searchsorted(np.cumsum(room), need))
+        if enough < len(ranking) or complete:
+            break
+        ask *= 2
+    emptied = emptied[last <= enough]
+    if not len(emptied):
+        return ranking[own][:batch]
+    short = max(0, need - int(capacity[emptied].sum()))
+    inside = np.isin(ranking // per_segment, emptied)
+    gone: np.ndarray = np.concatenate([ranking[inside], ranking[own][:short]])
+    return gone
+
+
+def _last_ranks(
+    table: np.ndarray, ranking: np.ndarray, segments: np.ndarray, per_segment: int
+) -> np.ndarray:
+    """The place in the ranking with which each segment is empty; len(table) if it does not get so,
+    -1 if it is."""
+    rank = np.full(len(table), len(table))
+    rank[ranking] = np.arange(len(ranking))
+    rank[table["state"] == FREE] = -1
+    last: np.ndarray = rank.reshape(-1, per_segment)[segments].max(axis=1)
+    return last
+
+
+def own_victims(
+    table: np.ndarray, tenant: int, excess_bytes: float, now_s: float, choose: Choose
+) -> np.ndarray:
+    """The tenant's own slots to evict, worst first, so that it holds `excess_bytes` less."""
+    mine = table["tenant"] == tenant
+    may_go = evictable(table, now_s) & mine
+    if excess_bytes <= 0.0 or not may_go.any():
+        return np.zeros(0, np.int64)
+    need = min(int(may_go.sum()), int(excess_bytes / table["bytes"][may_go].min()) + 1)
+    ranking = np.asarray(choose(table, now_s, need, mine), np.int64)
+    ranking = ranking[may_go[ranking]]
+    freed_bytes = np.cumsum(table["bytes"][ranking])
+    return ranking[: int(np.searchsorted(freed_bytes, excess_bytes)) + 1]
+
+
+def roomy(segments: np.ndarray, row: int, slot_bytes: int, per_segment: int) -> bool:
+    """Whether a sixteenth of what namespace `row` could fill is free for it without eviction."""
+    capacity = np.minimum(per_segment, segments["bytes"].astype(np.int64) // slot_bytes)
+    open_to_it = (segments["namespace"] == row) | (segments["namespace"] == NONE)
+    free = np.where(open_to_it, capacity - segments["used"], 0).sum()
+    return bool(ROOMY * free >= capacity.sum())
+
+
+def runs(heads: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> list[slice]:
+    """Where these blocks follow each other in one prefix. heads: first 8 bytes of their hashes."""
+    if not len(heads):
+        return []
+    follows = (parents[1:] == heads[:-1]) & (depths[1:] == depths[:-1] + 1)
+    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(heads)]
+    return [slice(a, b) for a, b in pairwise(cuts)]

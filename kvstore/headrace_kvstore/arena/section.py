@@ -1,0 +1,67 @@
+"""The arena's critical section, between all threads and processes that map it.
+
+Entering repairs what a holder left that died, or raised, inside: the header's section word is odd
+then.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+
+import numpy as np
+
+from headrace_kvstore.arena import kernels
+from headrace_kvstore.arena.geometry import SECTION, Tables
+from headrace_kvstore.arena.locking import FileLock
+from headrace_kvstore.arena.writers import dead_writers
+
+logger = logging.getLogger("headrace.kvstore")
+
+
+class Refused(ValueError):
+    """Raised in a section that has changed nothing."""
+
+
+class Section:
+    """A context manager; entering raises LockBusyError after `patience_s` seconds.
+
+    Args:
+        words: the header's words, u64, as a memoryview.
+        table: the slots, SLOT.
+    """
+
+    def __init__(
+        self,
+        lock: FileLock,
+        words: memoryview,
+        tables: Tables,
+        table: np.ndarray,
+        per_segment: int,
+        patience_s: float,
+    ) -> None:
+        self._lock, self._words, self._t = lock, words, tables
+        self._table, self._per_segment = table, per_segment
+        self._patience_s = patience_s
+
+    def __enter__(self) -> None:
+        self._lock.acquire(self._patience_s)
+        try:
+            if self._words[SECTION] % 2:
+                kernels.repair(self._t, dead_writers(self._table), self._per_segment)
+                logger.warning("arena repaired: a process died inside a critical section")
+            else:
+                self._words[SECTION] += 1
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or kind is Refused:
+            self._words[SECTION] += 1
+        self._lock.release()

@@ -1,0 +1,175 @@
+"""One shared-memory file: made whole by whoever comes first, mapped by everyone else.
+
+All of its bytes are allocated before the first use, so that a full /dev/shm is an error at start
+and never a SIGBUS later. A file is complete once its first 8 bytes (the magic) are there; whoever
+dies before leaves a file that the next one makes anew. Creation and attachment happen under the
+file's lock.
+
+Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. Where
+it says "advise", pages are allocated through the mapping, because an allocation through the file
+would ignore the advice. NUMA: pages stand where the kernel puts them, which is the creator's node
+first; to spread them mount /dev/shm with `mpol=interleave` or start the creator under
+`numactl --interleave=all`. Nothing is bound here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from headrace_kvstore.arena.locking import FileLock
+
+CREATE_PATIENCE_S = 120.0
+"""Allocating takes about a quarter of a second per GiB; others wait for the creator that long."""
+
+SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+MADV_POPULATE_WRITE = 23
+MAGIC_BYTES = 8
+
+
+class SharedFile:
+    """A mapped shared-memory file and its lock.
+
+    `memory` is the mapping, `lock` and `second_lock` are two locks between all its users, `created`
+    is whether this process made it.
+    """
+
+    def __init__(self, path: Path, memory: mmap.mmap, lock: FileLock, created: bool) -> None:
+        self.path = path
+        self.memory = memory
+        self.lock = lock
+        self.second_lock = FileLock(_reopen(lock.fd), byte=1)
+        self.created = created
+        self.size_bytes = len(memory)
+        self._inode = os.fstat(lock.fd).st_ino
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        size_bytes: int,
+        initialise: Callable[[mmap.mmap], None],
+    ) -> SharedFile:
+        """Attach to `path`, or create it with `size_bytes`.
+
+        `initialise` fills a new file, which is all zeros, the magic (first 8 bytes) last. An
+        existing file keeps its size. Raises OSError (ENOSPC) if there is no room for a new file.
+        """
+        while True:
+            lock = FileLock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            try:
+                lock.acquire(CREATE_PATIENCE_S)
+                try:
+                    if _names(path, os.fstat(lock.fd).st_ino):
+                        return cls._open_locked(path, lock, size_bytes, initialise)
+                finally:
+                    lock.release()
+            except BaseException:
+                lock.close()
+                raise
+            lock.close()  # unlinked while this process waited: try again
+
+    @classmethod
+    def _open_locked(
+        cls, path: Path, lock: FileLock, size_bytes: int, initialise: Callable[[mmap.mmap], None]
+    ) -> SharedFile:
+        if any(os.pread(lock.fd, MAGIC_BYTES, 0)):
+            return cls(path, _map(lock.fd), lock, created=False)
+        memory = _create(path, lock.fd, size_bytes)
+        initialise(memory)
+        return cls(path, memory, lock, created=True)
+
+    def unlink(self) -> None:
+        """Remove the name, if it still stands for this file; the memory goes with its last user."""
+        if _names(self.path, self._inode):
+            self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmap; memory that somebody still views is unmapped with the last view."""
+        self.lock.close()
+        self.second_lock.close()
+        with suppress(BufferError):
+            self.memory.close()
+
+    def prefault(self, address: int, chunk_bytes: int = 1 << 28) -> bool:
+        """Fill this process's page tables, so that no copy pays for page faults.
+
+        About 0.1 s per GiB of small pages; other threads run meanwhile. `address` is the
+        mapping's. Returns False where the kernel cannot (before Linux 5.14).
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        for offset in range(0, self.size_bytes, chunk_bytes):
+            length = min(chunk_bytes, self.size_bytes - offset)
+            if libc.madvise(
+                ctypes.c_void_p(address + offset),
+                ctypes.c_size_t(length),
+                ctypes.c_int(MADV_POPULATE_WRITE),
+            ):
+                return False
+        return True
+
+
+def huge_page_mode() -> str:
+    """The kernel's word on huge pages in shared memory: always, within_size, advise, never, ..."""
+    try:
+        words = SHMEM_HUGE_PAGES.read_text().split()
+    except OSError:
+        return "unsupported"
+    return next((word.strip("[]") for word in words if word.startswith("[")), "unsupported")
+
+
+def _names(path: Path, inode: int) -> bool:
+    try:
+        return path.stat().st_ino == inode
+    except FileNotFoundError:
+        return False
+
+
+def _create(path: Path, fd: int, size_bytes: int) -> mmap.mmap:
+    try:
+        os.ftruncate(fd, 0)
+        os.ftruncate(fd, size_bytes)
+        memory = _map(fd)
+        if huge_page_mode() == "advise":
+            _populate(memory)
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            errno.ENOSPC,
+            f"{path.parent} has {free} bytes free, {size_bytes} are asked for {path.name}",
+        ) from error
+    return memory
+
+
+def _map(fd: int) -> mmap.mmap:
+    # mmap keeps a duplicate of the descriptor that it is given: give it another description than
+    # the lock's.
+    own = _reopen(fd)
+    try:
+        memory = mmap.mmap(own, 0)
+    finally:
+        os.close(own)
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        with suppress(OSError):  # a kernel without it
+            memory.madvise(advice)
+    return memory
+
+
+def _reopen(fd: int) -> int:
+    """Another open file description of the same file."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    with suppress(OSError):  # too old a kernel, or no room: the allocation that follows says which
+        memory.madvise(MADV_POPULATE_WRITE)

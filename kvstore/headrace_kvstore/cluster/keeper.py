@@ -1,0 +1,193 @@
+"""One StoreNode on each machine that runs engines, for as long as the app runs.
+
+Each engine's replica says where it runs (`join`). The keeper, a Serve deployment, has a named,
+detached Ray actor there: Ray restarts it when it dies, and it outlives the keeper, whose successor
+finds it by its name. When the app is deleted the keeper ends them all, and with them the arenas.
+Engines never wait for any of this; without a node they do without its tiers. The keeper also
+introduces the nodes to each other (`peering`), so that machines lend each other what they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.serve.handle import DeploymentHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from headrace_kvstore.cluster.peering import Peering
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.node_settings import NodeSettings
+
+logger = logging.getLogger("headrace.kvstore")
+
+NAMESPACE = "headrace"
+LOOK_S = 5.0
+"""Between looks whether every machine has its node; Ray itself restarts one that dies."""
+ANSWER_S = 3.0
+JOIN_RETRY_S = 2.0
+ANYWHERE = ("0.0.0.0", "[::]")
+
+Setup = Callable[[str], None]
+
+
+class StoreNodeActor:
+    """A StoreNode as a Ray actor; `settings` as `NodeSettings.parse` reads them."""
+
+    def __init__(self, settings: dict[str, Any], setup: Setup | None = None) -> None:
+        if setup is not None:
+            setup("store")
+        self._node = StoreNode(NodeSettings.parse(settings)).start()
+
+    def stats(self) -> dict[str, Any]:
+        """As `StoreNode.stats`."""
+        return self._node.stats()
+
+    def warm(self) -> int:
+        """As `StoreNode.warm`."""
+        return self._node.warm()
+
+    def lend(self) -> str:
+        """As `StoreNode.lend`, where other machines reach this one."""
+        host = ray.util.get_node_ip_address()
+        bound, _, port = self._node.lend(f"{host}:0").rpartition(":")
+        return f"{host if bound in ANYWHERE else bound}:{port}"
+
+    def follow(self, addresses: list[str]) -> None:
+        """As `StoreNode.follow`."""
+        self._node.follow(addresses)
+
+    def close(self) -> bool:
+        """As `StoreNode.close`."""
+        return self._node.close()
+
+
+class StoreKeeper:
+    """The deployment.
+
+    Args:
+        settings: of every machine's node.
+        setup: prepares each process (logs, traces).
+        share: whether machines lend each other their blocks.
+
+    Raises:
+        SettingsError: they are unknown or impossible.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: dict[str, Any], setup: Setup | None = None, share: bool = False
+    ) -> None:
+        if setup is not None:
+            setup("store")
+        self._peering = Peering(self._ask) if share else None
+        self._name = NodeSettings.parse(settings).name
+        self._settings, self._setup = settings, setup
+        self._nodes: dict[str, Any] = {}
+        self._why: dict[str, str] = {}
+        for machine in self._machines_with_nodes():
+            self._nodes[machine] = self._make(machine)
+        self._task = asyncio.create_task(self._look())
+
+    async def join(self, machine: str) -> None:
+        """Have a node on this machine (Ray's node id in hex), from now on."""
+        if machine not in self._nodes:
+            logger.info("a store node for machine %s", machine)
+            self._nodes[machine] = self._make(machine)
+
+    async def status(self) -> list[dict[str, Any]]:
+        """JSON-able: each machine's node, or why it has none."""
+        nodes = dict(self._nodes)
+        answers = await asyncio.gather(*(self._ask(node, "stats") for node in nodes.values()))
+        return [
+            {"machine": machine, **(stats or {"name": self._name, "down": self._why.get(machine)})}
+            for machine, stats in zip(nodes, answers, strict=True)
+        ]
+
+    async def warm(self) -> int:
+        """Have each node bring its NVMe tier's best blocks into DRAM; how many were queued."""
+        answers = await asyncio.gather(*(self._ask(n, "warm") for n in self._nodes.values()))
+        return sum(answer or 0 for answer in answers)
+
+    async def __del__(self) -> None:
+        self._task.cancel()
+        for node in self._nodes.values():
+            await self._ask(node, "close")
+            with contextlib.suppress(Exception):
+                ray.kill(node)
+
+    def _make(self, machine: str) -> Any:
+        return (
+            ray.remote(StoreNodeActor)
+            .options(
+                name=self._actor_name(machine),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=0,
+                max_restarts=-1,
+                max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False),
+            )
+            .remote(self._settings, self._setup)
+        )
+
+    def _actor_name(self, machine: str) -> str:
+        return f"{self._name}/{machine}"
+
+    def _machines_with_nodes(self) -> list[str]:
+        """Where an earlier keeper left nodes."""
+        prefix = self._actor_name("")
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+    async def _ask(self, node: Any, method: str, *arguments: Any) -> Any:
+        """A node's answer; None if it gives none in time."""
+        try:
+            return await asyncio.wait_for(getattr(node, method).remote(*arguments), ANSWER_S)
+        except Exception as error:
+            logger.debug("store node: %s: %r", method, error)
+            return None
+
+    async def _look(self) -> None:
+        """Make dead nodes anew on machines that live; forget the other machines; introduce."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(Exception):
+                alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+                for machine in self._nodes.keys() - alive:
+                    del self._nodes[machine]
+            for machine, node in list(self._nodes.items()):
+                try:
+                    await asyncio.wait_for(node.stats.remote(), ANSWER_S)
+                    self._why.pop(machine, None)
+                except ray.exceptions.ActorUnavailableError as error:
+                    self._why[machine] = f"restarting: {_first_line(error)}"
+                except ray.exceptions.RayActorError as error:
+                    if self._why.get(machine) != _first_line(error):
+                        logger.error("no store node on %s: %s", machine, error)
+                    self._why[machine] = _first_line(error)
+                    self._nodes[machine] = self._make(machine)
+                except Exception as error:
+                    self._why[machine] = f"does not answer: {_first_line(error)}"
+            if self._peering is not None:
+                await self._peering.turn(dict(self._nodes))
+
+
+async def join_store(keeper: DeploymentHandle) -> None:
+    """Tell the keeper of this process's machine, until it has heard."""
+    machine = ray.get_runtime_context().get_node_id()
+    while True:
+        try:
+            await keeper.join.remote(machine)
+            return
+        except Exception as error:
+            logger.debug("the store's keeper does not answer: %r", error)
+            await asyncio.sleep(JOIN_RETRY_S)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

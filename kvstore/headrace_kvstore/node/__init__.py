@@ -1,0 +1,1 @@
+"""The StoreNode: one process a machine that looks after its KV tiers."""

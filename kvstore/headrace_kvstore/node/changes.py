@@ -1,0 +1,129 @@
+"""A node's tiers as the changes that it publishes: each event of a tier, and all that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.chains import chains
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.nvme.nvme_tier import NvmeTier, TierEvent
+from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.protocol.events import DRAM, NVME, OBJECT, Change, EventPublisher
+
+Contents = Iterable[tuple[bytes, np.ndarray]]
+"""Namespace digest and rows, SLOT (n,), of a tier's blocks."""
+
+
+class NodeEvents:
+    """Publishes once `open` found where to; until then nothing is told. Thread-safe but for `open`.
+
+    Args:
+        arena: the blocks in DRAM.
+        nvme, objects: the tiers, None while there is none.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        arena: Callable[[], Contents],
+        nvme: Callable[[], NvmeTier | None],
+        objects: Callable[[], ObjectTier | None],
+    ) -> None:
+        self._settings = settings
+        self._arena, self._nvme, self._objects = arena, nvme, objects
+        self.publisher: EventPublisher | None = None
+
+    def open(self, listen: str | None) -> None:
+        """Publish where the settings say so; with `listen`, HOST:PORT, for peers in any case.
+
+        Raises:
+            zmq.ZMQError: an endpoint cannot be bound.
+        """
+        events, replay = self._settings.events, self._settings.replay
+        if listen is not None:
+            anywhere = f"tcp://{listen.rpartition(':')[0]}:*"
+            events, replay = events or anywhere, replay or anywhere
+        if events is not None and self.publisher is None:
+            self.publisher = EventPublisher(events, replay, self.contents)
+
+    def publish(self, changes: list[Change]) -> None:
+        """Tell what changed."""
+        if self.publisher is not None:
+            self.publisher.publish(changes)
+
+    def nvme_changed(self, event: TierEvent) -> None:
+        """Tell what became of a block on NVMe."""
+        change = nvme_change(self._nvme(), event)
+        if change is not None:
+            self.publish([change])
+
+    def objects_changed(self, event: TierEvent) -> None:
+        """Tell what became of a block in an object."""
+        objects = self._objects()
+        change = None if objects is None else object_change(objects, event)
+        if change is not None:
+            self.publish([change])
+
+    def resync(self) -> None:
+        """Tell all that there is."""
+        if self.publisher is not None:
+            self.publisher.resync()
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able; empty if nothing is published."""
+        return {} if self.publisher is None else self.publisher.stats()
+
+    def close(self) -> None:
+        """Tell no more."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+    def contents(self) -> Iterator[Change]:
+        """All blocks of all tiers, each chain in order."""
+        yield from all_there(DRAM, self._arena())
+        nvme, objects = self._nvme(), self._objects()
+        if nvme is not None:
+            yield from all_there(NVME, nvme.contents())
+        if objects is not None:
+            yield from all_there(OBJECT, objects.contents())
+
+
+def nvme_change(tier: NvmeTier | None, event: TierEvent) -> Change | None:
+    """None for what is told otherwise: found by a scan, or gone again already."""
+    if event.reason == "scanned":
+        return None
+    parent = 0
+    if event.stored:
+        record = None if tier is None else tier.record(event.digest, event.hash)
+        if record is None:
+            return None
+        parent = int(record["parent"])
+    return Change(event.stored, NVME, event.digest, event.hash, parent)
+
+
+def object_change(tier: ObjectTier, event: TierEvent) -> Change | None:
+    """None for what is gone again already: another thread tells so."""
+    place = tier.find(event.digest, event.hash) if event.stored else None
+    if event.stored and place is None:
+        return None
+    parent = 0 if place is None else int.from_bytes(place.block.parent[:8], "little")
+    return Change(event.stored, OBJECT, event.digest, event.hash, parent)
+
+
+def arena_contents(arena: Arena) -> Contents:
+    """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
+    rows, _ = arena.blocks()
+    digests = [space.digest for space in arena.spaces()]
+    numbers = np.unique(rows["namespace"]).tolist()
+    return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
+
+
+def all_there(medium: str, contents: Contents) -> Iterator[Change]:
+    """All blocks of a tier, given as namespace digest and rows, each chain in order."""
+    for digest, rows in contents:
+        for row in chains(rows):
+            yield Change(True, medium, digest, row["hash"].tobytes(), int(row["parent"]))

@@ -1,0 +1,135 @@
+"""A node's work on one arena: following it, writing it behind, prefetching into it, sharing it with
+peers and with whoever reads the object store.
+
+An arena may be replaced under its name (removed, and made anew by an engine). Then this work is
+ended and begun on the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace_kvstore.node.follower import Follower
+from headrace_kvstore.node.object_work import ObjectWork
+from headrace_kvstore.node.open_tiers import open_arena
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.peers.peer_work import RemoteWork
+from headrace_kvstore.peers.peers import Peers
+from headrace_kvstore.protocol.events import Change
+from headrace_kvstore.staging.prefetch import Prefetcher
+from headrace_kvstore.staging.sources import NvmeSource
+from headrace_kvstore.staging.write_behind import Admit, WriteBehind
+
+logger = logging.getLogger("headrace.kvstore")
+
+ALONE = "neither listen nor peers are given"
+
+_LEFT_BEHIND: list[DramWork] = []
+"""Still mapped, since a disk that hangs may read or write their memory yet."""
+
+
+class DramWork:
+    """Begun by its constructor, on an arena that it opens or makes.
+
+    Raises:
+        OSError, ValueError, LockBusyError: the arena cannot be had.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        mover: Mover | None,
+        tier: Callable[[], NvmeTier | None],
+        admit: Admit,
+        publish: Callable[[list[Change]], None],
+        resync: Callable[[], None],
+        peers: Peers | None = None,
+        objects: ObjectTier | None = None,
+    ) -> None:
+        self.arena = open_arena(settings)
+        self._mover = mover
+        self._memory = self.arena.base_address, self.arena.geometry.size_bytes
+        if mover is not None:
+            mover.register(*self._memory)
+        self.writer = WriteBehind(
+            self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
+        )
+        self.prefetcher = Prefetcher(self.arena, NvmeSource(tier), settings.reading_bytes)
+        self._settings, self._tier = settings, tier
+        self.remote: RemoteWork | None = None
+        self.remote_reason = ALONE
+        self.share(peers)
+        self.objects = None if objects is None else ObjectWork(settings, self.arena, objects)
+        self.follower = Follower(self.arena, self.writer, publish, resync, settings.sweep_s)
+
+    def share(self, peers: Peers | None) -> None:
+        """Lend to peers and pull from them from now on; tried once. Not thread-safe."""
+        if peers is None or self.remote_reason != ALONE:
+            return
+        try:
+            remote = RemoteWork(self._settings, self.arena, self._tier, self.prefetcher, peers)
+            self.remote_reason, self.remote = "", remote
+        except (ImportError, RuntimeError) as error:
+            self.remote_reason = str(error)
+            logger.exception("no blocks are shared with peers")
+
+    def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int) -> int:
+        """Have blocks brought in from NVMe, those that only objects hold from there; returns how
+        many were queued."""
+        if self.objects is None:
+            return self.prefetcher.ask(digest, hashes, priority)
+        fetched, nvme = self.objects.tier.contains(digest, hashes), self._tier()
+        if nvme is not None:
+            fetched &= ~nvme.contains(digest, hashes)
+        there = [name for name, far in zip(hashes, fetched, strict=True) if not far]
+        far = [name for name, far in zip(hashes, fetched, strict=True) if far]
+        queued = self.prefetcher.ask(digest, there, priority)
+        return queued + self.objects.fetcher.ask(digest, far, priority)
+
+    @property
+    def idle(self) -> bool:
+        """All that has happened is told, written and read."""
+        return (
+            self.follower.caught_up
+            and self.writer.idle
+            and self.prefetcher.idle
+            and (self.remote is None or self.remote.puller.idle)
+            and (self.objects is None or self.objects.fetcher.idle)
+            and self.follower.caught_up
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able: what is followed, written and read."""
+        return {
+            "follow": self.follower.stats(),
+            "write_behind": self.writer.stats(),
+            "prefetch": self.prefetcher.stats(),
+        }
+
+    def close(self, timeout_s: float, flush: bool = False) -> bool:
+        """End it; `flush` writes what waits, as far as half of the time allows.
+
+        Returns False if a disk or a peer still has some of the arena's memory: then it stays
+        mapped.
+        """
+        deadline = time.monotonic() + timeout_s
+        if flush:
+            self.writer.drain(timeout_s / 2)
+        parts = (self.follower, self.prefetcher, self.writer, self.remote, self.objects)
+        ended = all(
+            part.close(max(0.05, deadline - time.monotonic())) for part in parts if part is not None
+        )
+        if not ended:
+            logger.warning("a disk or a peer that hangs keeps the arena's memory")
+            _LEFT_BEHIND.append(self)
+            return False
+        if self._mover is not None:
+            self._mover.deregister(*self._memory)
+        self.arena.close()
+        return True

@@ -1,0 +1,148 @@
+"""Follows an arena's ring of events: to publish what DRAM holds, and to write it behind.
+
+The ring may overflow, and a process that dies inside the arena may take events with it. Then, and
+in the beginning, everything that is there is taken instead. The same look through the arena finds
+again what write-behind had to drop, once the disk has time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.locking import LockBusyError
+from headrace_kvstore.protocol.events import DRAM, Change
+from headrace_kvstore.staging.write_behind import WriteBehind
+from headrace_kvstore.table import STORED
+
+logger = logging.getLogger("headrace.kvstore")
+
+POLL_S = 0.02
+"""A look at the ring takes less than a microsecond while nothing happens."""
+OFFER_BLOCKS = 1024
+"""Offered at once: the tier's lock is held for so many look-ups."""
+
+
+class Follower:
+    """Tells `publish` of changes, or `resync` that it cannot, and `writer` of stored blocks."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        writer: WriteBehind,
+        publish: Callable[[list[Change]], None],
+        resync: Callable[[], None],
+        sweep_s: float,
+    ) -> None:
+        self._arena, self._writer = arena, writer
+        self._publish, self._resync, self._sweep_s = publish, resync, sweep_s
+        self._seq: int | None = None
+        self._swept_s = time.monotonic()
+        self._sweeping = False
+        self.lost = self.sweeps = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-follow", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        """Follow no more."""
+        self._stop.set()
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def sweep_soon(self) -> None:
+        """Offer everything again: there is a disk that was not there before."""
+        self._swept_s = -math.inf
+        self._writer.missed = True
+
+    @property
+    def caught_up(self) -> bool:
+        """All that has happened so far was seen, and no sweep is due."""
+        if self._sweeping or (self._writer.missed and self._may_sweep()):
+            return False
+        return self._seq is not None and self._seq == self._arena.next_seq
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        return {"resyncs": self.lost, "sweeps": self.sweeps}
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if not self._turn():
+                    self._stop.wait(POLL_S)
+            except LockBusyError as error:
+                logger.warning("the arena is not followed for now: %s", error)
+            except Exception:
+                logger.exception("following the arena failed; it goes on")
+                self._stop.wait(1.0)
+
+    def _turn(self) -> bool:
+        """Take what has happened; False if that was nothing."""
+        if self._seq is None:
+            self._seq = self._sweep()
+            self._resync()
+            return True
+        if self._seq == self._arena.next_seq:
+            if self._writer.missed and self._may_sweep() and self._writer.has_time:
+                self._sweep()
+                self.sweeps += 1
+            return False
+        found, upto, lost = self._arena.events(self._seq)
+        if lost:
+            self.lost += 1
+            self._seq = None
+            return True
+        self._take(found)
+        self._seq = upto
+        return True
+
+    def _may_sweep(self) -> bool:
+        return time.monotonic() - self._swept_s >= self._sweep_s
+
+    def _take(self, found: np.ndarray) -> None:
+        spaces = self._arena.spaces()
+        changes = [
+            Change(kind == STORED, DRAM, spaces[row].digest, block_hash, parent)
+            for kind, row, block_hash, parent in zip(
+                found["kind"].tolist(),
+                found["namespace"].tolist(),
+                (block_hash.tobytes() for block_hash in found["hash"]),
+                found["parent"].tolist(),
+                strict=True,
+            )
+        ]
+        self._publish(changes)
+        stored = found[found["kind"] == STORED]
+        self._offer(stored["namespace"].tolist(), [h.tobytes() for h in stored["hash"]])
+
+    def _sweep(self) -> int:
+        """Offer every block that is there, those used most and last first; the ring's number."""
+        self._swept_s, self._sweeping = time.monotonic(), True
+        try:
+            return self._offer_all()
+        finally:
+            self._sweeping = False
+
+    def _offer_all(self) -> int:
+        self._writer.missed = False
+        rows, seq = self._arena.blocks()
+        rows = rows[np.lexsort((rows["depth"], -rows["used_s"], rows["hits"] == 0))]
+        self._offer(rows["namespace"].tolist(), [h.tobytes() for h in rows["hash"]])
+        return seq
+
+    def _offer(self, namespaces: Iterable[int], hashes: list[bytes]) -> None:
+        at = 0
+        for row, run in groupby(namespaces):
+            end = at + sum(1 for _ in run)
+            for first in range(at, end, OFFER_BLOCKS):
+                self._writer.offer(row, hashes[first : min(end, first + OFFER_BLOCKS)])
+            at = end

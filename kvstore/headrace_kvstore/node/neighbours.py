@@ -1,0 +1,214 @@
+"""The part of a StoreNode that other nodes see: its port, its peers, and pulls that engines want.
+
+Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all, until
+`open` gives it both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import zmq
+
+from headrace_kvstore.node.dram_work import DramWork
+from headrace_kvstore.node.object_work import OBJECTS
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.peers.messages import PeerRequest, decode_request
+from headrace_kvstore.peers.peers import Peers
+from headrace_kvstore.peers.pull_price import Choice, choose
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.board import Board
+from headrace_kvstore.protocol.events import EventPublisher
+from headrace_kvstore.protocol.server import FrameServer
+from headrace_kvstore.supply import OBJECT, REMOTE, Supply
+
+PULL_PRIORITY = 0
+
+
+class Pulling(NamedTuple):
+    """Blocks on their way from a peer, or from objects: how many, how long they are worth waiting
+    for, and a future of how many have come."""
+
+    blocks: int
+    wait_s: float
+    done: Future[int]
+
+
+class Neighbours:
+    """Begun by its constructor.
+
+    Args:
+        dram: the work on the arena, None while there is none.
+        publisher: of the events that peers follow.
+        board: gets the notes of peers' boards; they get its own.
+
+    Raises:
+        zmq.ZMQError: `listen` cannot be bound.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        dram: Callable[[], DramWork | None],
+        publisher: Callable[[], EventPublisher | None],
+        board: Board,
+    ) -> None:
+        self._settings, self._dram, self._publisher = settings, dram, publisher
+        self._board = board
+        self.peers: Peers | None = None
+        self._server: FrameServer | None = None
+        self._deaf = ""
+        self._counts: Counter[str] = Counter()
+        if settings.listen is not None or settings.peers:
+            self.open(settings.listen)
+
+    def open(self, listen: str | None) -> None:
+        """Have peers from now on and, if HOST:PORT is given, lend to them; what is open stays so.
+
+        Raises:
+            zmq.ZMQError: `listen` cannot be bound.
+        """
+        if listen is not None and self._server is None:
+            try:
+                self._server = FrameServer(
+                    lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer, "kv-lend"
+                )
+            except zmq.ZMQError as error:
+                self._deaf = f"cannot listen at {listen}: {error}"
+                raise
+            self._deaf = ""
+        if self.peers is None:
+            self.peers = Peers(
+                self._settings.peers, self._is_own, self._settings.heal_s, self._board
+            )
+
+    @property
+    def address(self) -> str | None:
+        """HOST:PORT that peers reach this node at; None if it lends nothing."""
+        return None if self._server is None else self._server.endpoint.removeprefix("tcp://")
+
+    def pull(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float = 0.0
+    ) -> Pulling | None:
+        """Have the leading run of these blocks brought into DRAM, from the peer or the objects that
+        save most.
+
+        compute_s: what computing a block takes, 0 if that is not known. None if nobody has any, or
+        computing is predicted to be as fast. See `peers.pull_price`.
+        """
+        offered = self._offered(digest, hashes, compute_s)
+        if offered is None:
+            return None
+        dram, wanted, choice = offered
+        if choice is None:
+            self._counts["pulls_not_worth_it"] += 1
+            return None
+        limit_s = self._settings.pull_limit_s
+        if compute_s > 0:
+            limit_s = min(limit_s, compute_s * choice.blocks)
+        self._counts["pulls"] += 1
+        if dram.objects is not None and choice.peer == OBJECTS:
+            puller = dram.objects.fetcher
+        else:
+            assert dram.remote is not None
+            puller = dram.remote.puller
+        done = puller.fetch(digest, wanted[: choice.blocks], PULL_PRIORITY)
+        return Pulling(choice.blocks, limit_s, done)
+
+    def survey(self, digest: bytes, hashes: Sequence[bytes], compute_s: float) -> list[Supply]:
+        """What `pull` would bring; brings nothing."""
+        offered = self._offered(digest, hashes, compute_s)
+        if offered is None or offered[2] is None:
+            return []
+        choice = offered[2]
+        return [Supply(OBJECT if choice.peer == OBJECTS else REMOTE, choice.blocks, choice.pull_s)]
+
+    def _offered(
+        self, digest: bytes, hashes: Sequence[bytes], compute_s: float
+    ) -> tuple[DramWork, list[bytes], Choice | None] | None:
+        """The blocks that the arena lacks, and what of them is worth pulling; None if nobody has
+        the first."""
+        dram, peers = self._dram(), self.peers
+        row = None if dram is None else dram.arena.row_of(digest)
+        if dram is None or row is None or not hashes:
+            return None
+        absent = dram.arena.lookup(row, hashes) < 0
+        wanted = [name for name, gone in zip(hashes, absent, strict=True) if gone]
+        runs = []
+        if dram.remote is not None and peers is not None:
+            runs += peers.runs(digest, wanted)
+        if dram.objects is not None:
+            runs += dram.objects.runs(digest, wanted)
+        if not runs:
+            return None
+        size, limit_s = dram.arena.spaces()[row].block_bytes, self._settings.pull_limit_s
+        return dram, wanted, choose(runs, size, compute_s, limit_s)
+
+    def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:
+        """Add a peer, or drop one."""
+        if self.peers is None:
+            return wire.Failed("this node has no peers: start it with listen or peers")
+        try:
+            adds = isinstance(request, wire.AddPeer)
+            return wire.Done((self.peers.add if adds else self.peers.remove)(request.address))
+        except ValueError as error:
+            return wire.Failed(str(error))
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Have these peers and those of the settings, and no others. Raises ValueError."""
+        if self.peers is None:
+            return
+        wanted = {*addresses, *self._settings.peers}
+        for address in self.peers.addresses() - wanted:
+            self.peers.remove(address)
+        for address in wanted:
+            self.peers.add(address)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able."""
+        dram = self._dram()
+        work = None if dram is None else dram.remote
+        return {
+            "state": "off" if work is None else "on",
+            "reason": self._deaf or ("no arena" if dram is None else dram.remote_reason),
+            "address": self.address,
+            "peers": {} if self.peers is None else self.peers.stats(),
+            "pulls": self._counts["pulls"],
+            "pulls_not_worth_it": self._counts["pulls_not_worth_it"],
+            **({} if work is None else work.stats()),
+        }
+
+    def deafen(self) -> None:
+        """Lend no more."""
+        if self._server is not None:
+            self._server.close()
+
+    def close(self) -> None:
+        """Hang up, after `deafen` and the work on the arena."""
+        if self.peers is not None:
+            self.peers.close()
+
+    def _answer(self, request: PeerRequest) -> wire.Message | Future[Any]:
+        if isinstance(request, wire.ReadNotes):
+            place = request.after, request.most_bytes
+            return wire.pack_page(self._board.read(*place, generation=request.generation, own=True))
+        dram, publisher = self._dram(), self._publisher()
+        if dram is None or dram.remote is None or publisher is None:
+            return wire.Failed("there is no arena to lend from")
+        ports = _port(publisher.endpoint), _port(publisher.replay_endpoint)
+        reply: wire.Message | Future[Any] = dram.remote.answer(request, publisher.next_seq, ports)
+        return reply
+
+    def _is_own(self, generation: str) -> bool:
+        dram = self._dram()
+        work = None if dram is None else dram.remote
+        return work is not None and work.generation == generation
+
+
+def _port(endpoint: str | None) -> int:
+    """Of a TCP endpoint; 0 for another one, which no peer can follow."""
+    text = endpoint or ""
+    return int(text.rpartition(":")[2]) if text.startswith("tcp://") else 0

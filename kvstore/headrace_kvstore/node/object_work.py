@@ -1,0 +1,299 @@
+"""A node's work with an object store: blocks worth sharing go there, wanted ones come from there.
+
+What is worth it shows only with use, so no list of blocks waits here: every `sweep_s` the arena is
+looked through for blocks that have proved themselves and are in no object yet. What could not be
+written is found by the next look; nothing is held meanwhile but one object being made.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.arena.chains import chains
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.nvme.nvme_tier import Save, TierEvent
+from headrace_kvstore.nvme.record import Shape, padded
+from headrace_kvstore.objects.object_catalog import Place
+from headrace_kvstore.objects.object_client import StoreClient
+from headrace_kvstore.objects.object_format import most_blocks
+from headrace_kvstore.objects.object_pack import Packed
+from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.peers.pull_price import LineFit, Run
+from headrace_kvstore.protocol.events import OBJECT
+from headrace_kvstore.staging.prefetch import Prefetcher
+from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
+
+logger = logging.getLogger("headrace.kvstore")
+
+READ_BYTES = 32 * 2**20
+OBJECTS = "object store"
+"""Among the peers of a `Run`."""
+FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
+"""Assumed before the first fetch, with the weight of one."""
+
+SharedAdmit = Callable[[np.ndarray], np.ndarray]
+"""Rows of SLOT (n,) -> which blocks to share, bool (n,)."""
+
+
+def worth_sharing(rows: np.ndarray) -> np.ndarray:
+    """Blocks that were used again since they were stored, or that somebody asked to keep.
+
+    An object costs a request and a place for as long as it stays, and most blocks are never wanted
+    twice; one that was wanted by a second request here will be wanted elsewhere too.
+    """
+    wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0) | (rows["priority"] > 0)
+    return wanted
+
+
+class FetchCost(LineFit):
+    """Seconds of fetching bytes, fitted to the fetches of this node; in the beginning a guess."""
+
+    def __init__(self) -> None:
+        super().__init__(FIRST_LATENCY_S, 1 / FIRST_BYTES_PER_S, 2**26)
+
+
+class ObjectSource:
+    """The object tier as a `staging.sources.Source`; `cost` is learned from what it reads."""
+
+    batch_blocks = 64
+
+    def __init__(self, tier: ObjectTier) -> None:
+        self._tier = tier
+        self.cost = FetchCost()
+
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """Reads of `READ_BYTES`, so that the first blocks are there before the last are asked."""
+        size = max(1, READ_BYTES // block_bytes)
+        return [min(size, blocks - first) for first in range(0, blocks, size)]
+
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+        """As `Source`."""
+        answer: Future[Offer] = Future()
+        if self._tier.may_read:
+            answer.set_result(ObjectOffer(self._tier, self.cost, digest, hashes))
+        else:
+            answer.set_exception(Unavailable("breaker"))
+        return answer
+
+
+class ObjectOffer:
+    """Blocks in objects; one that is removed meanwhile is a miss."""
+
+    def __init__(
+        self, tier: ObjectTier, cost: FetchCost, digest: bytes, hashes: Sequence[bytes]
+    ) -> None:
+        self._tier, self._cost = tier, cost
+        found = [tier.find(digest, block_hash) for block_hash in hashes]
+        self._places: list[Place] = [place for place in found if place is not None]
+        self.found = [_found(place) for place in self._places]
+
+    def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
+        """As `Offer`."""
+        began_s = time.monotonic()
+        read = self._tier.read([self._places[i] for i in which], addresses)
+
+        def learn() -> None:
+            good = int(read.wait(0.0).sum())
+            if good == len(which):
+                size = good * self._places[0].bundle.name.shape.payload_bytes
+                self._cost.observe(size, time.monotonic() - began_s)
+
+        read.when_done(learn)
+        return read
+
+    def close(self, bad: Sequence[int]) -> None:
+        """The tier itself has dropped what was bad."""
+
+
+def _found(place: Place) -> Found:
+    block = place.block
+    return Found(
+        *(block.hash, place.bundle.name.shape, block.sums),
+        *(int.from_bytes(block.parent[:8], "little"), block.depth, block.tenant),
+        *(block.priority, block.compute_s),
+    )
+
+
+class ObjectWriter:
+    """Puts an arena's blocks into objects, from a thread of its own.
+
+    Args:
+        object_bytes: size of an object, about.
+        bytes_per_s: what the writes take of the line, in the mean.
+        sweep_s: between looks through the arena.
+        admit: which blocks are worth it.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        tier: ObjectTier,
+        object_bytes: int,
+        bytes_per_s: int,
+        sweep_s: float,
+        admit: SharedAdmit = worth_sharing,
+    ) -> None:
+        self._arena, self._tier, self._admit = arena, tier, admit
+        self._object_bytes, self._bytes_per_s, self._sweep_s = object_bytes, bytes_per_s, sweep_s
+        self.sweeps = self.written = self.failed = 0
+        self._stop = threading.Event()
+        self._touching = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kv-share", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> bool:
+        """Write no more; False if the arena's memory may still be read after that time.
+
+        An object under way is left to its own end: it was copied before.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._stop.set()
+        free = self._touching.acquire(timeout=max(0.0, timeout_s))
+        if free:
+            self._touching.release()
+        self._thread.join(max(0.0, min(deadline - time.monotonic(), timeout_s / 4)))
+        return free
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts of sweeps, and of blocks."""
+        return {"sweeps": self.sweeps, "written": self.written, "failed": self.failed}
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._sweep_s):
+            try:
+                if self._tier.refreshed.is_set():
+                    self._sweep()
+                    self.sweeps += 1
+            except Exception:
+                logger.exception("sharing blocks failed; it goes on")
+
+    def _sweep(self) -> None:
+        for space, rows in self._candidates():
+            if space.block_bytes % space.layers:
+                continue
+            shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
+            size = most_blocks(shape, self._object_bytes)
+            for first in range(0, len(rows), size):
+                if self._stop.is_set() or not self._tier.may_write:
+                    return
+                self._write(shape, rows[first : first + size])
+
+    def _candidates(self) -> Iterator[tuple[Space, list[np.void]]]:
+        """Blocks worth it that are in no object, by namespace, those of one prefix together."""
+        with self._touching:
+            if self._stop.is_set():
+                return
+            rows, _ = self._arena.blocks()
+            spaces = self._arena.spaces()
+        rows = rows[self._admit(rows)]
+        for number in np.unique(rows["namespace"]).tolist():
+            mine = rows[rows["namespace"] == number]
+            here = self._tier.contains(spaces[number].digest, [r["hash"].tobytes() for r in mine])
+            if not here.all():
+                yield spaces[number], chains(mine[~here])
+
+    def _write(self, shape: Shape, rows: Sequence[np.void]) -> None:
+        began_s = time.monotonic()
+        with self._touching:
+            packed = None if self._stop.is_set() else self._pack(shape, rows)
+        if packed is None:
+            return
+        if self._tier.put(packed):
+            self.written += len(packed.blocks)
+        else:
+            self.failed += len(packed.blocks)
+        due_s = began_s + len(packed.data) / self._bytes_per_s
+        self._stop.wait(max(0.0, due_s - time.monotonic()))
+
+    def _pack(self, shape: Shape, rows: Sequence[np.void]) -> Packed | None:
+        number = int(rows[0]["namespace"])
+        slots = self._arena.lookup(number, [row["hash"].tobytes() for row in rows])
+        there = slots >= 0
+        rows = [row for row, here in zip(rows, there, strict=True) if here]
+        slots = slots[there]
+        if not rows:
+            return None
+        addresses, sums = self._arena.addresses(slots), self._arena.sums(slots)
+        saves = [
+            Save(
+                *(row["hash"].tobytes(), int(address), layer_sums),
+                padded(int(row["parent"]).to_bytes(8, "little")),
+                *(int(row["depth"]), int(row["tenant"]), float(row["compute_s"])),
+                int(row["priority"]),
+            )
+            for row, address, layer_sums in zip(rows, addresses, sums, strict=True)
+        ]
+        return self._tier.pack(shape, saves)
+
+
+class ObjectWork:
+    """One arena's part in the object tier: blocks fetched into it, blocks shared from it."""
+
+    def __init__(self, settings: NodeSettings, arena: Arena, tier: ObjectTier) -> None:
+        self.tier = tier
+        self._source = ObjectSource(tier)
+        self.fetcher = Prefetcher(arena, self._source, settings.reading_bytes, "kv-fetch")
+        self._writer = ObjectWriter(
+            *(arena, tier, settings.object_part_bytes),
+            *(settings.object_bytes_per_s, settings.object_sweep_s),
+        )
+
+    def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
+        """The leading run of these blocks that objects hold, priced as a peer's; none while the
+        endpoint fails."""
+        here = self.tier.contains(digest, hashes)
+        count = len(here) if here.all() else int(here.argmin())
+        if not count or not self.tier.may_read:
+            return []
+        return [Run(OBJECTS, ((OBJECT, count, self._source.cost),))]
+
+    def close(self, timeout_s: float) -> bool:
+        """End it; False if the arena's memory may still be used after that time."""
+        deadline = time.monotonic() + timeout_s
+        ended = self.fetcher.close(timeout_s)
+        return self._writer.close(max(0.05, deadline - time.monotonic())) and ended
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able sizes and counts."""
+        cost = self._source.cost
+        return {
+            "fetch": self.fetcher.stats(),
+            "share": self._writer.stats(),
+            "latency_s": cost.fixed_s,
+            "s_per_byte": cost.each_s,
+        }
+
+
+def open_tier(
+    settings: NodeSettings,
+    on_event: Callable[[TierEvent], None],
+    ready: Callable[[], None],
+) -> ObjectTier:
+    """The settings' object tier, at work; `ready` is called once it knows what there is.
+
+    Raises:
+        ImportError: the client is not installed.
+        ValueError: a URL or option that it does not know.
+    """
+    assert settings.object_url is not None
+    client = StoreClient(settings.object_url, settings.object_options, settings.object_timeout_s)
+    writer = settings.object_writer or re.sub(r"[^A-Za-z0-9_-]", "-", settings.name)[:64]
+    return ObjectTier(
+        client,
+        writer,
+        settings.object_bytes,
+        refresh_s=settings.object_refresh_s,
+        timeout_s=settings.object_timeout_s,
+        events=[on_event],
+        ready=ready,
+    ).start()

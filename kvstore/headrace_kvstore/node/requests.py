@@ -1,0 +1,81 @@
+"""Which of a node's operations a client's request asks for, and when its answer comes.
+
+- At once, in the thread of the socket: what takes microseconds.
+- From the slow thread: what looks at many blocks or waits for locks that are held for long, and a
+  request that nobody knows.
+- Twice: what NVMe has of a request's blocks is told at once, and again once a pull of those behind
+  them, from a peer or from objects, is over.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace_kvstore.node.neighbours import Pulling
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.server import Staged
+
+if TYPE_CHECKING:
+    from headrace_kvstore.node.node import StoreNode
+
+
+class Requests:
+    """Answers for a node; `slow` runs what may take longer."""
+
+    def __init__(self, node: StoreNode, slow: Executor) -> None:
+        self._node, self._slow = node, slow
+
+    def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
+        """Does what a request says: a `protocol.server.Handle`."""
+        node = self._node
+        match request:
+            case wire.Ping():
+                return wire.Done()
+            case wire.Locate(key, digest, hashes, lease_s, compute_s):
+                located = wire.pack_locations(node.locate(digest, hashes, lease_s, key))
+                pulling = node.pull(digest, hashes[len(located.places) :], compute_s)
+                return located if pulling is None else _staged(located, pulling)
+            case wire.Survey(digest, hashes, compute_s):
+                found = node.survey(digest, hashes, compute_s)
+                return wire.Surveyed([*found], node.has_more_than_dram)
+            case wire.Prefetch(digest, hashes, priority):
+                return wire.Done(node.prefetch(digest, hashes, priority))
+            case wire.PostNote(generation, note):
+                board = node.board
+                if generation == board.generation:
+                    board.post(note)
+                end = board.head
+                return wire.Notes(board.generation, end, end)
+            case wire.ReadNotes(generation, after, most_bytes, but):
+                return wire.pack_page(
+                    node.board.read(after, most_bytes, generation=generation, but=but)
+                )
+            case wire.AddPeer() | wire.RemovePeer():
+                neighbours = node.neighbours
+                return wire.Failed("closed") if neighbours is None else neighbours.change(request)
+        return self._slow.submit(self._answer_slowly, request)
+
+    def _answer_slowly(self, request: wire.Request) -> wire.Reply:
+        node = self._node
+        match request:
+            case wire.ReportBad(digest, hashes, tier):
+                return wire.Done(node.report_bad(digest, hashes, tier))
+            case wire.Pin(digest, hashes, pinned):
+                return wire.Done(node.pin(digest, hashes, pinned))
+            case wire.Warm():
+                return wire.Done(node.warm())
+            case wire.Clear(whose, tiers):
+                return wire.Done(node.clear(whose, tiers) if tiers else node.clear(whose))
+            case wire.GetStats():
+                return wire.Stats(node.stats())
+        return wire.Failed(f"nobody answers {type(request).__name__}")
+
+
+def _staged(located: wire.Located, pulling: Pulling) -> Staged:
+    later: Future[wire.Located] = Future()
+    pulling.done.add_done_callback(lambda _: later.set_result(located))
+    now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
+    return Staged(now, later)

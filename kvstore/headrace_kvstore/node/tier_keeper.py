@@ -1,0 +1,120 @@
+"""Keeps an NVMe tier open: waits for a busy folder, and gives a failed disk another chance.
+
+Opening may take long (it scans the folder, and a disk may hang), so it has a thread of its own;
+until then, and without a disk, there is no tier.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace_kvstore.node.open_tiers import open_tier
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier, TierEvent
+
+logger = logging.getLogger("headrace.kvstore")
+
+HEAL_LIMIT = 16
+"""The time until a failed disk is tried again grows up to so many times the first one."""
+
+
+class TierKeeper:
+    """`tier` is the tier once there is one; `opened` is called whenever it can be used anew.
+
+    `ready` says that `opened` has returned for the first time.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        mover: Mover,
+        on_event: Callable[[TierEvent], None],
+        opened: Callable[[], None],
+    ) -> None:
+        self.tier: NvmeTier | None = None
+        self.ready = False
+        self.reason = "opening"
+        self._settings, self._mover = settings, mover
+        self._on_event, self._opened = on_event, opened
+        self._heal_s, self._failed_s = settings.heal_s, -math.inf
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-nvme-keeper", daemon=True)
+        self._thread.start()
+
+    def get(self) -> NvmeTier | None:
+        """The tier, or None while there is none."""
+        return self.tier
+
+    def close(self, timeout_s: float) -> bool:
+        """Give the folder back; False if the disk hangs."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        tier, self.tier, self.reason = self.tier, None, "closed"
+        if self._thread.is_alive():
+            return False
+        if tier is not None:
+            tier.close(timeout_s)
+            return not tier.stats()["writing_bytes"]
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """As the tier's; without one its state and why."""
+        tier = self.tier
+        if tier is not None:
+            return tier.stats()
+        return {"state": "off", "reason": self.reason, "blocks": 0, "bytes": 0}
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            try:
+                pause_s = self._turn()
+            except Exception as error:
+                logger.exception("the NVMe tier cannot be opened; it is tried again")
+                self.reason, pause_s = repr(error), self._settings.retry_s
+
+    def _turn(self) -> float:
+        """See to the tier; seconds until the next look."""
+        if self.tier is None:
+            return self._open()
+        look_s = min(1.0, self._settings.heal_s)
+        if self.tier.state == "on":
+            if time.monotonic() - self._failed_s > HEAL_LIMIT * self._settings.heal_s:
+                self._heal_s = self._settings.heal_s
+            return look_s
+        if not self._stop.wait(self._patience()):
+            logger.info("the NVMe tier in %s is tried again", self._settings.nvme_folder)
+            self.tier.heal()
+            self._opened()
+        return look_s
+
+    def _patience(self) -> float:
+        """Seconds until a disk that has just failed is tried again."""
+        self._failed_s = time.monotonic()
+        wait_s = self._heal_s
+        self._heal_s = min(2 * wait_s, HEAL_LIMIT * self._settings.heal_s)
+        return wait_s
+
+    def _open(self) -> float:
+        settings = self._settings
+        try:
+            tier = open_tier(settings, self._mover, self._on_event)
+        except FolderBusy as error:
+            if self.reason != str(error):
+                logger.warning("%s; it is waited for", error)
+            self.reason = str(error)
+            return settings.retry_s
+        if tier.state == "off":
+            self.reason = tier.reason
+            tier.close(0.0)
+            return self._patience()
+        self.tier = tier
+        self._opened()
+        self.ready = True
+        return 0.0

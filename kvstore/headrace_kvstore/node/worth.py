@@ -1,0 +1,112 @@
+"""What blocks are worth to a node: kept on NVMe, written there, brought back into DRAM.
+
+In seconds of computing saved per second, by the forecast that the arena's policy makes of each
+block's next use (`policy.disk`); without an arena by use alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from headrace_kvstore.node.dram_work import DramWork
+from headrace_kvstore.nvme.catalog import use_per_second
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import padded
+from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
+
+REMEMBERED_USES = 1 << 16
+"""Blocks of which it is known that one request read them from NVMe."""
+
+SAMPLE_BLOCKS = 1024
+"""Blocks in DRAM that new ones are compared with before they are written."""
+
+
+class Worth:
+    """Of the blocks of one node. Rows are SLOT (n,).
+
+    Args:
+        dram: the work on the arena, None while there is none.
+    """
+
+    def __init__(self, dram: Callable[[], DramWork | None]) -> None:
+        self._dram = dram
+
+    def keeping(self, digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
+        """What keeping blocks on NVMe is worth: a `catalog.Value`."""
+        dram = self._dram()
+        if dram is None:
+            return use_per_second(digest, rows, now_s)
+        return worth_keeping(rows, dram.arena.rates(digest, rows))
+
+    def writing(self, rows: np.ndarray, backlog: float) -> np.ndarray:
+        """Which blocks of one namespace of the arena to write: an `Admit`."""
+        dram = self._dram()
+        if dram is None or not len(rows) or pressure(backlog) == 0.0:
+            return np.ones(len(rows), np.bool_)
+        row = int(rows["namespace"][0])
+        digest, now_s = dram.arena.spaces()[row].digest, time.monotonic()
+        there, _ = dram.arena.blocks(row)
+        sample = there[:: max(1, len(there) // SAMPLE_BLOCKS)]
+        others = self.keeping(digest, sample, now_s) / np.maximum(sample["bytes"], 1.0)
+        return worth_writing(rows, self.keeping(digest, rows, now_s), others, backlog)
+
+    def best(
+        self, contents: Sequence[tuple[bytes, np.ndarray]], room_bytes: int
+    ) -> Iterator[tuple[bytes, list[bytes]]]:
+        """The most valuable blocks that fit, as namespace digest and hashes, roots first.
+
+        Args:
+            contents: namespace digest and rows; a digest may come more than once.
+        """
+        if not contents:
+            return
+        rows = np.concatenate([rows for _, rows in contents])
+        owner = np.repeat(np.arange(len(contents)), [len(rows) for _, rows in contents])
+        worth = [self.keeping(digest, found, time.monotonic()) for digest, found in contents]
+        best = np.argsort(-np.concatenate(worth), kind="stable")
+        best = best[np.cumsum(rows["bytes"][best]) <= room_bytes]
+        best = best[np.argsort(rows["depth"][best], kind="stable")]
+        for i in np.unique(owner[best]).tolist():
+            yield contents[i][0], [rows["hash"][j].tobytes() for j in best[owner[best] == i]]
+
+
+class Uses:
+    """Which blocks a second request reads from NVMe; these are worth bringing into DRAM."""
+
+    def __init__(self) -> None:
+        self._by: OrderedDict[bytes, str] = OrderedDict()
+
+    def again(self, digest: bytes, hashes: Sequence[bytes], request_key: str) -> list[bytes]:
+        """A request reads these; those that another one has read."""
+        again = []
+        for block_hash in hashes:
+            key = digest + padded(block_hash)
+            before = self._by.get(key)
+            if before is None:
+                self._by[key] = request_key
+            elif before != request_key:
+                del self._by[key]
+                again.append(block_hash)
+        while len(self._by) > REMEMBERED_USES:
+            self._by.popitem(last=False)
+        return again
+
+
+def below_dram(
+    nvme: NvmeTier | None, objects: ObjectTier | None
+) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Namespace digest and rows, SLOT (n,), of the blocks of slower tiers, each block once."""
+    if nvme is not None:
+        yield from nvme.contents()
+    if objects is not None:
+        for digest, rows in objects.contents():
+            if nvme is not None:
+                hashes = [row["hash"].tobytes() for row in rows]
+                rows = rows[~nvme.contains(digest, hashes)]
+            if len(rows):
+                yield digest, rows

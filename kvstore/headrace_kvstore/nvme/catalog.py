@@ -1,0 +1,148 @@
+"""What a file tier knows of its blocks: in memory, derived from the files, no I/O.
+
+Blocks lie in slots of segments. Slots are given out in order and never twice: space comes back a
+segment at a time, when the segment whose blocks are worth least is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace_kvstore.nvme.record import Block, Shape, padded
+from headrace_kvstore.table import FREE, READY, SLOT
+
+Value = Callable[[bytes, np.ndarray, float], np.ndarray]
+"""(namespace digest, rows of SLOT (n,), now in monotonic seconds) -> what keeping each is worth, f8
+(n,). Segments are of one size, so the sum over a segment's blocks is what its bytes are worth."""
+
+
+def use_per_second(digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
+    """Value = (1 + hits) / (1 + seconds since last use): what to keep while no policy is given."""
+    return (1.0 + rows["hits"]) / (1.0 + np.maximum(0.0, now_s - rows["used_s"]))
+
+
+def choose_victim(values: np.ndarray, busy: np.ndarray) -> int | None:
+    """Position of the segment to give up: least value, the first of equals; None if all are busy.
+
+    Args:
+        values: f8 (segments,), oldest segment first.
+        busy: bool (segments,), true where a record is pinned, leased, being read or written.
+    """
+    if busy.all():
+        return None
+    return int(np.argmin(np.where(busy, np.inf, values)))
+
+
+@dataclass
+class Segment:
+    """One file. Slots below `next_slot` were given out."""
+
+    number: int
+    path: str
+    file_bytes: int
+    shape: Shape
+    slots: int
+    next_slot: int = 0
+    users: int = 0
+    """Reads and writes under way."""
+    rows: np.ndarray = field(init=False)
+    """Table row of each slot's block, -1 where none, (slots,)."""
+    sums: np.ndarray = field(init=False)
+    """(slots, layers) u64."""
+
+    def __post_init__(self) -> None:
+        self.rows = np.full(self.slots, -1, np.int64)
+        self.sums = np.zeros((self.slots, self.shape.layers), np.uint64)
+
+
+class Catalog:
+    """Keys to slots and back. Not locked: the tier's lock is held around every call."""
+
+    def __init__(self) -> None:
+        self.table = np.zeros(64, SLOT)
+        """One row a block; rows in state FREE hold none."""
+        self.segments: dict[int, Segment] = {}
+        self._place = np.zeros((64, 2), np.int64)  # segment number, slot
+        self._free = list(range(63, -1, -1))
+        self._rows: dict[bytes, int] = {}
+        self._namespaces: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all segment files."""
+        return sum(segment.file_bytes for segment in self.segments.values())
+
+    def row(self, digest: bytes, block_hash: bytes) -> int | None:
+        """The block's row in `table`."""
+        return self._rows.get(digest + padded(block_hash))
+
+    def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+        """Which blocks are here, bool (n,)."""
+        rows = self._rows
+        return np.fromiter((digest + padded(h) in rows for h in hashes), bool, len(hashes))
+
+    def place(self, row: int) -> tuple[Segment, int]:
+        """Segment and slot of a row."""
+        number, slot = self._place[row]
+        return self.segments[int(number)], int(slot)
+
+    def add(self, segment: Segment, slot: int, block: Block, stored_s: float) -> None:
+        """Book a published record; of two of one key the later sequence wins (the caller knows)."""
+        if not self._free:
+            size = len(self.table)
+            self.table = np.concatenate([self.table, np.zeros(size, SLOT)])
+            self._place = np.concatenate([self._place, np.zeros((size, 2), np.int64)])
+            self._free = list(range(2 * size - 1, size - 1, -1))
+        row = self._free.pop()
+        digest = segment.shape.digest
+        self._rows[digest + block.hash] = row
+        self._place[row] = segment.number, slot
+        segment.rows[slot] = row
+        segment.sums[slot] = block.sums
+        entry = self.table[row]
+        generation = entry["generation"] + 1
+        self.table[row] = np.zeros((), SLOT)
+        entry["state"], entry["generation"] = READY, generation
+        entry["priority"], entry["tenant"], entry["depth"] = (
+            block.priority,
+            block.tenant,
+            block.depth,
+        )
+        entry["namespace"] = self._namespaces.setdefault(digest, len(self._namespaces))
+        entry["compute_s"] = block.compute_s
+        entry["parent"] = int.from_bytes(block.parent[:8], "little")
+        entry["hash"] = block.hash
+        entry["stored_s"] = entry["used_s"] = stored_s
+        entry["bytes"] = segment.shape.record_bytes
+
+    def remove(self, row: int) -> None:
+        """Forget a block; its slot stays used up."""
+        segment, slot = self.place(row)
+        segment.rows[slot] = -1
+        block_hash = self.table[row]["hash"].tobytes()
+        del self._rows[segment.shape.digest + block_hash]
+        self.table[row]["state"] = FREE
+        self._free.append(row)
+
+    def hashes(self, segment: Segment) -> Iterator[tuple[int, bytes]]:
+        """Row and hash of each block in a segment."""
+        for row in segment.rows[segment.rows >= 0].tolist():
+            yield row, self.table[row]["hash"].tobytes()
+
+    def victim(self, value: Value, now_s: float) -> Segment | None:
+        """The segment to give up, or None if each one is in use."""
+        segments = [self.segments[number] for number in sorted(self.segments)]
+        values, busy = np.zeros(len(segments)), np.zeros(len(segments), bool)
+        for i, segment in enumerate(segments):
+            rows = self.table[segment.rows[segment.rows >= 0]]
+            values[i] = value(segment.shape.digest, rows, now_s).sum()
+            held = (rows["pinned"] > 0) | (rows["lease_until_s"] > now_s)
+            busy[i] = segment.users > 0 or held.any()
+        chosen = choose_victim(values, busy)
+        return None if chosen is None else segments[chosen]

@@ -1,0 +1,533 @@
+"""The NVMe tier: KV blocks in a folder of preallocated segment files, owned by one process.
+
+Writing is append-only. A block gets the next slot of its namespace's open segment; its payload is
+written, then its header, and only then it is found. When the folder is full, the segment whose
+blocks are worth least is removed whole (`catalog.choose_victim`) and a new one made. A new segment
+is a new file, so no old header can lie in it, and whoever still reads the old one reads right
+bytes. After a restart the headers tell again what is here.
+
+The folder's owner holds an flock on its file `lock`; the kernel gives the lock up when the owner
+dies, in whatever way. Other processes read through `segment.BlockReader` what the owner locates.
+
+Nothing here raises into a request. A write that cannot be taken (too much in flight, every segment
+in use) is dropped and counted. A disk that is full, read-only or failing turns writing off; eight
+failed reads in a row turn the tier off. Both are logged once and shown by `stats`; a restart tries
+again.
+
+Written data is not synced unless asked: a process that dies loses nothing that was published, and
+what a power cut tears is found by checksum, so syncing buys only a few more hits after one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace_kvstore.nvme.catalog import Catalog, Segment, Value, use_per_second
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.record import (
+    PAGE_BYTES,
+    Block,
+    Shape,
+    pack_header,
+    padded,
+)
+from headrace_kvstore.nvme.record_writer import Flight, RecordWriter, make_segment
+from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
+from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
+from headrace_kvstore.table import HASH_BYTES
+
+logger = logging.getLogger("headrace.kvstore")
+
+SEGMENT_BYTES = 256 * 2**20
+WRITING_BYTES = 256 * 2**20
+"""Records in flight to the disk, at most."""
+NOT_THE_DISK = (errno.ECANCELED, errno.EINVAL)
+"""Errors of a write that say nothing about the disk: called off, memory not registered."""
+FAILED_READS = 8
+"""Failed reads in a row that turn the tier off."""
+
+State = Literal["on", "read-only", "off"]
+
+
+class FolderBusy(RuntimeError):
+    """Another process owns the folder."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A block to write. Its payload lies at `address`, layer after layer, until it is written."""
+
+    hash: bytes
+    address: int
+    sums: np.ndarray
+    """One u64 a layer, (layers,)."""
+    parent: bytes = bytes(HASH_BYTES)
+    depth: int = 0
+    tenant: int = 0
+    compute_s: float = 0.0
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class TierEvent:
+    """A block can be found from now on, or no longer."""
+
+    stored: bool
+    digest: bytes
+    hash: bytes
+    """32 bytes, zero-padded."""
+    reason: str
+    """"written", "scanned"; "evicted", "discarded", "corrupt", "unreadable"."""
+
+
+class NvmeTier:
+    """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
+
+    def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover | None):
+        self.folder, self.size_bytes = folder, size_bytes
+        self.segment_bytes = min(segment_bytes, size_bytes) // PAGE_BYTES * PAGE_BYTES
+        self.mover = Mover() if mover is None else mover
+        self.state: State = "on"
+        self.reason = ""
+        self.events: list[Callable[[TierEvent], None]] = []
+        self.value: Value = use_per_second
+        self.writing_limit_bytes = WRITING_BYTES
+        self.sync = False
+        self.scanned = Scan()
+        self._owns_mover = mover is None
+        self._lock = threading.RLock()
+        self._growing = threading.Lock()
+        self._lock_fd = -1
+        self._catalog = Catalog()
+        self._files = SegmentFiles(self.mover, writable=True)
+        self._reader = BlockReader(self.mover, self._files)
+        self._writer = RecordWriter(self.mover, self._files, self._publish, self._fail)
+        self._open: dict[Shape, Segment] = {}
+        self._writing: dict[bytes, Future[bool]] = {}
+        self._writing_bytes = 0
+        self._next_segment = self._next_sequence = 1
+        self._failed_reads = 0
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        size_bytes: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        mover: Mover | None = None,
+        *,
+        value: Value = use_per_second,
+        writing_limit_bytes: int = WRITING_BYTES,
+        sync: bool = False,
+        events: Sequence[Callable[[TierEvent], None]] = (),
+    ) -> NvmeTier:
+        """Own a folder, make it if need be, and find what lies in it.
+
+        Args:
+            size_bytes: what all segment files may take together; more is removed at once.
+            segment_bytes: size of a new segment, a multiple of 4,096.
+            mover: shared with others; None makes one of its own.
+            value: what keeping a block is worth; decides which segment goes.
+            sync: fdatasync payloads before their headers are written.
+            events: called with each `TierEvent`, with "scanned" blocks before this returns.
+
+        Raises:
+            FolderBusy: another process owns it. A bad disk does not raise: see `state`.
+        """
+        tier = cls(Path(folder), size_bytes, segment_bytes, mover)
+        tier.value, tier.sync, tier.writing_limit_bytes = value, sync, writing_limit_bytes
+        tier.events.extend(events)
+        try:
+            tier.folder.mkdir(parents=True, exist_ok=True)
+            tier._own()
+            tier._find()
+        except OSError as error:
+            tier._turn("off", f"cannot open {folder}: {error}")
+        except FolderBusy:
+            tier.close()
+            raise
+        return tier
+
+    # Looking
+
+    def contains(self, digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+        """Which blocks can be read, bool (n,); changes nothing."""
+        with self._lock:
+            if self.state == "off":
+                return np.zeros(len(hashes), bool)
+            return self._catalog.contains(digest, hashes)
+
+    def locate(self, digest: bytes, block_hash: bytes, lease_s: float = 0.0) -> Location | None:
+        """Where a block lies, or None. A lease is a reader's: the segment is not removed for so
+        long, and the block counts as used."""
+        with self._lock:
+            row = None if self.state == "off" else self._catalog.row(digest, block_hash)
+            if row is None:
+                return None
+            segment, slot = self._catalog.place(row)
+            if lease_s > 0:
+                entry = self._catalog.table[row]
+                now_s = time.monotonic()
+                entry["lease_until_s"] = max(entry["lease_until_s"], now_s + lease_s)
+                entry["hits"] += 1
+                entry["used_s"] = now_s
+            sums = segment.sums[slot].copy()
+            key = padded(block_hash)
+            return Location(segment.path, segment.number, slot, segment.shape, key, sums)
+
+    def rows(self) -> np.ndarray:
+        """A copy of the table, SLOT (n,), of the blocks that are here."""
+        with self._lock:
+            table = self._catalog.table
+            return table[table["state"] > 0]
+
+    def pin(self, digest: bytes, block_hash: bytes, pinned: bool = True) -> bool:
+        """Keep a block's segment until unpinned, or until a restart; False if it is not here."""
+        with self._lock:
+            row = self._catalog.row(digest, block_hash)
+            if row is not None:
+                self._catalog.table[row]["pinned"] = pinned
+            return row is not None
+
+    def record(self, digest: bytes, block_hash: bytes) -> np.void | None:
+        """A copy of a block's row, SLOT."""
+        with self._lock:
+            row = self._catalog.row(digest, block_hash)
+            return None if row is None else self._catalog.table[row].copy()
+
+    def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Namespace digest and rows, SLOT (n,), of each segment's blocks."""
+        with self._lock:
+            segments = list(self._catalog.segments.values())
+        for segment in segments:
+            with self._lock:
+                rows = self._catalog.table[segment.rows[segment.rows >= 0]]
+            if len(rows):
+                yield segment.shape.digest, rows
+
+    # Reading
+
+    def read(
+        self,
+        locations: Sequence[Location],
+        addresses: np.ndarray,
+        first_layer: int = 0,
+        verify: Verify | None = None,
+    ) -> Read:
+        """Start reading some layers of many blocks; counts as a use of each.
+
+        As `BlockReader.read`; blocks that turn out bad in `wait` are discarded. Their segments stay
+        until the read is done.
+        """
+        now_s = time.monotonic()
+        used: list[Segment] = []
+        with self._lock:
+            for place in locations:
+                segment = self._catalog.segments.get(place.segment)
+                if segment is None:
+                    continue
+                segment.users += 1
+                used.append(segment)
+                row = int(segment.rows[place.slot])
+                if row >= 0:
+                    self._catalog.table[row]["hits"] += 1
+                    self._catalog.table[row]["used_s"] = now_s
+            self._counts["reads"] += len(locations)
+
+        def done(clean: bool) -> None:
+            with self._lock:
+                if clean:
+                    self._failed_reads = 0
+                for segment in used:
+                    segment.users -= 1
+
+        try:
+            return self._reader.read(locations, addresses, first_layer, verify, self._bad, done)
+        except BaseException:
+            done(False)
+            raise
+
+    def _bad(self, place: Location, reason: str) -> None:
+        with self._lock:
+            self._counts[f"reads_{reason}"] += 1
+            if reason == "unreadable" and place.segment in self._catalog.segments:
+                self._failed_reads += 1
+                if self._failed_reads >= FAILED_READS:
+                    self._turn("off", f"{self._failed_reads} reads failed in a row")
+        self.discard(place.shape.digest, place.hash, reason)
+
+    # Writing
+
+    def write(self, shape: Shape, saves: Sequence[Save]) -> list[Future[bool]]:
+        """Start writing blocks. Each future tells whether the block is here in the end; the memory,
+        registered with the mover, must not change before.
+
+        Raises ValueError or struct.error for a block that no header can describe; the futures
+        raise nothing.
+        """
+        futures: list[Future[bool]] = []
+        flights: list[Flight] = []
+        try:
+            for save in saves:
+                taken = self._take(shape, save)
+                while taken is None:
+                    taken = self._take(shape, save, full=not self._grow(shape))
+                if isinstance(taken, Flight):
+                    flights.append(taken)
+                    futures.append(taken.future)
+                else:
+                    futures.append(taken)
+        finally:
+            if flights:
+                self._writer.write(flights, self.sync)
+        return futures
+
+    def _take(self, shape: Shape, save: Save, full: bool = False) -> Flight | Future[bool] | None:
+        """A slot for the block, or what becomes of it without one; None if a segment must be made
+        first. full: none can be had.
+        """
+        with self._lock:
+            key = padded(save.hash)
+            under_way = self._writing.get(shape.digest + key)
+            if under_way is not None:
+                return under_way
+            future: Future[bool] = Future()
+            if self._catalog.row(shape.digest, key) is not None:
+                future.set_result(True)
+                return future
+            block = Block(
+                key,
+                padded(save.parent),
+                save.depth,
+                save.tenant,
+                save.compute_s,
+                save.priority,
+                time.time(),
+                self._next_sequence,
+                save.sums,
+            )
+            header = pack_header(shape, block)
+            segment = self._open_segment(shape)
+            refused = ""
+            if self.state != "on":
+                refused = "writing_off"
+            elif self._writing_bytes + shape.record_bytes > self.writing_limit_bytes:
+                refused = "writes_dropped_busy"
+            elif segment is None and full:
+                refused = "writes_dropped_full"
+            if refused:
+                self._counts[refused] += 1
+                future.set_result(False)
+                return future
+            if segment is None:
+                return None
+            slot = segment.next_slot
+            segment.next_slot += 1
+            segment.users += 1
+            self._writing[shape.digest + key] = future
+            self._writing_bytes += shape.record_bytes
+            self._next_sequence += 1
+            return Flight(shape, block, header, save.address, segment, slot, future)
+
+    def _fail(self, flights: list[Flight], error: OSError) -> None:
+        with self._lock:
+            self._counts["writes_failed"] += len(flights)
+            if error.errno not in NOT_THE_DISK:
+                self._turn("read-only", f"write failed: {error}")
+            for flight in flights:
+                self._land(flight)
+        for flight in flights:
+            flight.future.set_result(False)
+
+    def _publish(self, flights: list[Flight]) -> None:
+        with self._lock:
+            for flight in flights:
+                self._catalog.add(flight.segment, flight.slot, flight.block, time.monotonic())
+                self._land(flight)
+            self._counts["writes"] += len(flights)
+        for flight in flights:
+            self._tell(TierEvent(True, flight.shape.digest, flight.block.hash, "written"))
+            flight.future.set_result(True)
+
+    def _land(self, flight: Flight) -> None:
+        flight.segment.users -= 1
+        self._writing_bytes -= flight.shape.record_bytes
+        del self._writing[flight.shape.digest + flight.block.hash]
+
+    # Space
+
+    def _open_segment(self, shape: Shape) -> Segment | None:
+        """This namespace's segment with a free slot."""
+        segment = self._open.get(shape)
+        return segment if segment is not None and segment.next_slot < segment.slots else None
+
+    def _grow(self, shape: Shape) -> bool:
+        """See to it that the namespace has a segment with a free slot; False if it cannot have one.
+
+        The disk allocates without the tier's lock, so that only writers wait for it.
+        """
+        slots = shape.slots(self.segment_bytes)
+        with self._growing:
+            while True:
+                with self._lock:
+                    if self._open_segment(shape) is not None:
+                        return True
+                    if not slots or self.state != "on" or not self._make_room():
+                        return False
+                    number = self._next_segment
+                    self._next_segment += 1
+                path = segment_path(self.folder, number)
+                try:
+                    make_segment(path, self.segment_bytes, shape)
+                except OSError as error:
+                    # Others filled the disk: live with less, until nothing of ours is left to give.
+                    with self._lock:
+                        no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                        if not no_room or not self._reclaim():
+                            self._turn("read-only", f"cannot make a segment: {error}")
+                            return False
+                    continue
+                segment = Segment(number, path, self.segment_bytes, shape, slots)
+                with self._lock:
+                    self._catalog.segments[number] = segment
+                    self._open[shape] = segment
+                    return True
+
+    def _make_room(self) -> bool:
+        """Give segments up until one more fits; False if that cannot be."""
+        while self._catalog.file_bytes + self.segment_bytes > self.size_bytes:
+            if not self._reclaim():
+                return False
+        return True
+
+    def _reclaim(self) -> bool:
+        """Remove the segment that is worth least; False if there is none to remove."""
+        segment = self._catalog.victim(self.value, time.monotonic())
+        if segment is None:
+            return False
+        try:
+            os.unlink(segment.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._turn("read-only", f"cannot remove {segment.path}: {error}")
+            return False
+        gone = list(self._catalog.hashes(segment))
+        for row, _ in gone:
+            self._catalog.remove(row)
+        del self._catalog.segments[segment.number]
+        self._files.close([segment.path])
+        if self._open.get(segment.shape) is segment:
+            del self._open[segment.shape]
+        self._counts["segments_reclaimed"] += 1
+        self._counts["blocks_evicted"] += len(gone)
+        for _, block_hash in gone:
+            self._tell(TierEvent(False, segment.shape.digest, block_hash, "evicted"))
+        return True
+
+    def discard(self, digest: bytes, block_hash: bytes, reason: str = "discarded") -> bool:
+        """Forget a block, on disk too; False if it was not here."""
+        with self._lock:
+            row = self._catalog.row(digest, block_hash)
+            if row is None:
+                return False
+            segment, slot = self._catalog.place(row)
+            self._catalog.remove(row)
+            try:
+                file = self._files.acquire(segment.path)
+                try:
+                    os.pwrite(file.fd, bytes(PAGE_BYTES), segment.shape.header_offset(slot))
+                finally:
+                    self._files.release(file)
+            except OSError as error:
+                logger.warning("a discarded block stays in %s: %s", segment.path, error)
+        self._tell(TierEvent(False, digest, padded(block_hash), reason))
+        return True
+
+    # Beginning and end
+
+    def _own(self) -> None:
+        self._lock_fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FolderBusy(f"another process owns {self.folder}") from error
+
+    def _find(self) -> None:
+        self.scanned = scan_folder(self.folder, self.mover, self._files, self._catalog)
+        for segment in self._catalog.segments.values():
+            if segment.next_slot < segment.slots and segment.file_bytes == self.segment_bytes:
+                self._open[segment.shape] = segment
+        self._next_segment = self.scanned.last_segment + 1
+        self._next_sequence = self.scanned.last_sequence + 1
+        while self._catalog.file_bytes > self.size_bytes and self._reclaim():
+            pass
+        logger.info("%s: %d blocks found, %s", self.folder, len(self._catalog), self.scanned)
+        for segment in self._catalog.segments.values():
+            for _, block_hash in self._catalog.hashes(segment):
+                self._tell(TierEvent(True, segment.shape.digest, block_hash, "scanned"))
+
+    def _turn(self, state: State, reason: str) -> None:
+        if self.state == "off" or self.state == state:
+            return
+        self.state, self.reason = state, reason
+        logger.error("NVMe tier %s is %s: %s", self.folder, state, reason)
+
+    def heal(self) -> None:
+        """Trust the disk again, after it failed, until it fails once more."""
+        with self._lock:
+            self.state, self.reason, self._failed_reads = "on", "", 0
+
+    def _tell(self, event: TierEvent) -> None:
+        for listener in self.events:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener of %s failed", self.folder)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able view: state, sizes, counters since the start, the start-up scan."""
+        with self._lock:
+            return {
+                "state": self.state,
+                "reason": self.reason,
+                "blocks": len(self._catalog),
+                "segments": len(self._catalog.segments),
+                "bytes": self._catalog.file_bytes,
+                "size_bytes": self.size_bytes,
+                "writing_bytes": self._writing_bytes,
+                "scan": self.scanned.as_dict(),
+                **self._counts,
+            }
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Let what is in flight finish, give files and folder back. The files stay.
+
+        With a mover of its own it closes that too; what is left after `timeout_s` is called off.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self.state, self.reason = "off", self.reason or "closed"
+            segments = list(self._catalog.segments.values())
+        while any(segment.users for segment in segments) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if self._owns_mover:
+            self.mover.close(max(0.0, deadline - time.monotonic()))
+        self._files.close()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1

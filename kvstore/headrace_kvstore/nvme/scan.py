@@ -1,0 +1,165 @@
+"""The start-up scan: which blocks a folder of segments holds, from their headers alone.
+
+Headers of many segments are read at once, as one scatter list of up to `SCAN_BYTES`, so that a fast
+disk has its queue full. A segment whose own header does not verify is removed: its maker died
+before it was ready, or it is of another version. A record whose header does not verify is skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace_kvstore.nvme.catalog import Catalog, Segment
+from headrace_kvstore.nvme.mover import MoveError, Mover
+from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, unpack_header, unpack_segment
+from headrace_kvstore.nvme.segment import SegmentFiles
+
+logger = logging.getLogger("headrace.kvstore")
+
+SCAN_BYTES = 32 * 2**20
+"""Headers in memory at once."""
+SCAN_SEGMENTS = 64
+"""Segments open at once."""
+
+_NAME = re.compile(r"segment-(\d{10})\.kv")
+
+
+@dataclass
+class Scan:
+    """What a scan found."""
+
+    seconds: float = 0.0
+    segments: int = 0
+    blocks: int = 0
+    damaged_headers: int = 0
+    """Records with something in their header that does not verify."""
+    segments_removed: int = 0
+    last_segment: int = 0
+    last_sequence: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        """JSON-able view."""
+        return asdict(self)
+
+
+def segment_path(folder: Path, number: int) -> str:
+    """A segment's file; numbers are never used again."""
+    return str(folder / f"segment-{number:010d}.kv")
+
+
+def page_memory(length: int) -> tuple[np.ndarray, int]:
+    """Zeroed, page-aligned memory: u8 (at least length,) and its address."""
+    memory = np.frombuffer(mmap.mmap(-1, max(1, length)), np.uint8)
+    return memory, memory.ctypes.data
+
+
+def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalog) -> Scan:
+    """Fill an empty catalog with every block whose header verifies. Raises OSError."""
+    started, result = time.monotonic(), Scan()
+    segments = []
+    for name in sorted(os.listdir(folder)):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        number = int(match[1])
+        result.last_segment = max(result.last_segment, number)
+        segment = _open_segment(str(folder / name), number)
+        if segment is None:
+            logger.warning("%s is unfinished, damaged or of another version: removed", name)
+            os.unlink(folder / name)
+            result.segments_removed += 1
+        else:
+            segments.append(segment)
+    sequences: dict[bytes, int] = {}
+    for group in _groups(segments):
+        for segment, slot, block in _read_headers(group, mover, files):
+            if block is None:
+                result.damaged_headers += 1
+                continue
+            result.last_sequence = max(result.last_sequence, block.sequence)
+            segment.next_slot = max(segment.next_slot, slot + 1)
+            _book(catalog, segment, slot, block, sequences)
+    for segment in segments:
+        catalog.segments[segment.number] = segment
+    result.segments, result.blocks = len(segments), len(catalog)
+    result.seconds = time.monotonic() - started
+    return result
+
+
+def _open_segment(path: str, number: int) -> Segment | None:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        shape: Shape | None = unpack_segment(file.read(PAGE_BYTES))
+    return None if shape is None else Segment(number, path, size, shape, shape.slots(size))
+
+
+def _groups(segments: list[Segment]) -> Iterator[list[Segment]]:
+    group: list[Segment] = []
+    headers_bytes = 0
+    for segment in segments:
+        mine = segment.slots * segment.shape.header_bytes
+        if group and (headers_bytes + mine > SCAN_BYTES or len(group) == SCAN_SEGMENTS):
+            yield group
+            group, headers_bytes = [], 0
+        group.append(segment)
+        headers_bytes += mine
+    if group:
+        yield group
+
+
+def _read_headers(
+    group: list[Segment], mover: Mover, files: SegmentFiles
+) -> Iterator[tuple[Segment, int, Block | None]]:
+    """Each slot whose header is not blank, with its block or None."""
+    slots = [(segment, slot) for segment in group for slot in range(segment.slots)]
+    lengths = np.array([segment.shape.header_bytes for segment, _ in slots], dtype=np.int64)
+    memory, address = page_memory(int(lengths.sum()))
+    begins = np.concatenate([[0], np.cumsum(lengths)])[: len(slots)]
+    offsets = np.array([s.shape.header_offset(slot) for s, slot in slots], dtype=np.int64)
+    opened = {segment.number: files.acquire(segment.path) for segment in group}
+    begins_at = address + begins
+    fds = np.zeros(len(slots), np.int64)
+    for segment in group:
+        mine = np.array([each is segment for each, _ in slots], bool)
+        file = opened[segment.number]
+        fds[mine] = file.choose_fds(begins_at[mine], offsets[mine], lengths[mine])
+    mover.register(address, len(memory))
+    try:
+        mover.read(begins_at, fds, offsets, lengths).result()
+    except MoveError as error:
+        logger.warning("%d headers cannot be read: %s", len(error.pieces), error)
+        for i in error.pieces:
+            memory[begins[i] : begins[i] + lengths[i]] = 0
+    finally:
+        mover.deregister(address, len(memory))
+        for file in opened.values():
+            files.release(file)
+    for (segment, slot), begin, length in zip(slots, begins, lengths, strict=True):
+        header = memory[begin : begin + length]
+        if header.any():
+            yield segment, slot, unpack_header(segment.shape, header.tobytes())
+
+
+def _book(
+    catalog: Catalog, segment: Segment, slot: int, block: Block, sequences: dict[bytes, int]
+) -> None:
+    """Take a block over unless a later record of its key is known."""
+    key = segment.shape.digest + block.hash
+    if sequences.get(key, -1) >= block.sequence:
+        return
+    earlier = catalog.row(segment.shape.digest, block.hash)
+    if earlier is not None:
+        catalog.remove(earlier)
+    sequences[key] = block.sequence
+    catalog.segments[segment.number] = segment
+    age_s = max(0.0, time.time() - block.wall_s)
+    catalog.add(segment, slot, block, time.monotonic() - age_s)

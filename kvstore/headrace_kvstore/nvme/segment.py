@@ -1,0 +1,314 @@
+"""Reading blocks out of segment files: by their owner, or by any process that it tells a Location.
+
+A read takes some layers of many blocks at once, each layer to an address of its own. Layers that
+follow each other in memory as they do in the file become one piece.
+
+Each file is opened twice. A piece goes through the O_DIRECT descriptor when its address, offset and
+length are multiples of what the file system asks (statx; 4,096 where it does not say), else through
+the page cache. Direct is chosen where possible because Linux AIO is asynchronous only there: where
+it was measured, it read a cold file 2.3 times as fast with a quarter of the CPU time. It also
+leaves the page cache, which would only hold what the DRAM arena holds, to others. So callers should
+hand over page-aligned memory, as arena slots are; an engine's own tensors seldom are.
+
+Segment files never change a published record and never reuse a name: a Location stays right until
+the file is gone, and then the block is missing, not wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace_kvstore.nvme.mover import Move, MoveError, Mover
+from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+
+OPEN_FILES = 128
+"""Segments kept open, two descriptors each."""
+
+Verify = Callable[[bytes, bytes, int, np.ndarray, int], np.ndarray]
+"""(namespace digest, block hash, first layer, addresses (n,) u64, layer_bytes) -> sums (n,) u64 of
+the bytes now at those addresses."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a block lies; plain values, to be sent to other processes."""
+
+    path: str
+    segment: int
+    slot: int
+    shape: Shape
+    hash: bytes
+    sums: np.ndarray
+    """One u64 a layer, (layers,)."""
+
+    @property
+    def payload_offset(self) -> int:
+        """Where in the file layer 0 begins."""
+        return self.shape.payload_offset(self.slot)
+
+
+@dataclass
+class File:
+    """An open segment; `direct_fd` is -1 where the file system has no O_DIRECT."""
+
+    path: str
+    fd: int
+    direct_fd: int
+    memory_align: int
+    offset_align: int
+    users: int = 0
+
+    def choose_fds(
+        self, addresses: np.ndarray, offsets: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        """For each piece the descriptor it goes through, (n,) int64."""
+        if self.direct_fd < 0:
+            return np.full(len(addresses), self.fd)
+        aligned = (addresses % self.memory_align == 0) & (
+            (offsets | lengths) % self.offset_align == 0
+        )
+        return np.where(aligned, self.direct_fd, self.fd)
+
+
+class SegmentFiles:
+    """Open files by path, the least recently used closed first; attached to a mover."""
+
+    def __init__(self, mover: Mover, writable: bool = False) -> None:
+        self._mover, self._flags = mover, os.O_RDWR if writable else os.O_RDONLY
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, File] = OrderedDict()
+
+    def acquire(self, path: str) -> File:
+        """Open it, or find it open; it stays so until `release`. Raises OSError."""
+        with self._lock:
+            file = self._files.get(path)
+            if file is None:
+                file = self._files[path] = self._open(path)
+            self._files.move_to_end(path)
+            file.users += 1
+            self._close([old for old in self._files.values() if not old.users][:-OPEN_FILES])
+            return file
+
+    def release(self, file: File) -> None:
+        """Take back `acquire`."""
+        with self._lock:
+            file.users -= 1
+
+    def close(self, paths: Iterable[str] | None = None) -> None:
+        """Close these files, or all, except those in use."""
+        with self._lock:
+            chosen = list(self._files) if paths is None else paths
+            found = [self._files[path] for path in chosen if path in self._files]
+            self._close([file for file in found if not file.users])
+
+    def _open(self, path: str) -> File:
+        fd = os.open(path, self._flags | os.O_CLOEXEC)
+        try:
+            memory_align, offset_align = direct_alignment(fd)
+            direct_fd = -1
+            if offset_align:
+                try:
+                    direct_fd = os.open(path, self._flags | os.O_CLOEXEC | os.O_DIRECT)
+                except OSError:
+                    direct_fd = -1
+            file = File(path, fd, direct_fd, memory_align, offset_align)
+            for each in {fd, direct_fd} - {-1}:
+                self._mover.attach(each)
+        except BaseException:
+            os.close(fd)
+            raise
+        return file
+
+    def _close(self, files: Sequence[File]) -> None:
+        for file in files:
+            del self._files[file.path]
+            for fd in {file.fd, file.direct_fd} - {-1}:
+                self._mover.detach(fd)
+                os.close(fd)
+
+
+class Read:
+    """Blocks on their way into memory."""
+
+    def __init__(
+        self,
+        move: Move,
+        locations: Sequence[Location],
+        addresses: np.ndarray,
+        first_layer: int,
+        block_of_piece: np.ndarray,
+        missing: np.ndarray,
+        verify: Verify | None,
+        on_bad: Callable[[Location, str], None] | None,
+    ) -> None:
+        self.move = move
+        self._locations, self._addresses, self._first = locations, addresses, first_layer
+        self._block_of_piece, self._missing = block_of_piece, missing
+        self._verify, self._on_bad = verify, on_bad
+        self._ok: np.ndarray | None = None
+
+    def done(self) -> bool:
+        """The memory is nobody's but the caller's again."""
+        return self.move.done()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this, on any thread, once `done`."""
+        self.move.add_done_callback(lambda _: call())
+
+    def call_off(self) -> None:
+        """Read no more than is in flight; `wait` then tells which blocks to do without: all."""
+        self.move.call_off()
+
+    def wait(self, timeout_s: float | None = None) -> np.ndarray:
+        """Which blocks are in memory whole and, with `verify`, proven right: bool (blocks,).
+
+        Raises TimeoutError while bytes may still arrive; nothing else.
+        """
+        if self._ok is None:
+            self._ok = self._judge(timeout_s)
+        return self._ok
+
+    def _judge(self, timeout_s: float | None) -> np.ndarray:
+        ok = ~self._missing
+        try:
+            self.move.result(timeout_s)
+        except MoveError as error:
+            ok[self._block_of_piece[list(error.pieces)]] = False
+        except CancelledError:
+            return np.zeros_like(ok)
+        bad = dict.fromkeys(np.flatnonzero(~ok).tolist(), "unreadable")
+        if self._verify is not None:
+            for i in np.flatnonzero(ok).tolist():
+                place, rows = self._locations[i], self._addresses[i]
+                shape = place.shape
+                sums = self._verify(shape.digest, place.hash, self._first, rows, shape.layer_bytes)
+                wanted = place.sums[self._first : self._first + len(rows)]
+                if not np.array_equal(sums, wanted):
+                    ok[i], bad[i] = False, "corrupt" if readable(place) else "unreadable"
+        if self._on_bad is not None:
+            for i, reason in bad.items():
+                self._on_bad(self._locations[i], reason)
+        return ok
+
+
+class BlockReader:
+    """Reads blocks where a Location tells, in any process. Memory is registered by the caller."""
+
+    def __init__(self, mover: Mover, files: SegmentFiles | None = None) -> None:
+        self._mover = mover
+        self._files = SegmentFiles(mover) if files is None else files
+
+    def read(
+        self,
+        locations: Sequence[Location],
+        addresses: np.ndarray,
+        first_layer: int = 0,
+        verify: Verify | None = None,
+        on_bad: Callable[[Location, str], None] | None = None,
+        on_done: Callable[[bool], None] | None = None,
+    ) -> Read:
+        """Start reading layers `first_layer ... first_layer + n - 1` of some blocks of one shape.
+
+        Args:
+            addresses: u64 (blocks, n), where each layer goes, `layer_bytes` each.
+            verify: computes the sums to compare with the location's; None compares nothing.
+            on_bad: told of each block that failed, with "unreadable" or "corrupt".
+            on_done: called, on another thread, when no more bytes will arrive, with whether all
+                pieces that were asked for did.
+        """
+        addresses = np.ascontiguousarray(addresses, dtype=np.int64)
+        shapes = {(place.shape.layers, place.shape.layer_bytes) for place in locations}
+        if len(shapes) > 1 or addresses.ndim != 2 or len(addresses) != len(locations):
+            raise ValueError(f"{len(locations)} blocks of shapes {shapes} to {addresses.shape}")
+        if shapes and not 0 <= first_layer <= min(shapes)[0] - addresses.shape[1]:
+            raise ValueError(f"layers {first_layer} + {addresses.shape[1]} of {min(shapes)[0]}")
+        files: dict[str, File] = {}
+        missing = np.zeros(len(locations), bool)
+        for i, place in enumerate(locations):
+            if place.path not in files:
+                try:
+                    files[place.path] = self._files.acquire(place.path)
+                except OSError:
+                    missing[i] = True
+        blocks, targets, offsets, lengths = plan_pieces(
+            np.array([place.payload_offset for place in locations], dtype=np.int64),
+            addresses,
+            first_layer,
+            min(shapes)[1] if shapes else 0,
+        )
+        there = ~missing[blocks]
+        blocks, targets = blocks[there], targets[there]
+        offsets, lengths = offsets[there], lengths[there]
+        fds = np.zeros(len(blocks), np.int64)
+        for path, file in files.items():
+            mine = np.array([place.path == path for place in locations])[blocks]
+            fds[mine] = file.choose_fds(targets[mine], offsets[mine], lengths[mine])
+        move = self._mover.read(targets, fds, offsets, lengths)
+
+        def landed(done: Future[None]) -> None:
+            for file in files.values():
+                self._files.release(file)
+            if on_done is not None:
+                on_done(done.exception() is None)
+
+        move.add_done_callback(landed)
+        return Read(move, locations, addresses, first_layer, blocks, missing, verify, on_bad)
+
+    def close(self) -> None:
+        """Close the files, except those being read."""
+        self._files.close()
+
+
+def plan_pieces(
+    payload_offsets: np.ndarray, addresses: np.ndarray, first_layer: int, layer_bytes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Fewest pieces that bring layers to their addresses.
+
+    Args:
+        payload_offsets: (blocks,), where each block's layer 0 begins in its file.
+        addresses: (blocks, n), where layers `first_layer ...` go.
+
+    Returns:
+        block number, address, file offset and length of each piece, int64 (pieces,).
+    """
+    count, n = addresses.shape
+    blocks = np.repeat(np.arange(count), n)
+    layers = first_layer + np.tile(np.arange(n), count)
+    flat = addresses.reshape(-1)
+    starts = np.ones(len(flat), bool)
+    starts[1:] = (blocks[1:] != blocks[:-1]) | (flat[1:] != flat[:-1] + layer_bytes)
+    first = np.flatnonzero(starts)
+    lengths = np.diff(first, append=len(flat)) * layer_bytes
+    blocks = blocks[first]
+    return blocks, flat[first], payload_offsets[blocks] + layers[first] * layer_bytes, lengths
+
+
+def readable(place: Location) -> bool:
+    """Whether the disk gives the payload at all: NIXL's Linux AIO reads fail silently."""
+    with suppress(OSError), open(place.path, "rb") as file:
+        file.seek(place.payload_offset)
+        return len(file.read(place.shape.payload_bytes)) == place.shape.payload_bytes
+    return False
+
+
+def direct_alignment(fd: int) -> tuple[int, int]:
+    """What O_DIRECT asks of memory and of offsets and lengths, bytes; 0 where it is not offered."""
+    statx_dioalign, at_empty_path = 0x2000, 0x1000
+    libc = ctypes.CDLL(None)
+    answer = ctypes.create_string_buffer(256)
+    if hasattr(libc, "statx") and not libc.statx(fd, b"", at_empty_path, statx_dioalign, answer):
+        (mask,) = struct.unpack_from("<I", answer, 0)
+        if mask & statx_dioalign:
+            memory, offset = struct.unpack_from("<II", answer, 0x98)
+            return memory, offset
+    return PAGE_BYTES, PAGE_BYTES

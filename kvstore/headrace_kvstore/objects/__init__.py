@@ -1,0 +1,1 @@
+"""The object tier: KV blocks in an object store."""

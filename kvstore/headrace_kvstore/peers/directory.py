@@ -1,0 +1,99 @@
+"""Who holds which KV blocks, by node and medium, as the nodes' event streams tell.
+
+Each node numbers its batches of events from 0 (see `events.py`). A batch that begins with
+`AllBlocksCleared` is a node's whole state and is taken under any number; another one is taken if it
+is the next, skipped if it is older, and refused if batches before it are missing: then the caller
+has the node replay from `wanted`. A node that was restarted numbers anew; who learns of that (by
+its generation, not by its numbers) calls `drop`. Pure. One thread may change it while others look:
+these see a batch in part at worst, and no look waits for a node's whole state to be taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace_kvstore.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from headrace_kvstore.table import HASH_BYTES
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Node:
+    def __init__(self) -> None:
+        self.next_seq: int | None = None
+        self.media: dict[str, set[bytes]] = {}
+
+
+class Directory:
+    """Blocks by node. A key is namespace digest + block hash padded to 32 bytes."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+
+    def apply(self, node: str, seq: int, events: Sequence[Event]) -> bool:
+        """Take a batch; False if batches before it are missing, and nothing was taken."""
+        known = self._nodes.setdefault(node, _Node())
+        whole = bool(events) and isinstance(events[0], AllBlocksCleared)
+        if not whole:
+            if known.next_seq is None or seq > known.next_seq:
+                return False
+            if seq < known.next_seq:
+                return True
+        for event in events:
+            self._take(known, event)
+        known.next_seq = seq + 1
+        return True
+
+    def wanted(self, node: str) -> int:
+        """Number of the batch that a node is to replay from."""
+        known = self._nodes.get(node)
+        return 0 if known is None or known.next_seq is None else known.next_seq
+
+    def drop(self, node: str) -> None:
+        """Forget a node that is gone, or that was restarted."""
+        self._nodes.pop(node, None)
+
+    def leading(
+        self, node: str, digest: bytes, hashes: Sequence[bytes], media: Sequence[str]
+    ) -> list[str]:
+        """The medium of each of the leading blocks that a node holds, the first that fits of
+        `media`."""
+        known = self._nodes.get(node)
+        if known is None:
+            return []
+        sets = [(medium, known.media.get(medium, ())) for medium in media]
+        found: list[str] = []
+        for block_hash in hashes:
+            key = digest + block_hash.ljust(HASH_BYTES, b"\0")
+            medium = next((name for name, keys in sets if key in keys), None)
+            if medium is None:
+                break
+            found.append(medium)
+        return found
+
+    def nodes(self) -> list[str]:
+        """Nodes that have told anything."""
+        return list(self._nodes)
+
+    def blocks(self, node: str, medium: str) -> int:
+        """How many blocks a node has told of."""
+        known = self._nodes.get(node)
+        return 0 if known is None else len(known.media.get(medium, ()))
+
+    @staticmethod
+    def _take(known: _Node, event: Event) -> None:
+        if isinstance(event, AllBlocksCleared):
+            known.media.clear()
+            return
+        if event.medium is None or event.ownership is None:
+            return  # not of a store
+        digest = bytes.fromhex(event.ownership)
+        keys = {
+            digest + name.ljust(HASH_BYTES, b"\0")
+            for name in event.block_hashes
+            if isinstance(name, bytes)
+        }
+        if isinstance(event, BlockStored):
+            known.media.setdefault(event.medium, set()).update(keys)
+        else:
+            known.media.get(event.medium, set()).difference_update(keys)

@@ -1,0 +1,214 @@
+"""The owner's side: lends blocks of its arena to peers, for a time, and tells where they are.
+
+A lease is the arena's own, so eviction passes the blocks by until it is released or runs out. What
+is on NVMe only is brought into DRAM first; the answer then waits for that. Peers may hold no more
+than LENT_SHARE of the arena at once: what goes beyond is refused, and they compute it.
+
+A block that did not verify at its reader is looked at here: if it is wrong here too, it is dropped,
+else the way there was to blame.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.checksum import payload_sums
+from headrace_kvstore.peers.messages import Failed, Lease, Leased, Row
+from headrace_kvstore.staging.prefetch import Prefetcher
+
+LENT_SHARE = 0.5
+LEND_PRIORITY = 64
+"""Of prefetches that a peer waits for."""
+
+
+@dataclass
+class _Lent:
+    space: Space
+    row: int
+    hashes: list[bytes]
+    slots: np.ndarray
+    until_s: float
+
+    @property
+    def bytes(self) -> int:
+        return len(self.hashes) * self.space.block_bytes
+
+
+class Lender:
+    """Lends one arena's blocks. Thread-safe.
+
+    Args:
+        arena: whose blocks.
+        generation: changes whenever addresses may have changed.
+        on_nvme: digest, hashes -> which blocks the NVMe tier has, bool (n,).
+        prefetcher: brings these into the arena.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        generation: str,
+        on_nvme: Callable[[bytes, Sequence[bytes]], np.ndarray],
+        prefetcher: Prefetcher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._arena, self.generation = arena, generation
+        self._on_nvme, self._prefetcher, self._clock = on_nvme, prefetcher, clock
+        self._lock = threading.Lock()
+        self._lent: dict[int, _Lent] = {}
+        self._ids = count(1)
+        self._limit_bytes = LENT_SHARE * arena.geometry.size_bytes
+        self._counts: Counter[str] = Counter()
+
+    def serving(self) -> bool:
+        """Whether a peer may be reading."""
+        with self._lock:
+            self._run_out()
+            return bool(self._lent)
+
+    def lease(self, request: Lease) -> Leased | Failed | Future[Leased]:
+        """Answer a reader."""
+        if request.generation != self.generation:
+            self._count("refused_generation", len(request.hashes))
+            return Failed("generation")
+        wrong = self._wrong_shape(request)
+        if wrong:
+            self._count("refused_shape", len(request.hashes))
+            return Failed(wrong)
+        row = self._arena.row_of(request.digest)
+        absent = list(request.hashes)
+        if row is not None:
+            slots = self._arena.lookup(row, request.hashes)
+            absent = [h for h, slot in zip(request.hashes, slots, strict=True) if slot < 0]
+        below = self._on_nvme(request.digest, absent) if absent else np.zeros(0, np.bool_)
+        if not below.any():
+            return self._lend(request)
+        answer: Future[Leased] = Future()
+        wanted = [h for h, there in zip(absent, below, strict=True) if there]
+        self._count("raised_from_nvme", len(wanted))
+        raised = self._prefetcher.fetch(request.digest, wanted, LEND_PRIORITY)
+        raised.add_done_callback(lambda _: _settle(answer, lambda: self._lend(request)))
+        return answer
+
+    def release(self, lease: int, bad: Sequence[int]) -> None:
+        """The reader is done; `bad` positions did not verify there."""
+        with self._lock:
+            self._run_out()
+            lent = self._lent.pop(lease, None)
+            if lent is None:
+                return
+            self._arena.release(lent.slots)
+            self._counts["released"] += len(lent.hashes)
+        suspects = [i for i in bad if 0 <= i < len(lent.hashes)]
+        if suspects:
+            self._look_at(lent, suspects)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts, of blocks."""
+        with self._lock:
+            self._run_out()
+            return {
+                "leases": len(self._lent),
+                "leased_bytes": sum(lent.bytes for lent in self._lent.values()),
+                **self._counts,
+            }
+
+    def close(self) -> None:
+        """End all leases."""
+        with self._lock:
+            for lent in self._lent.values():
+                if self._clock() < lent.until_s:
+                    self._arena.release(lent.slots)
+            self._lent.clear()
+
+    def _wrong_shape(self, request: Lease) -> str:
+        space = next((s for s in self._arena.spaces() if s.digest == request.digest), None)
+        if space is None:
+            return ""
+        size = request.layers * request.layer_bytes
+        if (space.layers, space.block_bytes) == (request.layers, size):
+            return ""
+        return f"blocks have {space.layers} layers and {space.block_bytes} bytes here"
+
+    def _lend(self, request: Lease) -> Leased:
+        row = self._arena.row_of(request.digest)
+        if row is None:
+            self._count("absent", len(request.hashes))
+            return Leased()
+        space = self._arena.spaces()[row]
+        with self._lock:
+            self._run_out()
+            lent_bytes = sum(lent.bytes for lent in self._lent.values())
+            room = max(0, int(self._limit_bytes - lent_bytes) // space.block_bytes)
+            hashes = request.hashes[:room]
+            self._counts["refused_full"] += len(request.hashes) - len(hashes)
+            if not hashes:
+                return Leased()
+            until_s = self._clock() + request.lease_s
+            slots = self._arena.lease(row, hashes, request.lease_s)
+            there = np.flatnonzero(slots >= 0)
+            self._counts["absent"] += len(hashes) - len(there)
+            if not len(there):
+                return Leased()
+            slots = slots[there]
+            names = [hashes[i] for i in there]
+            lease = next(self._ids)
+            self._lent[lease] = _Lent(space, row, names, slots, until_s)
+            self._counts["leased"] += len(slots)
+        rows = [
+            Row(
+                *(int(index), int(address), int(record["parent"]), int(record["depth"])),
+                *(int(record["tenant"]), int(record["priority"]), float(record["compute_s"])),
+            )
+            for index, address, record in zip(
+                there, self._arena.addresses(slots), self._arena.table[slots], strict=True
+            )
+        ]
+        return Leased(lease, rows, self._arena.sums(slots).astype("<u8").tobytes())
+
+    def _run_out(self) -> None:
+        now_s = self._clock()
+        for lease in [n for n, lent in self._lent.items() if lent.until_s <= now_s]:
+            self._counts["ran_out"] += len(self._lent.pop(lease).hashes)
+
+    def _look_at(self, lent: _Lent, suspects: Sequence[int]) -> None:
+        """Drop those of a reader's bad blocks that are bad here too."""
+        space = lent.space
+        layer_bytes = space.block_bytes // space.layers
+        names = [lent.hashes[i] for i in suspects]
+        slots = self._arena.lookup(lent.row, names)
+        wrong = []
+        for name, slot in zip(names, slots.tolist(), strict=True):
+            if slot < 0:
+                continue
+            at = self._arena.address(slot) + np.arange(space.layers) * layer_bytes
+            sums = payload_sums(space.digest, name, 0, at, layer_bytes)
+            if not np.array_equal(sums, self._arena.sums(np.array([slot]))[0]):
+                wrong.append(name)
+        self._count("corrupt_here", len(wrong))
+        self._count("corrupt_at_reader", len(names) - len(wrong))
+        if wrong:
+            self._arena.discard(lent.row, wrong)
+
+    def _count(self, name: str, blocks: int) -> None:
+        if blocks:
+            with self._lock:
+                self._counts[name] += blocks
+
+
+def _settle(answer: Future[Any], make: Callable[[], Any]) -> None:
+    try:
+        answer.set_result(make())
+    except Exception as error:
+        answer.set_exception(error)

@@ -1,0 +1,251 @@
+"""Peers as a `Source` of the prefetcher: leased at their owner, read into this node's arena.
+
+Each batch goes to the peer that holds most of its leading blocks, the cheapest of equals. A pull
+ends well before its lease; what arrives later, or does not verify, is a miss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.peers.agent import Pull, PullError
+from headrace_kvstore.peers.messages import Lease, Leased, Release
+from headrace_kvstore.peers.peers import Peers
+from headrace_kvstore.peers.pull_price import Run
+from headrace_kvstore.peers.readers import Readers
+from headrace_kvstore.protocol.events import DRAM, NVME
+from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
+from headrace_kvstore.table import HASH_BYTES, SLOT
+
+READ_BYTES = 64 * 2**20
+"""Read at once, at most: the agent's thread does nothing else meanwhile."""
+
+
+@dataclass(frozen=True)
+class PullLimits:
+    """Seconds: until a pull counts as too slow, and for how long blocks are leased."""
+
+    pull_s: float
+    lease_s: float
+
+
+class RemoteSource:
+    """Pulls into one arena.
+
+    Args:
+        space: digest -> how the arena's blocks of a namespace are cut, None if it is not known.
+        readers: with the arena's memory.
+    """
+
+    batch_blocks = 64
+
+    def __init__(
+        self,
+        peers: Peers,
+        readers: Readers,
+        space: Callable[[bytes], Space | None],
+        limits: PullLimits,
+    ) -> None:
+        self._peers, self._readers, self._space, self.limits = peers, readers, space, limits
+        self._lock = threading.Lock()
+        self._met: dict[str, tuple[str, Future[str]]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """Half of what is left at a time, READ_BYTES at most.
+
+        Verifying is about twice as fast as reading: what was read last is verified while half as
+        much comes, and in the end one block is left to verify.
+        """
+        most, sizes = max(1, READ_BYTES // block_bytes), []
+        while blocks:
+            sizes.append(min(most, -(-blocks // 2)))
+            blocks -= sizes[-1]
+        return sizes
+
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+        """As `Source`."""
+        answer: Future[Offer] = Future()
+        space = self._space(digest)
+        runs = self._peers.runs(digest, hashes)
+        if space is None or not runs:
+            answer.set_exception(Unavailable("gone"))
+            return answer
+        run = max(runs, key=lambda r: (r.blocks, -r.pull_s(space.block_bytes)))
+        welcome = self._peers.welcome(run.peer)
+        if welcome is None:
+            answer.set_exception(Unavailable("gone"))
+            return answer
+        began_s = time.monotonic()
+        met = self._meet(run.peer, welcome.generation, welcome.agent)
+        layer_bytes = space.block_bytes // space.layers
+        request = Lease(
+            *(welcome.generation, digest, space.layers, layer_bytes),
+            *(list(hashes), self.limits.lease_s),
+        )
+        leased = self._peers.lease(run.peer, request, self.limits.pull_s)
+        first = threading.Lock()
+
+        def ready(_: Future[Any]) -> None:
+            if not (met.done() and leased.done()) or not first.acquire(blocking=False):
+                return
+            try:
+                name, lease = met.result(), leased.result()
+                shape = Shape(digest, space.layers, layer_bytes)
+                offer = RemoteOffer(self, run, name, shape, hashes, lease, began_s)
+            except PullError as error:
+                self.failed(run.peer, str(error.args[0]), len(hashes))
+                answer.set_exception(Unavailable(str(error.args[0])))
+            except (ValueError, IndexError, OverflowError):
+                self.failed(run.peer, "nonsense", len(hashes))
+                answer.set_exception(Unavailable("nonsense"))
+            else:
+                answer.set_result(offer)
+
+        met.add_done_callback(ready)
+        leased.add_done_callback(ready)
+        return answer
+
+    def failed(self, peer: str, word: str, blocks: int) -> None:
+        """A lease or a pull came to nothing."""
+        with self._lock:
+            self.counts[f"failed_{word}"] += blocks
+            if word in ("lost", "slow", "refused"):
+                self._cut(peer)
+        self._peers.failed(peer, word)
+
+    def _meet(self, peer: str, generation: str, metadata: bytes) -> Future[str]:
+        with self._lock:
+            known = self._met.get(peer)
+            if known is None or known[0] != generation:
+                self._cut(peer)
+                known = self._met[peer] = generation, self._readers.meet(metadata)
+            return known[1]
+
+    def _cut(self, peer: str) -> None:
+        """End the connection; it is met anew."""
+        known = self._met.pop(peer, None)
+        if known is not None and known[1].done() and not known[1].exception():
+            self._readers.forget(known[1].result())
+
+
+class RemoteOffer:
+    """Leased blocks of one peer.
+
+    Raises ValueError, IndexError or OverflowError for an answer without sense.
+    """
+
+    def __init__(
+        self,
+        source: RemoteSource,
+        run: Run,
+        name: str,
+        shape: Shape,
+        hashes: Sequence[bytes],
+        leased: Leased,
+        began_s: float,
+    ) -> None:
+        self._source, self._run, self._name, self._shape = source, run, name, shape
+        self._lease, self._began_s = leased.lease, began_s
+        self._until_s = began_s + source.limits.lease_s
+        sums = np.frombuffer(leased.sums, "<u8").astype(np.uint64)
+        sums = sums.reshape(len(leased.rows), shape.layers)
+        self._remote = np.array([row.address for row in leased.rows], np.uint64)
+        for field in ("parent", "depth", "tenant", "priority"):
+            np.array([getattr(row, field) for row in leased.rows], SLOT[field])
+        if not np.isfinite([row.compute_s for row in leased.rows]).all():
+            raise ValueError("a block whose seconds are no number")
+        self.found = [
+            Found(
+                *(hashes[row.index].ljust(HASH_BYTES, b"\0"), shape, row_sums, row.parent),
+                *(row.depth, row.tenant, row.priority, row.compute_s),
+            )
+            for row, row_sums in zip(leased.rows, sums, strict=True)
+        ]
+        self._good_bytes = 0
+        self._word = ""
+
+    def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
+        """As `Offer`."""
+        limit_s = min(self._source.limits.pull_s, self._until_s - time.monotonic())
+        pull = self._source._readers.read(
+            self._name,
+            addresses[:, 0],
+            self._remote[list(which)],
+            np.full(len(which), self._shape.payload_bytes),
+            limit_s,
+        )
+        return RemoteFill(self, pull, [self.found[i] for i in which], addresses)
+
+    def close(self, bad: Sequence[int]) -> None:
+        """As `Offer`: end the lease, and remember how the peer did."""
+        peers, peer = self._source._peers, self._run.peer
+        if self._lease:
+            peers.tell(peer, Release(self._lease, list(bad)))
+        if self._word:
+            self._source.failed(peer, self._word, len(bad))
+        else:
+            media = {medium for medium, _, _ in self._run.media}
+            medium = NVME if NVME in media else DRAM
+            seconds = time.monotonic() - self._began_s
+            peers.succeeded(peer, medium, self._good_bytes, seconds)
+
+    def judged(self, pull: Pull, good: int, bad: int, word: str) -> None:
+        """One fill is over."""
+        size = self._shape.payload_bytes
+        self._good_bytes += good * size
+        source = self._source
+        if not word and bad:
+            word = "corrupt" if pull.landed_s <= self._until_s else "lease_ran_out"
+        self._word = self._word or word
+        with source._lock:
+            source.counts["pulled"] += good
+            source.counts["pulled_bytes"] += good * size
+
+
+class RemoteFill:
+    """Blocks being read from a peer."""
+
+    def __init__(
+        self, offer: RemoteOffer, pull: Pull, found: Sequence[Found], addresses: np.ndarray
+    ) -> None:
+        self._offer, self._pull, self._found = offer, pull, found
+        self._addresses = addresses
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """As `Fill`."""
+        self._pull.add_done_callback(lambda _: call())
+
+    def call_off(self) -> None:
+        """As `Fill`."""
+        self._pull.called_off = True
+
+    def wait(self, timeout_s: float | None = None) -> np.ndarray:
+        """As `Fill`."""
+        good, word = np.zeros(len(self._found), np.bool_), ""
+        try:
+            self._pull.result(timeout_s)
+        except PullError as error:
+            word = str(error.args[0])
+        else:
+            good = self._verified()
+        self._offer.judged(self._pull, int(good.sum()), int((~good).sum()), word)
+        return good
+
+    def _verified(self) -> np.ndarray:
+        shape = self._found[0].shape
+        seeds = [block_seed(shape.digest, found.hash) for found in self._found]
+        sums = checksum(self._addresses, shape.layer_bytes, layer_seeds(seeds, shape.layers))
+        same: np.ndarray = (sums == np.array([found.sums for found in self._found])).all(axis=1)
+        return same

@@ -1,0 +1,102 @@
+"""What a node does with its peers on one arena: lends its blocks, and pulls theirs.
+
+An arena that is replaced gets another agent and another generation, so that nobody reads the old
+one's addresses.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.peers.agent import Agent
+from headrace_kvstore.peers.lender import Lender
+from headrace_kvstore.peers.messages import Hello, Lease, PeerRequest, Release, Welcome
+from headrace_kvstore.peers.peer_source import PullLimits, RemoteSource
+from headrace_kvstore.peers.peers import Peers
+from headrace_kvstore.peers.readers import Readers
+from headrace_kvstore.protocol.wire import Done
+from headrace_kvstore.staging.prefetch import Prefetcher
+
+READERS = 2
+"""Agents that read. UCX copies shared memory in the call that posts a read, so one thread keeps one
+core busy and is slower than the memory."""
+
+
+class RemoteWork:
+    """Begun by its constructor.
+
+    Args:
+        tier: the NVMe tier, or None while there is none.
+        below: brings blocks from there into the arena.
+
+    Raises:
+        ImportError, RuntimeError: no NIXL with UCX.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        arena: Arena,
+        tier: Callable[[], NvmeTier | None],
+        below: Prefetcher,
+        peers: Peers,
+    ) -> None:
+        def on_nvme(digest: bytes, hashes: Sequence[bytes]) -> np.ndarray:
+            nvme = tier()
+            if nvme is None:
+                return np.zeros(len(hashes), np.bool_)
+            return nvme.contains(digest, hashes)
+
+        def space(digest: bytes) -> Space | None:
+            return next((s for s in arena.spaces() if s.digest == digest), None)
+
+        self.generation = uuid.uuid4().hex
+        self.lender = Lender(arena, self.generation, on_nvme, below)
+        memory = arena.base_address, arena.geometry.size_bytes
+        self.agent = Agent(*memory, self.lender.serving)
+        try:
+            self.readers = Readers([self.agent, *(Agent(*memory) for _ in range(READERS - 1))])
+        except BaseException:
+            self.agent.close(0.0)
+            raise
+        limits = PullLimits(settings.pull_limit_s, settings.peer_lease_s)
+        self.source = RemoteSource(peers, self.readers, space, limits)
+        self.puller = Prefetcher(arena, self.source, settings.pulling_bytes, "kv-pull")
+
+    def answer(self, request: PeerRequest, batches: int, ports: tuple[int, int]) -> Any:
+        """What a peer is answered. batches: of events so far; ports: of events and their replay."""
+        match request:
+            case Hello():
+                return Welcome(self.generation, self.agent.metadata, *ports, batches)
+            case Lease():
+                reply = self.lender.lease(request)
+                if isinstance(reply, Future):
+                    reply.add_done_callback(lambda _: self.agent.wake())
+                self.agent.wake()
+                return reply
+            case Release(lease, bad):
+                self.lender.release(lease, bad)
+        return Done()
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        return {
+            "generation": self.generation,
+            "pull": {**self.puller.stats(), **self.source.counts},
+            "lend": self.lender.stats(),
+        }
+
+    def close(self, timeout_s: float) -> bool:
+        """End it; False if bytes may still arrive after that time."""
+        self.lender.close()
+        ended = self.puller.close(timeout_s)
+        return self.readers.close(timeout_s) and ended

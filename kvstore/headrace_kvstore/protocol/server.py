@@ -1,0 +1,203 @@
+"""Answers what clients and peers send to a node's sockets, one thread a socket.
+
+What takes microseconds is answered at once; the rest goes to another thread, and its reply is sent
+when it is there. Whatever a frame holds, the thread goes on.
+
+One node a name: a file beside the socket is locked for as long as the node lives, and the kernel
+gives the lock up when it dies. So a socket whose node was killed is taken over by the next one, and
+a living node's is not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zmq
+
+from headrace_kvstore.protocol import wire
+
+logger = logging.getLogger("headrace.kvstore")
+
+SLOW_AT_ONCE = 64
+"""Requests that wait for the other thread, at most."""
+POLL_MS, BUSY_POLL_MS = 100, 5
+
+
+class Staged(NamedTuple):
+    """A reply at once, and another under the same id when there is more to say."""
+
+    now: wire.Message
+    later: Future[Any]
+
+
+Handle = Callable[[Any], "wire.Message | Future[Any] | Staged"]
+Decode = Callable[[bytes], tuple[int, Any]]
+
+
+class NodeRunning(RuntimeError):
+    """Another node listens at this socket."""
+
+
+class FrameServer:
+    """Listens from the start. `handle` gives each reply, or a future of it, or both.
+
+    Args:
+        bind: binds the ROUTER socket that it is given; what it raises comes through.
+        decode: id and request of a frame; raises WireError.
+        name: of the thread.
+    """
+
+    def __init__(
+        self,
+        bind: Callable[[zmq.Socket[bytes]], object],
+        decode: Decode,
+        handle: Handle,
+        name: str = "kv-node",
+    ) -> None:
+        self._decode, self._handle = decode, handle
+        self._context = zmq.Context()
+        try:
+            self._socket = self._context.socket(zmq.ROUTER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+            bind(self._socket)
+            self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        self._slow: list[tuple[bytes, int, Future[Any]]] = []
+        self._staged: list[tuple[bytes, int, Future[Any]]] = []
+        self.counts: Counter[str] = Counter()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Hear no more."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._context.destroy(0)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if self._socket.poll(BUSY_POLL_MS if self._slow or self._staged else POLL_MS):
+                    self._receive()
+                self._slow = self._send_ready(self._slow)
+                self._staged = self._send_ready(self._staged)
+            except Exception:
+                logger.exception("a request to the store node failed; it goes on")
+
+    def _receive(self) -> None:
+        client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            if len(frames) != 1:
+                raise wire.WireError(f"a message is one frame, not {len(frames)}")
+            id, request = self._decode(frames[0])
+        except wire.WireError as error:
+            self.counts["malformed"] += 1
+            # The sender waits under an id that may be unreadable: it is told under what there is.
+            self._send(client, error.id, wire.Failed(str(error)))
+            return
+        self.counts[type(request).__name__.lower()] += 1
+        if len(self._slow) >= SLOW_AT_ONCE:
+            self._answer(client, id, wire.Failed("the node is busy"))
+            return
+        try:
+            reply = self._handle(request)
+        except Exception as error:
+            logger.exception("request %s failed", type(request).__name__)
+            reply = wire.Failed(repr(error))
+        self._answer(client, id, reply)
+
+    def _answer(self, client: bytes, id: int, reply: wire.Message | Future[Any] | Staged) -> None:
+        if isinstance(reply, Staged):
+            self._staged.append((client, id, reply.later))
+            reply = reply.now
+        if isinstance(reply, Future):
+            self._slow.append((client, id, reply))
+        elif id != wire.NO_REPLY:
+            self._send(client, id, reply)
+
+    def _send_ready(
+        self, queue: list[tuple[bytes, int, Future[Any]]]
+    ) -> list[tuple[bytes, int, Future[Any]]]:
+        """Send the replies that are there; those that are not."""
+        waiting = []
+        for client, id, future in queue:
+            if not future.done():
+                waiting.append((client, id, future))
+                continue
+            error = future.exception()
+            if error is not None:
+                self.counts["failed"] += 1
+                logger.warning("a request failed: %r", error)
+            self._answer(client, id, wire.Failed(repr(error)) if error else future.result())
+        return waiting
+
+    def _send(self, client: bytes, id: int, reply: wire.Message) -> None:
+        try:
+            self._socket.send_multipart((client, wire.encode(id, reply)), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.counts["unsent"] += 1
+
+
+class NodeServer(FrameServer):
+    """The socket that engines know by the arena's name.
+
+    Raises:
+        NodeRunning: another node has this socket.
+    """
+
+    def __init__(self, path: Path, handle: Handle) -> None:
+        self.path = path
+        self._lock_fd = _own(path.with_suffix(".lock"), path)
+        try:
+            super().__init__(lambda s: _bind_private(s, path), wire.decode_request, handle)
+        except BaseException:
+            self._disown()
+            raise
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Hear no more, and remove the socket."""
+        super().close(timeout_s)
+        self._disown()
+
+    def _disown(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.path.with_suffix(".lock").unlink(missing_ok=True)
+        os.close(self._lock_fd)
+
+
+def _own(lock: Path, path: Path) -> int:
+    """Lock the file beside the socket; the descriptor keeps it."""
+    while True:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == os.stat(lock).st_ino:
+                return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            raise NodeRunning(f"another store node listens at {path}") from error
+        except FileNotFoundError:
+            pass  # its owner removed it while ending: make another
+        os.close(fd)
+
+
+def _bind_private(socket: zmq.Socket[bytes], path: Path) -> None:
+    """Bind with mode 0600 from the first moment."""
+    before = os.umask(0o177)
+    try:
+        socket.bind(f"ipc://{path}")
+    finally:
+        os.umask(before)

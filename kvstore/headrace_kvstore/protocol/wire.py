@@ -1,0 +1,323 @@
+"""What a StoreNode and its clients say to each other, and where they meet.
+
+They meet at a Unix socket (ZeroMQ: ROUTER in the node, DEALER in clients) in the system's temporary
+folder, readable by its owner alone. A message is one frame of msgpack:
+
+    [protocol version, id, body]        body = [kind, field, ...]
+
+A reply carries its request's id; who sends id 0 wants no reply. What cannot be read is answered by
+`Failed`. Only plain values travel, no code and no pickle. KV bytes never do: readers get places in
+files, and read these themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from headrace_kvstore.nvme.record import DIGEST_BYTES, Shape, padded
+from headrace_kvstore.nvme.segment import Location
+from headrace_kvstore.protocol.board import Name, Note, Number, Page
+from headrace_kvstore.table import HASH_BYTES
+
+PROTOCOL = 2
+"""One more whenever a message changes its meaning; another version is answered by `Failed`."""
+NO_REPLY = 0
+"""The id of a request whose sender waits for nothing."""
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_PATH_BYTES = 107
+"""Longest path of a Unix socket: 108 bytes with the zero behind it."""
+MAX_LEASE_S = 600.0
+
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
+Hash = Annotated[bytes, Meta(min_length=1, max_length=HASH_BYTES)]
+
+
+class WireError(ValueError):
+    """A message that cannot be read. `id` is its own as far as that was readable, else NO_REPLY."""
+
+    def __init__(self, reason: str, id: int = NO_REPLY) -> None:
+        super().__init__(reason)
+        self.id = id
+
+
+class Message(msgspec.Struct, array_like=True, tag=str.lower):
+    """Base of all bodies."""
+
+
+class Ping(Message):
+    """Is anybody there? Answered by `Done`."""
+
+
+class Locate(Message):
+    """Which leading blocks can be read from NVMe? Answered by `Located`, twice if peers have more.
+
+    `request_key` names the request that asks: a block that two requests asked for is reused.
+    `compute_s`: what computing one of the blocks takes the engine, 0 if it does not know.
+    """
+
+    request_key: str
+    digest: Digest
+    hashes: list[Hash]
+    lease_s: Annotated[float, Meta(ge=0.0, le=MAX_LEASE_S)]
+    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
+class Survey(Message):
+    """Where would these blocks, from the first on, come from? Answered by `Surveyed`.
+
+    `compute_s`: what computing one of the blocks takes: what is slower to pull is left out.
+    """
+
+    digest: Digest
+    hashes: list[Hash]
+    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
+
+
+class Prefetch(Message):
+    """Bring blocks from NVMe into DRAM, higher `priority` first. `Done`: how many were queued."""
+
+    digest: Digest
+    hashes: list[Hash]
+    priority: Annotated[int, Meta(ge=-128, le=127)] = 0
+
+
+class ReportBad(Message):
+    """A reader's checksums did not match: drop the blocks. `Done`: how many were there."""
+
+    digest: Digest
+    hashes: list[Hash]
+    tier: str
+
+
+class Pin(Message):
+    """Keep blocks in every tier where they are, or let them go. `Done`: how many were found."""
+
+    digest: Digest
+    hashes: list[Hash]
+    pinned: bool = True
+
+
+class Warm(Message):
+    """Bring the most valuable NVMe blocks into DRAM's free room. `Done`: how many were queued."""
+
+
+class Clear(Message):
+    """Drop all blocks of a namespace, or of all, in these tiers. `Done`: how many."""
+
+    digest: Digest | None = None
+    tiers: list[str] = []
+
+
+class AddPeer(Message):
+    """Pull blocks from another node, HOST:PORT, too. `Done`: how many peers there are now."""
+
+    address: Annotated[str, Meta(max_length=300)]
+
+
+class RemovePeer(Message):
+    """Pull no more from another node. `Done`: how many peers there are now."""
+
+    address: Annotated[str, Meta(max_length=300)]
+
+
+class GetStats(Message):
+    """Answered by `Stats`."""
+
+
+class PostNote(Message):
+    """Put a note on the node's board (`board.Board.post`), unless that is of another generation
+    than the writer believes. Answered by `Notes` without any."""
+
+    generation: Annotated[str, Meta(max_length=64)]
+    note: Note
+
+
+class ReadNotes(Message):
+    """What is new on the node's board (`board.Board.read`). Answered by `Notes`."""
+
+    generation: Annotated[str, Meta(max_length=64)]
+    after: Number
+    most_bytes: Annotated[int, Meta(ge=0, le=MAX_MESSAGE_BYTES // 2)]
+    but: Name = b""
+
+
+Request = (
+    Ping
+    | Locate
+    | Survey
+    | Prefetch
+    | ReportBad
+    | Pin
+    | Warm
+    | Clear
+    | AddPeer
+    | RemovePeer
+    | GetStats
+    | PostNote
+    | ReadNotes
+)
+
+
+class Done(Message):
+    """Carried out, or queued; `blocks` as the request says."""
+
+    blocks: int = 0
+
+
+class Located(Message):
+    """A leading run of blocks of one shape.
+
+    `files`: path and segment number; `places`: of each block the index in `files`, and its slot;
+    `sums`: u64 (blocks, layers), little-endian. `pulling`: so many blocks behind them are being
+    pulled into DRAM from a peer; another `Located` follows under the same id when that is over, and
+    is worth `wait_s` of waiting.
+    """
+
+    layers: int = 0
+    layer_bytes: int = 0
+    files: list[tuple[str, int]] = []
+    places: list[tuple[int, int]] = []
+    sums: bytes = b""
+    pulling: int = 0
+    wait_s: float = 0.0
+
+
+class Surveyed(Message):
+    """A leading run of blocks: (medium, blocks, predicted seconds until engines can load them), as
+    `supply.Supply`. `below`: whether there is any tier below DRAM, so that asking makes sense."""
+
+    runs: list[tuple[Medium, Annotated[int, Meta(ge=1)], Annotated[float, Meta(ge=0.0)]]] = []
+    below: bool = True
+
+
+class Stats(Message):
+    """See `StoreNode.stats`."""
+
+    values: dict[str, Any]
+
+
+class Notes(Message):
+    """Of a board: its generation, where to read on, where it ends, and what was read
+    (`board.Page`)."""
+
+    generation: Annotated[str, Meta(max_length=64)]
+    after: Number
+    head: Number
+    notes: list[Note] = []
+
+
+class Failed(Message):
+    """The request was not understood, or not carried out."""
+
+    reason: str
+
+
+Reply = Done | Located | Surveyed | Stats | Notes | Failed
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    version: int
+    id: int
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(id: int, body: Message) -> bytes:
+    """One frame."""
+    return _encoder.encode((PROTOCOL, id, body))
+
+
+def decode_request(frame: bytes) -> tuple[int, Request]:
+    """Id and body of a frame that a client sent. Raises WireError."""
+    id, body = open_frame(frame, _requests)
+    return id, body
+
+
+def decode_reply(frame: bytes) -> tuple[int, Reply]:
+    """Id and body of a frame that a node sent. Raises WireError."""
+    id, body = open_frame(frame, _replies)
+    return id, body
+
+
+def open_frame(frame: bytes, decoder: Any) -> tuple[int, Any]:
+    """Id and body of a frame, the body read by a msgspec decoder. Raises WireError."""
+    try:
+        envelope = _envelopes.decode(frame)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not a message: {error}") from error
+    if envelope.version != PROTOCOL:
+        raise WireError(f"protocol {envelope.version} is spoken, not {PROTOCOL}", envelope.id)
+    try:
+        return envelope.id, decoder.decode(envelope.body)
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
+        raise WireError(str(error), envelope.id) from error
+
+
+def pack_page(page: Page) -> Notes:
+    """A part of a board, as it is sent."""
+    return Notes(page.generation, page.after, page.head, page.notes)
+
+
+def pack_locations(locations: Sequence[Location]) -> Located:
+    """Blocks of one shape, as they are sent."""
+    if not locations:
+        return Located()
+    files: dict[tuple[str, int], int] = {}
+    places = [
+        (files.setdefault((place.path, place.segment), len(files)), place.slot)
+        for place in locations
+    ]
+    sums = np.concatenate([place.sums for place in locations]).astype("<u8").tobytes()
+    shape = locations[0].shape
+    return Located(shape.layers, shape.layer_bytes, list(files), places, sums)
+
+
+def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -> list[Location]:
+    """What `pack_locations` packed: blocks of `digest`, the first of those that were asked for.
+
+    Raises WireError.
+    """
+    if not located.places:
+        return []
+    try:
+        shape = Shape(digest, located.layers, located.layer_bytes)
+        sums = np.frombuffer(located.sums, "<u8").astype(np.uint64)
+        rows = sums.reshape(len(located.places), shape.layers)
+        return [
+            Location(*located.files[file], slot, shape, padded(block_hash), row)
+            for (file, slot), block_hash, row in zip(
+                located.places, hashes[: len(located.places)], rows, strict=True
+            )
+        ]
+    except (ValueError, IndexError) as error:
+        raise WireError(f"locations that make no sense: {error}") from error
+
+
+def socket_path(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Where the node of this arena listens. A name that is too long stands as its hash.
+
+    Raises ValueError if the folder alone is too long for a socket.
+    """
+    parent = Path(tempfile.gettempdir() if folder is None else folder)
+    path = parent / f"headrace-kv-{name}.sock"
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        short = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        path = parent / f"headrace-kv-{short}.sock"
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"{path} is longer than the {MAX_PATH_BYTES} bytes that a socket may have")
+    return path

@@ -1,0 +1,152 @@
+"""Where a prefetcher gets blocks from: what each one offers, and the NVMe tier as one.
+
+A source is asked twice. `open` says which of some blocks it has and what stands beside them (shape,
+checksums, place in the prefix), and keeps them there; that may take a round trip, so it is a
+future. Then the prefetcher reserves arena slots and has the offer `read` blocks into them, as many
+at once as it likes. A `Fill` tells which blocks are in memory whole and match their checksums. Once
+nothing of an offer is read any more it is closed, so that the source may let go of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from headrace_kvstore.checksum import payload_sums
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.segment import Location
+
+
+@dataclass(frozen=True)
+class Found:
+    """A block that a source has, and where it stands for the eviction policy (fields of SLOT)."""
+
+    hash: bytes
+    """32 bytes, zero-padded."""
+    shape: Shape
+    sums: np.ndarray
+    """One u64 a layer, (layers,)."""
+    parent: int = 0
+    depth: int = 0
+    tenant: int = 0
+    priority: int = 0
+    compute_s: float = 0.0
+
+    @property
+    def kind(self) -> tuple[Shape, int, int]:
+        """What all blocks of one reservation have in common."""
+        return self.shape, self.tenant, self.priority
+
+
+class Fill(Protocol):
+    """Blocks on their way into memory."""
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this, on any thread, once no more bytes will arrive; at once if that is so."""
+        ...
+
+    def call_off(self) -> None:
+        """Read no more than is in flight."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> np.ndarray:
+        """Which blocks are in memory whole and match their checksums, bool (blocks,).
+
+        Raises TimeoutError while bytes may still arrive; nothing else.
+        """
+        ...
+
+
+class Offer(Protocol):
+    """What a source has of the blocks it was asked for; kept there until `close`."""
+
+    @property
+    def found(self) -> Sequence[Found]: ...
+
+    def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
+        """Start reading some of `found`, by position. addresses: int64 (n, layers), where each
+        layer goes; a block's layers follow each other. May raise whatever it likes."""
+        ...
+
+    def close(self, bad: Sequence[int]) -> None:
+        """Nothing is read any more; `bad` ones, by position, did not arrive right."""
+        ...
+
+
+class Source(Protocol):
+    """One tier below DRAM. Thread-safe."""
+
+    @property
+    def batch_blocks(self) -> int:
+        """Blocks asked for at once, at most."""
+        ...
+
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """How many blocks each `read` should take: one is verified while the next one comes."""
+        ...
+
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+        """Which of these blocks of one namespace it has, without waiting. Hashes are padded.
+
+        The future may raise `Unavailable`.
+        """
+        ...
+
+
+class Unavailable(Exception):
+    """The source cannot be asked now; the text is one word for the metrics."""
+
+
+class NvmeSource:
+    """The node's NVMe tier, whatever `tier()` is."""
+
+    batch_blocks = 32
+
+    def __init__(self, tier: Callable[[], NvmeTier | None]) -> None:
+        self._tier = tier
+
+    def split(self, blocks: int, block_bytes: int) -> list[int]:
+        """All at once: a disk wants a deep queue."""
+        return [blocks]
+
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+        """As `Source`."""
+        answer: Future[Offer] = Future()
+        tier = self._tier()
+        if tier is None or tier.state == "off":
+            answer.set_exception(Unavailable("off"))
+        else:
+            answer.set_result(NvmeOffer(tier, digest, hashes))
+        return answer
+
+
+class NvmeOffer:
+    """Blocks in segment files; these stay until a read of them is done, without a lease."""
+
+    def __init__(self, tier: NvmeTier, digest: bytes, hashes: Sequence[bytes]) -> None:
+        self._tier = tier
+        self._places: list[Location] = []
+        self.found: list[Found] = []
+        for block_hash in hashes:
+            place, record = tier.locate(digest, block_hash), tier.record(digest, block_hash)
+            if place is not None and record is not None:
+                self._places.append(place)
+                self.found.append(
+                    Found(
+                        *(place.hash, place.shape, place.sums),
+                        *(int(record["parent"]), int(record["depth"]), int(record["tenant"])),
+                        *(int(record["priority"]), float(record["compute_s"])),
+                    )
+                )
+
+    def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
+        """As `Offer`."""
+        return self._tier.read([self._places[i] for i in which], addresses, verify=payload_sums)
+
+    def close(self, bad: Sequence[int]) -> None:
+        """The tier itself has dropped what was bad."""

@@ -1,0 +1,276 @@
+"""Write-behind: blocks that engines store in the arena are written to NVMe, off everyone's path.
+
+Blocks wait by name only; their bytes stay in the arena and are written from there, with the
+checksums that stand beside them. Shortly before, the blocks are held (a lease that does not count
+as a use), and afterwards each slot is looked at once more: if it was given to another block
+meanwhile, the record is discarded.
+
+Nothing waits for a disk: what does not fit the backlog is dropped and counted. Once the backlog is
+empty, `missed` tells that a sweep through the arena may find what was dropped and is still there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena_map import Space
+from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
+from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.staging.move_loop import MoveLoop
+from headrace_kvstore.table import READY
+
+logger = logging.getLogger("headrace.kvstore")
+
+CALM = 0.5
+"""Share of the backlog's limit up to which the disk counts as keeping up."""
+HOLD_S = 60.0
+BATCH_BLOCKS = 32
+
+Admit = Callable[[np.ndarray, float], np.ndarray]
+"""(rows of SLOT (n,), backlog as a share of its limit) -> which blocks to write, bool (n,)."""
+
+
+def worth_writing(rows: np.ndarray, backlog: float) -> np.ndarray:
+    """All blocks while the disk keeps up; beyond that those that were used, pinned or preferred.
+
+    Whether a block will be used again shows only later, often after DRAM had to let it go, and
+    after a restart only NVMe has it: so a disk that has time writes everything. A disk that has
+    none should write what has proved itself.
+    """
+    if backlog <= CALM:
+        return np.ones(len(rows), np.bool_)
+    wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0) | (rows["priority"] > 0)
+    return wanted
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Blocks of one namespace on their way to the disk."""
+
+    space: Space
+    hashes: list[bytes]
+    slots: np.ndarray
+    generations: np.ndarray
+    futures: list[Future[bool]]
+    unfinished: int
+
+    @property
+    def bytes(self) -> int:
+        return len(self.hashes) * self.space.block_bytes
+
+
+class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
+    """Writes an arena's blocks to whatever `tier()` is.
+
+    Args:
+        tier: the NVMe tier, or None while there is none.
+        backlog_bytes: blocks that may wait.
+        writing_bytes: blocks on their way to the disk at once.
+        admit: which blocks are worth it.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        tier: Callable[[], NvmeTier | None],
+        backlog_bytes: int,
+        writing_bytes: int,
+        admit: Admit = worth_writing,
+    ) -> None:
+        super().__init__("kv-write-behind")
+        self.missed = False
+        """Blocks that were to be written may stand in the arena unwritten."""
+        self._arena, self._tier, self._admit = arena, tier, admit
+        self._backlog_limit, self._writing_limit = backlog_bytes, writing_bytes
+        self._spaces: list[Space] = []
+        self._backlog: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self._backlog_bytes = 0
+        self._begin()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, nothing is being written."""
+        with self._wake:
+            return not self._backlog and self._at_rest
+
+    @property
+    def has_time(self) -> bool:
+        """There is a disk to write to, and it has nothing to do."""
+        tier = self._tier()
+        return tier is not None and tier.state == "on" and self.idle
+
+    def offer(self, row: int, hashes: Sequence[bytes]) -> None:
+        """Blocks of one namespace that were stored; those worth it will be written."""
+        tier = self._tier()
+        if tier is None or tier.state != "on" or not hashes:
+            self.missed |= bool(hashes)
+            return
+        space = self._space(row)
+        slots = self._arena.lookup(row, hashes)
+        slots[tier.contains(space.digest, hashes)] = -1
+        there = np.flatnonzero(slots >= 0)
+        if not len(there):
+            return
+        with self._wake:
+            share = self._backlog_bytes / self._backlog_limit
+            wanted = self._admit(self._arena.table[slots[there]], share)
+            self._counts["refused"] += int((~wanted).sum())
+            self.missed |= not wanted.all()
+            for i in there[wanted].tolist():
+                self._enqueue((row, hashes[i]), space.block_bytes)
+            self._wake.notify()
+
+    def _enqueue(self, key: tuple[int, bytes], block_bytes: int) -> None:
+        """The new one is dropped if there is no room: older ones are the start of their prefix."""
+        if key in self._backlog:
+            return
+        if self._backlog_bytes + block_bytes > self._backlog_limit:
+            self._counts["dropped_busy"] += 1
+            self.missed = True
+            return
+        self._backlog[key] = None
+        self._backlog_bytes += block_bytes
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is left to write; False if that took too long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.idle and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.idle
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able sizes and counts."""
+        with self._wake:
+            return {
+                "backlog_blocks": len(self._backlog),
+                "backlog_bytes": self._backlog_bytes,
+                "backlog_limit_bytes": self._backlog_limit,
+                "writing_bytes": self._moving_bytes,
+                **self._totals(),
+            }
+
+    # Called by the loop
+
+    def _may_start(self) -> bool:
+        if not self._backlog:
+            return False
+        row, _ = next(iter(self._backlog))
+        size = self._space(row).block_bytes
+        return not self._moving_bytes or self._moving_bytes + size <= self._writing_limit
+
+    def _take(self) -> tuple[int, list[bytes]]:
+        """Oldest blocks of one namespace, as many as may be written now."""
+        row, _ = next(iter(self._backlog))
+        size = self._space(row).block_bytes
+        room = max(1, min(BATCH_BLOCKS, (self._writing_limit - self._moving_bytes) // size))
+        hashes: list[bytes] = []
+        for key in self._backlog:
+            if key[0] != row or len(hashes) == room:
+                break
+            hashes.append(key[1])
+        for block_hash in hashes:
+            del self._backlog[row, block_hash]
+        self._backlog_bytes -= size * len(hashes)
+        return row, hashes
+
+    def _start(self, task: tuple[int, list[bytes]]) -> None:
+        row, hashes = task
+        try:
+            self._write(row, hashes)
+        except Exception:
+            self._count("dropped_failed", len(hashes))
+            raise
+
+    def _drop_all(self) -> None:
+        self._counts["dropped_end"] += len(self._backlog)
+        self._backlog.clear()
+        self._backlog_bytes = 0
+
+    def _write(self, row: int, hashes: list[bytes]) -> None:
+        space, tier = self._space(row), self._tier()
+        if tier is None or tier.state != "on":
+            self._count("dropped_off", len(hashes))
+            return
+        if space.block_bytes % space.layers:
+            self._count("dropped_shape", len(hashes))
+            return
+        slots = self._arena.hold(row, hashes, HOLD_S)
+        there = slots >= 0
+        self._count("dropped_evicted", int((~there).sum()))
+        hashes = [name for name, here in zip(hashes, there, strict=True) if here]
+        slots = slots[there]
+        if not hashes:
+            return
+        rows, sums = self._arena.table[slots], self._arena.sums(slots)
+        saves = [
+            Save(
+                name,
+                int(address),
+                layer_sums,
+                int(block["parent"]).to_bytes(8, "little"),
+                int(block["depth"]),
+                int(block["tenant"]),
+                float(block["compute_s"]),
+                int(block["priority"]),
+            )
+            for name, address, layer_sums, block in zip(
+                hashes, self._arena.addresses(slots), sums, rows, strict=True
+            )
+        ]
+        shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
+        batch = _Batch(space, hashes, slots, rows["generation"].copy(), [], len(hashes))
+        self._fly(batch)
+        try:
+            batch.futures = tier.write(shape, saves)
+        except Exception:
+            logger.exception("%d blocks cannot be written", len(hashes))
+            batch.futures = [_failed() for _ in hashes]
+        for future in batch.futures:
+            future.add_done_callback(lambda _: self._one_landed(batch))
+
+    def _one_landed(self, batch: _Batch) -> None:
+        with self._wake:
+            batch.unfinished -= 1
+            if not batch.unfinished:
+                self._land(batch)
+
+    def _end(self, batch: _Batch) -> None:
+        self._judge(batch)
+        self._arena.release(batch.slots)
+
+    def _judge(self, batch: _Batch) -> None:
+        written = np.array([future.result() for future in batch.futures], np.bool_)
+        now = self._arena.table[batch.slots]
+        same = (now["state"] == READY) & (now["generation"] == batch.generations)
+        tier = self._tier()
+        for i in np.flatnonzero(written & ~same).tolist():
+            if tier is not None:
+                tier.discard(batch.space.digest, batch.hashes[i], "overwritten")
+        self._count("written", int((written & same).sum()))
+        self._count("dropped_failed", int((~written).sum()))
+        self._count("dropped_overwritten", int((written & ~same).sum()))
+
+    def _count(self, name: str, blocks: int) -> None:
+        super()._count(name, blocks)
+        if blocks:
+            self.missed |= name in ("dropped_failed", "dropped_off", "dropped_overwritten")
+
+    def _space(self, row: int) -> Space:
+        if row >= len(self._spaces):
+            self._spaces = self._arena.spaces()
+        return self._spaces[row]
+
+
+def _failed() -> Future[bool]:
+    future: Future[bool] = Future()
+    future.set_result(False)
+    return future

@@ -1,1 +1,0 @@
-"""Where KV blocks are kept beside the DRAM arena."""
