@@ -201,8 +201,8 @@ def vllm_version() -> str:
 
 def application_without_engine() -> Any:
     """vLLM's own FastAPI application for a text model: its routes and schemas, nothing behind."""
+    from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.entrypoints.openai.api_server import build_app
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
