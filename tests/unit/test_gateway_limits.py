@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from headrace.gateway import GatewayOptions
-from headrace.gateway.limits import KeyRing
+from headrace.gateway.limits import MOST_ITEMS, KeyRing
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
 
 JSON = {"content-type": "application/json"}
@@ -61,6 +61,20 @@ async def test_structured_outputs_that_are_no_object_are_400_where_vllm_fails() 
             async with bench.client.post(CHAT, json=body) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["param"] == "structured_outputs"
+
+
+async def test_a_list_that_would_hold_up_a_replica_is_400() -> None:
+    async with gateway_over(answer) as bench:
+        for field, most in MOST_ITEMS.items():
+            for items, status in ((most, 200), (most + 1, 400)):
+                body = {**PROMPT, field: ["x"] * items}
+                async with bench.client.post(CHAT, json=body) as response:
+                    assert response.status == status
+                    if status == 400:
+                        assert (await response.json())["error"]["param"] == field
+        body = {"prompt": [1] * (MOST_ITEMS["prompt"] + 1)}
+        async with bench.client.post(CHAT, json=body) as response:
+            assert response.status == 200, "the token ids of one prompt"
 
 
 async def test_malformed_json_is_told_with_its_position() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.gateway.limits import MOST_ITEMS
 from headrace.gateway.openapi import OPERATIONS
 
 HEADER = """\
@@ -49,6 +50,7 @@ What differs from vLLM's own server:
   `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.
   This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
   keeps answers without a bound and in the memory of one replica only.
+- Lists in a request have a longest length: {items}.
 - `GET /health` and `GET /version` speak of Headrace.
 """
 
@@ -66,7 +68,8 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         for method, operation in operations.items():
             title = "The gateway's own" if (method, path) in own else "Relayed to vLLM"
             sections[title].append(_operation(document, method, path, operation))
-    parts = [HEADER.format(vllm=vllm)]
+    items = ", ".join(f"`{name}` {most:,}" for name, most in MOST_ITEMS.items())
+    parts = [HEADER.format(vllm=vllm, items=items)]
     for title, operations in sections.items():
         parts += [f"## {title}\n", *operations]
     return "\n".join(parts)
@@ -81,6 +84,8 @@ def _operation(
         lines.append(f"- `{parameter['name']}` in the {parameter['in']}: {kind}.")
     if operation.get("parameters"):
         lines.append("")
+    if method == "post" and "{" not in path and "requestBody" not in operation:
+        lines += ["vLLM's document does not describe the body, a JSON object.", ""]
     content = operation.get("requestBody", {}).get("content", {})
     for schema in _alternatives(document, content.get("application/json", {}).get("schema", {})):
         lines += [*_fields(document, schema), ""]
