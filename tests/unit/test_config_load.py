@@ -64,6 +64,15 @@ def only_problem(*overrides: str) -> str:
             "gateway.host: must be an IP address or a host name without scheme or port, "
             'got "1.2.3"',
         ),
+        (
+            "gateway.allowed_origins=[chat.example/x]",
+            'gateway.allowed_origins: must be "*" or like https://host:port without a path: '
+            '"chat.example/x"',
+        ),
+        (
+            "gateway={allowed_origins: ['*'], allow_credentials: true}",
+            'gateway: allow_credentials: allowed_origins must name the sites, not "*"',
+        ),
         ("ray.temp_dir=here", 'ray.temp_dir: must be an absolute path, got "here"'),
         (
             "observability.otlp_endpoint=collector",

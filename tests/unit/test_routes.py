@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from fastapi import FastAPI, WebSocket
 from fastapi.routing import APIRoute
 
+from headrace.gateway.docs import page
 from headrace_decode.routes import Route, api_of, keep_public_routes, public_routes
 
+ROOT = Path(__file__).parents[2]
 OPENAI = "vllm.entrypoints.openai.chat_completion.api_router"
 
 
@@ -123,3 +127,8 @@ def test_of_vllms_own_application_with_all_its_switches_only_these_are_public(
     assert left == {name.partition(" ")[2] for name in VLLM_OFFERS} | kept | {
         "/docs/oauth2-redirect"
     }
+
+
+def test_the_rest_page_is_current() -> None:
+    page_now = (ROOT / "docs" / "rest.md").read_text("utf-8")
+    assert page_now == page(), "run: python -m headrace.gateway.docs > docs/rest.md"

@@ -1,16 +1,22 @@
-"""docs/rest.md, written from the OpenAPI document so that the two cannot differ."""
+"""docs/rest.md, written from the OpenAPI document so that the two cannot differ.
+
+`python -m headrace.gateway.docs` prints it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.limits import MOST_ITEMS
-from headrace.gateway.openapi import OPERATIONS
+from headrace.gateway.openapi import OPERATIONS, openapi_document
 
 HEADER = """\
-<!-- Written by `python -m headrace.gateway`; change platform/headrace/gateway/, `make docs`. -->
+<!-- Written by `python -m headrace.gateway.docs`; change platform/headrace/gateway. -->
 # REST reference
 
 The gateway answers at `http://HOST:PORT` (`gateway.host`, `gateway.port`; `127.0.0.1:8000` on a
@@ -146,3 +152,24 @@ def _resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping
 
 def _line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def page() -> str:
+    """The page for the installed vLLM."""
+    from headrace_decode._vllm_compat import application_without_engine, vllm_version
+    from headrace_decode.routes import public_routes
+
+    application = application_without_engine()
+    document = openapi_document(
+        "1",
+        GatewayOptions(),
+        keys_on=True,
+        routes=public_routes(application),
+        replica=application.openapi(),
+    )
+    return render(document, vllm_version())
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM logs to the standard output
+    sys.stdout.write(page())
