@@ -127,7 +127,7 @@ class DecodeServer(PDDecodeServer):
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        _without_responses_store()
+        without_responses_store()
         await super().__init__(
             llm_config,
             prefill_server=prefill_server,
@@ -349,7 +349,8 @@ class InternalOnly:
         await self._app(scope, receive, send)
 
 
-def _without_responses_store() -> None:
+def without_responses_store() -> None:
+    """Switch vLLM's store of answers off for this process."""
     if os.environ.get(RESPONSES_STORE, "0") != "0":
         logger.warning("%s is ignored: answers are not kept", RESPONSES_STORE)
     os.environ[RESPONSES_STORE] = "0"

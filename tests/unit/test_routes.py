@@ -132,3 +132,15 @@ def test_of_vllms_own_application_with_all_its_switches_only_these_are_public(
 def test_the_rest_page_is_current() -> None:
     page_now = (ROOT / "docs" / "rest.md").read_text("utf-8")
     assert page_now == page(), "run: python -m headrace.gateway.docs > docs/rest.md"
+
+
+def test_vllms_store_of_responses_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no bound, knows no tenants, and lies in one replica."""
+    from vllm import envs
+
+    from headrace_decode import server
+
+    monkeypatch.setenv(server.RESPONSES_STORE, "1")
+    assert envs.VLLM_ENABLE_RESPONSES_API_STORE
+    server.without_responses_store()
+    assert not envs.VLLM_ENABLE_RESPONSES_API_STORE
