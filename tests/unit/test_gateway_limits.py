@@ -164,6 +164,14 @@ async def test_one_request_too_many_at_once_is_429_with_retry_after() -> None:
         await soon(lambda: bench.replica.aborted == 2)
 
 
+async def test_warming_takes_a_place_like_any_request() -> None:
+    async with gateway_over(stall, max_concurrent=1) as bench:
+        task = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
+        await soon(lambda: len(bench.replica.seen) == 1)
+        await refused(bench, 429, path="/headrace/v1/warm", json={"prompts": ["x"]})
+        task.cancel()
+
+
 async def test_unknown_paths_are_404_and_wrong_methods_405_with_allow() -> None:
     async with gateway_over(answer) as bench:
         await refused(bench, 404, "GET", "/v1/nothing")
