@@ -98,9 +98,12 @@ def test_every_operation_of_ours_keeps_its_word(case: Any, _running_app: App) ->
 def test_every_operation_of_vllms_is_answered_with_a_status_that_it_names(
     case: Any, _running_app: App
 ) -> None:
-    """vLLM's document is wrong about some bodies of errors, so these are not compared."""
+    """vLLM's document is wrong about some bodies of errors, so these are not compared. Its own 500
+    (for items of a response's input that it cannot render, say) is passed on; no replica is lost.
+    """
     response = answered(case, _running_app)
-    case.validate_response(response, checks=[not_a_server_error, status_code_conformance])
+    assert response.status_code not in (502, 503, 504)
+    case.validate_response(response, checks=[status_code_conformance])
 
 
 def test_afterwards_nothing_is_left(app: App) -> None:
