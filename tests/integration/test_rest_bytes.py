@@ -67,7 +67,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a prompt that is too long": ("/v1/responses", {**INPUT, "input": "word " * 4000}),
     "nothing to score": ("/generative_scoring", {"model": NAME, "query": "Is it?"}),
 }
-_VARIES = re.compile(r'(?<=[_-])[0-9a-f]{16,32}\b|(?<="created":)\d+|(?<="created_at":)\d+')
+_VARIES = re.compile(r'(?<=[_"-])[0-9a-f]{16,32}\b|(?<="created":)\d+|(?<="created_at":)\d+')
 
 
 @dataclass
