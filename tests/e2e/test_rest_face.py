@@ -150,8 +150,7 @@ def said(answer: dict[str, Any]) -> str:
 
 
 HOSTILE: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/responses", {**SHORT, "input": "x", "top_k": 2**40}),
-    ("/v1/responses", {**SHORT, "input": "x", "logit_bias": {"1": 1e308}}),
+    ("/v1/responses", {**SHORT, "input": "x", "temperature": 1, "top_k": 2**40}),
     ("/v1/responses", {**SHORT, "input": "x", "logit_bias": {"99999999": 1}}),
     (
         "/v1/responses",
@@ -166,7 +165,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
         "/v1/responses",
         {**SHORT, "input": "x", "structured_outputs": {"regex": "a{1,9999999}"}},
     ),
-    ("/v1/messages", {**MESSAGE, "top_k": 2**40}),
+    ("/v1/messages", {**MESSAGE, "temperature": 1, "top_k": 2**40}),
     (
         "/v1/messages",
         {
