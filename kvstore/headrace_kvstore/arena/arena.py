@@ -122,7 +122,7 @@ class Arena(ArenaMap):
 
         def initialise(memory: Any) -> None:
             tables = geometry.tables(np.frombuffer(memory, np.uint8))
-            geometry.format(tables, policies.KINDS[policy].code)
+            geometry.format(tables, policies.KINDS[policy])
             header = geometry.header()
             memory[8 : len(header)] = header[8:]
             memory[:8] = header[:8]
