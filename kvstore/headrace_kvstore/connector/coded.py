@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.checksum import checksum, copy, copy_sum, prepare
-from headrace_kvstore.codec import Codec, LayerShape, Order, warm
+from headrace_kvstore.codec import Codec, LayerShape, Order
 from headrace_kvstore.layout import BlockLayout
 
 PAGE_BYTES = 4096
@@ -58,7 +58,7 @@ class CodedCache:
         self.layout, self._coder = layout, codec.bind(shape)
         self.stored_layer_bytes = stored_layer_bytes(codec, shape)
         prepare()
-        warm(self._coder)
+        self._coder.warm()
 
     @property
     def layer_names(self) -> tuple[str, ...]:
