@@ -14,7 +14,6 @@ first; to spread them mount /dev/shm with `mpol=interleave` or start the creator
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -96,23 +95,6 @@ class SharedFile:
         self.second_lock.close()
         with suppress(BufferError):
             self.memory.close()
-
-    def prefault(self, address: int, chunk_bytes: int = 1 << 28) -> bool:
-        """Fill this process's page tables, so that no copy pays for page faults.
-
-        About 0.1 s per GiB of small pages; other threads run meanwhile. `address` is the
-        mapping's. Returns False where the kernel cannot (before Linux 5.14).
-        """
-        libc = ctypes.CDLL(None, use_errno=True)
-        for offset in range(0, self.size_bytes, chunk_bytes):
-            length = min(chunk_bytes, self.size_bytes - offset)
-            if libc.madvise(
-                ctypes.c_void_p(address + offset),
-                ctypes.c_size_t(length),
-                ctypes.c_int(MADV_POPULATE_WRITE),
-            ):
-                return False
-        return True
 
 
 def huge_page_mode() -> str:
