@@ -40,10 +40,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headrace_kvstore import checksum_kernels as kernels
-from headrace_kvstore.keys import DIGEST_BYTES, padded_hash
+from headrace_kvstore.keys import block_key
 
-SUM_VERSION = 1
-"""One more whenever sums of the same bytes change."""
 STREAM_FROM_BYTES = 1 << 20
 """Batches from here on write past the caches: faster in all, though the bytes are then read from
 memory. Smaller ones fit the second-level cache and are faster there for whoever reads them next."""
@@ -56,15 +54,9 @@ _PERSON = b"headrace-kv-seed"
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def block_seed(namespace_digest: bytes, block_hash: bytes | int) -> int:
-    """u64 that ties a block's sums to its key: blake2b of digest and padded hash.
-
-    Raises:
-        TypeError, ValueError: not a digest of 16 bytes, or no block hash.
-    """
-    if len(namespace_digest) != DIGEST_BYTES:
-        raise ValueError(f"namespace digest has {len(namespace_digest)} bytes, not {DIGEST_BYTES}")
-    key = namespace_digest + padded_hash(block_hash)
+def block_seed(namespace_digest: bytes, block_hash: bytes) -> int:
+    """u64 that ties a block's sums to its key. Raises ValueError as `block_key`."""
+    key = block_key(namespace_digest, block_hash)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=_PERSON).digest(), "little")
 
 
