@@ -162,20 +162,30 @@ def die(*_: object) -> None:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
-    "step", ["place", "commit", "write_sums", "publish", "evict", "abandon", "lease", "discard"]
+    "step, call",
+    [
+        *((step, 1) for step in ("place", "commit", "write_sums", "publish", "lease")),
+        *(("drop", call) for call in (1, 2, 3)),  # evicting, abandoning, discarding
+    ],
 )
 def test_death_at_any_step_leaves_old_blocks_and_no_new_half_one(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, step: str, call: int, after: bool
 ) -> None:
     old = list(range(40))
     slots = write(arena, 0, old)
     arena.publish(slots, np.array([sums_of(n) for n in old]))
     whole = getattr(kernels, step)
 
-    def deadly(*arguments: object) -> None:
+    calls = 0
+
+    def deadly(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            return whole(*arguments)
         if after:
             whole(*arguments)
-        die()
+        return die()
 
     def victim() -> None:
         monkeypatch.setattr(kernels, step, deadly)

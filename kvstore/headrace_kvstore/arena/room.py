@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from headrace_kvstore.arena.geometry import NONE
-from headrace_kvstore.policy.base import evictable
+from headrace_kvstore.policy.base import evictable, hash_words
 from headrace_kvstore.table import FREE
 
 BATCHES = 64
@@ -102,10 +102,11 @@ def roomy(segments: np.ndarray, row: int, slot_bytes: int, per_segment: int) -> 
     return bool(ROOMY * free >= capacity.sum())
 
 
-def runs(heads: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> list[slice]:
-    """Where these blocks follow each other in one prefix. heads: first 8 bytes of their hashes."""
-    if not len(heads):
+def runs(rows: np.ndarray) -> list[slice]:
+    """Where these blocks follow each other in one prefix. rows: SLOT [n]."""
+    if not len(rows):
         return []
+    heads, parents, depths = hash_words(rows), rows["parent"], rows["depth"]
     follows = (parents[1:] == heads[:-1]) & (depths[1:] == depths[:-1] + 1)
-    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(heads)]
+    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
     return [slice(a, b) for a, b in pairwise(cuts)]

@@ -47,7 +47,12 @@ def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) ->
 def slot_keys(table: Table, namespace: int | None = None) -> Keys:
     """`block_keys` of every slot; of the given namespace's row instead of the slots' own."""
     owner = table["namespace"] if namespace is None else namespace
-    return block_keys(owner, table.getfield(np.dtype("<u8"), _HASH_OFFSET))
+    return block_keys(owner, hash_words(table))
+
+
+def hash_words(table: Table) -> NDArray[np.uint64]:
+    """The first 8 bytes of each slot's block hash, as `parent` names it."""
+    return np.asarray(table.getfield(np.dtype("<u8"), _HASH_OFFSET))
 
 
 def parent_keys(table: Table) -> Keys:
