@@ -39,7 +39,7 @@ def test_sizes(text: Any, size: int) -> None:
         ("priced", 1),
         ("codec", "zip"),
         ("copy_threads", 0),
-        ("depth", 1.5),
+        ("copy_threads", 1.5),
         ("drem_bytes", 1),
     ],
 )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -392,10 +392,6 @@ class SchedulerHalf:
         self._held[self._next_job] = save
         self._work.saves[self._next_job] = save
         self._next_job += 1
-
-    def snapshot(self) -> Mapping[str, int]:
-        """For `headrace status`."""
-        return {"saves_in_flight": len(self._saving)}
 
 
 def medium_of(place: Any) -> str:
