@@ -52,6 +52,8 @@ MOST_THREADS = 64
 
 _PERSON = b"headrace-kv-seed"
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX = kernels.mix.py_func
+"""On whole arrays."""
 
 
 def block_seed(namespace_digest: bytes, block_hash: bytes) -> int:
@@ -66,7 +68,7 @@ def layer_seeds(block_seeds: ArrayLike, layers: int) -> NDArray[np.uint64]:
     All layers of a block have different seeds.
     """
     seeds = np.asarray(block_seeds, np.uint64)[..., None]
-    return _mix(seeds + _GAMMA * np.arange(1, layers + 1, dtype=np.uint64))
+    return _MIX(seeds + _GAMMA * np.arange(1, layers + 1, dtype=np.uint64))
 
 
 def copy_sum(
@@ -168,13 +170,6 @@ def _team() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_team.cache_clear)
-
-
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`kernels._mix` on arrays."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def payload_sums(
