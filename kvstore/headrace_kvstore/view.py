@@ -1,9 +1,9 @@
-"""What a machine's KV store holds of a prompt, as whoever plans on that machine sees it.
+"""Which blocks of a prompt this machine's KV store holds, for planners on that machine.
 
-The arena is shared memory, so the planner looks into it as the engines do: DRAM is known exactly,
-for the price of hashing the prompt. For what lies below, the machine's StoreNode is asked
-(`survey`). Which blocks are its engine's own (namespace) the engine tells by its statistics; until
-then nothing is known to be held.
+The arena is shared memory, so the planner reads it directly, as the engines do. What DRAM holds is
+known exactly, for the price of hashing the prompt. For tiers below DRAM, the machine's StoreNode is
+asked (`survey`). The engine reports its blocks' namespace with its statistics; until then the view
+is empty.
 """
 
 from __future__ import annotations

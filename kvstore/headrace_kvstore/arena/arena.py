@@ -1,18 +1,18 @@
-"""The DRAM tier's memory: one shared-memory file a node, mapped by every engine process.
+"""The DRAM tier: one shared-memory file per machine, mapped by every engine process.
 
-A block is found by (namespace row, block hash) and stands in a slot. Who stores it reserves a
-slot, copies the block in, and publishes it with its checksums; who loads it takes a lease, copies
-it out and compares checksums. Nothing is copied under the lock, whose sections take microseconds.
+A block is found by (namespace row, block hash) and occupies a slot. A writer reserves a slot,
+copies the block in, and publishes it with its checksums. A reader takes a lease, copies the block
+out and compares checksums. No bytes are copied under the lock, which is held for microseconds.
 
-Correctness does not rest on lock or lease: checksums are seeded with the key, so a slot that was
-reused while somebody read it is a miss. A lease only avoids that waste, and runs out by itself, so
-that a dead reader costs nothing. A process that dies inside a section leaves the header's section
-word odd; the next one to take the lock rebuilds index and free chains (see `kernels`). One that
-dies while it copies a block in leaves a slot WRITING, which is taken back once room is short or its
-key is stored again.
+Correctness rests on neither lock nor lease. Checksums are seeded with the key, so a slot that was
+reused during a read is a miss. A lease only avoids that wasted read. It expires by itself, so a
+dead reader costs nothing. A process that dies inside a critical section leaves the header's section
+word odd; the next process to take the lock rebuilds index and free chains (see `kernels`). A
+process that dies while it copies a block in leaves a slot WRITING. That slot is reclaimed when room
+is short or its key is stored again.
 
-Times are time.monotonic() seconds, which all processes of a machine share, so the folder must be
-one that does not survive a restart of the machine (a tmpfs).
+Times are time.monotonic() seconds, which all processes of a machine share. So the file must not
+survive a restart of the machine: its folder is a tmpfs.
 """
 
 from __future__ import annotations
@@ -60,17 +60,19 @@ Hashes = Sequence[bytes] | np.ndarray
 LOOKUP_TRIES = 4
 INF = float("inf")
 TAKEN, NO_ROOM, NOT_WORTH = kernels.ABSENT, kernels.NO_ROOM, kernels.NOT_WORTH
-"""Of `reserve`, in the place of a slot: the block is there, or somebody is writing it; all that
-could be evicted is in use, or the lock is; what would have to go is worth more."""
+"""Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
+NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held.
+NOT_WORTH: every block that could be evicted is worth more."""
 
 
 class Arena(ArenaMap):
     """One process's handle on a node's arena. Threads may share it; a forked child may go on with
     it.
 
-    `policy` says which blocks are given up for new ones (see `policy.shared`); it is the arena's,
-    not the handle's. quotas, default_quota: bytes that each tenant (by its SLOT number) may hold,
-    and any tenant not listed; who stores beyond that gives up blocks of its own first.
+    `policy` chooses the blocks that are evicted for new ones (see `policy.shared`). It belongs to
+    the arena, not to the handle. quotas: bytes that each tenant (by its SLOT number) may hold;
+    default_quota: the same for tenants not listed. A tenant that stores more gives up blocks of its
+    own first.
 
     Calls that find the lock held for PATIENCE_S miss (`lease`, `reserve`, `publish`) or raise
     LockBusyError (all others but `lookup`, which never waits for long).

@@ -1,7 +1,4 @@
-"""The arena's file as this process maps it: where blocks stand, and how things are.
-
-Nothing here changes what is stored.
-"""
+"""The arena's file as this process maps it: where blocks are, and read-only facts about them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the arena asks its policy, and tells it: victims, quotas, admission, prompts.
+"""Asks the policy for victims and admission, and reports prompts and writes to it.
 
-Nothing here happens under the arena's own lock: a choice may be outdated when it is carried out, so
-each slot comes with the generation in which it was chosen. Look-ups and leases wait for none of it.
-A policy that fails is a fault like others: it is logged, and LRU chooses.
+None of this happens under the arena's own lock, so lookups and leases never wait for it. A choice
+may be outdated when it is carried out, so each slot comes with the generation in which it was
+chosen. If a policy raises, the error is logged and LRU chooses.
 """
 
 from __future__ import annotations

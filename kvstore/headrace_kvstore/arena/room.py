@@ -1,10 +1,10 @@
-"""Which blocks make room for a namespace's new ones, given how the policy ranks all blocks.
+"""Which blocks to evict so that a namespace gets room, by the policy's ranking of blocks. Pure.
 
 A slot freed in one of the namespace's own segments is room at once. A slot freed in another
-namespace's segment is none until that segment is empty and changes hands. So the policy is asked
-for more and more, until what it gives up makes room in either way, and the shortest leading part of
-its ranking that does so goes. Memory thus moves from a namespace whose blocks are ranked low to one
-that stores, and stays where it is while all namespaces are used alike. Pure.
+namespace's segment is room only when that segment is empty and changes hands. So the policy is
+asked for more and more victims until they make room in either way. The shortest leading part of its
+ranking that makes room is evicted. Memory thus moves from a namespace whose blocks rank low to one
+that stores, and stays where it is while all namespaces are used alike.
 """
 
 from __future__ import annotations

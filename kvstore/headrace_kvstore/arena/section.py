@@ -1,7 +1,7 @@
 """The arena's critical section, between all threads and processes that map it.
 
-Entering repairs what a holder left that died, or raised, inside: the header's section word is odd
-then.
+The header's section word is odd inside a section. If it is odd on entry, a holder died or raised
+inside; entering then repairs the arena.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""One shared-memory file: made whole by whoever comes first, mapped by everyone else.
+"""One shared-memory file, created by the first process that opens it and mapped by all.
 
-All of its bytes are allocated before the first use, so that a full /dev/shm is an error at start
-and never a SIGBUS later. A file is complete once its first 8 bytes (the magic) are there; whoever
-dies before leaves a file that the next one makes anew. Creation and attachment happen under the
-file's lock.
+All bytes are allocated before the first use, so a full /dev/shm is an error at start and never a
+SIGBUS later. A file is complete once its first 8 bytes (the magic) are there. If its creator dies
+before that, the next process makes it anew. Creation and attachment happen under the file's lock.
 
 Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. Where
 it says "advise", pages are allocated through the mapping, because an allocation through the file
-would ignore the advice. NUMA: pages stand where the kernel puts them, which is the creator's node
-first; to spread them mount /dev/shm with `mpol=interleave` or start the creator under
-`numactl --interleave=all`. Nothing is bound here.
+would ignore the advice. NUMA: the kernel places pages, on the creator's node first. To spread them,
+mount /dev/shm with `mpol=interleave` or start the creator under `numactl --interleave=all`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""An engine's KV cache, as the store sees it, and the one in host memory: blocks in and out, one
-pass a byte, checksums on the way."""
+"""An engine's KV cache as the store uses it, and the one in host memory.
+
+Blocks are copied in and out in one pass over their bytes, which also computes their checksums.
+"""
 
 from __future__ import annotations
 

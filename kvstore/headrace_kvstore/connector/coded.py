@@ -1,9 +1,9 @@
 """An engine's KV cache in host memory whose blocks are stored under a codec.
 
-Checksums are those of the stored bytes. A load copies these into memory of its own first and
-decodes from there, so that the bytes that were summed are the bytes that are decoded, whoever
-writes to the slot meanwhile. Stored layers are rounded up to whole pages, which is what reading
-files past the page cache asks for.
+Checksums are those of the stored bytes. A load first copies these into memory of its own and
+decodes from there. So the bytes that were summed are the bytes that are decoded, even if another
+process writes to the slot meanwhile. Stored layers are rounded up to whole pages, as reading files
+past the page cache requires.
 """
 
 from __future__ import annotations

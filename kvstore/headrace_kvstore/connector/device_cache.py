@@ -1,10 +1,10 @@
-"""An engine's KV cache in a device's memory: blocks in and out through pinned host memory.
+"""An engine's KV cache in device memory: blocks in and out through pinned host memory.
 
-Device-neutral torch: on a CPU tensor it gives byte for byte what `cache.HostCache` gives, which is
-how it is tested where there is no GPU. A layer of some blocks is gathered or scattered on the
-device by one kernel and crosses the bus by one copy; the host's side of it is copied to or from
-the payloads by the same pass that makes the checksums. Copies run on a stream of their own, behind
-what the computing thread had launched when the step began (`fence`).
+Device-neutral torch. On a CPU tensor it gives byte for byte the same as `cache.HostCache`, which is
+how it is tested where there is no GPU. One kernel gathers or scatters a layer of some blocks on the
+device, and one copy moves it across the bus. On the host, the pass that copies to or from the
+payloads also makes the checksums. Copies run on a stream of their own, after everything that the
+computing thread had launched when the step began (`fence`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What an engine's KV bytes depend on: its namespace, from vLLM's configuration alone.
+"""The namespace of an engine's KV blocks, from vLLM's configuration alone.
 
-Both halves of a connector, and engines on other nodes, come to the same answer without asking each
-other. Weights in a folder are known by a fingerprint of their files, wherever the folder is.
+Both halves of a connector, and engines on other machines, derive the same namespace without asking
+each other. Weights in a folder are identified by a fingerprint of their files, wherever the folder
+is.
 """
 
 from __future__ import annotations

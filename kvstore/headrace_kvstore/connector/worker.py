@@ -1,10 +1,10 @@
-"""Moving KV blocks between an engine's cache and its node's arena.
+"""Moves KV blocks between an engine's cache and its machine's arena.
 
 This is the worker half of the connector without its vLLM shell. Loads run layer by layer under the
-step that needs them; each (block, layer) is compared with its checksum before the step may use it,
-and a block that fails, is late, or is gone, is reported, so that vLLM computes it. Saves run in a
-thread of their own after the step that found them. What steps and loads took is measured on the
-way, for `price`.
+step that needs them. Each (block, layer) is compared with its checksum before the step may use it.
+A block that fails, is late or is missing is reported to vLLM, which computes it. Saves run in a
+thread of their own, after the step that found them. The durations of steps and loads are measured
+on the way, for `price`.
 """
 
 from __future__ import annotations

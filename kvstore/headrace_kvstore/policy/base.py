@@ -1,13 +1,13 @@
-"""What an eviction policy is: which slots of a table to give up next, and what it may look at.
+"""What an eviction policy is: which slots of a table to give up next, and what it may read.
 
-A policy reads the slot table (`table.SLOT`) and arrays of its own that it is handed; it reads no
-clock, does no I/O and starts no thread, so every process that maps the arena can evict, and the
-simulator replays the code that production runs. Its caller sees to it that one process at a time is
-inside (`shared.SharedPolicy`).
+A policy reads the slot table (`table.SLOT`) and arrays of its own. It reads no clock, does no I/O
+and starts no thread, so every process that maps the arena can evict, and the simulator replays the
+code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
 
-A prompt's life, as a policy sees it: `prompt` (its block keys are known), `touched` for the run of
-blocks that was found, `admit` for the rest (what is worth writing), `touched` again for the blocks
-that were written. When room is short: `choose`, then `given_up` for those that really go.
+The calls for one prompt, in order: `prompt` (its block keys are known), `touched` for the leading
+blocks that were found, `admit` for the rest (which are worth writing), `touched` again for the
+blocks that were written. When room is short: `choose`, then `given_up` for the slots that are
+really evicted.
 """
 
 from __future__ import annotations

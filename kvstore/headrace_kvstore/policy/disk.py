@@ -1,19 +1,19 @@
-"""What a block on disk is worth keeping, and what is worth writing there.
+"""Which blocks a disk keeps, and which are worth writing to it. Pure.
 
 For a block b of a tier that loads it in load_s,
 
     worth(b) = rate(b) * max(compute_s - load_s, 0)          saved seconds per second of residence
 
-with rate(b) the hits per second that the policy expects (`Policy.rates`). The segment whose blocks
-have the least sum goes.
+with rate(b) the hits per second that the policy expects (`Policy.rates`). When room is short, the
+segment whose blocks have the least sum is removed.
 
-A disk that keeps up writes everything: whether a block is asked for again often shows only after
-DRAM had to let it go, and after a restart only the disk has it. One that does not can write but a
-share of what comes, so it should be the better one: with a backlog beyond `CALM`,
+A disk that keeps up writes everything: often a block is asked for again only after DRAM evicted it,
+and after a restart only the disk has it. A disk that does not keep up can write only a share of
+the blocks, so it should be the better share. With a backlog beyond `CALM`,
 
     write b  if  worth(b) / bytes(b)  >  quantile of the same among the blocks in DRAM, at pressure
 
-where pressure rises from 0 at `CALM` to 1 at a full backlog. Pure.
+where pressure rises from 0 at `CALM` to 1 at a full backlog.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One policy for all processes of a node: which one, where its state lies, and who is inside.
+"""One policy for all processes of a machine: which one, where its state is, and who may use it.
 
-The arena's maker decides; its choice stands in the arena's header, so that whoever maps the arena
-evicts by the same policy over the same state. One process at a time is inside, under a lock that
-the kernel takes back from the dead. The state's first word is 1 meanwhile: who finds it so repairs
-the state before use, so whatever a process left that died inside is harmless.
+The process that creates the arena chooses the policy. The choice is in the arena's header, so every
+process evicts by the same policy over the same state. One process at a time uses it, under a lock
+that the kernel releases when its holder dies. Meanwhile the state's first word is 1. A process that
+finds it so on entry repairs the state, so a death inside harms nothing.
 
     state = [inside: u64][7 words unused][the policy's own record]
 """
