@@ -367,13 +367,6 @@ class Arena(ArenaMap):
             slots = np.flatnonzero((self.table["state"] == READY) & its)
             return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
 
-    def reclaim(self) -> None:
-        """Take back what dead writers left. `reserve` does it too where room is short."""
-        gone = self._left_behind(self._clock())
-        if len(gone[0]):
-            with self._section:
-                self._drop(*gone, WRITING, RECLAIMED_TOTAL)
-
     def close(self) -> None:
         if hasattr(self, "_eviction"):
             del self._eviction, self.policy

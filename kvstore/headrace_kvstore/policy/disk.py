@@ -33,16 +33,16 @@ CALM = 0.5
 """Share of the backlog's limit up to which the disk counts as keeping up."""
 
 
-def saved_s(rows: Table, disk_bytes_s: float = DISK_BYTES_S) -> Floats:
+def saved_s(rows: Table) -> Floats:
     """Seconds that loading each block saves against computing it, (n,), at least 0."""
-    load_s = rows["bytes"].astype(np.float64) / disk_bytes_s
+    load_s = rows["bytes"].astype(np.float64) / DISK_BYTES_S
     compute_s = np.where(rows["compute_s"] > 0.0, rows["compute_s"], UNKNOWN_RATIO * load_s)
     return np.maximum(compute_s - load_s, 0.0)
 
 
-def worth_keeping(rows: Table, rate: Floats, disk_bytes_s: float = DISK_BYTES_S) -> Floats:
+def worth_keeping(rows: Table, rate: Floats) -> Floats:
     """Predicted seconds saved per second of residence, (n,). rate: hits per second, (n,)."""
-    return rate * saved_s(rows, disk_bytes_s)
+    return rate * saved_s(rows)
 
 
 def pressure(backlog: float) -> float:
