@@ -9,7 +9,6 @@ from headrace_kvstore.policy import LRU, CostAware, block_keys
 from headrace_kvstore.policy.cost_aware import state_dtype
 from headrace_kvstore.policy.disk import (
     CALM,
-    DISK_BYTES_S,
     UNKNOWN_RATIO,
     pressure,
     saved_s,
