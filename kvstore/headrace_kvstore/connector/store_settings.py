@@ -32,7 +32,6 @@ class StoreSettings:
         load, save: switch one direction off.
         lease_s: longest time that a load may take before its blocks may be evicted.
         copy_threads: threads that copy blocks in and out.
-        depth: layers of a load on their way at once; None measures what it takes.
         staging_bytes: memory that layers from files pass through.
         node: ask the node's StoreNode for what is not in DRAM, where there is one.
         node_timeout_s: longest wait for what it has; other requests go on meanwhile.
@@ -52,7 +51,6 @@ class StoreSettings:
     save: bool = True
     lease_s: float = 30.0
     copy_threads: int = 1
-    depth: int | None = None
     staging_bytes: int = 256 * 2**20
     node: bool = True
     node_timeout_s: float = 0.25
@@ -102,9 +100,6 @@ class StoreSettings:
             value = getattr(self, name)
             if not is_number(value) or not 0 < value <= most_s:
                 raise wrong(name, f"is {value!r}", f"seconds from 0 to {most_s}")
-        for name, low, high in (("copy_threads", 1, 64), ("depth", 1, 1024)):
-            value = getattr(self, name)
-            if name == "depth" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise wrong(name, f"is {value!r}", f"a whole number from {low} to {high}")
+        value = self.copy_threads
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 64:
+            raise wrong("copy_threads", f"is {value!r}", "a whole number from 1 to 64")
