@@ -41,7 +41,7 @@ class Owner:
                 socket_folder=folder,
             )
         ).start()
-        dram = self._node._dram
+        dram = self._node.tiers.dram
         assert dram is not None, "no arena"
         self._arena = arena = dram.arena
         row = arena.namespace(DIGEST, block_bytes, args.layers)
@@ -72,7 +72,7 @@ class Owner:
 
     def stats(self) -> dict[str, Any]:
         """Of the node's remote part."""
-        remote: dict[str, Any] = self._node.stats()["remote"]
+        remote: dict[str, Any] = self._node.operations.stats()["remote"]
         return remote
 
     def close(self) -> None:

@@ -21,9 +21,11 @@ from pathlib import Path
 import yaml
 import zmq
 
-from headrace_kvstore.node.node import NodeRunning, NodeSettings, StoreNode
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import call
+from headrace_kvstore.protocol.server import NodeRunning
 from headrace_kvstore.settings import SettingsError
 
 

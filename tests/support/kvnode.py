@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds, payload_sums
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.mover import Move, Mover, Operation
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
@@ -181,3 +182,14 @@ class SlowMover(Mover):
         timer.daemon = True
         timer.start()
         return move
+
+
+def settled(node: StoreNode, timeout_s: float) -> bool:
+    """Wait until everything stored so far is published, and written or dropped."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        dram, keeper = node.tiers.dram, node.tiers.keeper
+        if dram is not None and dram.idle and (keeper is None or keeper.ready):
+            return True
+        time.sleep(0.005)
+    return False

@@ -44,12 +44,12 @@ class StoreNodeActor:
         self._node = StoreNode(NodeSettings.parse(settings)).start()
 
     def stats(self) -> dict[str, Any]:
-        """As `StoreNode.stats`."""
-        return self._node.stats()
+        """As `Operations.stats`."""
+        return self._node.operations.stats()
 
     def warm(self) -> int:
-        """As `StoreNode.warm`."""
-        return self._node.warm()
+        """As `Operations.warm`."""
+        return self._node.operations.warm()
 
     def lend(self) -> str:
         """As `StoreNode.lend`, where other machines reach this one."""

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.chains import chains
+from headrace_kvstore.node.tiers import Contents, Tiers
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.nvme_tier import NvmeTier, TierEvent
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.protocol.events import DRAM, NVME, OBJECT, Change, EventPublisher
-
-Contents = Iterable[tuple[bytes, np.ndarray]]
-"""Namespace digest and rows, SLOT (n,), of a tier's blocks."""
 
 
 class NodeEvents:
     """Publishes once `open` found where to; until then nothing is told. Thread-safe but for `open`.
 
     Args:
-        arena: the blocks in DRAM.
-        nvme, objects: the tiers, None while there is none.
+        tiers: whose blocks they are.
     """
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        arena: Callable[[], Contents],
-        nvme: Callable[[], NvmeTier | None],
-        objects: Callable[[], ObjectTier | None],
-    ) -> None:
-        self._settings = settings
-        self._arena, self._nvme, self._objects = arena, nvme, objects
+    def __init__(self, settings: NodeSettings, tiers: Tiers) -> None:
+        self._settings, self._tiers = settings, tiers
         self.publisher: EventPublisher | None = None
 
     def open(self, listen: str | None) -> None:
@@ -57,13 +44,13 @@ class NodeEvents:
 
     def nvme_changed(self, event: TierEvent) -> None:
         """Tell what became of a block on NVMe."""
-        change = nvme_change(self._nvme(), event)
+        change = nvme_change(self._tiers.nvme, event)
         if change is not None:
             self.publish([change])
 
     def objects_changed(self, event: TierEvent) -> None:
         """Tell what became of a block in an object."""
-        objects = self._objects()
+        objects = self._tiers.objects
         change = None if objects is None else object_change(objects, event)
         if change is not None:
             self.publish([change])
@@ -84,8 +71,8 @@ class NodeEvents:
 
     def contents(self) -> Iterator[Change]:
         """All blocks of all tiers, each chain in order."""
-        yield from all_there(DRAM, self._arena())
-        nvme, objects = self._nvme(), self._objects()
+        yield from all_there(DRAM, self._tiers.arena_contents())
+        nvme, objects = self._tiers.nvme, self._tiers.objects
         if nvme is not None:
             yield from all_there(NVME, nvme.contents())
         if objects is not None:
@@ -112,14 +99,6 @@ def object_change(tier: ObjectTier, event: TierEvent) -> Change | None:
         return None
     parent = 0 if place is None else int.from_bytes(place.block.parent[:8], "little")
     return Change(event.stored, OBJECT, event.digest, event.hash, parent)
-
-
-def arena_contents(arena: Arena) -> Contents:
-    """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
-    rows, _ = arena.blocks()
-    digests = [space.digest for space in arena.spaces()]
-    numbers = np.unique(rows["namespace"]).tolist()
-    return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
 
 
 def all_there(medium: str, contents: Contents) -> Iterator[Change]:

@@ -10,27 +10,24 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace_kvstore.node.neighbours import Pulling
+from headrace_kvstore.node.operations import Operations
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.server import Staged
 
-if TYPE_CHECKING:
-    from headrace_kvstore.node.node import StoreNode
-
 
 class Requests:
-    """Answers for a node; `slow` runs what may take longer."""
+    """Answers with a node's operations; `slow` runs those that may take long."""
 
-    def __init__(self, node: StoreNode, slow: Executor) -> None:
-        self._node, self._slow = node, slow
+    def __init__(self, operations: Operations, slow: Executor) -> None:
+        self._operations, self._slow = operations, slow
 
     def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
         """Does what a request says: a `protocol.server.Handle`."""
-        node = self._node
+        node = self._operations
         match request:
             case wire.Ping():
                 return wire.Done()
@@ -54,12 +51,12 @@ class Requests:
                     node.board.read(after, most_bytes, generation=generation, but=but)
                 )
             case wire.AddPeer() | wire.RemovePeer():
-                neighbours = node.neighbours
+                neighbours = node.tiers.neighbours
                 return wire.Failed("closed") if neighbours is None else neighbours.change(request)
         return self._slow.submit(self._answer_slowly, request)
 
     def _answer_slowly(self, request: wire.Request) -> wire.Reply:
-        node = self._node
+        node = self._operations
         match request:
             case wire.ReportBad(digest, hashes, tier):
                 return wire.Done(node.report_bad(digest, hashes, tier))

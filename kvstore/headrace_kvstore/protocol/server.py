@@ -53,6 +53,7 @@ class FrameServer:
         bind: binds the ROUTER socket that it is given; what it raises comes through.
         decode: id and request of a frame; raises WireError.
         name: of the thread.
+        counts: gets how many requests of each kind came.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class FrameServer:
         decode: Decode,
         handle: Handle,
         name: str = "kv-node",
+        counts: Counter[str] | None = None,
     ) -> None:
         self._decode, self._handle = decode, handle
         self._context = zmq.Context()
@@ -75,13 +77,13 @@ class FrameServer:
             raise
         self._slow: list[tuple[bytes, int, Future[Any]]] = []
         self._staged: list[tuple[bytes, int, Future[Any]]] = []
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter() if counts is None else counts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Hear no more."""
+        """Stop listening for requests."""
         self._stop.set()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
@@ -158,17 +160,19 @@ class NodeServer(FrameServer):
         NodeRunning: another node has this socket.
     """
 
-    def __init__(self, path: Path, handle: Handle) -> None:
+    def __init__(self, path: Path, handle: Handle, counts: Counter[str] | None = None) -> None:
         self.path = path
         self._lock_fd = _own(path.with_suffix(".lock"), path)
         try:
-            super().__init__(lambda s: _bind_private(s, path), wire.decode_request, handle)
+            super().__init__(
+                *(lambda s: _bind_private(s, path), wire.decode_request, handle), counts=counts
+            )
         except BaseException:
             self._disown()
             raise
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Hear no more, and remove the socket."""
+        """Stop listening for requests, and remove the socket."""
         super().close(timeout_s)
         self._disown()
 

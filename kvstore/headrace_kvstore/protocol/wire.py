@@ -201,7 +201,7 @@ class Surveyed(Message):
 
 
 class Stats(Message):
-    """See `StoreNode.stats`."""
+    """See `Operations.stats`."""
 
     values: dict[str, Any]
 
