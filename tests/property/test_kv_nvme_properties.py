@@ -101,7 +101,6 @@ class TierMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.tier.close()
-        self.bench.close()
         shutil.rmtree(self.folder)
 
     @rule(numbers=NUMBERS)

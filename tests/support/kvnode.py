@@ -15,10 +15,9 @@ from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds, payload_sums
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Move, Mover, Operation
+from headrace_kvstore.nvme.mover import Move, Mover
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
-from headrace_kvstore.nvme.scan import page_memory
-from headrace_kvstore.nvme.segment import BlockReader, Location
+from headrace_kvstore.nvme.segment import BlockReader, Location, page_memory
 from headrace_kvstore.table import hash_word
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
@@ -109,9 +108,8 @@ class Reader:
     """Reads located blocks as an engine's worker does, in memory of its own."""
 
     def __init__(self, mover: Mover, blocks: int = 64) -> None:
-        self._mover, self._reader = mover, BlockReader(mover)
+        self._reader = BlockReader(mover)
         self._memory, self._address = page_memory(blocks * SHAPE.payload_bytes)
-        mover.register(self._address, len(self._memory))
 
     def read(self, places: Sequence[Location], numbers: Sequence[int]) -> list[bool]:
         """Which blocks verify; one that does and has other bytes fails the test."""
@@ -125,9 +123,8 @@ class Reader:
         return [bool(good) for good in ok]
 
     def close(self) -> None:
-        """Take the memory back."""
+        """Close the files."""
         self._reader.close()
-        self._mover.deregister(self._address, len(self._memory))
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -146,19 +143,18 @@ class HangingMover(Mover):
         self.hangs: str | None = None
         self.held: list[Move] = []
 
-    def _start(self, operation: Operation, *columns: Any) -> Move:
-        if operation != self.hangs:
-            return super()._start(operation, *columns)
-        arrays = [np.ascontiguousarray(column, np.uint64).reshape(-1) for column in columns]
-        self.held.append(Move(operation, *arrays))
-        return self.held[-1]
+    def _start(self, move: Move) -> Move:
+        if move.operation != self.hangs:
+            return super()._start(move)
+        self.held.append(move)
+        return move
 
     def let_go(self) -> None:
         """Do it all."""
         self.hangs = None
         held, self.held = self.held, []
         for move in held:
-            self._lanes[move.operation].submit(move)
+            self._start(move)
 
 
 class SlowMover(Mover):
@@ -170,15 +166,13 @@ class SlowMover(Mover):
         super().__init__()
         self._free_at_s = 0.0
 
-    def _start(self, operation: Operation, *columns: Any) -> Move:
-        if self.bytes_per_s is None or operation != "READ":
-            return super()._start(operation, *columns)
-        arrays = [np.ascontiguousarray(column, np.uint64).reshape(-1) for column in columns]
-        move = Move(operation, *arrays)
+    def _start(self, move: Move) -> Move:
+        if self.bytes_per_s is None or move.operation != "READ":
+            return super()._start(move)
         now_s = time.monotonic()
         self._free_at_s = max(now_s, self._free_at_s) + move.bytes / self.bytes_per_s
         wait_s = self._free_at_s - now_s
-        timer = threading.Timer(wait_s, self._lanes[operation].submit, [move])
+        timer = threading.Timer(wait_s, super()._start, [move])
         timer.daemon = True
         timer.start()
         return move

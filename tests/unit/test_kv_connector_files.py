@@ -91,7 +91,6 @@ def places(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[dict[byte
     tier = nvme.NvmeTier.open(tmp_path / "files", 1 << 22, 1 << 20, mover)
     slots = arena.lookup(0, HASHES)
     sums = arena.sums(slots)
-    mover.register(arena.base_address, arena.geometry.size_bytes)
     saves = [
         nvme.Save(name, int(address), total)
         for name, address, total in zip(HASHES, arena.addresses(slots), sums, strict=True)

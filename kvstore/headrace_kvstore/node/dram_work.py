@@ -16,7 +16,6 @@ from headrace_kvstore.node.follower import Follower
 from headrace_kvstore.node.object_work import ObjectWork
 from headrace_kvstore.node.open_tiers import open_arena
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.peers.peer_work import RemoteWork
@@ -44,7 +43,6 @@ class DramWork:
     def __init__(
         self,
         settings: NodeSettings,
-        mover: Mover | None,
         tier: Callable[[], NvmeTier | None],
         admit: Admit,
         publish: Callable[[list[Change]], None],
@@ -53,10 +51,6 @@ class DramWork:
         objects: ObjectTier | None = None,
     ) -> None:
         self.arena = open_arena(settings)
-        self._mover = mover
-        self._memory = self.arena.base_address, self.arena.geometry.size_bytes
-        if mover is not None:
-            mover.register(*self._memory)
         self.writer = WriteBehind(
             self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
         )
@@ -129,7 +123,5 @@ class DramWork:
             logger.warning("a disk or a peer that hangs keeps the arena's memory")
             _LEFT_BEHIND.append(self)
             return False
-        if self._mover is not None:
-            self._mover.deregister(*self._memory)
         self.arena.close()
         return True

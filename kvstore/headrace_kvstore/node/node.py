@@ -107,13 +107,7 @@ class StoreNode:
         return self
 
     def _open_nvme(self) -> None:
-        try:
-            if self._mover is None:
-                self._mover = Mover()
-        except (ImportError, RuntimeError) as error:
-            self.tiers.reasons["nvme"] = f"no mover of files: {error}"
-            logger.exception("there is no NVMe tier")
-            return
+        self._mover = self._mover or Mover()
         self.tiers.keeper = TierKeeper(
             self.settings, self._mover, self._events.nvme_changed, self._nvme_opened
         )
@@ -220,8 +214,8 @@ class StoreNode:
         settings = self.settings
         try:
             dram = DramWork(
-                *(settings, self._mover, lambda: self.tiers.nvme, self._admit),
-                *(self._events.publish, self._events.resync, self.tiers.peers, self.tiers.objects),
+                *(settings, lambda: self.tiers.nvme, self._admit, self._events.publish),
+                *(self._events.resync, self.tiers.peers, self.tiers.objects),
             )
         except (OSError, ValueError, LockBusyError) as error:
             if self.tiers.reasons["dram"] != str(error):

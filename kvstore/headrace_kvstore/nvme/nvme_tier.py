@@ -14,7 +14,7 @@ in use) is dropped and counted. A disk that is full, read-only or failing turns 
 failed reads in a row turn the tier off. Both are logged once and shown by `stats`; a restart tries
 again.
 
-Written data is not synced unless asked: a process that dies loses nothing that was published, and
+Written data is not synced: a process that dies loses nothing that was published, and
 what a power cut tears is found by checksum, so syncing buys only a few more hits after one.
 """
 
@@ -44,18 +44,17 @@ from headrace_kvstore.nvme.record import (
     pack_header,
     padded,
 )
-from headrace_kvstore.nvme.record_writer import Flight, RecordWriter, make_segment
+from headrace_kvstore.nvme.record_writer import Flight, make_segment, write_record
 from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
 from headrace_kvstore.table import HASH_BYTES
 
 logger = logging.getLogger("headrace.kvstore")
 
-SEGMENT_BYTES = 256 * 2**20
 WRITING_BYTES = 256 * 2**20
 """Records in flight to the disk, at most."""
-NOT_THE_DISK = (errno.ECANCELED, errno.EINVAL)
-"""Errors of a write that say nothing about the disk: called off, memory not registered."""
+NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT)
+"""Errors of a write that say nothing about the disk: called off, memory that is gone."""
 FAILED_READS = 8
 """Failed reads in a row that turn the tier off."""
 
@@ -96,25 +95,22 @@ class TierEvent:
 class NvmeTier:
     """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
 
-    def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover | None):
+    def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover):
         self.folder, self.size_bytes = folder, size_bytes
         self.segment_bytes = min(segment_bytes, size_bytes) // PAGE_BYTES * PAGE_BYTES
-        self.mover = Mover() if mover is None else mover
+        self.mover = mover
         self.state: State = "on"
         self.reason = ""
         self.events: list[Callable[[TierEvent], None]] = []
         self.value: Value = use_per_second
         self.writing_limit_bytes = WRITING_BYTES
-        self.sync = False
         self.scanned = Scan()
-        self._owns_mover = mover is None
         self._lock = threading.RLock()
         self._growing = threading.Lock()
         self._lock_fd = -1
         self._catalog = Catalog()
-        self._files = SegmentFiles(self.mover, writable=True)
+        self._files = SegmentFiles(writable=True)
         self._reader = BlockReader(self.mover, self._files)
-        self._writer = RecordWriter(self.mover, self._files, self._publish, self._fail)
         self._open: dict[Shape, Segment] = {}
         self._writing: dict[bytes, Future[bool]] = {}
         self._writing_bytes = 0
@@ -127,12 +123,11 @@ class NvmeTier:
         cls,
         folder: str | os.PathLike[str],
         size_bytes: int,
-        segment_bytes: int = SEGMENT_BYTES,
-        mover: Mover | None = None,
+        segment_bytes: int,
+        mover: Mover,
         *,
         value: Value = use_per_second,
         writing_limit_bytes: int = WRITING_BYTES,
-        sync: bool = False,
         events: Sequence[Callable[[TierEvent], None]] = (),
     ) -> NvmeTier:
         """Own a folder, make it if need be, and find what lies in it.
@@ -140,16 +135,15 @@ class NvmeTier:
         Args:
             size_bytes: what all segment files may take together; more is removed at once.
             segment_bytes: size of a new segment, a multiple of 4,096.
-            mover: shared with others; None makes one of its own.
+            mover: reads and writes the files; shared with others.
             value: what keeping a block is worth; decides which segment goes.
-            sync: fdatasync payloads before their headers are written.
             events: called with each `TierEvent`, with "scanned" blocks before this returns.
 
         Raises:
             FolderBusy: another process owns it. A bad disk does not raise: see `state`.
         """
         tier = cls(Path(folder), size_bytes, segment_bytes, mover)
-        tier.value, tier.sync, tier.writing_limit_bytes = value, sync, writing_limit_bytes
+        tier.value, tier.writing_limit_bytes = value, writing_limit_bytes
         tier.events.extend(events)
         try:
             tier.folder.mkdir(parents=True, exist_ok=True)
@@ -273,8 +267,8 @@ class NvmeTier:
     # Writing
 
     def write(self, shape: Shape, saves: Sequence[Save]) -> list[Future[bool]]:
-        """Start writing blocks. Each future tells whether the block is here in the end; the memory,
-        registered with the mover, must not change before.
+        """Start writing blocks. Each future tells whether the block is here in the end; the
+        memory must not change before.
 
         Raises ValueError or struct.error for a block that no header can describe; the futures
         raise nothing.
@@ -292,8 +286,8 @@ class NvmeTier:
                 else:
                     futures.append(taken)
         finally:
-            if flights:
-                self._writer.write(flights, self.sync)
+            for flight in flights:
+                write_record(self.mover, self._files, flight, self._landed)
         return futures
 
     def _take(self, shape: Shape, save: Save, full: bool = False) -> Flight | Future[bool] | None:
@@ -343,30 +337,20 @@ class NvmeTier:
             self._next_sequence += 1
             return Flight(shape, block, header, save.address, segment, slot, future)
 
-    def _fail(self, flights: list[Flight], error: OSError) -> None:
+    def _landed(self, flight: Flight, error: OSError | None) -> None:
+        """A record was written, or could not be."""
         with self._lock:
-            self._counts["writes_failed"] += len(flights)
-            if error.errno not in NOT_THE_DISK:
-                self._turn("read-only", f"write failed: {error}")
-            for flight in flights:
-                self._land(flight)
-        for flight in flights:
-            flight.future.set_result(False)
-
-    def _publish(self, flights: list[Flight]) -> None:
-        with self._lock:
-            for flight in flights:
+            if error is None:
                 self._catalog.add(flight.segment, flight.slot, flight.block, time.monotonic())
-                self._land(flight)
-            self._counts["writes"] += len(flights)
-        for flight in flights:
+            elif error.errno not in NOT_THE_DISK:
+                self._turn("read-only", f"write failed: {error}")
+            self._counts["writes" if error is None else "writes_failed"] += 1
+            flight.segment.users -= 1
+            self._writing_bytes -= flight.shape.record_bytes
+            del self._writing[flight.shape.digest + flight.block.hash]
+        if error is None:
             self._tell(TierEvent(True, flight.shape.digest, flight.block.hash, "written"))
-            flight.future.set_result(True)
-
-    def _land(self, flight: Flight) -> None:
-        flight.segment.users -= 1
-        self._writing_bytes -= flight.shape.record_bytes
-        del self._writing[flight.shape.digest + flight.block.hash]
+        flight.future.set_result(error is None)
 
     # Space
 
@@ -515,18 +499,13 @@ class NvmeTier:
             }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Let what is in flight finish, give files and folder back. The files stay.
-
-        With a mover of its own it closes that too; what is left after `timeout_s` is called off.
-        """
+        """Let what is in flight finish, give files and folder back. The files stay."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self.state, self.reason = "off", self.reason or "closed"
             segments = list(self._catalog.segments.values())
         while any(segment.users for segment in segments) and time.monotonic() < deadline:
             time.sleep(0.001)
-        if self._owns_mover:
-            self.mover.close(max(0.0, deadline - time.monotonic()))
         self._files.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)

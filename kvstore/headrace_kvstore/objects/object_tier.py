@@ -35,7 +35,7 @@ from headrace_kvstore.objects.object_client import Listed, ObjectClient, ObjectE
 from headrace_kvstore.objects.object_format import ObjectName, unpack_headers
 from headrace_kvstore.objects.object_pack import Packed, pack_blocks
 from headrace_kvstore.objects.object_read import RUN_BYTES, ObjectRead, copy_verified
-from headrace_kvstore.objects.workers import Workers
+from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -97,7 +97,6 @@ class ObjectTier:
 
     def start(self) -> ObjectTier:
         """Begin to list in the background, and to take requests."""
-        self._workers.start()
         self._keeper.start()
         return self
 
