@@ -391,8 +391,8 @@ def test_settings_take_sizes_as_text_and_name_what_is_wrong() -> None:
         ({"events": "here"}, "events: is 'here'"),
         ({"layers": 0}, "layers: is 0"),
         ({"listen": "7611"}, "listen: is '7611'"),
-        ({"peers": "a:1, b"}, "peers: 'b' is no HOST:PORT"),
-        ({"peers": ["a:0"]}, "peers: 'a:0' is no HOST:PORT"),
+        ({"peers": "a:1, b"}, "peers.1: is 'b'; give HOST:PORT"),
+        ({"peers": ["a:0"]}, "peers.0: is 'a:0'; give HOST:PORT"),
         ({"peers": 5}, "peers: is 5"),
         ({"pull_limit_s": 20}, "peer_lease_s: is 20.0; give more than pull_limit_s"),
     ):

@@ -19,7 +19,7 @@ def open_arena(settings: NodeSettings) -> Arena:
         block_bytes=settings.block_bytes,
         layers=settings.layers,
         policy=settings.policy,
-        **settings.quotas.options,
+        **settings.quota_options,
     )
 
 
