@@ -18,6 +18,8 @@ from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.mover import Move, Mover
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
 from headrace_kvstore.nvme.segment import BlockReader, Location, page_memory
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import NodeAway, NodeClient
 from headrace_kvstore.table import hash_word
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
@@ -125,6 +127,25 @@ class Reader:
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
+
+
+def locate(client: NodeClient, *numbers: int, compute_s: float = 0.0) -> list[Location]:
+    """Where the node says that the leading ones of these blocks lie; none if it is away."""
+    names = keys(*numbers)
+    try:
+        reply = client.ask(wire.Locate("r", DIGEST, names, 30.0, compute_s)).result()
+    except NodeAway:
+        return []
+    assert isinstance(reply, wire.Located), reply
+    return wire.unpack_locations(reply, DIGEST, names)
+
+
+def answers(client: NodeClient) -> bool:
+    """Whether the node does."""
+    try:
+        return isinstance(client.ask(wire.Ping()).result(), wire.Done)
+    except NodeAway:
+        return False
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -137,8 +137,9 @@ def test_many_ask_at_once_and_each_gets_its_own_answer(
 
 
 def test_a_node_that_was_restarted_is_asked_again(
-    node: StoreNode, engine: Engine, surveyor: Surveyor, tmp_path: Path
+    node: StoreNode, engine: Engine, tmp_path: Path
 ) -> None:
+    surveyor = Surveyor("arena", limit_s=PATIENT_S, retry_s=0.05, socket_folder=tmp_path)
     on_nvme_only(node, engine, 0)
 
     async def before_and_after() -> None:
@@ -147,8 +148,10 @@ def test_a_node_that_was_restarted_is_asked_again(
         assert await surveyor.supplies([DIGEST], keys(0), 0.0) == []
         other = StoreNode(settings(tmp_path)).start()
         assert await asyncio.to_thread(settled, other, PATIENT_S)
+        await asyncio.sleep(0.1)
         assert await surveyor.supplies([DIGEST], keys(0), 0.0) == [Supply("nvme", 1)]
         other.close()
+        surveyor.close()
 
     asyncio.run(before_and_after())
 

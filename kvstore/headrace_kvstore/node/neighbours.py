@@ -147,16 +147,6 @@ class Neighbours:
         size, limit_s = dram.arena.spaces()[row].block_bytes, self._settings.pull_limit_s
         return dram, wanted, choose(runs, size, compute_s, limit_s)
 
-    def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:
-        """Add a peer, or drop one."""
-        if self.peers is None:
-            return wire.Failed("this node has no peers: start it with listen or peers")
-        try:
-            adds = isinstance(request, wire.AddPeer)
-            return wire.Done((self.peers.add if adds else self.peers.remove)(request.address))
-        except ValueError as error:
-            return wire.Failed(str(error))
-
     def follow(self, addresses: Sequence[str]) -> None:
         """Have these peers and those of the settings, and no others. Raises ValueError."""
         if self.peers is None:

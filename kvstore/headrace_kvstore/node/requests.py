@@ -29,8 +29,6 @@ class Requests:
         """Does what a request says: a `protocol.server.Handle`."""
         node = self._operations
         match request:
-            case wire.Ping():
-                return wire.Done()
             case wire.Locate(key, digest, hashes, lease_s, compute_s):
                 located = wire.pack_locations(node.locate(digest, hashes, lease_s, key))
                 pulling = node.pull(digest, hashes[len(located.places) :], compute_s)
@@ -50,9 +48,6 @@ class Requests:
                 return wire.pack_page(
                     node.board.read(after, most_bytes, generation=generation, but=but)
                 )
-            case wire.AddPeer() | wire.RemovePeer():
-                neighbours = node.tiers.neighbours
-                return wire.Failed("closed") if neighbours is None else neighbours.change(request)
         return self._slow.submit(self._answer_slowly, request)
 
     def _answer_slowly(self, request: wire.Request) -> wire.Reply:
@@ -60,10 +55,6 @@ class Requests:
         match request:
             case wire.ReportBad(digest, hashes, tier):
                 return wire.Done(node.report_bad(digest, hashes, tier))
-            case wire.Pin(digest, hashes, pinned):
-                return wire.Done(node.pin(digest, hashes, pinned))
-            case wire.Warm():
-                return wire.Done(node.warm())
             case wire.Clear(whose, tiers):
                 return wire.Done(node.clear(whose, tiers) if tiers else node.clear(whose))
             case wire.GetStats():

@@ -58,8 +58,8 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="kv-peers", daemon=True)
         self._thread.start()
 
-    def add(self, address: str) -> int:
-        """Pull from this node too; how many there are now. Raises ValueError."""
+    def add(self, address: str) -> None:
+        """Pull from this node too. Raises ValueError."""
         if not is_address(address):
             raise ValueError(f"{address!r} is no address of a node; give HOST:PORT")
         with self._lock:
@@ -69,16 +69,14 @@ class Peers:
                     *(self._is_own, self._pause_s),
                 )
             self._ring()
-            return len(self._links)
 
-    def remove(self, address: str) -> int:
-        """Pull from it no more; how many there are now."""
+    def remove(self, address: str) -> None:
+        """Pull from it no more."""
         with self._lock:
             link = self._links.pop(address, None)
             if link is not None:
                 self._leaving.append(link)
             self._ring()
-            return len(self._links)
 
     def addresses(self) -> set[str]:
         """All that there are now."""

@@ -99,35 +99,11 @@ class ReportBad(Message):
     tier: str
 
 
-class Pin(Message):
-    """Keep blocks in every tier where they are, or let them go. `Done`: how many were found."""
-
-    digest: Digest
-    hashes: list[Hash]
-    pinned: bool = True
-
-
-class Warm(Message):
-    """Bring the most valuable NVMe blocks into DRAM's free room. `Done`: how many were queued."""
-
-
 class Clear(Message):
     """Drop all blocks of a namespace, or of all, in these tiers. `Done`: how many."""
 
     digest: Digest | None = None
     tiers: list[str] = []
-
-
-class AddPeer(Message):
-    """Pull blocks from another node, HOST:PORT, too. `Done`: how many peers there are now."""
-
-    address: Annotated[str, Meta(max_length=300)]
-
-
-class RemovePeer(Message):
-    """Pull no more from another node. `Done`: how many peers there are now."""
-
-    address: Annotated[str, Meta(max_length=300)]
 
 
 class GetStats(Message):
@@ -151,21 +127,7 @@ class ReadNotes(Message):
     but: Name = b""
 
 
-Request = (
-    Ping
-    | Locate
-    | Survey
-    | Prefetch
-    | ReportBad
-    | Pin
-    | Warm
-    | Clear
-    | AddPeer
-    | RemovePeer
-    | GetStats
-    | PostNote
-    | ReadNotes
-)
+Request = Ping | Locate | Survey | Prefetch | ReportBad | Clear | GetStats | PostNote | ReadNotes
 
 
 class Done(Message):
