@@ -32,8 +32,8 @@ from benchmarks.kvstore.stage import BLOCKS, LAYERS, Stage
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
-from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.nvme.segment import Location, page_memory
 
 ROUNDS, QUICK_ROUNDS = 12, 3

@@ -59,7 +59,8 @@ class Owner:
 
     def where(self) -> dict[str, Any]:
         """The node's address for peers."""
-        return {"address": self._node.peer_address}
+        neighbours = self._node.tiers.neighbours
+        return {"address": None if neighbours is None else neighbours.address}
 
     def raw(self) -> dict[str, Any]:
         """Metadata of the other agent, and where the blocks are."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import PAGE_BYTES, Save, Shape
 from headrace_kvstore.nvme.segment import page_memory
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)

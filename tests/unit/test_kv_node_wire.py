@@ -98,6 +98,7 @@ def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
         wire.Survey(DIGEST, keys(0, 1), 0.5),
         wire.Prefetch(DIGEST, keys(0), -3),
         wire.ReportBad(DIGEST, [b"\0" * 16], "nvme"),
+        wire.Pin(DIGEST, keys(0), False),
         wire.Clear(),
         wire.Clear(DIGEST, ["dram"]),
         wire.GetStats(),

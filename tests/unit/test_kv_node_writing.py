@@ -16,8 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.staging.write_behind import CALM, Admit, worth_writing
-from headrace_kvstore.table import SLOT
+from headrace_kvstore.staging.write_behind import Admit
 from tests.support.kvnode import (
     DIGEST,
     SHAPE,
@@ -64,23 +63,9 @@ def writing(node: StoreNode) -> dict[str, Any]:
     return stats
 
 
-# Admission
-
-
-def test_a_disk_that_keeps_up_writes_everything() -> None:
-    assert worth_writing(np.zeros(3, SLOT), 0.0).all()
-    assert worth_writing(np.zeros(3, SLOT), CALM).all()
-
-
-def test_a_disk_that_does_not_writes_what_was_used_pinned_or_preferred() -> None:
-    rows = np.zeros(5, SLOT)
-    rows["hits"][1], rows["pinned"][2] = 1, 1
-    rows["priority"] = [0, 0, 0, 1, -1]
-    assert worth_writing(rows, CALM + 0.01).tolist() == [False, True, True, True, False]
-
-
-def test_no_blocks_are_no_answer() -> None:
-    assert worth_writing(np.zeros(0, SLOT), 1.0).tolist() == []
+def used_ones_under_pressure(rows: np.ndarray, backlog: float) -> np.ndarray:
+    """An `Admit`: everything while the disk keeps up, then what was used."""
+    return np.full(len(rows), backlog <= 0.5) | (rows["hits"] > 0)
 
 
 # A disk that hangs
@@ -107,7 +92,7 @@ def test_the_backlog_is_bounded_and_what_it_drops_is_written_later(
 
 def test_used_blocks_are_taken_while_others_are_refused(begin: Begin, disk: HangingMover) -> None:
     node, engine = begin(
-        worth_writing,
+        used_ones_under_pressure,
         writing_bytes=SHAPE.payload_bytes,
         backlog_bytes=10 * SHAPE.payload_bytes,
         sweep_s=60.0,

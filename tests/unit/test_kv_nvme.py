@@ -12,8 +12,8 @@ import pytest
 
 from headrace_kvstore.nvme.catalog import choose_victim, use_per_second
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier, TierEvent
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
+from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
 from headrace_kvstore.nvme.segment import BlockReader, plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key, sums_at
 

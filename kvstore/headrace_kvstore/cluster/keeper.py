@@ -1,10 +1,11 @@
 """One StoreNode on each machine that runs engines, for as long as the app runs.
 
-Each engine's replica says where it runs (`join`). The keeper, a Serve deployment, has a named,
-detached Ray actor there: Ray restarts it when it dies, and it outlives the keeper, whose successor
-finds it by its name. When the app is deleted the keeper ends them all, and with them the arenas.
-Engines never wait for any of this; without a node they do without its tiers. The keeper also
-introduces the nodes to each other (`peering`), so that machines lend each other what they hold.
+Each engine replica tells the keeper where it runs (`join`). The keeper is a Serve deployment. On
+each such machine it has a named, detached Ray actor. Ray restarts the actor when it dies. The
+actor outlives the keeper, and the next keeper finds it by name. When the app is deleted, the
+keeper ends all actors and thereby removes the arenas. Engines never wait for any of this;
+without a node they work without its tiers. The keeper also introduces the nodes to each other
+(`peering`), so that machines lend each other their blocks.
 """
 
 from __future__ import annotations

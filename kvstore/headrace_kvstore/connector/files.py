@@ -25,6 +25,8 @@ from headrace_kvstore.nvme.segment import BlockReader, Location, Read
 logger = logging.getLogger("headrace.kvstore")
 
 PAGE_BYTES = 4096
+_LEFT_BEHIND: list[FileTier] = []
+"""A disk that hangs may still write to their staging memory."""
 
 
 class Staging:
@@ -60,8 +62,8 @@ class FileTier:
 
     def __init__(self, cache: EngineCache, staging_bytes: int) -> None:
         self._cache, self._staging_bytes = cache, staging_bytes
-        self._mover: Mover | None = None
-        self._reader: BlockReader | None = None
+        self._mover = Mover()
+        self._reader = BlockReader(self._mover)
         self._staging: Staging | None = None
         self._unsettled: FileSource | None = None
 
@@ -82,9 +84,6 @@ class FileTier:
             if not self._unsettled.quiet():
                 raise ValueError("reads that were given up are still in flight")
             self._unsettled = None
-        if self._mover is None or self._reader is None:
-            self._mover = Mover()
-            self._reader = BlockReader(self._mover)
         if self._staging is None:
             self._staging = Staging(self._staging_bytes)
         return FileSource(
@@ -98,13 +97,10 @@ class FileTier:
 
     def close(self) -> None:
         """End all reads."""
-        if self._reader is None or self._mover is None:
-            return
-        if self._unsettled is not None and not self._unsettled.quiet():
-            self._mover.close()  # waits for what is in flight
-            return
-        self._reader.close()
-        self._mover.close()
+        if self._mover.close():
+            self._reader.close()
+        else:
+            _LEFT_BEHIND.append(self)
 
 
 class FileSource:

@@ -1,4 +1,4 @@
-"""A node's tiers as the changes that it publishes: each event of a tier, and all that there is."""
+"""Turns a node's tiers into published changes: one for each event of a tier, or all contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from headrace_kvstore.arena.chains import chains
 from headrace_kvstore.node.tiers import Contents, Tiers
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, TierEvent
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import TierEvent
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.protocol.events import DRAM, NVME, OBJECT, Change, EventPublisher
 

@@ -1,8 +1,8 @@
-"""A node's work on one arena: following it, writing it behind, prefetching into it, sharing it with
-peers and with whoever reads the object store.
+"""A node's work on one arena.
 
-An arena may be replaced under its name (removed, and made anew by an engine). Then this work is
-ended and begun on the new one.
+It follows the arena's events, writes blocks behind, prefetches blocks, lends them to peers and
+shares them through the object store. An engine may remove the arena and create another one under
+the same name. The work on the old arena then ends, and new work begins on the new one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.node.follower import Follower
 from headrace_kvstore.node.object_work import ObjectWork
-from headrace_kvstore.node.open_tiers import open_arena
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.objects.object_tier import ObjectTier
@@ -31,6 +31,19 @@ ALONE = "neither listen nor peers are given"
 
 _LEFT_BEHIND: list[DramWork] = []
 """Still mapped, since a disk that hangs may read or write their memory yet."""
+
+
+def open_arena(settings: NodeSettings) -> Arena:
+    """Open the node's arena, or create it. Raises as `Arena.create_or_attach`."""
+    return Arena.create_or_attach(
+        settings.name,
+        settings.dram_bytes,
+        folder=settings.folder,
+        block_bytes=settings.block_bytes,
+        layers=settings.layers,
+        policy=settings.policy,
+        **settings.quota_options,
+    )
 
 
 class DramWork:

@@ -1,8 +1,8 @@
-"""Follows an arena's ring of events: to publish what DRAM holds, and to write it behind.
+"""Follows an arena's ring of events, to publish what DRAM holds and to write it behind.
 
-The ring may overflow, and a process that dies inside the arena may take events with it. Then, and
-in the beginning, everything that is there is taken instead. The same look through the arena finds
-again what write-behind had to drop, once the disk has time.
+The ring may overflow, and a process that dies inside the arena may lose events. In both cases,
+and at the start, the follower reads the whole arena instead. The same sweep finds blocks that
+write-behind had to drop, once the disk has time.
 """
 
 from __future__ import annotations

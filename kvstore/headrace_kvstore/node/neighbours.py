@@ -1,7 +1,7 @@
-"""The part of a StoreNode that other nodes see: its port, its peers, and pulls that engines want.
+"""The part of a StoreNode that other nodes see: its port, its peers, and the pulls from them.
 
-Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all, until
-`open` gives it both.
+A node without `listen` lends nothing. A node with neither `listen` nor `peers` has no peers,
+until `open` is called.
 """
 
 from __future__ import annotations

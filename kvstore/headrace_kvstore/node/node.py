@@ -1,13 +1,15 @@
-"""StoreNode: what one machine's KV store needs beside the engines that use it.
+"""StoreNode: the process of one machine that serves its KV store to the engines.
 
 Engines copy blocks into and out of the arena by themselves; no byte of theirs passes through here.
-The node writes the arena's blocks to NVMe, tells readers where those lie and keeps them there for a
-while, brings blocks back into DRAM ahead of their use, also from other nodes, lends them its own,
-and publishes what each tier holds. It may die at any time: engines then do without NVMe, peers and
-prefetch, and the next node finds arena and files as they were.
+The node writes the arena's blocks to NVMe, tells readers where they lie, and keeps them there for
+the time of a lease. It brings blocks back into DRAM before they are used, from NVMe, other nodes
+or objects. It lends its own blocks and publishes what each tier holds. A node may die at any time:
+engines then work without NVMe, peers and prefetch, and the next node finds the arena and the
+files.
 
-It is a plain object with threads of its own: by itself `python -m headrace_kvstore node`, or inside
-whatever process wants one.
+This module is the life of a node: start, close, lending, opening tiers. `operations` holds what
+clients ask for. A node is a plain object with its own threads: it runs by itself
+(`python -m headrace_kvstore node`) or inside another process.
 """
 
 from __future__ import annotations
@@ -158,11 +160,6 @@ class StoreNode:
         return ended
 
     # Other nodes
-
-    @property
-    def peer_address(self) -> str | None:
-        """HOST:PORT that peers reach this node at; None if it lends nothing."""
-        return None if self.tiers.neighbours is None else self.tiers.neighbours.address
 
     def lend(self, listen: str) -> str:
         """Lend to peers from now on, at HOST:PORT as in the settings, which go before; the address.

@@ -1,6 +1,6 @@
-"""What clients can have a node do: find blocks, bring them closer, drop, pin and count them.
+"""What clients can ask of a node: find blocks, bring them closer, drop, pin and count them.
 
-Every operation works on the tiers that are there at that moment; a missing one has no blocks.
+Every operation works on the tiers that exist at that moment. A missing tier has no blocks.
 """
 
 from __future__ import annotations

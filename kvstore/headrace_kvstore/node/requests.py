@@ -1,10 +1,9 @@
-"""Which of a node's operations a client's request asks for, and when its answer comes.
+"""Maps each client request to one of the node's operations, and decides when it is answered.
 
-- At once, in the thread of the socket: what takes microseconds.
-- From the slow thread: what looks at many blocks or waits for locks that are held for long, and a
-  request that nobody knows.
-- Twice: what NVMe has of a request's blocks is told at once, and again once a pull of those behind
-  them, from a peer or from objects, is over.
+- At once, in the socket's thread: operations that take microseconds.
+- In the slow thread: operations that read many blocks or wait for locks, and unknown requests.
+- Twice: `Locate` is answered at once with what NVMe has. If more blocks are being pulled from a
+  peer or from objects, a second answer follows when the pull is over.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ class Requests:
         """Does what a request says: a `protocol.server.Handle`."""
         node = self._operations
         match request:
+            case wire.Ping():
+                return wire.Done()
             case wire.Locate(key, digest, hashes, lease_s, compute_s):
                 located = wire.pack_locations(node.locate(digest, hashes, lease_s, key))
                 pulling = node.pull(digest, hashes[len(located.places) :], compute_s)
@@ -55,6 +56,8 @@ class Requests:
         match request:
             case wire.ReportBad(digest, hashes, tier):
                 return wire.Done(node.report_bad(digest, hashes, tier))
+            case wire.Pin(digest, hashes, pinned):
+                return wire.Done(node.pin(digest, hashes, pinned))
             case wire.Clear(whose, tiers):
                 return wire.Done(node.clear(whose, tiers) if tiers else node.clear(whose))
             case wire.GetStats():

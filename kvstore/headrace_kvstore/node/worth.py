@@ -1,7 +1,7 @@
-"""What blocks are worth to a node: kept on NVMe, written there, brought back into DRAM.
+"""What a block is worth to a node: on NVMe, written there, or brought back into DRAM.
 
-In seconds of computing saved per second, by the forecast that the arena's policy makes of each
-block's next use (`policy.disk`); without an arena by use alone.
+The unit is seconds of computing saved per second. It comes from the arena policy's forecast of
+each block's next use (`policy.disk`); without an arena it comes from past use alone.
 """
 
 from __future__ import annotations

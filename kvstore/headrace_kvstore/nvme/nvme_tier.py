@@ -1,21 +1,20 @@
 """The NVMe tier: KV blocks in a folder of preallocated segment files, owned by one process.
 
-Writing is append-only. A block gets the next slot of its namespace's open segment; its payload is
-written, then its header, and only then it is found. When the folder is full, the segment whose
-blocks are worth least is removed whole (`catalog.choose_victim`) and a new one made. A new segment
-is a new file, so no old header can lie in it, and whoever still reads the old one reads right
-bytes. After a restart the headers tell again what is here.
+Writing is append-only. A block gets the next slot of its namespace's open segment. Its payload is
+written first, then its header, and only then can it be found. When the folder is full, the segment
+whose blocks are worth least (`catalog.choose_victim`) is removed and a new one is created. A new
+segment is a new file: it holds no old headers, and readers of the removed file still read the
+right bytes. After a restart the headers tell which blocks are here.
 
-The folder's owner holds an flock on its file `lock`; the kernel gives the lock up when the owner
-dies, in whatever way. Other processes read through `segment.BlockReader` what the owner locates.
+The owner holds an flock on the folder's file `lock`; the kernel releases it when the owner dies.
+Other processes ask the owner for a Location and read with `segment.BlockReader`.
 
-Nothing here raises into a request. A write that cannot be taken (too much in flight, every segment
-in use) is dropped and counted. A disk that is full, read-only or failing turns writing off; eight
-failed reads in a row turn the tier off. Both are logged once and shown by `stats`; a restart tries
-again.
+No error reaches a request. A write is dropped and counted if too much is in flight or every
+segment is in use. A disk that is full, read-only or failing turns writing off. Eight failed reads
+in a row turn the tier off. Both are logged once and shown by `stats`.
 
-Written data is not synced: a process that dies loses nothing that was published, and
-what a power cut tears is found by checksum, so syncing buys only a few more hits after one.
+Data is not synced. A process that dies loses no published block. A power cut may tear blocks, and
+checksums find them, so syncing would only save a few hits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,14 +38,15 @@ from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.record import (
     PAGE_BYTES,
     Block,
+    Save,
     Shape,
+    TierEvent,
     pack_header,
     padded,
 )
 from headrace_kvstore.nvme.record_writer import Flight, make_segment, write_record
 from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
-from headrace_kvstore.table import HASH_BYTES
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -63,33 +62,6 @@ State = Literal["on", "read-only", "off"]
 
 class FolderBusy(RuntimeError):
     """Another process owns the folder."""
-
-
-@dataclass(frozen=True)
-class Save:
-    """A block to write. Its payload lies at `address`, layer after layer, until it is written."""
-
-    hash: bytes
-    address: int
-    sums: np.ndarray
-    """One u64 a layer, (layers,)."""
-    parent: bytes = bytes(HASH_BYTES)
-    depth: int = 0
-    tenant: int = 0
-    compute_s: float = 0.0
-    priority: int = 0
-
-
-@dataclass(frozen=True)
-class TierEvent:
-    """A block can be found from now on, or no longer."""
-
-    stored: bool
-    digest: bytes
-    hash: bytes
-    """32 bytes, zero-padded."""
-    reason: str
-    """"written", "scanned"; "evicted", "discarded", "corrupt", "unreadable"."""
 
 
 class NvmeTier:

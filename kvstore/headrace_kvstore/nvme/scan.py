@@ -1,8 +1,8 @@
-"""The start-up scan: which blocks a folder of segments holds, from their headers alone.
+"""The start-up scan: finds the blocks in a folder of segments by reading their headers only.
 
-Headers of many segments are read at once, as one scatter list of up to `SCAN_BYTES`, so that a fast
-disk has its queue full. A segment whose own header does not verify is removed: its maker died
-before it was ready, or it is of another version. A record whose header does not verify is skipped.
+The headers of many segments are read at once, up to `SCAN_BYTES`, to keep a fast disk's queue
+full. A segment is removed if its own header does not verify: its writer died early, or it has
+another version. A record is skipped if its header does not verify.
 """
 
 from __future__ import annotations

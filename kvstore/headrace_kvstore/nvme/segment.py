@@ -1,16 +1,15 @@
-"""Reading blocks out of segment files: by their owner, or by any process that it tells a Location.
+"""Reading blocks from segment files, by their owner or by any process that has a Location.
 
-A read takes some layers of many blocks at once, each layer to an address of its own. Layers that
-follow each other in memory as they do in the file become one piece.
+A read takes some layers of many blocks, each layer to its own address. Layers that are adjacent in
+memory and in the file become one piece.
 
-Each file is opened twice. A piece goes through the O_DIRECT descriptor when its address, offset and
-length are multiples of what the file system asks (statx; 4,096 where it does not say), else through
-the page cache. Direct is chosen where possible because it copies nothing and leaves the page cache,
-which would only hold what the DRAM arena holds, to others. So callers should hand over page-aligned
-memory, as arena slots are; an engine's own tensors seldom are.
+Each file is opened twice. A piece goes through the O_DIRECT descriptor if its address, offset and
+length are aligned as the file system asks (statx; 4,096 where it does not say), otherwise through
+the page cache. O_DIRECT copies nothing and keeps the page cache free of bytes that the DRAM arena
+holds already. So callers should pass page-aligned memory, as arena slots are.
 
-Segment files never change a published record and never reuse a name: a Location stays right until
-the file is gone, and then the block is missing, not wrong.
+A published record never changes and a segment's name is never reused. So a Location stays right
+until the file is removed, and then the block is missing, not wrong.
 """
 
 from __future__ import annotations

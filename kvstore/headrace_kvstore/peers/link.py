@@ -1,10 +1,10 @@
-"""This node's line to one peer: who it is, whether it answers, what it holds, what it is asked.
+"""This node's connection to one peer: its identity, its health, its blocks, and requests to it.
 
-Sockets are used on the thread of `Peers` only; what others have to send waits in `outbox`. A peer
-is greeted every `HELLO_S`; its answer names its generation, its memory and the ports of its events.
-A new generation is a new peer under the same address: what was known of the old one is dropped.
-Events that were missed are replayed; the number of batches in each answer tells of those that
-nothing came after. What is new on its board is fetched every `BOARD_S`, `BOARD_BYTES` at a time.
+Only the thread of `Peers` uses the sockets; other threads put requests into `outbox`. The peer
+is greeted every `HELLO_S`. Its answer names its generation, its memory and its event ports. A
+new generation means a new peer under the same address, and everything known of the old one is
+dropped. Each answer also says how many batches of events there were, so that missed ones are
+replayed. New notes on its board are fetched every `BOARD_S`, `BOARD_BYTES` at a time.
 """
 
 from __future__ import annotations

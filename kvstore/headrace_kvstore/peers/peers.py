@@ -1,4 +1,4 @@
-"""The peers of a node: a line to each on one thread, what they hold, and which to pull from."""
+"""A node's peers: one thread talks to all of them, knows what they hold, and whom to pull from."""
 
 from __future__ import annotations
 

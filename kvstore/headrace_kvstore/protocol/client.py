@@ -1,9 +1,10 @@
-"""Client of a machine's StoreNode: any thread may ask, and none waits unless it wants to.
+"""Client of a machine's StoreNode. Any thread may ask, and no call blocks.
 
-`ask` returns a future at once; a thread of the client's own sends and receives. A caller that may
-block waits for the future, an event loop wraps it, an engine's step looks whether it is done. Every
-future is answered: by the node, or by `NodeAway` if there is no node or it does not answer within
-`timeout_s`. After that the client does not try for `retry_s`, and asking costs a look at the clock.
+`ask` returns a future; a thread of the client sends and receives. A caller that may block waits
+for the future, an event loop wraps it, an engine's step checks whether it is done. Every future
+ends: with the node's reply, or with `NodeAway` if there is no node or it does not answer within
+`timeout_s`. The client then does not try again for `retry_s`; asking meanwhile costs one look at
+the clock.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Answers what clients and peers send to a node's sockets, one thread a socket.
+"""Answers the requests of clients and peers, with one thread for each socket.
 
-What takes microseconds is answered at once; the rest goes to another thread, and its reply is sent
-when it is there. Whatever a frame holds, the thread goes on.
+Requests that take microseconds are answered at once. Others go to another thread, and their
+replies are sent when they are ready. No frame, whatever it holds, ends the thread.
 
-One node a name: a file beside the socket is locked for as long as the node lives, and the kernel
-gives the lock up when it dies. So a socket whose node was killed is taken over by the next one, and
-a living node's is not.
+There is one node for each name. A file beside the socket is locked while the node lives, and the
+kernel releases the lock when it dies. So the next node takes over the socket of a killed node,
+but never that of a living one.
 """
 
 from __future__ import annotations
