@@ -43,8 +43,10 @@ format: install  ## repair what lint can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install  ## write the generated pages anew
+docs: install  ## write the generated pages anew, and build the site in build/site
 	$(BIN)/python -m headrace.config > docs/configuration.md
+	$(BIN)/typer headrace.cli.main utils docs --name headrace --title Commands --output docs/commands.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lock: install  ## resolve pyproject.toml anew into requirements/*.lock
 	$(BIN)/python scripts/lock.py
