@@ -139,18 +139,18 @@ class Mover:
         return self._start(Move("WRITE", addresses, fds, offsets, lengths, in_order=in_order))
 
     def _start(self, move: Move) -> Move:
-        with self._lock:
-            if not self._closed:
-                self._moves.add(move)
-        if move not in self._moves:
-            move.set_exception(CancelledError("the mover is closed"))
-            return move
-        move.add_done_callback(self._over)
         tasks = move.tasks()
-        if not tasks:
+        with self._lock:  # a mover that is being closed takes all of a move's tasks or none
+            taken = not self._closed
+            if taken and tasks:
+                self._moves.add(move)
+                move.add_done_callback(self._over)
+                for task in tasks:
+                    self._workers[move.operation].submit(task)
+        if not taken:
+            move.set_exception(CancelledError("the mover is closed"))
+        elif not tasks:
             move.set_result(None)
-        for task in tasks:
-            self._workers[move.operation].submit(task)
         return move
 
     def _over(self, move: Any) -> None:
