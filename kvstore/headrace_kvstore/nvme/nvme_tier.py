@@ -313,7 +313,7 @@ class NvmeTier:
         """A record was written, or could not be."""
         with self._lock:
             if error is None:
-                self._catalog.add(flight.segment, flight.slot, flight.block, time.monotonic())
+                self._catalog.add(flight.segment, flight.slot, flight.block, flight.taken_s)
             elif error.errno not in NOT_THE_DISK:
                 self._turn("read-only", f"write failed: {error}")
             self._counts["writes" if error is None else "writes_failed"] += 1

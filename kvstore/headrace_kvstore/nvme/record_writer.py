@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class Flight:
     segment: Segment
     slot: int
     future: Future[bool] = field(default_factory=Future)
+    taken_s: float = field(default_factory=time.monotonic)
+    """Counts as its first use: blocks that were saved in order stay in order of their age."""
 
 
 def write_record(
