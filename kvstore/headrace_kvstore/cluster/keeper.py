@@ -28,7 +28,7 @@ logger = logging.getLogger("headrace.kvstore")
 
 NAMESPACE = "headrace"
 LOOK_S = 5.0
-"""Between looks whether every machine has its node; Ray itself restarts one that dies."""
+"""Between checks that every machine has its node; Ray itself restarts one that dies."""
 ANSWER_S = 3.0
 JOIN_RETRY_S = 2.0
 ANYWHERE = ("0.0.0.0", "[::]")
@@ -140,7 +140,7 @@ class StoreKeeper:
         return f"{self._name}/{machine}"
 
     def _machines_with_nodes(self) -> list[str]:
-        """Where an earlier keeper left nodes."""
+        """Machines where an earlier keeper left nodes."""
         prefix = self._actor_name("")
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -179,7 +179,7 @@ class StoreKeeper:
 
 
 async def join_store(keeper: DeploymentHandle) -> None:
-    """Tell the keeper of this process's machine, until it has heard."""
+    """Report this process's machine to the keeper; retries until the keeper answers."""
     machine = ray.get_runtime_context().get_node_id()
     while True:
         try:

@@ -15,7 +15,7 @@ from headrace_kvstore.protocol.events import DRAM, NVME, OBJECT, Change, EventPu
 
 
 class NodeEvents:
-    """Publishes once `open` found where to; until then nothing is told. Thread-safe but for `open`.
+    """Publishes changes once `open` was called, and drops them before. Thread-safe but for `open`.
 
     Args:
         tiers: whose blocks they are.
@@ -39,25 +39,25 @@ class NodeEvents:
             self.publisher = EventPublisher(events, replay, self.contents)
 
     def publish(self, changes: list[Change]) -> None:
-        """Tell what changed."""
+        """Publish these changes."""
         if self.publisher is not None:
             self.publisher.publish(changes)
 
     def nvme_changed(self, event: TierEvent) -> None:
-        """Tell what became of a block on NVMe."""
+        """Publish an event of the NVMe tier."""
         change = nvme_change(self._tiers.nvme, event)
         if change is not None:
             self.publish([change])
 
     def objects_changed(self, event: TierEvent) -> None:
-        """Tell what became of a block in an object."""
+        """Publish an event of the object tier."""
         objects = self._tiers.objects
         change = None if objects is None else object_change(objects, event)
         if change is not None:
             self.publish([change])
 
     def resync(self) -> None:
-        """Tell all that there is."""
+        """Publish the whole state."""
         if self.publisher is not None:
             self.publisher.resync()
 
@@ -66,7 +66,7 @@ class NodeEvents:
         return {} if self.publisher is None else self.publisher.stats()
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop publishing."""
         if self.publisher is not None:
             self.publisher.close()
 
@@ -81,7 +81,7 @@ class NodeEvents:
 
 
 def nvme_change(tier: NvmeTier | None, event: TierEvent) -> Change | None:
-    """None for what is told otherwise: found by a scan, or gone again already."""
+    """None for a block that a scan found (a resync publishes it) or that was removed since."""
     if event.reason == "scanned":
         return None
     parent = 0
@@ -94,7 +94,7 @@ def nvme_change(tier: NvmeTier | None, event: TierEvent) -> Change | None:
 
 
 def object_change(tier: ObjectTier, event: TierEvent) -> Change | None:
-    """None for what is gone again already: another thread tells so."""
+    """None for a block that was removed since: another thread publishes that."""
     place = tier.find(event.digest, event.hash) if event.stored else None
     if event.stored and place is None:
         return None

@@ -30,7 +30,7 @@ logger = logging.getLogger("headrace.kvstore")
 ALONE = "neither listen nor peers are given"
 
 _LEFT_BEHIND: list[DramWork] = []
-"""Still mapped, since a disk that hangs may read or write their memory yet."""
+"""Arenas that stay mapped, because a disk that hangs may still use their memory."""
 
 
 def open_arena(settings: NodeSettings) -> Arena:
@@ -101,7 +101,7 @@ class DramWork:
 
     @property
     def idle(self) -> bool:
-        """All that has happened is told, written and read."""
+        """Nothing is left to publish, write or read."""
         return (
             self.follower.caught_up
             and self.writer.idle

@@ -32,7 +32,7 @@ OFFER_BLOCKS = 1024
 
 
 class Follower:
-    """Tells `publish` of changes, or `resync` that it cannot, and `writer` of stored blocks."""
+    """Passes changes to `publish`, lost ones to `resync`, and stored blocks to `writer`."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class Follower:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Follow no more."""
+        """Stop following."""
         self._stop.set()
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def sweep_soon(self) -> None:
-        """Offer everything again: there is a disk that was not there before."""
+        """Offer all blocks again, because a disk has become available."""
         self._swept_s = -math.inf
         self._writer.missed = True
 
     @property
     def caught_up(self) -> bool:
-        """All that has happened so far was seen, and no sweep is due."""
+        """All events so far were handled, and no sweep is due."""
         if self._sweeping or (self._writer.missed and self._may_sweep()):
             return False
         return self._seq is not None and self._seq == self._arena.next_seq
@@ -86,7 +86,7 @@ class Follower:
                 self._stop.wait(1.0)
 
     def _turn(self) -> bool:
-        """Take what has happened; False if that was nothing."""
+        """Handle new events; False if there were none."""
         if self._seq is None:
             self._seq = self._sweep()
             self._resync()

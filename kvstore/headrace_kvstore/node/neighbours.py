@@ -172,12 +172,12 @@ class Neighbours:
         }
 
     def deafen(self) -> None:
-        """Lend no more."""
+        """Stop lending."""
         if self._server is not None:
             self._server.close()
 
     def close(self) -> None:
-        """Hang up, after `deafen` and the work on the arena."""
+        """Disconnect from all peers; call `deafen` and end the work on the arena first."""
         if self.peers is not None:
             self.peers.close()
 

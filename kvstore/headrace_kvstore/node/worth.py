@@ -20,7 +20,7 @@ from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
 
 REMEMBERED_USES = 1 << 16
-"""Blocks of which it is known that one request read them from NVMe."""
+"""How many blocks are remembered as read from NVMe by one request."""
 
 SAMPLE_BLOCKS = 1024
 """Blocks in DRAM that new ones are compared with before they are written."""
@@ -76,13 +76,13 @@ class Worth:
 
 
 class Uses:
-    """Which blocks a second request reads from NVMe; these are worth bringing into DRAM."""
+    """Finds blocks that a second request reads from NVMe: they are worth bringing into DRAM."""
 
     def __init__(self) -> None:
         self._by: OrderedDict[bytes, str] = OrderedDict()
 
     def again(self, digest: bytes, hashes: Sequence[bytes], request_key: str) -> list[bytes]:
-        """A request reads these; those that another one has read."""
+        """Note that a request reads these blocks; returns those that another one read before."""
         again = []
         for block_hash in hashes:
             key = digest + padded(block_hash)

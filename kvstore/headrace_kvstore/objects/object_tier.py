@@ -407,7 +407,7 @@ class ObjectTier:
             self._tell(TierEvent(True, bundle.digest, block_hash, reason))
 
     def _forget(self, name: str, reason: str, ignore: bool = True) -> None:
-        """An object is gone, or of no use: then it is not read again while it is listed."""
+        """Forget an object. With `ignore` it is not read again while it is listed."""
         with self._lock:
             bundle = self._catalog.bundles.get(name)
             gone = self._catalog.remove(name)

@@ -100,7 +100,7 @@ class Link:
         return [s for s in (self._line, self._events, self._replay) if s is not None]
 
     def turn(self) -> None:
-        """Send what waits, read what has come, greet, and see what is overdue."""
+        """Send the outbox, read all answers, greet the peer, and end overdue requests."""
         while self.outbox:
             body, answer, until_s = self.outbox.popleft()
             if answer is None:
@@ -141,7 +141,7 @@ class Link:
         self._hello_at_s = 0.0
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._go_down("closed")
         while self.outbox:
             _, answer, _ = self.outbox.popleft()

@@ -71,7 +71,7 @@ class Peers:
             self._ring()
 
     def remove(self, address: str) -> None:
-        """Pull from it no more."""
+        """Stop pulling from it."""
         with self._lock:
             link = self._links.pop(address, None)
             if link is not None:
@@ -123,7 +123,7 @@ class Peers:
         return answer
 
     def tell(self, address: str, body: wire.Message) -> None:
-        """Say something that has no answer."""
+        """Send a message that has no answer."""
         with self._lock:
             link = self._links.get(address)
             if link is not None:
@@ -167,7 +167,7 @@ class Peers:
             }
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Hang up everywhere."""
+        """Disconnect from all peers."""
         self._stop.set()
         self._ring()
         self._thread.join(timeout_s)

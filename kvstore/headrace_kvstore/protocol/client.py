@@ -104,7 +104,7 @@ class NodeClient:
         return {"away": away, "asked": len(self._asked), **self._counts}
 
     def close(self) -> None:
-        """Hang up. Later requests find no node."""
+        """Disconnect. Later requests find no node."""
         with self._lock:
             before, self._closed = self._closed, True
             if self._thread is not None and not before:

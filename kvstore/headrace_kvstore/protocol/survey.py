@@ -69,5 +69,5 @@ class Surveyor:
         return common([[Supply(*run) for run in reply.runs] for reply in surveyed])
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._client.close()
