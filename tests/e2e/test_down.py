@@ -1,4 +1,5 @@
-"""`headrace down` leaves nothing: no process, no file in /dev/shm. Runs last."""
+"""`headrace down` leaves nothing: no process, no file in /dev/shm. Runs behind all that share the
+app."""
 
 from __future__ import annotations
 

@@ -185,11 +185,3 @@ def test_a_wrong_policy_is_refused(app: App) -> None:
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
     assert app.replica("decode")["router"]["policy"] == "cost"
-
-
-def test_without_drafting_the_memory_says_what_to_set(app: App) -> None:
-    for method, path in (("GET", ""), ("PUT", "/c"), ("DELETE", "/c")):
-        body = {"texts": ["x"]} if method == "PUT" else None
-        answer = app.client.request(method, "/headrace/v1/memory" + path, json=body)
-        assert answer.status_code == 409
-        assert "set speculation.enabled: true" in answer.json()["error"]["message"]

@@ -285,7 +285,9 @@ def test_overrides_are_read_as_yaml_and_reach_into_mappings() -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid(name: str) -> None:
-    load_config(preset=name)
+    config = load_config(preset=name)
+    assert config.model.id
+    assert config.prefill.replicas >= 1 and config.decode.replicas >= 1
 
 
 def test_the_laptop_preset_is_the_defaults() -> None:

@@ -6,13 +6,15 @@ what the streams that run on the decode engine lose meanwhile::
     local  = queue_d + pull_d + max(T_d(u_d, r), L(l_d))
              + w * r * (max(T_d(u_d, r), L(l_d)) - T_d(0, r))
     remote = call + queue_p + pull_p + max(T_p(u_p, 0), L(l_p)) + transfer(bytes) + handoff
-             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r))
+             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r) + share * T_p(u_p, 0))
 
 ``u`` are the prompt tokens that the engine must compute (at least one), ``l`` the bytes that the KV
 store supplies, loaded layer by layer under the computation, each medium at its own speed,
 ``pull`` the wait for those that must come into DRAM first, ``r`` the running decodes,
 ``w`` the stall weight, ``T`` the step models (prompts above ``max_step_tokens`` take several
-steps), ``queue_d'`` what is left of the decode queue once the KV is there.
+steps), ``queue_d'`` what is left of the decode queue once the KV is there, ``share`` the part of
+its speed that the decode engine loses while the prefill engine computes (``sharing``). The local
+``T_d(u_d, r)`` is stretched likewise for as long as the prefill engine has work.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 
 from headrace.router.cost import CallModel, StepTimeModel, TransferModel
 from headrace.router.plan import Kind, RouterSettings
+from headrace.router.sharing import SharedCores
 
 LOAD_STD = (0.5, 1.0)
 """A medium of the store may be a disk of 1 MB/s: four loads tell (with the default's, hundreds)."""
@@ -43,6 +46,9 @@ class Costs:
     handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
     #: Wait at the prefill engine beyond what this router put there (other decode replicas).
     others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
+
+    #: What the engines lose to each other where they share a machine.
+    shared: SharedCores = field(default_factory=SharedCores)
 
     def load(self, medium: str) -> TransferModel:
         return self.loads.setdefault(medium, TransferModel(LOAD_STD))
@@ -76,7 +82,9 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     idle_step = step.seconds(0, r)
 
     local_begins = s.decode_queue_s + s.pull_decode_s
-    local_compute = step.prefill_s(s.uncached_decode_tokens, r, limit)
+    local_compute = costs.shared.beside_s(
+        step.prefill_s(s.uncached_decode_tokens, r, limit), s.prefill_queue_s
+    )
     # What loading adds where it takes longer than the computation that it runs under.
     local_load = max(0.0, costs.load_s(s.load_decode_bytes) - local_compute)
     steps = math.ceil(s.uncached_decode_tokens / limit)
@@ -90,7 +98,8 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     arrival += transfer + handoff
     decode_queue = max(0.0, s.decode_queue_s - arrival)
     last_step = step.seconds(1, r)
-    remote_stall = stalled * max(0.0, last_step - idle_step)
+    slowed = costs.shared.share * remote_compute
+    remote_stall = stalled * (max(0.0, last_step - idle_step) + slowed)
     return {
         "local.queue": s.decode_queue_s,
         "local.pull": s.pull_decode_s,

@@ -381,9 +381,18 @@ class Router:
     # ---- what is measured -----------------------------------------------------------------
 
     def observe_step(self, role: Role, sample: StepSample) -> None:
-        """One engine step. Unusable samples (not finite, not above 0) are ignored."""
+        """One engine step. Unusable samples (not finite, not above 0) are ignored.
+
+        The decode engine's step model learns what its steps take alone.
+        """
+        seconds, shared = sample.seconds, self.costs.shared
         model = self.costs.decode_step if role == "decode" else self.costs.prefill_step
-        if not model.observe(sample.ctx_tokens, sample.gen_requests, sample.seconds):
+        if role == "decode" and model.samples:
+            overlap = self.prefill_load.busy_share(seconds, self._clock())
+            alone_s = model.seconds(sample.ctx_tokens, sample.gen_requests)
+            shared.observe(overlap, alone_s, seconds)
+            seconds = shared.alone_s(seconds, overlap)
+        if not model.observe(sample.ctx_tokens, sample.gen_requests, seconds):
             return
         if role == "prefill":
             self._prefill_steps_seen = True
@@ -441,6 +450,7 @@ class Router:
                 "call": c.call.to_dict(),
                 "handoff": c.handoff.to_dict(),
                 "others": c.others.to_dict(),
+                "shared_cores": c.shared.to_dict(),
             },
             "transfers": dict(self._moved),
             "measured_s_ago": {
