@@ -16,7 +16,7 @@ from headrace_kvstore.connector.coded import (
     stored_layer_bytes,
 )
 from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.nvme.scan import page_memory
+from headrace_kvstore.nvme.segment import page_memory
 from tests.support.tensor import Tensor
 
 LAYERS, BLOCKS = 3, 4

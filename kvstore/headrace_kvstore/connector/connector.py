@@ -124,7 +124,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             block_bytes=self._block_bytes,
             layers=self._layers,
             policy=self._settings.policy,
-            **self._settings.quotas.options,
+            **self._settings.quota_options,
         )
         parallel = vllm_config.parallel_config
         ranks = range(parallel.tensor_parallel_size)
