@@ -130,7 +130,7 @@ class DecodeServer(PDDecodeServer):
         self._planner = wiring.make_planner(self.engine.vllm_config, self.engine.meter)
         self._orchestrator = Orchestrator(self._planner)
         self.engine.llm.meter = self.engine.meter
-        self.engine.llm.gate = ComputeGate(self.engine.meter)
+        self.engine.llm.gate = ComputeGate(self.engine.meter.step_time)
         self.engine.llm.prefill_call = self._prefill
         self.engine.llm.orchestrator = self._orchestrator
         self.engine.llm.tenants = wiring.tenants

@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
-from headrace_engine.gate import ComputeGate, StepFit
+from headrace_engine.gate import ComputeGate
+from headrace_engine.steptime import StepTime
 
 
 def fitted(a: float, b: float) -> ComputeGate:
-    gate = ComputeGate()
-    for tokens in (10, 100, 1000, 50, 500):
-        gate.fit.observe(tokens, a + b * tokens)
-    return gate
+    step_time = StepTime()
+    for tokens in (10, 100, 1000, 50, 500) * 5:
+        step_time.observe(tokens, 0, 0, 0, 0, a + b * tokens)
+    return ComputeGate(step_time)
 
 
 async def order(gate: ComputeGate, prompts: list[int], seconds: float = 0.01) -> list[int]:
@@ -31,17 +32,6 @@ async def order(gate: ComputeGate, prompts: list[int], seconds: float = 0.01) ->
 
     await asyncio.gather(*(one(tokens) for tokens in prompts))
     return together
-
-
-def test_the_fit_recovers_the_law_of_the_steps() -> None:
-    assert fitted(0.05, 0.002).fit.free_tokens() == pytest.approx(25.0)
-
-
-def test_steps_that_are_all_alike_tell_nothing() -> None:
-    fit = StepFit()
-    for _ in range(5):
-        fit.observe(100, 0.2)
-    assert fit.free_tokens() == 0.0
 
 
 async def test_prompts_that_fill_a_step_go_one_after_the_other() -> None:
