@@ -10,10 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,7 +25,7 @@ from headrace_decode.guard import why_refused
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.speculation.calibrate import calibrate_steps
 from headrace_decode.speculation.request import request_arguments
-from headrace_decode.tenants import ALL_ALIKE, TenantPolicy
+from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
@@ -32,17 +35,38 @@ from headrace_engine.tracing import span
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
 
-class PlannedLLM(AsyncLLM):
-    """An engine that plans each request before it runs it; plain until `orchestrator` is set."""
+@dataclass(frozen=True)
+class Planning:
+    """How a decode engine plans its requests and carries the plans out."""
 
-    orchestrator: Orchestrator | None = None
+    orchestrator: Orchestrator
     prefill_call: PrefillCall
+    """Has a prompt prefilled by another engine."""
     meter: EngineMeter
     gate: ComputeGate
+    tenants: Tenants = ALL_ALIKE
     itl_target_s: float | None = None
     """Step time that drafts shall not make longer; None for no such target."""
-    tenants = ALL_ALIKE
-    _own_tokenizer: Any = None
+
+
+class PlannedLLM(AsyncLLM):
+    """An engine that plans each request before it runs it.
+
+    Args:
+        planning: makes the engine's planning from the configuration of the started engine; None
+            for an engine that runs each request at once.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        *args: Any,
+        planning: Callable[[VllmConfig], Planning] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.planning = None if planning is None else planning(vllm_config)
+        self._own_tokenizer: Any = None
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -52,14 +76,16 @@ class PlannedLLM(AsyncLLM):
         self._refuse(prompt, sampling_params)
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-            policy = self.tenants.of(salt or "")
-            sampling_params = with_drafting_facts(sampling_params, salt, policy, self.itl_target_s)
+            planning = self.planning
+            policy = (planning.tenants if planning else ALL_ALIKE).of(salt or "")
+            itl_s = planning.itl_target_s if planning else None
+            sampling_params = with_drafting_facts(sampling_params, salt, policy, itl_s)
         plain = super().generate
-        if self.orchestrator is None:
+        if self.planning is None:
             outputs = plain(prompt, sampling_params, request_id, **kwargs)
         else:
-            outputs = self.orchestrator.run(
-                self._work(plain, prompt, sampling_params, request_id, kwargs)
+            outputs = self.planning.orchestrator.run(
+                self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
             )
         async with aclosing(outputs):
             async for output in outputs:
@@ -131,6 +157,7 @@ class PlannedLLM(AsyncLLM):
 
     def _work(
         self,
+        planning: Planning,
         plain: Callable[..., AsyncGenerator[RequestOutput, None]],
         prompt: Any,
         params: SamplingParams,
@@ -152,7 +179,7 @@ class PlannedLLM(AsyncLLM):
                 "prompt_tokens": len(token_ids or ()),
             }
             with span("remote prefill", kwargs.get("trace_headers"), **attributes) as trace_headers:
-                return await self.prefill_call(
+                return await planning.prefill_call(
                     PrefillRequest(
                         request_id=request_id,
                         token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
@@ -177,17 +204,26 @@ class PlannedLLM(AsyncLLM):
             release=release,
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
-            turn=self.gate.turn,
-            engine_steps=lambda: self.meter.steps_total,
-            engine_busy=lambda: self.meter.running > 0,
+            turn=planning.gate.turn,
+            engine_steps=lambda: planning.meter.steps_total,
+            engine_busy=lambda: planning.meter.running > 0,
         )
 
 
 class PlannedVLLMEngine(MeteredVLLMEngine):
-    """Ray's vLLM engine around a `PlannedLLM`."""
+    """Ray's vLLM engine around a `PlannedLLM`.
 
-    llm_class = PlannedLLM
+    Args:
+        planning: (vLLM config of the started engine, its meter) -> its planning.
+    """
+
     llm: PlannedLLM
+
+    def __init__(
+        self, llm_config: Any, *, planning: Callable[[VllmConfig, EngineMeter], Planning]
+    ) -> None:
+        super().__init__(llm_config)
+        self.make_llm = partial(PlannedLLM, planning=lambda config: planning(config, self.meter))
 
 
 def why_local(

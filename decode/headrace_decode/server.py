@@ -23,6 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from ray import serve
@@ -30,7 +31,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine
+from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.orchestrate import Orchestrator, Planner
@@ -122,20 +123,14 @@ class DecodeServer(PDDecodeServer):
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         await super().__init__(
-            llm_config, prefill_server=prefill_server, engine_cls=PlannedVLLMEngine
+            llm_config,
+            prefill_server=prefill_server,
+            engine_cls=partial(PlannedVLLMEngine, planning=self._make_planning),
         )
         self.engine: PlannedVLLMEngine
         if store is not None:
             self._tasks.append(asyncio.create_task(join_store(store)))
-        self._planner = wiring.make_planner(self.engine.vllm_config, self.engine.meter)
-        self._orchestrator = Orchestrator(self._planner)
-        self.engine.llm.meter = self.engine.meter
-        self.engine.llm.gate = ComputeGate(self.engine.meter.step_time)
-        self.engine.llm.prefill_call = self._prefill
-        self.engine.llm.orchestrator = self._orchestrator
-        self.engine.llm.tenants = wiring.tenants
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
-        self.engine.llm.itl_target_s = self._planner.itl_target_s
         make_metrics = wiring.drafting_metrics if self.engine.llm.speculates else None
         self._drafting = DraftingReports(
             lambda: self.engine.llm.speculation({}), make_metrics and make_metrics()
@@ -165,6 +160,18 @@ class DecodeServer(PDDecodeServer):
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         return await LLMServer.__serve_build_asgi_app__(self)
+
+    def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
+        self._planner = self._wiring.make_planner(vllm_config, meter)
+        self._orchestrator = Orchestrator(self._planner)
+        return Planning(
+            orchestrator=self._orchestrator,
+            prefill_call=self._prefill,
+            meter=meter,
+            gate=ComputeGate(meter.step_time),
+            tenants=self._wiring.tenants,
+            itl_target_s=self._planner.itl_target_s,
+        )
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
         response = self._prefills.prefill.remote(request)

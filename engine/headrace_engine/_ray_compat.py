@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray.llm._internal.serve.engines.vllm.vllm_engine import (
@@ -32,10 +33,8 @@ SIDE_CHANNEL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 
 class MeteredVLLMEngine(VLLMEngine):
-    """Ray's vLLM engine with its steps and transfers metered, and its `AsyncLLM` class of our
-    choice."""
+    """Ray's vLLM engine with its steps and transfers metered, and an `AsyncLLM` of our making."""
 
-    llm_class: ClassVar[type[AsyncLLM]] = AsyncLLM
     llm: AsyncLLM
     vllm_config: VllmConfig
 
@@ -43,6 +42,7 @@ class MeteredVLLMEngine(VLLMEngine):
         self._choose_side_channel(llm_config)
         super().__init__(llm_config)
         self.meter = EngineMeter()
+        self.make_llm: Callable[..., AsyncLLM] = AsyncLLM
 
     @staticmethod
     def _choose_side_channel(llm_config: Any) -> None:
@@ -75,7 +75,7 @@ class MeteredVLLMEngine(VLLMEngine):
         _clear_current_platform_cache()
         self.vllm_config = vllm_engine_config
         self.llm = start_engine(
-            self.llm_class,
+            self.make_llm,
             vllm_engine_config,
             self.meter,
             in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),

@@ -8,6 +8,7 @@ in `StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,7 +122,7 @@ def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
 
 
 def start_engine(
-    llm_class: type[AsyncLLM],
+    make_llm: Callable[..., AsyncLLM],
     vllm_config: VllmConfig,
     meter: EngineMeter,
     *,
@@ -133,11 +134,12 @@ def start_engine(
     vLLM's own periodic log lines stay off: they would print one line a step.
 
     Args:
+        make_llm: `AsyncLLM`, or what takes its arguments and makes one.
         in_process: run a CPU engine's only worker in the engine's process (`executor`).
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
     meter.step_time = StepTime(vllm_config.compilation_config.cudagraph_capture_sizes or ())
-    return llm_class(
+    return make_llm(
         vllm_config=vllm_config,
         executor_class=executor_class(vllm_config, in_process),
         log_stats=False,
