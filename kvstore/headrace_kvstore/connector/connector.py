@@ -3,7 +3,7 @@
 Both halves of an engine may live in different processes; each maps the arena for itself. Blocks are
 found by vLLM's own block hashes, within a namespace that both halves derive from the same
 configuration. Whoever runs an engine subclasses it and says which model of the engine's step times
-prices loads (`headrace_engine.connector`).
+prices loads (`headrace_engine.store_connector`).
 """
 
 from __future__ import annotations
