@@ -168,7 +168,7 @@ class DecodeServer(PDDecodeServer):
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
             meter=meter,
-            gate=ComputeGate(meter.step_time),
+            gate=ComputeGate(meter, vllm_config.scheduler_config.max_num_batched_tokens),
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
         )

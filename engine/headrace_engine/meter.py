@@ -9,7 +9,7 @@ samples for whoever fits models to them. It imports neither Ray nor vLLM; `_vllm
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,7 +52,11 @@ class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
 
     step_time: StepTime = field(default_factory=StepTime)
-    """Fitted to each step that is booked."""
+    """Fitted to each step that is booked, as if nothing else had run on its cores."""
+    alone_s: Callable[[Sequence[float], float], float] = field(
+        default=lambda shape, seconds: seconds
+    )
+    """(shape, seconds) of a step -> the seconds that it would have taken alone."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -95,7 +99,8 @@ class EngineMeter:
         """Book one engine step."""
         self.steps_total += 1
         self.prompt_tokens_total += step.prompt
-        self.step_time.observe(*step)
+        shape, seconds = step[:-1], step.seconds
+        self.step_time.observe(*shape, self.alone_s(shape, seconds))
         for watcher in self._on_step:
             watcher(step)
 

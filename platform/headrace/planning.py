@@ -58,6 +58,7 @@ class ReplicaPlanner:
         self._store = store
         self._machine, self._prefill_machine = machine, ""
         self._plans: dict[str, Plan] = {}
+        meter.alone_s = router.step_alone_s
         meter.watch(self._on_step, self._on_transfer, self._on_load)
 
     @property

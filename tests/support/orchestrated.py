@@ -16,7 +16,7 @@ from typing import Any
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillResult
-from headrace_engine.steptime import StepTime
+from headrace_engine.meter import EngineMeter, Step
 
 PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 RESULT = PrefillResult(PULL, queue_s=0.0, compute_s=0.1, cached_tokens=0, computed_tokens=5)
@@ -28,10 +28,10 @@ NEVER_S = 30.0
 
 def gate_for_one() -> ComputeGate:
     """A gate for one prompt at a time: a step of this engine costs nothing beside its tokens."""
-    step_time = StepTime()
+    meter = EngineMeter()
     for tokens in (1, 2, 4, 8, 16, 64) * 10:
-        step_time.observe(tokens, 0, 0, 0, 0, 0.01 * tokens)
-    return ComputeGate(step_time)
+        meter.step(Step(tokens, 0, 0, 0, 0, 0.01 * tokens))
+    return ComputeGate(meter)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from headrace_engine.gate import ComputeGate
-from headrace_engine.steptime import StepTime
+from headrace_engine.meter import EngineMeter, Step
 
 
 def fitted(a: float, b: float) -> ComputeGate:
-    step_time = StepTime()
+    meter = EngineMeter()
     for tokens in (10, 100, 1000, 50, 500) * 5:
-        step_time.observe(tokens, 0, 0, 0, 0, a + b * tokens)
-    return ComputeGate(step_time)
+        meter.step(Step(tokens, 0, 0, 0, 0, a + b * tokens))
+    return ComputeGate(meter)
 
 
 async def order(gate: ComputeGate, prompts: list[int], seconds: float = 0.01) -> list[int]:
@@ -81,3 +81,36 @@ async def test_a_turn_granted_in_the_moment_of_giving_up_is_passed_on() -> None:
     with pytest.raises(asyncio.CancelledError):
         await gives_up
     assert await order(gate, [600]) == [1]
+
+
+async def test_the_next_prompt_is_let_in_when_the_step_of_the_one_before_it_begins() -> None:
+    meter = EngineMeter()
+    gate = ComputeGate(meter, step_tokens=1000)
+    async with gate.turn(600):
+        following = asyncio.create_task(order(gate, [600]))
+        await asyncio.sleep(0.005)
+        assert gate.waiting == 1
+        meter.step(Step(0, 3, 0, 0, 0, 0.02))  # it ends as the first prompt's step begins
+        assert gate.waiting == 0
+        assert await following == [1]
+
+
+async def test_a_prompt_of_several_steps_keeps_its_turn_until_its_first_token() -> None:
+    meter = EngineMeter()
+    gate = ComputeGate(meter, step_tokens=500)
+    async with gate.turn(600):
+        following = asyncio.create_task(order(gate, [100]))
+        await asyncio.sleep(0.005)
+        meter.step(Step(500, 3, 0, 0, 0, 0.5))
+        assert gate.waiting == 1
+    assert await following == [1]
+
+
+async def test_a_step_ends_no_turn_twice() -> None:
+    meter = EngineMeter()
+    gate = ComputeGate(meter, step_tokens=1000)
+    async with gate.turn(600):
+        meter.step(Step(0, 1, 0, 0, 0, 0.02))
+        async with gate.turn(600):
+            pass
+        assert await order(gate, [600, 600]) == [1, 1]

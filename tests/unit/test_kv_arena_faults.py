@@ -185,6 +185,7 @@ def test_a_view_outlives_its_arena(make: Make) -> None:
     arena.close()
     arena.close()
     view[:] = 1
+    assert view.all()
 
 
 def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(

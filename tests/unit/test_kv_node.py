@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -107,13 +108,21 @@ def test_what_was_stored_before_the_node_came_is_written_too(tmp_path: Path, sta
 
 
 def test_a_follower_that_fell_behind_the_ring_starts_over(node: StoreNode, engine: Engine) -> None:
-    for first in range(0, 300, 30):  # more events than the ring keeps
-        engine.put(*range(first, first + 30))
+    ring = len(engine.arena._t.events)
+    for first in itertools.count(0, 30):
+        engine.put(*range(first, first + 30))  # takes fewer while blocks are being written
+        assert node.quiesce(20)
+        if engine.arena.next_seq > ring:
+            break
     dram = node._dram
-    assert node.quiesce(20) and dram is not None
+    assert dram is not None
     before = dram.follower.lost  # a slow machine falls behind by itself
-    dram.follower._seq = 0
-    until(lambda: dram.follower.lost > before)
+
+    def behind() -> bool:
+        dram.follower._seq = 0  # the follower's thread may write over it: set until it is seen
+        return dram.follower.lost > before
+
+    until(behind)
     engine.put(500)
     until(lambda: located(node, 500) == 1)
 

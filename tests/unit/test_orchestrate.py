@@ -69,7 +69,7 @@ async def test_a_turn_ends_with_the_first_output_not_with_the_answer() -> None:
     outputs = Orchestrator(Planner(None)).run(replace(work(engine, Prefill()), turn=gate.turn))
     await anext(outputs)
     async with asyncio.timeout(1), gate.turn(100):
-        pass
+        assert gate.waiting == 0
     await outputs.aclose()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headrace.router.sharing import SharedCores
 from headrace_engine.steptime import StepTime
 from headrace_kvstore.fitting import LinearTime, RecursiveLeastSquares
 
@@ -75,6 +76,8 @@ class Costs:
     handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
     #: Wait at the prefill engine beyond what this router put there (other decode replicas).
     others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
+    #: What the engines lose to each other where they share a machine.
+    shared: SharedCores = field(default_factory=SharedCores)
 
     def load(self, medium: str) -> LinearTime:
         return self.loads.setdefault(medium, transfer_time(*LOAD_STD_S))

@@ -5,10 +5,13 @@ Loads are reserved when a plan is made, not when the work starts, so the next pl
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, Literal
 
 from headrace_engine.steptime import StepTime
+
+_INTERVALS = 32
+"""Latest times of having prefills that are kept; an engine step overlaps with one or two."""
 
 
 class EngineLoad:
@@ -19,6 +22,8 @@ class EngineLoad:
         self._running: dict[str, int] = {}
         self._tokens = self._pairs = 0
         self._head_since_s = 0.0
+        self._busy_since_s = 0.0
+        self._busy: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
 
     @property
     def waiting_tokens(self) -> int:
@@ -42,7 +47,7 @@ class EngineLoad:
         replaces an earlier booking."""
         self.release(request_id, now_s)
         if not self._waiting:
-            self._head_since_s = now_s
+            self._head_since_s = self._busy_since_s = now_s
         self._waiting[request_id] = tokens, pairs
         self._tokens += tokens
         self._pairs += pairs
@@ -57,6 +62,8 @@ class EngineLoad:
         self._pairs -= pairs
         if was_head:
             self._head_since_s = now_s
+        if not self._waiting:
+            self._busy.append((self._busy_since_s, now_s))
 
     def start(self, request_id: str, context: int = 0) -> None:
         """The request decodes from now on, behind so many tokens."""
@@ -84,6 +91,13 @@ class EngineLoad:
         )
         elapsed = max(0.0, now_s - self._head_since_s)
         return max(behind, everything - elapsed)
+
+    def busy_share(self, seconds: float, now_s: float) -> float:
+        """Part of the last `seconds` during which prefills were outstanding."""
+        spans = [*self._busy, *([(self._busy_since_s, now_s)] if self._waiting else [])]
+        began_s = now_s - seconds
+        busy_s = sum(max(0.0, min(now_s, end) - max(began_s, begin)) for begin, end in spans)
+        return min(1.0, busy_s / seconds) if seconds > 0.0 else 0.0
 
     def to_dict(self) -> dict[str, int]:
         return {

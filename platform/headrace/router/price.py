@@ -6,14 +6,16 @@ what the streams that run on the decode engine lose meanwhile::
     local  = queue_d + pull_d + max(T_d(u_d, r), L(l_d))
              + w * r * (max(T_d(u_d, r), L(l_d)) - T_d(0, r))
     remote = call + queue_p + pull_p + max(T_p(u_p, 0), L(l_p)) + transfer(bytes) + handoff
-             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r))
+             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r) + share * T_p(u_p, 0))
 
 ``u`` are the prompt tokens that the engine must compute (at least one), ``l`` the bytes that the KV
 store supplies, loaded layer by layer under the computation, each medium at its own speed,
 ``pull`` the wait for those that must come into DRAM first, ``r`` the running decodes,
 ``w`` the stall weight, ``T`` the engines' step times (a prompt above ``max_step_tokens`` takes
 several steps; what its tokens and the running decodes attend to counts, too), ``queue_d'`` what is
-left of the decode queue once the KV is there.
+left of the decode queue once the KV is there, ``share`` the part of its speed that the decode
+engine loses while the prefill engine computes (``sharing``). The local ``T_d(u_d, r)`` is stretched
+likewise for as long as the prefill engine has work.
 """
 
 from __future__ import annotations
@@ -60,9 +62,10 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     uncached_d, uncached_p = s.uncached_decode_tokens, s.uncached_prefill_tokens
 
     local_begins = s.decode_queue_s + s.pull_decode_s
-    local_compute = step.prefill_s(
+    alone_s = step.prefill_s(
         uncached_d, s.pairs(uncached_d), step_tokens=limit, rows=r, context=s.running_context
     )
+    local_compute = costs.shared.beside_s(alone_s, s.prefill_queue_s)
     # What loading adds where it takes longer than the computation that it runs under.
     local_load = max(0.0, costs.load_s(s.load_decode_bytes) - local_compute)
     steps = math.ceil(uncached_d / limit)
@@ -78,7 +81,8 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     arrival += transfer + handoff
     decode_queue = max(0.0, s.decode_queue_s - arrival)
     last_step = step.seconds(1, r, 0, s.running_context, s.pairs(1))
-    remote_stall = stalled * max(0.0, last_step - idle_step)
+    slowed = costs.shared.share * remote_compute
+    remote_stall = stalled * (max(0.0, last_step - idle_step) + slowed)
     return {
         "local.queue": s.decode_queue_s,
         "local.pull": s.pull_decode_s,

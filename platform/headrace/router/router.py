@@ -406,6 +406,18 @@ class Router:
             self.costs.prefill_step = fit
             self._prefill_steps_seen = True
 
+    def step_alone_s(self, shape: Sequence[float], seconds: float) -> float:
+        """What a step of the decode engine would have taken alone; its step times learn that.
+
+        ``shape``: as ``StepTime.seconds``.
+        """
+        model, shared = self.costs.decode_step, self.costs.shared
+        if not (model.samples and 0.0 < seconds < math.inf):
+            return seconds
+        overlap = self.prefill_load.busy_share(seconds, self._clock())
+        shared.observe(overlap, model.seconds(*shape), seconds)
+        return shared.alone_s(seconds, overlap)
+
     def local_step(self, prompt_tokens: int) -> None:
         """The decode engine made a step, from which its step times have learned."""
         if prompt_tokens > 1:  # one token is what a remote prefill leaves to decode
@@ -462,6 +474,7 @@ class Router:
                 "call": c.call.to_dict(),
                 "handoff": c.handoff.to_dict(),
                 "others": c.others.to_dict(),
+                "shared_cores": c.shared.to_dict(),
             },
             "transfers": dict(self._moved),
             "measured_s_ago": {
