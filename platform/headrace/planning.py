@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,9 @@ from headrace_kvstore.view import StoreView, store_settings
 if TYPE_CHECKING:
     from headrace_engine.handoff import PrefillResult
     from headrace_engine.meter import EngineMeter, Step, StoreLoad, Transfer
+
+
+logger = logging.getLogger("headrace.router")
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,10 @@ class ReplicaPlanner:
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
         self._prefill_machine = result.machine
         if result.step_time:
-            self.router.prefill_step_times(StepTime.from_dict(result.step_time))
+            try:
+                self.router.prefill_step_times(StepTime.from_dict(result.step_time))
+            except ValueError as error:
+                logger.warning("a prefill replica's step times are left out: %s", error)
         for load in result.loads:
             self.router.observe_load(*load)
         self.router.prefill_done(
