@@ -8,8 +8,8 @@ if
 
 and otherwise waits for its turn, first come first served: prompts that fill a step by themselves
 go one after the other, which halves their mean time to first token against computing them together
-and takes no longer in all; tiny ones share steps. a and b are fitted to the engine's own steps by
-least squares with exponential forgetting.
+and takes no longer in all; tiny ones share steps. a / b is read off the engine's fitted step times
+(`StepTime.free_tokens`).
 
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
@@ -26,34 +26,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace_engine.meter import EngineMeter, Step
-
-FORGET = 0.99
-"""Weight of a step after one more step."""
-
-
-class StepFit:
-    """a and b of seconds = a + b tokens, from weighted sums of the steps seen."""
-
-    def __init__(self) -> None:
-        self._weight = self._n = self._t = self._nn = self._nt = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take one step that computed prompt tokens."""
-        keep, n = FORGET, float(tokens)
-        self._weight = keep * self._weight + 1.0
-        self._n = keep * self._n + n
-        self._t = keep * self._t + seconds
-        self._nn = keep * self._nn + n * n
-        self._nt = keep * self._nt + n * seconds
-
-    def free_tokens(self) -> float:
-        """a / b: the tokens that cost as much as a step itself; 0 while the steps do not tell."""
-        spread = self._weight * self._nn - self._n * self._n
-        if spread <= 1e-9 * self._nn * max(self._weight, 1.0):
-            return 0.0
-        b = (self._weight * self._nt - self._n * self._t) / spread
-        a = (self._t - b * self._n) / self._weight
-        return max(0.0, a) / b if b > 0.0 else float("inf")
+from headrace_engine.steptime import StepTime
 
 
 @dataclass(eq=False)
@@ -70,12 +43,13 @@ class ComputeGate:
     """Lets prompts into the engine, in order of arrival. Used from one event loop only.
 
     Args:
-        meter: tells the engine's steps; without it each turn lasts until its block ends.
+        meter: tells the engine's steps, and has fitted what they take; without it each turn lasts
+            until its block ends, and the prior tells.
         step_tokens: most prompt tokens that the engine computes in one step.
     """
 
     def __init__(self, meter: EngineMeter | None = None, step_tokens: int = 0) -> None:
-        self.fit = StepFit()
+        self._step_time = StepTime() if meter is None else meter.step_time
         if meter is not None:
             meter.watch(on_step=self._on_step)
         self._step_tokens = step_tokens
@@ -107,15 +81,13 @@ class ComputeGate:
 
     def _on_step(self, step: Step) -> None:
         """A step has ended and the next one has begun, with all prompts that were let in."""
-        if step.ctx_tokens:
-            self.fit.observe(step.ctx_tokens, step.seconds)
         if sum(turn.tokens for turn in self._computing) <= self._step_tokens:
             self._computing.clear()
             self._admit()
 
     def _may_join(self, tokens: int) -> bool:
         together = len(self._computing)
-        return together == 0 or tokens * together <= self.fit.free_tokens()
+        return together == 0 or tokens * together <= self._step_time.free_tokens()
 
     def _admit(self) -> None:
         while self._waiting and self._may_join(self._waiting[0].tokens):

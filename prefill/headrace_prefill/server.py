@@ -82,7 +82,7 @@ class PrefillServer(PDPrefillServer):
             cached_tokens=cached,
             computed_tokens=len(token_ids) - cached,
             machine=self._machine,
-            steps=tuple(self.engine.meter.take_steps()),
+            step_time=self.engine.meter.step_time.to_dict(),
             loads=tuple(self.engine.meter.take_loads()),
         )
 

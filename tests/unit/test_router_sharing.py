@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.router import Geometry, PlanRequest, Router, RouterSettings, StepSample
+from headrace.router import Geometry, PlanRequest, Router, RouterSettings
 from headrace.router.load import EngineLoad
 from headrace.router.plan import PrefillReport
 from headrace.router.price import Costs, Situation, price
@@ -118,7 +118,8 @@ def test_a_router_learns_the_share_and_what_its_steps_take_alone(clock: Clock) -
     def steps(seconds: float) -> None:
         for _ in range(60):
             clock.now_s += seconds
-            router.observe_step("decode", StepSample(0, 2, seconds))
+            alone_s = router.step_alone_s((0, 2), seconds)
+            router.costs.decode_step.observe(0, 2, 0, 0, 0, alone_s)
 
     for number in range(6):
         steps(0.03)

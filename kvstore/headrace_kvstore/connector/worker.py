@@ -42,9 +42,12 @@ Seeds = Callable[[Sequence[bytes]], np.ndarray]
 
 
 class StepSample(NamedTuple):
-    """What a step that computed prompts took, waits for KV left out."""
+    """What a step that computed prompts took, waits for KV left out; as `scheduler.Shape`."""
 
-    tokens: int
+    prompt: int
+    rows: int
+    draft: int
+    context: int
     pairs: int
     seconds: float
 
@@ -126,9 +129,9 @@ class WorkerHalf:
         if self._pipeline is not None and self._source is not None:
             self._settle(self._pipeline, self._source)
             self._pipeline = self._source = None
-        if self._work.tokens and self._opened_s:
+        if self._work.shape is not None and self._opened_s:
             seconds = time.perf_counter() - self._opened_s - self._waited_s
-            self._samples.append(StepSample(self._work.tokens, self._work.pairs, seconds))
+            self._samples.append(StepSample(*self._work.shape, seconds))
         self._work = Work()
         saves, self._saves = self._saves, {}
         for job, save in saves.items():

@@ -20,6 +20,7 @@ import numpy as np
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.arena.chains import chains
+from headrace_kvstore.fitting import LinearTime
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.record import Shape, TierEvent
 from headrace_kvstore.objects.object_catalog import Place
@@ -27,7 +28,7 @@ from headrace_kvstore.objects.object_client import StoreClient
 from headrace_kvstore.objects.object_format import most_blocks
 from headrace_kvstore.objects.object_pack import Packed
 from headrace_kvstore.objects.object_tier import ObjectTier
-from headrace_kvstore.peers.pull_price import LineFit, Run
+from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol.events import OBJECT
 from headrace_kvstore.staging.prefetch import Prefetcher
 from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
@@ -39,7 +40,7 @@ READ_BYTES = 32 * 2**20
 OBJECTS = "object store"
 """Among the peers of a `Run`."""
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
-"""Assumed before the first fetch, with the weight of one."""
+"""Assumed before the first fetch."""
 
 
 def worth_sharing(rows: np.ndarray) -> np.ndarray:
@@ -52,13 +53,6 @@ def worth_sharing(rows: np.ndarray) -> np.ndarray:
     return wanted
 
 
-class FetchCost(LineFit):
-    """Seconds of fetching bytes, fitted to the fetches of this node; in the beginning a guess."""
-
-    def __init__(self) -> None:
-        super().__init__(FIRST_LATENCY_S, 1 / FIRST_BYTES_PER_S, 2**26)
-
-
 class ObjectSource:
     """The object tier as a `staging.sources.Source`; `cost` is learned from what it reads."""
 
@@ -66,7 +60,7 @@ class ObjectSource:
 
     def __init__(self, tier: ObjectTier) -> None:
         self._tier = tier
-        self.cost = FetchCost()
+        self.cost = pull_cost(FIRST_LATENCY_S, FIRST_BYTES_PER_S)
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
         """Reads of `READ_BYTES`, so that the first blocks are there before the last are asked."""
@@ -87,7 +81,7 @@ class ObjectOffer:
     """Blocks in objects; one that is removed meanwhile is a miss."""
 
     def __init__(
-        self, tier: ObjectTier, cost: FetchCost, digest: bytes, hashes: Sequence[bytes]
+        self, tier: ObjectTier, cost: LinearTime, digest: bytes, hashes: Sequence[bytes]
     ) -> None:
         self._tier, self._cost = tier, cost
         found = [tier.find(digest, block_hash) for block_hash in hashes]

@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from headrace_kvstore.breaker import Breaker
+from headrace_kvstore.fitting import LinearTime
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.agent import PullError
 from headrace_kvstore.peers.directory import Directory
 from headrace_kvstore.peers.messages import Failed, Hello, Leased, Notes, Welcome
-from headrace_kvstore.peers.pull_price import PullCost
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.events import EventBatch
@@ -79,7 +79,7 @@ class Link:
         self.reason = "not answered yet"
         self.welcome: Welcome | None = None
         self.breaker = Breaker(FAILURES, pause_s, LONGEST * pause_s)
-        self.costs: dict[str, PullCost] = {}
+        self.costs: dict[str, LinearTime] = {}
         self.counts: Counter[str] = Counter()
         self.outbox: deque[tuple[wire.Message, Future[Any] | None, float]] = deque()
         self._asked: dict[int, _Asked] = {}

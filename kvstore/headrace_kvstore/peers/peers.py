@@ -18,7 +18,7 @@ from headrace_kvstore.peers.agent import PullError
 from headrace_kvstore.peers.directory import Directory
 from headrace_kvstore.peers.link import RETRY_S, Link
 from headrace_kvstore.peers.messages import Lease, Leased, Welcome
-from headrace_kvstore.peers.pull_price import PullCost, Run
+from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.events import DRAM, NVME
@@ -94,7 +94,7 @@ class Peers:
             found = self._directory.leading(address, digest, hashes, MEDIA)
             if found:
                 parts = tuple(
-                    (medium, sum(1 for _ in run), link.costs.setdefault(medium, PullCost()))
+                    (medium, sum(1 for _ in run), link.costs.setdefault(medium, pull_cost()))
                     for medium, run in groupby(found)
                 )
                 runs.append(Run(address, parts))
@@ -137,7 +137,7 @@ class Peers:
             if link is not None:
                 link.breaker.success()
                 if size_bytes:
-                    link.costs.setdefault(medium, PullCost()).observe(size_bytes, seconds)
+                    link.costs.setdefault(medium, pull_cost()).observe(size_bytes, seconds)
                 link.counts["pulled_bytes"] += size_bytes
 
     def failed(self, address: str, word: str) -> None:
