@@ -39,7 +39,7 @@ def test_sizes(text: Any, size: int) -> None:
         ("priced", 1),
         ("codec", "zip"),
         ("copy_threads", 0),
-        ("depth", 1.5),
+        ("copy_threads", 1.5),
         ("drem_bytes", 1),
     ],
 )
@@ -64,7 +64,7 @@ def test_quotas_are_sizes_by_cache_salt() -> None:
         ({"quotas": {"": 5}}, "quotas: is"),
         ({"quotas": {"acme": "much"}}, "quotas.acme: is 'much'"),
         ({"default_quota": 0}, "default_quota: is 0"),
-        ({"policy": "mru"}, "policy: is 'mru'; give one of lru, lfu, s3-fifo, priority"),
+        ({"policy": "mru"}, "policy: is 'mru'; give one of lru, cost-aware"),
     ],
 )
 def test_wrong_quotas_and_policies_are_refused(extra: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The node's slower tiers, as the scheduler half asks for them."""
+"""Asks the local StoreNode which blocks its tiers below DRAM hold, for the scheduler half."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ class StoreSettings(ArenaSettings):
         load, save: switch one direction off.
         lease_s: longest time that a load may take before its blocks may be evicted.
         copy_threads: threads that copy blocks in and out.
-        depth: layers of a load on their way at once; None measures what it takes.
         staging_bytes: memory that layers from files pass through.
         node: ask the node's StoreNode for what is not in DRAM, where there is one.
         node_timeout_s: longest wait for what it has; other requests go on meanwhile.
@@ -38,7 +37,6 @@ class StoreSettings(ArenaSettings):
     save: Flag = True
     lease_s: Annotated[float, seconds(3600)] = 30.0
     copy_threads: Annotated[int, whole(1, 64)] = 1
-    depth: Annotated[int, whole(1, 1024)] | None = None
     staging_bytes: Size = 256 * 2**20
     node: Flag = True
     node_timeout_s: Annotated[float, seconds(60)] = 0.25
