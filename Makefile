@@ -49,6 +49,7 @@ format: install  ## repair what lint can repair
 
 docs: install  ## write the generated pages anew, and build the site in build/site
 	$(BIN)/python -m headrace.config > docs/configuration.md
+	$(BIN)/python -m headrace.gateway.docs > docs/rest.md
 	$(BIN)/typer headrace.cli.main utils docs --name headrace --title Commands --output docs/commands.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -20,6 +20,7 @@ ORDER = (
     "test_operator",
     "test_bad_requests",
     "test_hang_up",
+    "test_rest_face",
     "test_schema",
     "test_store",
     "test_faults",

@@ -19,7 +19,7 @@ import ray
 from headrace_kvstore.cluster.keeper import StoreNodeActor
 from headrace_kvstore.cluster.peering import Peering
 from headrace_kvstore.protocol.client import NodeClient
-from tests.support.kvnode import DIGEST, Engine, keys, settings, until
+from tests.support.kvnode import Engine, answers, locate, settings, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -88,8 +88,7 @@ def test_machines_pull_from_each_other_also_after_a_restart(
         """Asked again where a pull was late, as on a busy machine."""
 
         def brought() -> bool:
-            client.ask_locate("r", DIGEST, keys(*numbers))
-            until(lambda: bool(client.poll()), PATIENT_S)
+            locate(client, *numbers)
             return all(engines[1].has(*numbers))
 
         until(brought, PATIENT_S)
@@ -99,7 +98,7 @@ def test_machines_pull_from_each_other_also_after_a_restart(
     client = NodeClient(
         "arena", timeout_s=PATIENT_S, retry_s=0.05, socket_folder=tmp_path / "reader"
     )
-    until(lambda: client.up, PATIENT_S)
+    until(lambda: answers(client), PATIENT_S)
     pulls(0, 1)
     before = stats(owner)
     os.kill(before["pid"], signal.SIGKILL)

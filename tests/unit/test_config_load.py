@@ -65,6 +65,15 @@ def only_problem(*overrides: str) -> str:
             'got "1.2.3"',
         ),
         (
+            "gateway.allowed_origins=[chat.example/x]",
+            'gateway.allowed_origins: must be "*" or like https://host:port without a path: '
+            '"chat.example/x"',
+        ),
+        (
+            "gateway={allowed_origins: ['*'], allow_credentials: true}",
+            'gateway: allow_credentials: allowed_origins must name the sites, not "*"',
+        ),
+        (
             "ray.address=head",
             'ray.address: must be "auto" or like "10.0.0.1:6379", got "head"',
         ),

@@ -363,7 +363,8 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
 
     from headrace_decode._vllm_compat import with_transfer_params, without_transfer_params
 
-    sent = SamplingParams(extra_args={PARAMS_KEY: {"do_remote_prefill": True}, "mine": 1})
+    names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
+    sent = SamplingParams(extra_args={**names_memory, "mine": 1})
     clean = without_transfer_params(sent)
     assert clean.extra_args == {"mine": 1}
     assert sent.extra_args is not None and PARAMS_KEY in sent.extra_args, "the caller's is kept"

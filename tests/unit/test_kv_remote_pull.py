@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.node.open_tiers import open_arena
+from headrace_kvstore.node.dram_work import open_arena
 from headrace_kvstore.peers.agent import Pull, PullError
 from headrace_kvstore.peers.messages import Lease, Leased, Release, Row, Welcome
 from headrace_kvstore.peers.peer_source import READ_BYTES, PullLimits, RemoteSource

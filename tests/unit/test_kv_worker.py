@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
 from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
@@ -22,7 +23,7 @@ NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
 HASHES = [bytes([i]) * 32 for i in range(1, BLOCKS + 1)]
 
 
-class HostCache:
+class HostCache(EngineCache):
     """An engine's cache in plain memory; its checksum is a seeded CRC."""
 
     layer_names: Sequence[str] = NAMES

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.codec import LayerShape, codec
+from headrace_kvstore.codec import CODECS, LayerShape
 from headrace_kvstore.connector.cache import EngineCache, HostCache
 from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_layer_bytes
 from headrace_kvstore.connector.device_cache import DeviceCache
@@ -115,10 +115,10 @@ class StoreConnector(KVConnectorBase_V1):
         [group] = kv_cache_config.kv_cache_groups
         self._layers = len(group.layer_names)
         spec = group.kv_cache_spec
-        self._codec = codec(self._settings.codec)
+        self._codec = CODECS[self._settings.codec]()
         self._shape: LayerShape | None = None
         layer_bytes = spec.page_size_bytes
-        if not self._codec.identity:
+        if self._codec.lossy:
             self._shape = layer_shape(spec, device_identity(vllm_config))
             layer_bytes = stored_layer_bytes(self._codec, self._shape)
         self._block_bytes = self._layers * layer_bytes
@@ -131,7 +131,7 @@ class StoreConnector(KVConnectorBase_V1):
             block_bytes=self._block_bytes,
             layers=self._layers,
             policy=self._settings.policy,
-            **self._settings.quotas.options,
+            **self._settings.quota_options,
         )
         parallel = vllm_config.parallel_config
         ranks = range(parallel.tensor_parallel_size)

@@ -1,19 +1,19 @@
 """Which KV blocks an engine loads from the store, and which it saves there.
 
 This is the scheduler half of the connector without its vLLM shell. It decides by block hashes alone
-and moves no bytes; the worker half carries out what `Work` says.
+and moves no bytes. The worker half carries out its `Work`.
 
-What may be saved: a block is wrong if it was computed from KV that failed to load, and vLLM learns
-of such a failure only with the output of the step. So a request's full blocks count once a step of
-that request has come back and they lie below
+Which blocks are saved: a block is wrong if it was computed from KV that failed to load, and vLLM
+learns of such a failure only with the output of the step. So a request's full blocks are saved once
+a step of that request has come back and they lie below
 
     confirmed tokens = num_computed_tokens - num_in_flight_tokens
 
-What slower tiers offer is taken as far as `price.Price` finds it worth its seconds.
+Blocks that slower tiers offer are loaded as far as `price.Price` finds that they save seconds.
 
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
-request holds its own. Nothing else has to wait for a copy: requests finish, are preempted or
-aborted as they would without a store.
+request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
+they would without a store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -404,10 +404,6 @@ class SchedulerHalf:
         self._held[self._next_job] = save
         self._work.saves[self._next_job] = save
         self._next_job += 1
-
-    def snapshot(self) -> Mapping[str, int]:
-        """For `headrace status`."""
-        return {"saves_in_flight": len(self._saving)}
 
 
 def medium_of(place: Any) -> str:

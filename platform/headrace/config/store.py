@@ -68,7 +68,7 @@ class StoreSection(Section):
     engine: dict[str, Any] = Field(
         default_factory=dict,
         description="More settings of the connector in the engines; docs/kvstore.md lists them "
-        "(`lease_s`, `copy_threads`, `depth`, ...).",
+        "(`lease_s`, `copy_threads`, ...).",
     )
     node: dict[str, Any] = Field(
         default_factory=dict,
