@@ -1,8 +1,8 @@
 """The planner: before each engine step, how many draft tokens of each row to verify, if any.
 
 It joins three parts: the seconds of a step (`headrace_engine.steptime`), the budget that earns most
-(`budget`), and whether drafting pays at this load (`draft_guard`). It knows no engine. A proposer, a
-simulator or a test tells it what is in the batch, and afterwards what the step brought.
+(`budget`), and whether drafting pays at this load (`draft_guard`). It knows no engine. A proposer,
+a simulator or a test tells it what is in the batch, and afterwards what the step brought.
 """
 
 from __future__ import annotations
