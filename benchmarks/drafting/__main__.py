@@ -4,13 +4,13 @@ Replays code, agents' function calls and prose (`corpora`) through the memory, A
 suffix cache and vLLM's prompt look-up (`replay`), times the memory's calls (`costs`) and the
 loading of a corpus (`loading`), looks for traces of one tenant's texts in another's drafts
 (`isolation`), and has replicas share what they learn (`share`); their figures are told there.
-`prior` fits what the calibration begins with.
+
 
 - ``C.accepted_per_query_vs_arctic``: accepted tokens per query over Arctic's on corpus C, with as
   many drafted tokens in total; ``C.drafted_vs_arctic`` says how near that came
 - ``C.accepted_per_query_vs_ngram``: the same against vLLM's prompt look-up
 - ``C.without_X``: our accepted tokens per query without X, over those with it, at Arctic's drafted
-  tokens: ``failures`` (failure memory), ``calibration`` (rates stay at their priors), ``sharing``
+  tokens: ``failures`` (failure memory), ``learning`` (chances stay at their prior), ``sharing``
   (nothing kept of other requests), ``own`` (neither prompt nor own answer)
 - ``C.calibration_error``: mean |predicted - measured| survival over bins of a twentieth, weighted
   by drafted tokens; ``C.without_X.calibration_error`` likewise
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.drafting import corpora, costs, isolation, loading, prior, share
+from benchmarks.drafting import corpora, costs, isolation, loading, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
 from headrace_decode.speculation.draft import Source
@@ -38,7 +38,7 @@ OWN = frozenset({Source.PROMPT, Source.OUTPUT})
 KEPT = frozenset({Source.OPERATOR, Source.RESPONSE})
 WITHOUT = {
     "failures": {"failures": False},
-    "calibration": {"calibration": False},
+    "learning": {"learns": False},
     "sharing": {"sources": OWN},
     "own": {"sources": KEPT},
 }
@@ -124,8 +124,8 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(EXCHANGES), help="one corpus")
     parser.add_argument(
         "--part",
-        choices=[*PARTS, "prior"],
-        help="one part alone; ablations include the replay; prior is no part of the whole",
+        choices=PARTS,
+        help="one part alone; ablations include the replay",
     )
     args = parser.parse_args()
     start, encode = time.perf_counter(), corpora.tokenizer(args.tokenizer)
@@ -139,8 +139,6 @@ def main() -> None:
         figures |= loading.measure()
     if "isolation" in parts:
         figures |= isolation.measure(loaded[names[0]])
-    if "prior" in parts:
-        figures |= prior.fit(loaded)
     if "share" in parts:
         figures |= share.measure(loaded[names[0]])
     arms = {}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Draft
-from headrace_decode.speculation.memory import Memory, Settings
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 
 ARCTIC_DEPTH = 24
 ARCTIC_FACTOR = 1.0

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from benchmarks.drafting.arms import ARCTIC_DEPTH, ARCTIC_FACTOR, ARCTIC_LEAST, Arctic
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.memory import Memory, Settings, tenant_key
-from headrace_decode.speculation.pool import SegmentInfo
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.retrieval.pool import SegmentInfo
 
 ROWS = 64
 STEPS = 48
@@ -144,7 +144,7 @@ def size(texts: Texts) -> dict[str, float]:
 
 def measure(texts: Texts, repeats: int = 5) -> dict[str, float]:
     """All costs; `texts` are longer than PROMPT_TOKENS + STEPS."""
-    memory, arctic = Memory(Settings(capacity_bytes=CAPACITY_BYTES, replica=1)), Arctic()
+    memory, arctic = Memory(Settings(CAPACITY_BYTES, floor=0.0, replica=1)), Arctic()
     fill(memory, texts)
     fill_arctic(arctic, texts)
     weights, rounds = np.ones(BETWEEN_BYTES // 8), []

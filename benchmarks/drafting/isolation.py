@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.drafting.corpora import Exchange
-from headrace_decode.speculation.memory import Memory, Settings
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 
 ROWS = 64
 KNOWN_TOKENS = 16
@@ -77,7 +77,7 @@ def measure(exchanges: list[Exchange], trials: int = 60, seed: int = 0) -> dict[
     for _ in range(trials):
         memories = {}
         for name in order.sample(list(stored), len(stored)):
-            memory = memories[name] = Memory(Settings(capacity_bytes=CAPACITY_BYTES, replica=1))
+            memory = memories[name] = Memory(Settings(CAPACITY_BYTES, floor=0.0, replica=1))
             for text in stored[name]:
                 _keep(memory, text, "a")
             for text in own:

@@ -1,6 +1,6 @@
 """What loading an operator corpus costs the engine that it is loaded into.
 
-Its thread takes the corpus in calls between steps (`headrace_decode.speculation.corpora`): 8
+Its thread takes the corpus in calls between steps (`retrieval.corpus_loads`): 8
 million tokens, documents of 4,000, once with room made at the beginning and once growing as they
 come.
 
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.speculation.corpora import Corpora
-from headrace_decode.speculation.memory import Memory, Settings
+from headrace_decode.speculation.retrieval.corpus_loads import Corpora
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 
 CORPUS_TOKENS, DOCUMENT_TOKENS, DOCUMENTS_A_CALL = 8_000_000, 4_000, 5
 CAPACITY_BYTES = 512 << 20

@@ -14,11 +14,15 @@ answered themselves, never from another arm's answers. Steps that compute prompt
 ``W.cC.tok_s_vs_none`` compares ``auto`` with ``plain``, ``..._none_same_engine`` with ``off``: a
 custom proposer forces synchronous scheduling, which the first contains and the second does not.
 ``..._best_static_k`` is the best of all static arms and ``off``, chosen afterwards.
+
+``W_noisy.cC.*`` are the arms ``plain``, ``off`` and ``auto`` beside two busy processes of lowest
+priority on the same cores (``neighbours``).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -28,22 +32,25 @@ from typing import Any
 from benchmarks.kvstore.child import Child
 from benchmarks.serving.environment import environment
 from benchmarks.speculation.arms import ENGINES, MODEL, arms_of, engines
-from benchmarks.speculation.report import figures, table
+from benchmarks.speculation.neighbours import neighbours
+from benchmarks.speculation.report import NOISY, figures, table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 WORKLOADS = ("draftable", "undraftable")
+NEIGHBOURS = 2
 WARM_UP_STEPS, STEADY_STEPS, STEPS_MAX = 8, 40, 400
 """Most steps of a turn: where each brings about the same, and where that varies with the text."""
 
 
 def cell(
-    nodes: Mapping[str, Child], workload: str, concurrency: int, rounds: int
+    nodes: Mapping[str, Child], workload: str, concurrency: int, rounds: int, *, noisy: bool
 ) -> dict[str, list[dict[str, float]]]:
     """The turns of every arm in one cell, a round that does not count before them."""
     turns = [
         (node, arm, mode)
         for name, node in nodes.items()
         for arm, mode in arms_of(name, workload, concurrency).items()
+        if not noisy or arm in ("plain", "off", "auto")
     ]
     requests = requests_of(concurrency)
     taken: dict[str, list[dict[str, float]]] = {arm: [] for _, arm, _ in turns}
@@ -80,6 +87,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1, 8 and 64 at once, one round")
     parser.add_argument("--concurrency", type=_numbers, help="instead of 1,2,4,8,16,32,64")
     parser.add_argument("--workloads", type=_words, default=list(WORKLOADS))
+    parser.add_argument(
+        "--noise",
+        choices=("both", "quiet", "noisy"),
+        default="both",
+        help="cells without neighbours, with them, or both",
+    )
     parser.add_argument("--engines", type=_words, default=list(ENGINES))
     parser.add_argument("--rounds", type=int, help="turns of each arm")
     parser.add_argument("--dtype", default="float32", help="of the engines")
@@ -93,12 +106,15 @@ def main() -> None:
     document["environment"] = environment(MODEL)
     with engines(args.engines, args.dtype) as nodes:
         print(f"engines ready after {time.perf_counter() - start:.0f} s", flush=True)
-        for workload in args.workloads:
+        kinds = {"both": (False, True), "quiet": (False,), "noisy": (True,)}[args.noise]
+        for noisy, workload in itertools.product(kinds, args.workloads):
             for concurrency in concurrencies:
-                taken = cell(nodes, workload, concurrency, rounds)
-                name = f"{workload}.c{concurrency}"
+                with neighbours(NEIGHBOURS * noisy):
+                    taken = cell(nodes, workload, concurrency, rounds, noisy=noisy)
+                told = workload + NOISY * noisy
+                name = f"{told}.c{concurrency}"
                 document["turns"][name] = taken
-                document["figures"] |= figures(workload, concurrency, taken)
+                document["figures"] |= figures(told, concurrency, taken)
                 if "headrace" in nodes:
                     document["reports"][name] = nodes["headrace"].do("mode", mode="auto")
                 if args.json is not None:

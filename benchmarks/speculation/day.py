@@ -1,18 +1,19 @@
 """The planner over a day of load, without an engine: ``python -m benchmarks.speculation.day``.
 
-A simulated engine with a step time that has a knee and padding, a price of verifying anything,
-noise, and a neighbour who takes a third of the machine for two hours. Between 1 and 64 requests
-run, most in the afternoon; some are draftable, fewer at night. A memory promises survivals that are
-right on average but know nothing of the single request, and for three hours in the morning promises
-are wrong: a new release has changed what the documents say.
+The simulated engine's step time has a knee, padding, a price of verifying anything, and noise. A
+neighbour takes a third of the machine for two hours. Between 1 and 64 requests run, most in the
+afternoon. Some are draftable, fewer at night. The drafter finds long matches for draftable requests
+and short ones for others, and knows no more of the single request. For three hours in the morning
+most long matches are wrong: a new release has changed what the documents say.
 
-Every policy meets the same day. Figures are the seconds that it needs for the day's tokens, as
-tokens per second:
+Every policy meets the same day. A figure is the day's tokens over the seconds that they took:
 
 - ``oracle``: knows the true step time, and of each request how likely its next tokens are right.
-- ``best_static``: the best single draft length for the whole day, chosen afterwards.
-- ``auto``: the planner as production runs it; ``no_ledger``: without random steps and the switch
-  that they feed; ``no_trust``: promises are believed; ``prior_times``: step times are not learned.
+- ``static K``: K draft tokens of every row, all day.
+- ``auto``: the planner as production runs it. ``without_X`` lacks a part of it (``ABLATIONS``).
+- ``noisy``: the same day beside two busy neighbours. A step takes half as long again, each draft
+  token costs twice as much, and one step in ten takes up to three times as long.
+- ``liar``: a day without draftable requests, and a drafter that promises every token at 0.9.
 """
 
 from __future__ import annotations
@@ -20,19 +21,39 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.budget import best_budget
-from headrace_decode.speculation.calibrate import ROWS
-from headrace_decode.speculation.planner import Limits, Load, Mode, Planner, Step
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.planning import draft_guard, draft_planner
+from headrace_decode.speculation.planning.budget import best_budget
+from headrace_decode.speculation.planning.draft_planner import (
+    DraftPlanner,
+    Limits,
+    Load,
+    Mode,
+    Step,
+)
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS
+from headrace_decode.speculation.retrieval.acceptance import (
+    EFFECT,
+    MATCH_BUCKET,
+    POSITION_BUCKET,
+    Acceptance,
+    cell_of,
+    chance,
+    learn,
+)
 from headrace_decode.speculation.session import CALIBRATION_STEP_TOKENS
-from headrace_decode.speculation.trust import Kept, Trust
+from headrace_decode.speculation.step_calibration import ROWS
 from headrace_engine.steptime import StepTime
 
 DRAFT_TOKENS = 16
@@ -42,26 +63,46 @@ PAD, KNEE = 8, 48
 VERIFYING = 1.04
 """A step with drafts against one of as many tokens without; as measured at 16 and 64 requests."""
 STATIC = (1, 2, 4, 8, 16)
+LONG, SHORT = 20, 2
+"""Tokens of the context that a draftable request's drafts match, and another's."""
+
+
+@dataclass
+class Day:
+    """What the machine is like, and whether any request is draftable."""
+
+    noisy: bool = False
+    draftable: bool = True
+
+    def seconds(
+        self, rows: int, drafted: NDArray[np.int64] | int, hour: float
+    ) -> NDArray[np.float64]:
+        """Of a step: a knee, padding, a neighbour in the evening, and what verifying costs."""
+        n = np.ceil((rows + np.asarray(drafted)) / PAD) * PAD
+        factor = (1.5 if 20.0 <= hour < 22.0 else 1.0) * np.where(
+            np.asarray(drafted) > 0, VERIFYING, 1.0
+        )
+        base = 0.012 + 0.0001 * n + 0.0006 * np.maximum(n - KNEE, 0)
+        if self.noisy:
+            base = 1.5 * base + 0.0006 * np.asarray(drafted)
+        return np.asarray(factor * base)
+
+    def noise(self, rng: np.random.Generator) -> float:
+        """Factor of one step."""
+        factor = float(rng.lognormal(0.0, 0.05))
+        hiccup = rng.random() < 0.1, float(rng.uniform(1.0, 3.0))
+        return factor * hiccup[1] if self.noisy and hiccup[0] else factor
 
 
 @dataclass
 class Request:
-    """One sequence: the true chance of a draft token behind right ones, and what is promised."""
+    """One sequence: the true chance of a draft token behind right ones, what its drafts look like
+    (int32 [DRAFT_TOKENS]), and its effect."""
 
-    chance: float
-    promise: float
+    right: float
+    cells: NDArray[np.int32]
+    effect: NDArray[np.float64]
     left: int = ANSWER_TOKENS
-    kept: Kept = field(default_factory=Kept)
-
-
-def true_seconds(
-    tokens: NDArray[np.int64] | int, hour: float, drafted: NDArray[np.bool_] | bool
-) -> NDArray[np.float64]:
-    """Seconds of a step: a knee, padding, a neighbour who makes it slower in the evening, and what
-    verifying costs, however little is drafted."""
-    n = np.ceil(np.asarray(tokens) / PAD) * PAD
-    factor = (1.5 if 20.0 <= hour < 22.0 else 1.0) * np.where(drafted, VERIFYING, 1.0)
-    return factor * (0.012 + 0.0001 * n + 0.0006 * np.maximum(n - KNEE, 0))
 
 
 def running(hour: float) -> int:
@@ -69,97 +110,118 @@ def running(hour: float) -> int:
     return round(math.exp((0.5 - 0.5 * math.cos((hour - 4.0) / 24.0 * 2 * math.pi)) * math.log(64)))
 
 
-def arrive(hour: float, rng: np.random.Generator) -> Request:
-    """A request of this hour. Promises come in two classes, by what retrieval found."""
-    draftable = rng.random() < (0.2 if hour < 7.0 else 0.6)
+def arrive(day: Day, hour: float, rng: np.random.Generator) -> Request:
+    """A request of this hour."""
+    draftable = rng.random() < (0.2 if hour < 7.0 else 0.6) and day.draftable
     right = rng.uniform(0.75, 0.97) if draftable else rng.uniform(0.0, 0.3)
-    promise = 0.85 if draftable else 0.15
     if 9.0 <= hour < 12.0 and draftable and rng.random() < 0.7:
         right = rng.uniform(0.0, 0.3)
-    return Request(float(right), promise)
+    match = int(MATCH_BUCKET[LONG if draftable else SHORT])
+    places = POSITION_BUCKET[:DRAFT_TOKENS].tolist()
+    cells = [cell_of(int(Source.PROMPT), match, 0, 0, place) for place in places]
+    return Request(float(right), np.array(cells, np.int32), np.zeros(EFFECT))
 
 
 class Policy:
     """Chooses draft lengths, and is told what came."""
 
     def __init__(
-        self, *, auto: bool = True, controls: bool = True, trust: bool = True, learns: bool = True
+        self,
+        day: Day,
+        *,
+        mode: str = "auto",
+        controls: bool = True,
+        effects: bool = True,
+        learns: bool = True,
+        caution: float | None = None,
+        promise: float | None = None,
     ) -> None:
-        self.planner = Planner(controls=controls, padded_sizes=range(PAD, 513, PAD))
-        if not auto:
-            self.planner.mode = Mode("off")
-        self._trusts, self._learns = trust, learns
-        if learns:
-            self._calibrate()
-        self.trust = Trust()
-
-    def _calibrate(self) -> None:
-        """What a replica measures before it serves (`speculation.calibrate`)."""
-        for rows in ROWS:
+        self.planner = DraftPlanner(controls=controls, padded_sizes=range(PAD, 513, PAD))
+        self.planner.mode = Mode.parse(mode)
+        self.acceptance = Acceptance() if caution is None else Acceptance(caution)
+        self._effects, self._learns, self._promise = effects, learns, promise
+        if not learns:
+            return
+        for rows in ROWS:  # what a replica measures before it serves (`speculation.calibrate`)
             for k in CALIBRATION_LENGTHS:
-                tokens = min(rows * (1 + k), CALIBRATION_STEP_TOKENS)
-                seconds = float(true_seconds(tokens, 0.0, k > 0))
-                self.planner.times.observe(0, rows, tokens - rows, 0, 0, seconds)
+                drafted = min(rows * k, CALIBRATION_STEP_TOKENS - rows)
+                seconds = float(day.seconds(rows, drafted, 0.0))
+                self.planner.times.observe(0, rows, drafted, 0, 0, seconds)
+
+    def opened(self, request: Request) -> None:
+        request.effect = self.acceptance.effect()
+        if not self._effects:
+            request.effect[:] = 0.0
+
+    def closed(self, request: Request) -> None:
+        if self._effects:
+            self.acceptance.ended(request.effect)
 
     def choose(self, requests: list[Request], hour: float) -> NDArray[np.int32]:
         load, none = Load(len(requests)), np.zeros(len(requests), np.int32)
         if self.planner.looks(load, Limits(), DRAFT_TOKENS * len(requests)) != "verify":
             return none
-        survival = _survival([request.promise for request in requests])
-        if self._trusts:
-            survival = self.trust.believed(survival, [request.kept for request in requests])
+        cells = np.stack([request.cells for request in requests])
+        effects = np.stack([request.effect for request in requests])
+        learned = self.acceptance
+        survival = _survival(learned.weights, learned.sampling, effects, learned.caution, cells)
+        if self._promise is not None:
+            survival[:] = self._promise ** np.arange(1, DRAFT_TOKENS + 1)
         return self.planner.choose(load, Limits(), survival, none + DRAFT_TOKENS)
 
     def came(
         self, requests: list[Request], take: NDArray[np.int32], right: NDArray[np.int64],
         seconds: float,
     ) -> None:  # fmt: skip
-        for request, tested, good in zip(requests, take, right, strict=True):
+        learned = self.acceptance
+        for request, tested, good in zip(requests, take.tolist(), right.tolist(), strict=True):
             if tested:
-                self.trust.learn(
-                    request.kept, request.promise * min(int(good) + 1, int(tested)), float(good)
-                )
+                _learn(learned.weights, learned.sampling, request.effect, request.cells,
+                       min(good + 1, tested), good)  # fmt: skip
         rows, drafted = len(requests), int(take.sum())
-        promised = self.planner.promised
-        emitted = rows + int(right.sum())
-        step = Step(rows + drafted, drafted, rows, emitted, 0, seconds, promised=promised)
-        if not self._learns:
-            fixed = self.planner.times
-            self.planner.times = StepTime()
+        toss, self.planner.toss = self.planner.toss, None
+        step = Step(rows + drafted, drafted, rows, rows + int(right.sum()), 0, seconds, toss=toss)
+        if self._learns:
+            self.planner.observe(step)
+        else:
+            fixed, self.planner.times = self.planner.times, StepTime()
             self.planner.observe(step)
             self.planner.times = fixed
-        else:
-            self.planner.observe(step)
-
-
-class Static(Policy):
-    """So many tokens of every row, always."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self._tokens = tokens
-
-    def choose(self, requests: list[Request], hour: float) -> NDArray[np.int32]:
-        return np.full(len(requests), self._tokens, np.int32)
 
 
 class Oracle(Policy):
     """Knows what nobody knows."""
 
+    def __init__(self, day: Day) -> None:
+        super().__init__(day)
+        self._day = day
+
     def choose(self, requests: list[Request], hour: float) -> NDArray[np.int32]:
         rows = len(requests)
-        survival = _survival([request.chance for request in requests])
-        drafted = np.arange(DRAFT_TOKENS * rows + 1)
-        seconds = true_seconds(rows + drafted, hour, drafted > 0)
+        chances = np.array([request.right for request in requests])
+        survival = (chances[:, None] ** np.arange(1, DRAFT_TOKENS + 1)).astype(np.float32)
+        seconds = self._day.seconds(rows, np.arange(DRAFT_TOKENS * rows + 1), hour)
         return best_budget(survival, np.full(rows, DRAFT_TOKENS, np.int32), seconds).take
 
 
-def _survival(chances: list[float]) -> NDArray[np.float32]:
-    places = np.arange(1, DRAFT_TOKENS + 1)
-    return (np.array(chances)[:, None] ** places).astype(np.float32)
+@jit
+def _survival(weights: Any, sampling: Any, effects: Any, caution: float, cells: Any) -> Any:
+    survival = np.empty(cells.shape, np.float32)
+    for row in range(len(cells)):
+        survives = 1.0
+        for place in range(cells.shape[1]):
+            survives *= chance(weights, sampling, effects[row], caution, cells[row, place])
+            survival[row, place] = survives
+    return survival
 
 
-def a_day(policy: Policy, steps: int, seed: int = 0) -> tuple[float, NDArray[np.float64]]:
+@jit
+def _learn(weights: Any, sampling: Any, effect: Any, cells: Any, tested: int, right: int) -> None:
+    for place in range(tested):
+        learn(weights, sampling, effect, cells[place], place < right)
+
+
+def a_day(policy: Policy, day: Day, steps: int, seed: int = 0) -> tuple[float, NDArray[np.float64]]:
     """Tokens per second over the day's demand, and of each segment."""
     rng, noise = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     requests: list[Request] = []
@@ -169,16 +231,19 @@ def a_day(policy: Policy, steps: int, seed: int = 0) -> tuple[float, NDArray[np.
         demand[segment] = running(hour)
         tokens, spent = 0, 0.0
         for _ in range(steps):
-            requests = [request for request in requests if request.left > 0][: running(hour)]
+            going = [request for request in requests if request.left > 0][: running(hour)]
+            for request in requests:
+                if request.left <= 0:
+                    policy.closed(request)
+            requests = going
             while len(requests) < running(hour):
-                requests.append(arrive(hour, rng))
+                requests.append(arrive(day, hour, rng))
+                policy.opened(requests[-1])
             take = policy.choose(requests, hour)
             lucky = noise.random((len(requests), DRAFT_TOKENS))
-            good = lucky < np.array([request.chance for request in requests])[:, None]
+            good = lucky < np.array([request.right for request in requests])[:, None]
             right = np.minimum(np.cumprod(good, axis=1).sum(axis=1), take)
-            drafted = int(take.sum())
-            seconds = float(true_seconds(len(requests) + drafted, hour, drafted > 0))
-            seconds *= noise.lognormal(0.0, 0.05)
+            seconds = float(day.seconds(len(requests), int(take.sum()), hour)) * day.noise(noise)
             policy.came(requests, take, right, seconds)
             for request, count in zip(requests, right, strict=True):
                 request.left -= 1 + int(count)
@@ -188,32 +253,66 @@ def a_day(policy: Policy, steps: int, seed: int = 0) -> tuple[float, NDArray[np.
     return float(demand.sum() / (demand / rates).sum()), rates
 
 
-def measure(steps: int) -> dict[str, float]:
+ABLATIONS: Mapping[str, dict[str, Any]] = {
+    "guard": {"controls": False},
+    "effects": {"effects": False},
+    "caution": {"caution": 0.0},
+    "step_times": {"learns": False},
+}
+CONSTANTS: Mapping[str, tuple[Any, str, tuple[float, ...]]] = {
+    "LOOK_EVERY": (draft_planner, "LOOK_EVERY", (4, 64)),
+    "ALPHA": (draft_guard, "ALPHA", (0.01, 0.3)),
+    "MIXTURE": (draft_guard, "MIXTURE", (0.1, 10.0)),
+    "MEMORY": (draft_guard, "MEMORY", (0.99, 0.9995)),
+    "UNDECIDED": (draft_guard, "UNDECIDED", (1 / 32, 1 / 3)),
+    "DECIDED": (draft_guard, "DECIDED", (1 / 16, 1 / 256)),
+}
+
+
+@contextmanager
+def changed(name: str, value: float) -> Iterator[None]:
+    """One constant set to another value."""
+    module, attribute, _ = CONSTANTS[name]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, attribute, value))
+        yield
+
+
+def measure(steps: int, seed: int = 0) -> dict[str, float]:
     """Tokens per second of each policy over the day, and the regrets."""
-    policies: dict[str, Callable[[], Policy]] = {
-        "oracle": Oracle,
-        "none": lambda: Policy(auto=False),
-        "auto": Policy,
-        "no_ledger": lambda: Policy(controls=False),
-        "no_trust": lambda: Policy(trust=False),
-        "no_trust_no_ledger": lambda: Policy(trust=False, controls=False),
-        "prior_times": lambda: Policy(learns=False),
-        **{f"static{k}": lambda k=k: Static(k) for k in STATIC},  # type: ignore[misc]
-    }
+    plain, noisy, poor = Day(), Day(noisy=True), Day(draftable=False)
+    policies: dict[str, tuple[Day, Callable[[Day], Policy]]] = {
+        "oracle": (plain, Oracle),
+        "none": (plain, lambda day: Policy(day, mode="off")),
+        "auto": (plain, Policy),
+        **{f"static{k}": (plain, lambda day, k=k: Policy(day, mode=f"static:{k}")) for k in STATIC},  # type: ignore[misc]
+        **{f"without_{name}": (plain, lambda day, kw=kw: Policy(day, **kw))  # type: ignore[misc]
+           for name, kw in ABLATIONS.items()},
+        "noisy.none": (noisy, lambda day: Policy(day, mode="off")),
+        "noisy.oracle": (noisy, Oracle),
+        "noisy.auto": (noisy, Policy),
+        "noisy.without_guard": (noisy, lambda day: Policy(day, controls=False)),
+        "liar.none": (poor, lambda day: Policy(day, mode="off")),
+        "liar.auto": (poor, lambda day: Policy(day, promise=0.9)),
+        "liar.without_guard": (poor, lambda day: Policy(day, promise=0.9, controls=False)),
+    }  # fmt: skip
     found: dict[str, float] = {}
     by_hour: dict[str, NDArray[np.float64]] = {}
-    for name, make in policies.items():
-        found[f"day.{name}.tok_s"], by_hour[name] = a_day(make(), steps)
+    for name, (day, make) in policies.items():
+        found[f"day.{name}.tok_s"], rates = a_day(make(day), day, steps, seed)
+        by_hour[name] = _hours(rates)
     best = max(found[f"day.static{k}.tok_s"] for k in STATIC)
     found["day.regret_vs_oracle"] = 1.0 - found["day.auto.tok_s"] / found["day.oracle.tok_s"]
     found["day.auto_vs_best_static"] = found["day.auto.tok_s"] / best
-    found["day.auto_vs_none"] = found["day.auto.tok_s"] / found["day.none.tok_s"]
-    found["day.worst_hour_vs_none"] = float(
-        (_hours(by_hour["auto"]) / _hours(by_hour["none"])).min()
-    )
+    for name, none in (("", "none"), ("noisy.", "noisy.none"), ("liar.", "liar.none")):
+        auto = f"{name}auto"
+        ratio = found[f"day.{auto}.tok_s"] / found[f"day.{none}.tok_s"]
+        found[f"day.{name}auto_vs_none"] = ratio
+        worst = float((by_hour[auto] / by_hour[none]).min())
+        found[f"day.{name}worst_hour_vs_none"] = worst
     found["day.worst_hour_vs_none_of_best_static"] = float(
         max(
-            (_hours(by_hour[f"static{k}"]) / _hours(by_hour["none"])).min()
+            (by_hour[f"static{k}"] / by_hour["none"]).min()
             for k in STATIC
             if found[f"day.static{k}.tok_s"] == best
         )
@@ -221,17 +320,39 @@ def measure(steps: int) -> dict[str, float]:
     return found
 
 
+def ablate(steps: int, seeds: int = 3) -> dict[str, float]:
+    """Tokens per second with each constant changed over those without, mean over the seeds, on the
+    plain day and on the noisy one; ``spread`` is the standard deviation over the seeds of auto."""
+
+    def rates() -> dict[str, NDArray[np.float64]]:
+        days = {"day": Day(), "noisy": Day(noisy=True)}
+        return {
+            name: np.array([a_day(Policy(day), day, steps, seed)[0] for seed in range(seeds)])
+            for name, day in days.items()
+        }
+
+    auto, found = rates(), {}
+    for name, (_, _, values) in CONSTANTS.items():
+        for value in values:
+            with changed(name, value):
+                for day, rate in rates().items():
+                    found[f"{day}.{name}={value:g}"] = float((rate / auto[day]).mean())
+    return found
+
+
 def _hours(rates: NDArray[np.float64]) -> NDArray[np.float64]:
     """Harmonic means by the hour."""
-    return 1.0 / (1.0 / rates).reshape(24, -1).mean(axis=1)
+    return np.asarray(1.0 / (1.0 / rates).reshape(24, -1).mean(axis=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The planner over a day of load, simulated.")
     parser.add_argument("--steps", type=int, default=60, help="engine steps in ten minutes")
+    parser.add_argument("--seed", type=int, default=0, help="of requests and noise")
+    parser.add_argument("--ablations", action="store_true", help="change one constant at a time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    found = measure(args.steps)
+    found = ablate(args.steps) if args.ablations else measure(args.steps, args.seed)
     for name, value in found.items():
         print(f"{name:45} {value:10.3f}")
     if args.json is not None:

@@ -24,8 +24,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.guard import why_refused
 from headrace_decode.orchestrate import Orchestrator, Work
-from headrace_decode.speculation.calibrate import calibrate_steps
 from headrace_decode.speculation.request import request_arguments
+from headrace_decode.speculation.step_calibration import calibrate_steps
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate

@@ -69,7 +69,6 @@ class CorpusLoader:
         texts: list[str],
         tenant: str | None = None,
         ttl_s: float | None = None,
-        tag: str = "",
         total_chars: int = 0,
     ) -> dict[str, Any] | None:
         """Load one part of a version.
@@ -97,7 +96,7 @@ class CorpusLoader:
             self._uploads[key] = _Upload(version, 0)
         upload = self._uploads[key]
         for portion in portions(documents):
-            answer = await self._put(portion, {**names, "ttl_s": ttl_s, "tag": tag})
+            answer = await self._put(portion, {**names, "ttl_s": ttl_s})
             if answer is None or "error" in answer:
                 self._uploads.pop(key)
                 return answer

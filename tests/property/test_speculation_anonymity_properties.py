@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.anonymity import WINDOW_TOKENS, SharedWindows, picked
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings
+from headrace_decode.speculation.retrieval.anonymity import WINDOW_TOKENS, SharedWindows, picked
+from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Memory, Settings
 
 TENANT = st.sampled_from("abcd")
 SHORT = st.lists(st.integers(0, 2), max_size=25)

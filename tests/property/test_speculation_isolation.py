@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_decode.speculation.memory import Memory, Settings
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 
 SHARED = st.integers(0, 5)
 SECRET = st.lists(st.integers(100, 140), min_size=12, max_size=40, unique=True)
@@ -17,8 +17,8 @@ Drafted = tuple[list[int], list[float], int, int]
 
 
 def memory_of_one_mib() -> Memory:
-    """Its rates stay at their priors: counts of accepted drafts by kind are what tenants share."""
-    return Memory(Settings(capacity_bytes=1 << 20, calibration=False, floor=0.0, replica=1))
+    """It learns no chances: how often drafts of a kind were accepted is what tenants share."""
+    return Memory(Settings(capacity_bytes=1 << 20, learns=False, floor=0.0, replica=1))
 
 
 def plant(memory: Memory, secret: list[int], corpus: list[int], accepted: int) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_decode.speculation.arena import Arena
-from headrace_decode.speculation.layout import CONTEXT
-from headrace_decode.speculation.memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.retrieval.segments import CONTEXT
+from headrace_decode.speculation.retrieval.word_arena import Arena
 
 TOKEN = st.integers(0, 3)
 TEXT = st.lists(TOKEN, min_size=1, max_size=60)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.budget import best_budget, can_pay
-from headrace_decode.speculation.planner import Limits, Load, Planner
+from headrace_decode.speculation.planning.budget import best_budget, can_pay
+from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load
 from headrace_decode.speculation.session import kv_room
 from headrace_engine.steptime import pairs_of
 
@@ -94,7 +94,7 @@ def test_a_budget_keeps_to_every_limit(
     rows = len(lengths)
     load = Load(rows, prefill_tokens=prefill)
     limits = Limits(step_tokens=rows + prefill + spare, itl_s=itl_s, draft_tokens=cap)
-    planner = Planner(controls=False)
+    planner = DraftPlanner(controls=False)
     taken = int(planner.choose(load, limits, survival, lengths).sum())
     assert taken <= spare
     assert cap is None or taken <= cap

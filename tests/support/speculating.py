@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import DraftBatch
-from headrace_decode.speculation.memory import Memory
+from headrace_decode.speculation.retrieval.draft_memory import Memory
 from tests.support import run
 from tests.support.program import IN_ONE_PROCESS, say, told
 
@@ -59,9 +59,14 @@ class KindsOfDrafts(Memory):
         self._rng = random.Random(5)
 
     def open_request(
-        self, request_id: str, prompt_tokens: NDArray[np.int32], tenant: str = "", *, tag: str = ""
+        self,
+        request_id: str,
+        prompt_tokens: NDArray[np.int32],
+        tenant: str = "",
+        *,
+        temperature: float = 0.0,
     ) -> int:
-        handle = super().open_request(request_id, prompt_tokens, tenant, tag=tag)
+        handle = super().open_request(request_id, prompt_tokens, tenant, temperature=temperature)
         self._texts[handle] = tuple(prompt_tokens.tolist()), 0
         return handle
 

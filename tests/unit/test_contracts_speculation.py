@@ -25,7 +25,7 @@ SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 
 def test_the_worker_class_is_the_platforms_own_with_two_methods_more() -> None:
-    worker = find("headrace_decode.speculation._vllm_compat:SpeculatingWorker", COMPAT)
+    worker = find("headrace_decode.speculation.drafting_worker:SpeculatingWorker", COMPAT)
     assert_takes("vllm.v1.worker.gpu_worker:Worker.load_model", COMPAT, "load_dummy_weights")
     assert_takes("vllm.v1.worker.gpu_worker:Worker.execute_model", COMPAT, "scheduler_output")
     from vllm.platforms import current_platform
@@ -161,7 +161,7 @@ def drafted(tokens: list[list[int]]) -> Any:
 def cpu_sampler() -> Any:
     from vllm.v1.sample.sampler import Sampler
 
-    from headrace_decode.speculation._vllm_cpu import CpuRejectionSampler
+    from headrace_decode.speculation.cpu_sampler import CpuRejectionSampler
 
     return CpuRejectionSampler(Sampler())
 
@@ -272,7 +272,7 @@ def runner(blocks: list[list[int]], pool_blocks: int) -> Any:
 
 
 def view(blocks: list[list[int]], pool_blocks: int) -> Any:
-    from headrace_decode.speculation._vllm_compat import RunnerView
+    from headrace_decode.speculation.drafting_worker import RunnerView
 
     return RunnerView(runner(blocks, pool_blocks), 8)
 
@@ -298,4 +298,4 @@ def test_blocks_that_rows_share_count_once() -> None:
 def test_a_request_tells_its_tenant_how_long_it_may_get_and_that_it_is_sampled() -> None:
     facts = view([[1]], 10).facts("r0")
     assert (facts.prompt_tokens, facts.max_tokens, facts.tenant) == (20, 9, "blue")
-    assert facts.sampled
+    assert facts.temperature

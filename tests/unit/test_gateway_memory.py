@@ -41,11 +41,11 @@ async def call(
 
 async def test_a_whole_corpus_is_loaded_and_takes_over() -> None:
     cluster = Memories("b", "a")
-    body = {"texts": ["one", "two"], "tenant": "t", "ttl_s": 60, "tag": "prose"}
+    body = {"texts": ["one", "two"], "tenant": "t", "ttl_s": 60}
     status, said = await call(cluster, "PUT", PATH + "/hand.book-1", body)
     part, flip = cluster.told
     names = {"corpus": "hand.book-1", "tenant": "t", "version": part["version"]}
-    more = {"part": 0, "texts": ["one", "two"], "ttl_s": 60, "tag": "prose", "total_chars": 0}
+    more = {"part": 0, "texts": ["one", "two"], "ttl_s": 60, "total_chars": 0}
     assert part == {"do": "part", **names, **more}
     assert flip == {"do": "flip", **names, "teller": "a"}
     assert (status, said) == (
@@ -157,7 +157,6 @@ async def test_the_list_is_each_replicas() -> None:
         ({"texts": ["x"], "tenant": "t" * 257}, "tenant"),
         ({"texts": ["x"], "ttl_s": 0}, "ttl_s"),
         ({"texts": ["x"], "ttl_s": True}, "ttl_s"),
-        ({"texts": ["x"], "tag": None}, "tag"),
         ({"texts": ["x"], "version": 3}, "version"),
         ({"texts": ["x"], "part": 1}, "version"),
         ({"texts": ["x"], "part": -1, "version": 1}, "part"),

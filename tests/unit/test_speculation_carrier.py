@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation import carrier as carriers
-from headrace_decode.speculation.carrier import Carrier, CarrierSettings
-from headrace_decode.speculation.exchange import Exchange
-from headrace_decode.speculation.memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings, tenant_key
 from headrace_decode.speculation.settings import Settings as EngineSettings
+from headrace_decode.speculation.sharing import carrier as carriers
+from headrace_decode.speculation.sharing.carrier import Carrier, CarrierSettings
+from headrace_decode.speculation.sharing.exchange import Exchange
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board, Note
 from headrace_kvstore.protocol.server import NodeServer
@@ -127,20 +127,6 @@ class TestSharing:
         a.answered(100)
         a.carrier.start()
         until(lambda: b.drafts(100))
-
-    def test_how_drafts_fared_reaches_the_other(
-        self,
-        node: Node,
-        replica: Callable[..., Replica],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setattr(carriers, "COLLECT_S", 0.01)
-        a, b = replica(1), replica(2)
-        a.answered(100)
-        until(lambda: b.drafts(100))
-        handle = b.memory.open_request("now", run(100, 5), "x")
-        b.memory.feedback(handle, b.memory.draft(handle, 4), 4, 0)
-        until(lambda: a.memory.pool.headers["refused"].sum() == 1)
 
     def test_a_note_is_no_longer_than_it_must_be(
         self, node: Node, replica: Callable[..., Replica]

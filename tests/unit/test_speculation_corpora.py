@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headrace_decode.corpora import PIECE_CHARS, PORTION_TOKENS, CorpusLoader, pieces, portions
-from headrace_decode.speculation.corpora import CALL_S, Corpora
-from headrace_decode.speculation.memory import Memory, Settings
+from headrace_decode.speculation.retrieval.corpus_loads import CALL_S, Corpora
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 from tests.support.clock import Clock
 
 MIB = 1 << 20
@@ -155,7 +155,7 @@ class TestCorpora:
     def test_the_list_says_what_is_held_and_how_it_fared(
         self, corpora: Corpora, memory: Memory
     ) -> None:
-        put(corpora, 1, [1, 2, 10], [4, 5, 6, 7], ttl_s=60, tag="prose", tenant="a")
+        put(corpora, 1, [1, 2, 10], [4, 5, 6, 7], ttl_s=60, tenant="a")
         tell(corpora, "begin", corpus="c", version=2, tenant="a")
         tell(corpora, "load", corpus="c", version=2, tenant="a", sequences=[[8, 9]])
         answer = tell(corpora, "list")
@@ -167,7 +167,6 @@ class TestCorpora:
                 "segments": 2,
                 "tokens": 7,
                 "expires_s": 1060.0,
-                "tag": "prose",
                 "accepted": 0,
                 "refused": 0,
                 "loading_tokens": 2,
@@ -220,7 +219,6 @@ LISTED: dict[str, Any] = {
     "segments": 1,
     "tokens": 3,
     "expires_s": None,
-    "tag": "",
     "accepted": 0,
     "refused": 0,
     "loading_tokens": 0,

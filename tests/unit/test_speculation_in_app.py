@@ -11,8 +11,8 @@ from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.speculation import add_speculation
 from headrace.store import add_store
-from headrace_decode.speculation.carrier import CarrierSettings
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings
+from headrace_decode.speculation.sharing.carrier import CarrierSettings
 
 
 def drafting(engine: dict[str, Any], **section: Any) -> Settings:

@@ -10,8 +10,8 @@ import pytest
 from headrace.config.speculation import SpeculationSection
 from headrace.speculation import add_speculation
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, tenant_key
 from headrace_decode.speculation.proposer import HeadraceProposer, load_drafter
+from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Memory, tenant_key
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings
 
 MODEL = SimpleNamespace(

@@ -7,9 +7,13 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import EMPTY, Source
-from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings, tenant_key
-from headrace_decode.speculation.pool import CapacityError, Pool
-from headrace_decode.speculation.step import QUARANTINE_AFTER, QUARANTINE_S
+from headrace_decode.speculation.retrieval.draft_memory import (
+    PUBLIC_KEY,
+    Memory,
+    Settings,
+    tenant_key,
+)
+from headrace_decode.speculation.retrieval.pool import CapacityError, Pool
 from tests.support.clock import Clock
 
 MIB = 1 << 20
@@ -179,34 +183,12 @@ class TestFeedback:
     def test_what_the_engine_cut_short_is_no_failure(self, memory: Memory) -> None:
         answered(memory, run(100, 20))
         handle = memory.open_request("a", run(100, 4))
-        before = memory.calibration.counts.copy()
-        memory.feedback(handle, memory.draft(handle, 8), 0, 0)
-        assert (memory.calibration.counts == before).all()
-        memory.feedback(handle, memory.draft(handle, 8), 2, 2)
-        tried, accepted = memory.calibration.counts.sum(axis=0)
-        assert (tried, accepted) == (2, 2)
+        before = memory.draft(handle, 3).survival
+        memory.feedback(handle, memory.draft(handle, 3), 0, 0)
+        assert (memory.draft(handle, 3).survival == before).all()
+        memory.feedback(handle, memory.draft(handle, 3), 2, 2)
+        assert (memory.draft(handle, 3).survival > before).all()
         assert memory.pool.headers["refused"].sum() == 0
-
-    def test_a_segment_that_only_fails_is_left_alone_for_a_while(
-        self, memory: Memory, clock: Clock
-    ) -> None:
-        answered(memory, run(100, 20))
-        for _ in range(QUARANTINE_AFTER):
-            handle = memory.open_request("a", run(100, 4))
-            memory.feedback(handle, memory.draft(handle, 4), 4, 0)
-            memory.close_request(handle, keep=False)
-        assert drafted(memory, *range(100, 104)) == []
-        assert drafted(memory, *range(100, 108)) != []  # the longest anchor fits
-        clock.now_s += QUARANTINE_S + 1
-        assert drafted(memory, *range(100, 104)) != []
-
-    def test_a_segment_that_sometimes_helps_is_never_quarantined(self, memory: Memory) -> None:
-        answered(memory, run(100, 20))
-        for accepted in [1] + [0] * 3 * QUARANTINE_AFTER:
-            handle = memory.open_request("a", run(100, 4))
-            memory.feedback(handle, memory.draft(handle, 4), 4, accepted)
-            memory.close_request(handle, keep=False)
-        assert memory.pool.headers["quarantined_until_s"].max() == 0
 
     def test_feedback_for_an_evicted_segment_touches_no_other(self, memory: Memory) -> None:
         answered(memory, run(100, 20), "a")
@@ -359,7 +341,7 @@ class TestIsolation:
 
     def test_one_tenants_refusals_do_not_change_anothers_drafts(self, clock: Clock) -> None:
         def drafts_of_b(refused_for_a: int) -> list[int]:
-            memory = Memory(Settings(capacity_bytes=4 * MIB, calibration=False), clock)
+            memory = Memory(Settings(capacity_bytes=4 * MIB, learns=False), clock)
             for tenant in "ab":
                 for last in (30, 30, 40):
                     answered(memory, ids(1, 2, 3, last, 50), tenant)

@@ -11,8 +11,10 @@ import pytest
 from headrace_decode.speculation import proposer as proposer_module
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
-from headrace_decode.speculation.planner import Mode, Step
+from headrace_decode.speculation.planning.draft_guard import Toss
+from headrace_decode.speculation.planning.draft_planner import Mode, Step
 from headrace_decode.speculation.tally import RECENT_TOKENS, Tally
+from tests.unit.test_speculation_guard import switch_off
 from tests.unit.test_speculation_session import Engine, K, OneRow, propose, proposer
 
 # Orders
@@ -174,7 +176,7 @@ def test_prices_say_how_deep_a_request_may_draft(command: dict[str, Any], depth:
 
 def test_a_load_at_which_drafting_is_switched_off_drafts_nothing() -> None:
     told = proposer(mode="auto")
-    told.planner.ledger(4).on = False
+    switch_off(told.planner.guard(4))
     assert told.command({})["prices"]["draft_tokens"] == [K, K, 0, K]
 
 
@@ -189,7 +191,8 @@ def test_a_broken_drafter_is_no_reason_to_come_here() -> None:
 def test_figures_tell_budget_price_and_regret_of_the_last_steps() -> None:
     told = proposer(mode="auto")
     for tokens in list(range(1, 33)) * 6:
-        told.planner.observe(Step(tokens, tokens - 1, 1, 1, 0, 0.02 + 0.001 * tokens))
+        toss = Toss(control=tokens == 1, share=0.5)
+        told.planner.observe(Step(tokens, tokens - 1, 1, 1, 0, 0.02 + 0.001 * tokens, toss=toss))
     report = told.command({})
     assert report["budget_tokens"] == 31
     assert report["token_s"] == pytest.approx(0.001, rel=0.3)

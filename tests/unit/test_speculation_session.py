@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import DraftBatch
-from headrace_decode.speculation.ngram import NgramDrafter
-from headrace_decode.speculation.planner import Mode, Planner
+from headrace_decode.speculation.planning.draft_guard import UNDECIDED
+from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Mode, Step
 from headrace_decode.speculation.proposer import FAILURES_MAX, HeadraceProposer
 from headrace_decode.speculation.request import (
     OPT_OUT_KEY,
@@ -29,20 +29,25 @@ from tests.support.kvnode import until
 K, VOCABULARY = 4, 100
 
 
-class Scripted(NgramDrafter):
+class Scripted:
     """Drafts `tokens` for every request, all at survival 0.9, and writes down what it is told."""
 
     def __init__(self, tokens: Sequence[int] = (1, 2, 3, 4)) -> None:
-        super().__init__()
         self.script = list(tokens)
         self.opened: dict[str, tuple[int, list[int], str]] = {}
         self.closed: dict[int, bool] = {}
         self.extended: list[tuple[int, list[int]]] = []
         self.verdicts: list[tuple[int, int]] = []
         self.looked = 0
+        self.survival = 0.9
 
     def open_request(
-        self, request_id: str, prompt_tokens: NDArray[np.int32], tenant: str = "", *, tag: str = ""
+        self,
+        request_id: str,
+        prompt_tokens: NDArray[np.int32],
+        tenant: str = "",
+        *,
+        temperature: float = 0.0,
     ) -> int:
         if request_id == "compile":
             return -1
@@ -55,6 +60,12 @@ class Scripted(NgramDrafter):
             return
         self.extended.append((handle, list(map(int, tokens))))
 
+    def extend_many(
+        self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
+    ) -> None:
+        for handle, end, count in zip(handles, np.cumsum(counts), counts, strict=True):
+            self.extend(handle, tokens[end - count : end])
+
     def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
         self.looked += max(handles) >= 0
         n = len(handles)
@@ -63,7 +74,7 @@ class Scripted(NgramDrafter):
         zeros = np.zeros(n, np.int32)
         return DraftBatch(
             np.tile(np.array(self.script, np.int32), (n, 1)),
-            np.full((n, len(self.script)), 0.9, np.float32),
+            np.full((n, len(self.script)), self.survival, np.float32),
             lengths,
             zeros,
             zeros,
@@ -83,9 +94,16 @@ class Scripted(NgramDrafter):
 class Engine:
     """Requests of a pretended engine, each a text that grows."""
 
-    def __init__(self, drafter: Any = None, mode: str = f"static:{K}", **facts: Any) -> None:
+    def __init__(
+        self,
+        drafter: Any = None,
+        mode: str = f"static:{K}",
+        *,
+        controls: bool = False,
+        **facts: Any,
+    ) -> None:
         self.drafter = drafter or Scripted()
-        self.planner = Planner(controls=False)
+        self.planner = DraftPlanner(controls=controls)
         self.planner.mode = Mode.parse(mode)
         self.session = Session(
             self.drafter,
@@ -97,13 +115,13 @@ class Engine:
         )
         self.texts: dict[str, list[int]] = {}
         self.facts = facts
-        self.now_s = 0.0
+        self.now_s, self.drafted = 0.0, 0
 
     def step(
         self,
         emitted: dict[str, list[int]],
         finished: Sequence[str] = (),
-        drafted: int = 0,
+        drafted: int | None = None,
         seconds: float = 0.1,
         kv_tokens: NDArray[np.int64] | None = None,
     ) -> dict[str, list[int]]:
@@ -111,6 +129,7 @@ class Engine:
         ids = list(emitted)
         for request_id in ids:
             self.texts.setdefault(request_id, [9, 8, 7])
+        drafted = self.drafted if drafted is None else drafted
         self.session.begin(len(ids) + drafted, drafted, ids, finished, self.now_s)
         self.now_s += seconds
         table = np.zeros((len(ids), 64), np.int64)
@@ -259,12 +278,26 @@ def test_the_time_between_two_requests_is_no_steps_time() -> None:
 
 def test_looked_at_but_not_verified_a_draft_still_gets_its_verdict() -> None:
     engine = Engine(mode="auto")
-    engine.planner.ledger(1).on = False
-    engine.planner.ledger(1)._wait = 1000
+    for _ in range(2000):
+        engine.planner.saw(np.zeros((1, 1), np.float32), np.ones(1, np.int32))
+    engine.drafter.survival = 0.0
     for _ in range(40):
         assert engine.step({"a": [1]}) == {"a": []}
     assert engine.drafter.looked == 2
     assert engine.drafter.verdicts == [(1, 1)] * 2
+
+
+def test_a_step_that_chance_leaves_without_drafts_is_told_with_its_odds() -> None:
+    engine = Engine(mode="auto", controls=True)
+    told: list[Step] = []
+    engine.planner.observe = told.append  # type: ignore[method-assign]
+    for number in range(200):
+        name = f"request {number // 20}"
+        engine.drafted = len(engine.step({name: [1]})[name])
+    tossed = [step for step in told if step.toss is not None]
+    assert len(tossed) > 150
+    assert all(step.toss.control is (step.drafted == 0) for step in tossed if step.toss)
+    assert {step.toss.share for step in tossed if step.toss} == {UNDECIDED}
 
 
 def test_calibration_drafts_mean_nothing_and_are_remembered_by_nobody() -> None:
@@ -273,7 +306,7 @@ def test_calibration_drafts_mean_nothing_and_are_remembered_by_nobody() -> None:
     assert lengths == [0, 1, 2, 4, 4]
     assert engine.drafter.opened == {}
     assert engine.drafter.looked == 0
-    assert engine.planner.ledger(1).controls.weight == 0
+    assert engine.planner.counts["control_steps"] == 0
 
 
 # Settings
@@ -411,7 +444,7 @@ def test_a_failure_costs_one_steps_drafts_and_many_stop_drafting_until_told() ->
 
 @pytest.mark.parametrize(
     "command",
-    [{"mode": "on"}, {"draft_cap": -1}, {"draft_cap": "3"}, {"waiting_tokens": -1}, {"x": 1}],
+    [{"mode": "on"}, {"draft_cap": -1}, {"draft_cap": "3"}, {"x": 1}],
 )
 def test_a_wrong_command_changes_nothing(command: dict[str, Any]) -> None:
     told = proposer()

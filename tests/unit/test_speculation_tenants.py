@@ -8,11 +8,16 @@ from numpy.typing import NDArray
 
 from headrace.config.speculation import SpeculationSection
 from headrace.speculation import tenants_of
-from headrace_decode.speculation.anonymity import WINDOW_TOKENS, SharedWindows
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.exchange import Exchange
-from headrace_decode.speculation.memory import PUBLIC_KEY, Memory, Settings, tenant_key
 from headrace_decode.speculation.request import facts_of, request_arguments
+from headrace_decode.speculation.retrieval.anonymity import WINDOW_TOKENS, SharedWindows
+from headrace_decode.speculation.retrieval.draft_memory import (
+    PUBLIC_KEY,
+    Memory,
+    Settings,
+    tenant_key,
+)
+from headrace_decode.speculation.sharing.exchange import Exchange
 from headrace_decode.tenants import TenantPolicy, Tenants
 
 TEXT = np.arange(1000, 1400, dtype=np.int32)

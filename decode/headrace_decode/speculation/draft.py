@@ -100,9 +100,9 @@ class Drafter(Protocol):
         prompt_tokens: NDArray[np.int32],
         tenant: str = "",
         *,
-        tag: str = "",
+        temperature: float = 0.0,
     ) -> int:
-        """Begin a request. `tenant` "" is a tenant as any other, not the public."""
+        """Begin a request, which samples at this temperature. "" is a tenant as any other."""
         ...
 
     def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
@@ -139,10 +139,3 @@ class Drafter(Protocol):
     def close_request(self, handle: int, *, keep: bool = True) -> None:
         """End a request; its response goes into its tenant's memory if `keep`."""
         ...
-
-
-def chances_of(survival: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Chance of each token behind right ones, [n, K], given survivals, [n, K]; 0 behind none."""
-    behind = np.ones_like(survival)
-    behind[:, 1:] = survival[:, :-1]
-    return np.divide(survival, behind, out=np.zeros_like(survival), where=behind > 0)

@@ -1,7 +1,7 @@
 """The class that vLLM's custom-class hook loads: a session's line to the engine, which never fails.
 
     speculative_config={"method": "custom_class", "model": "<this module>.HeadraceProposer", ...}
-    worker_cls="headrace_decode.speculation._vllm_compat.SpeculatingWorker"
+    worker_cls="headrace_decode.speculation.drafting_worker.SpeculatingWorker"
 
 vLLM shows a proposer rows without request ids, so the worker class binds it to the model runner and
 tells it when a step begins; without that it drafts nothing. An exception out of `propose` would end
@@ -21,19 +21,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.carrier import Carrier
-from headrace_decode.speculation.corpora import Corpora
 from headrace_decode.speculation.draft import Drafter, Source
-from headrace_decode.speculation.exchange import Exchange
-from headrace_decode.speculation.memory import Memory
-from headrace_decode.speculation.memory import Settings as MemorySettings
-from headrace_decode.speculation.ngram import NgramDrafter
 from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
-from headrace_decode.speculation.planner import Mode, Planner
+from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Mode
 from headrace_decode.speculation.publish import figures, prices
 from headrace_decode.speculation.request import Facts
+from headrace_decode.speculation.retrieval.corpus_loads import Corpora
+from headrace_decode.speculation.retrieval.draft_memory import OWN_TEXT, Memory
+from headrace_decode.speculation.retrieval.draft_memory import Settings as MemorySettings
 from headrace_decode.speculation.session import Rows, Session
-from headrace_decode.speculation.settings import CONFIG_KEY, Settings
+from headrace_decode.speculation.settings import CONFIG_KEY, DRAFTERS, Settings
+from headrace_decode.speculation.sharing.carrier import Carrier
+from headrace_decode.speculation.sharing.exchange import Exchange
 
 logger = logging.getLogger("headrace.speculation")
 
@@ -61,7 +60,7 @@ class HeadraceProposer:
         """Raises ValueError for wrong settings; vLLM ends the start with it."""
         settings = Settings.read((vllm_config.additional_config or {}).get(CONFIG_KEY, {}))
         scheduler = vllm_config.scheduler_config
-        self.planner = Planner(
+        self.planner = DraftPlanner(
             padded_sizes=vllm_config.compilation_config.cudagraph_capture_sizes or (),
             seed=settings.seed,
             controls=settings.controls,
@@ -78,11 +77,12 @@ class HeadraceProposer:
             vocabulary=vllm_config.model_config.get_vocab_size(),
         )
         drafter = self.session.drafter
-        self.corpora = Corpora(drafter) if isinstance(drafter, Memory) else None
+        memory = drafter if isinstance(drafter, Memory) and settings.drafter != "ngram" else None
+        self.corpora = None if memory is None else Corpora(memory)
         self.carrier: Carrier | None = None
         shared = settings.carrier()
-        if shared is not None and isinstance(drafter, Memory):
-            self.carrier = Carrier(Exchange(drafter), shared)
+        if shared is not None and memory is not None:
+            self.carrier = Carrier(Exchange(memory), shared)
         self._obey()
         self.failures = 0
         self._failures_in_a_row = 0
@@ -144,34 +144,29 @@ class HeadraceProposer:
 
         Args:
             command: any of `mode` ("auto", "off", "static:K"), `draft_cap` (tokens a step, None for
-                no cap), `for_s` (mode and cap of this command end after so many seconds, and what
-                stood before is back) and `waiting_tokens` (prompt tokens that the engine has not
-                begun).
+                no cap) and `for_s` (mode and cap of this command end after so many seconds, and
+                what stood before is back).
 
         Raises:
             ValueError: a key or a value is not one of these; nothing is changed then.
         """
-        unknown = sorted(set(command) - {"mode", "draft_cap", "for_s", "waiting_tokens"})
+        unknown = sorted(set(command) - {"mode", "draft_cap", "for_s"})
         if unknown:
             raise ValueError(f"speculation: unknown {unknown}")
         mode = Mode.parse(command["mode"]) if "mode" in command else None
         cap, for_s = command.get("draft_cap"), command.get("for_s")
-        waiting = command.get("waiting_tokens", self.session.waiting_tokens)
         if not (cap is None or (isinstance(cap, int) and cap >= 0)):
             raise ValueError(f"speculation: draft_cap {cap!r} is no count of tokens")
         if not (for_s is None or is_duration(for_s)):
             raise ValueError(
                 f"speculation: for_s {for_s!r}: expected seconds above 0 and up to {FOR_MAX_S:g}"
             )
-        if not (isinstance(waiting, int) and waiting >= 0):
-            raise ValueError(f"speculation: waiting_tokens {waiting!r} is no count of tokens")
         now_s = time.monotonic()
         if mode is not None:
             self._mode.give(mode, now_s, for_s)
             self._failures_in_a_row = 0
         if "draft_cap" in command:
             self._draft_cap.give(cap, now_s, for_s)
-        self.session.waiting_tokens = waiting
         return self._report()
 
     def _report(self) -> dict[str, Any]:
@@ -221,10 +216,12 @@ def load_drafter(settings: Settings, model_config: Any) -> Drafter:
     """
     options = dict(settings.drafter_options or {})
     try:
-        if settings.drafter == "memory":
+        if settings.drafter in DRAFTERS:
             model, tokenizer = _digests(model_config)
             wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
             for_all = frozenset(source for source, on in wanted.items() if on)
+            if settings.drafter == "ngram":
+                options["sources"] = OWN_TEXT
             return Memory(
                 MemorySettings(
                     model=model,
@@ -234,8 +231,6 @@ def load_drafter(settings: Settings, model_config: Any) -> Drafter:
                     **options,
                 )
             )
-        if settings.drafter == "ngram":
-            return NgramDrafter(**options)
         module, _, name = settings.drafter.partition(":")
         drafter: Drafter = getattr(importlib.import_module(module), name)(**options)
     except (ImportError, AttributeError, TypeError) as error:

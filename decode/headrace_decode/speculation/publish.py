@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_decode.speculation.planner import Planner
+from headrace_decode.speculation.planning.draft_planner import DraftPlanner
 from headrace_decode.speculation.session import Session
 
 ROWS_MAX = 1024
@@ -14,7 +14,7 @@ ROWS_MAX = 1024
 
 
 def prices(
-    planner: Planner, session: Session, rows_max: int, drafts: bool = True
+    planner: DraftPlanner, session: Session, rows_max: int, drafts: bool = True
 ) -> dict[str, Any]:
     """What tokens cost here at 1, 2, 4, ... running requests, the last at least `rows_max`.
 
@@ -46,14 +46,14 @@ def prices(
     }
 
 
-def figures(planner: Planner, session: Session) -> dict[str, Any]:
+def figures(planner: DraftPlanner, session: Session) -> dict[str, Any]:
     """What metrics show.
 
     Returns:
         sources: drafted and accepted tokens by source, since the start.
         budget_tokens: drafted tokens in the last step.
         token_s: seconds that one more token would have made it longer.
-        saved_s, regret_bound_s: as `Planner`.
+        saved_s, regret_bound_s: as `DraftPlanner`.
         propose_s: seconds spent on drafts, since the start.
     """
     last = planner.last

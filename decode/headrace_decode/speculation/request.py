@@ -27,31 +27,29 @@ class Facts:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        tenant, tag: as in `Drafter.open_request`.
+        tenant: as in `Drafter.open_request`.
         drafts: False for a request that opted out: nothing is drafted for it or kept of it.
         keeps: whether its answer may be drafted from later.
         itl_s: its inter-token latency target; infinite without one.
         max_tokens: it ends after so many; None if nothing but the model ends it.
         calibrates: it is there to measure steps, and gets meaningless drafts.
-        sampled: whether its tokens are drawn, not the likeliest.
+        temperature: at which its tokens are drawn; 0 takes the likeliest.
     """
 
     prompt_tokens: int
     tenant: str = ""
-    tag: str = ""
     drafts: bool = True
     keeps: bool = True
     itl_s: float = float("inf")
     max_tokens: int | None = None
     calibrates: bool = False
-    sampled: bool = False
+    temperature: float = 0.0
 
 
 def request_arguments(
     extra_args: Mapping[str, Any] | None,
     *,
     tenant: str,
-    tag: str = "",
     itl_s: float | None = None,
     drafts: bool = True,
     keeps: bool = True,
@@ -65,7 +63,7 @@ def request_arguments(
     """
     given, own = extra_args or {}, (REQUEST_KEY, OPT_OUT_KEY, KEEP_KEY)
     kept = {k: v for k, v in given.items() if k not in own}
-    told: dict[str, Any] = {"tenant": tenant, "tag": tag}
+    told: dict[str, Any] = {"tenant": tenant}
     told["drafts"] = drafts and not opts_out(given.get(OPT_OUT_KEY, 1))
     told["keeps"] = keeps and not opts_out(given.get(KEEP_KEY, 1))
     if itl_s is not None:
@@ -89,13 +87,12 @@ def facts_of(
     return Facts(
         prompt_tokens=prompt_tokens,
         tenant=str(told.get("tenant", "")),
-        tag=str(told.get("tag", "")),
         drafts=bool(told.get("drafts", True)),
         keeps=bool(told.get("keeps", True)),
         itl_s=float(itl_s) if good_itl else math.inf,  # type: ignore[arg-type]
         max_tokens=max_tokens,
         calibrates=bool(told.get("calibrates", False)),
-        sampled=temperature > 0.0,
+        temperature=temperature,
     )
 
 

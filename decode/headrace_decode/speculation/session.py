@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.budget import best_budget
 from headrace_decode.speculation.draft import DraftBatch, Drafter
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.planner import Limits, Load, Planner, Step
-from headrace_decode.speculation.platt import PlattScaling
+from headrace_decode.speculation.planning.budget import best_budget
+from headrace_decode.speculation.planning.draft_guard import Toss
+from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load, Step
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
 from headrace_decode.speculation.tally import Tally
-from headrace_decode.speculation.trust import Kept, Trust
 
 CALIBRATION_STEP_TOKENS = 256
 
@@ -58,7 +57,6 @@ class _Request:
     handle: int
     facts: Facts
     seen_tokens: int
-    kept: Kept = field(default_factory=Kept)
 
 
 @dataclass
@@ -68,7 +66,7 @@ class _Running:
     started_s: float
     tokens: int
     drafted: int
-    promised: float
+    toss: Toss | None
     request_ids: frozenset[str]
     rows: int = 0
     emitted: int = 0
@@ -78,13 +76,10 @@ class _Running:
 
 @dataclass
 class _Pending:
-    """Drafts whose tokens have not come yet: the batch, which rows are sampled (bool [n]) and what
-    their survivals are for that (float32 [n, K]), where a request is in it, and how many tokens of
-    each were looked for (int32 [n]) and given to the engine."""
+    """Drafts whose tokens have not come yet: the batch, where a request is in it, and how many
+    tokens of each were looked for (int32 [n]) and given to the engine."""
 
     batch: DraftBatch
-    sampled: NDArray[np.bool_]
-    survival: NDArray[np.float32]
     caps: NDArray[np.int32]
     taken: NDArray[np.int32]
     place: dict[str, int] = field(default_factory=dict)
@@ -96,7 +91,7 @@ class Session:
     def __init__(
         self,
         drafter: Drafter,
-        planner: Planner,
+        planner: DraftPlanner,
         *,
         draft_tokens: int,
         model_tokens: int,
@@ -111,8 +106,6 @@ class Session:
         self.drafter, self.planner = drafter, planner
         self.draft_cap: int | None = None
         """Cap for one step from outside; None for none."""
-        self.waiting_tokens = 0
-        """Prompt tokens of requests that the engine has not begun, if anybody tells."""
         self.propose_s = 0.0
         """Seconds spent in `propose` so far."""
         self.draft_tokens, self._model_tokens = draft_tokens, model_tokens
@@ -122,8 +115,6 @@ class Session:
         self._pending: _Pending | None = None
         self.tally = Tally()
         """What became of drafts, by source."""
-        self._trust = Trust()
-        self._platt = PlattScaling()
         self._calibration_step = 0
 
     def begin(
@@ -153,7 +144,7 @@ class Session:
                     emitted=before.emitted,
                     context_tokens=before.context_tokens,
                     seconds=now - before.started_s,
-                    promised=before.promised,
+                    toss=before.toss,
                     pure=before.tokens - before.drafted == before.rows and not before.calibrates,
                 )
             )
@@ -163,8 +154,8 @@ class Session:
                 facts = request.facts
                 keep = facts.drafts and facts.keeps and not facts.calibrates
                 self.drafter.close_request(request.handle, keep=keep)
-        promised = self.planner.promised
-        self._running = _Running(now, tokens, drafted, promised, ids) if tokens else None
+        toss, self.planner.toss = self.planner.toss, None
+        self._running = _Running(now, tokens, drafted, toss, ids) if tokens else None
 
     def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:
         """Draft tokens for each row's next step; `facts` is asked once about each request."""
@@ -199,7 +190,7 @@ class Session:
         one, chance = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
         count, places = np.ones(1, np.int32), np.zeros(1, np.int64)
         _gathered(one, places, places, count)
-        _verdict(one, chance, count, count, count, places)
+        _verdict(one, count, count, count, places)
         Tally().book(count, count, count, count, count, places)
         best_budget(chance, _usable(one, count, 1), np.ones(2))
 
@@ -211,7 +202,9 @@ class Session:
             prompt = rows.token_ids[row, : told.prompt_tokens].astype(np.int32)
             handle = -1
             if told.drafts and not told.calibrates:
-                handle = self.drafter.open_request(request_id, prompt, told.tenant, tag=told.tag)
+                handle = self.drafter.open_request(
+                    request_id, prompt, told.tenant, temperature=told.temperature
+                )
             request = _Request(handle, told, told.prompt_tokens)
             self._requests[request_id] = request
         return request
@@ -229,15 +222,9 @@ class Session:
         if pending is not None:
             places = np.array([pending.place.get(rows.request_ids[row], -1) for row in live])
             batch = pending.batch
-            offered, accepted, promised = _verdict(
-                batch.tokens, pending.survival, batch.lengths, tokens, counts, places
-            )
-            self._platt.learn(batch.survival, pending.sampled, offered, accepted)
+            offered, accepted = _verdict(batch.tokens, batch.lengths, tokens, counts, places)
             self.drafter.feedback_many(batch, offered, accepted)
             self.tally.book(batch.source, pending.caps, pending.taken, offered, accepted, places)
-            for place, request in zip(places.tolist(), requests, strict=True):
-                if place >= 0 and offered[place]:
-                    self._trust.learn(request.kept, float(promised[place]), float(accepted[place]))
         self.drafter.extend_many([request.handle for request in requests], tokens, counts)
         for end, request in zip(ends.tolist(), requests, strict=True):
             request.seen_tokens = end
@@ -277,7 +264,7 @@ class Session:
         load = Load(
             rows=len(live),
             context_tokens=int(rows.num_tokens[live].sum()),
-            prefill_tokens=rows.prefill_tokens + self.waiting_tokens,
+            prefill_tokens=rows.prefill_tokens,
         )
         limits = Limits(
             step_tokens=self._step_tokens,
@@ -289,21 +276,16 @@ class Session:
             return
         batch = self.drafter.draft_many([request.handle for request in requests], caps)
         lengths = _usable(batch.tokens, np.minimum(batch.lengths, caps), self._vocabulary)
-        sampled = np.fromiter((request.facts.sampled for request in requests), bool, len(live))
-        survival = self._platt.scaled(batch.survival, sampled)
         self._pending = _Pending(
             batch,
-            sampled,
-            survival,
             caps,
             np.zeros(len(live), np.int32),
             {rows.request_ids[row]: place for place, row in enumerate(live)},
         )
-        survival = self._trust.believed(survival, [request.kept for request in requests])
         if look == "compare":
-            self.planner.saw(survival, lengths)
+            self.planner.saw(batch.survival, lengths)
             return
-        self._pending.taken = self.planner.choose(load, limits, survival, lengths)
+        self._pending.taken = self.planner.choose(load, limits, batch.survival, lengths)
         take = self._pending.taken.tolist()
         for place, (row, count) in enumerate(zip(live, take, strict=True)):
             if count:
@@ -363,23 +345,20 @@ def _gathered(
 @jit
 def _verdict(
     drafted: NDArray[np.int32],
-    survival: NDArray[np.float32],
     lengths: NDArray[np.int32],
     tokens: NDArray[np.int32],
     counts: NDArray[np.int32],
     places: NDArray[np.int64],
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-    """Of each draft: how many tokens were put to the test, how many of those were right, and how
-    many were to be expected, each given that those before it were right.
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Of each draft: how many tokens were put to the test, and how many of those were right.
 
     Args:
-        drafted, survival, lengths: [m, K], [m, K] and [m], the drafts.
+        drafted, lengths: [m, K] and [m], the drafts.
         tokens, counts: what n rows emitted, one row after the other, and how much each.
         places: [n], the row's draft, -1 for none.
     """
     offered = np.zeros(len(lengths), np.int32)
     accepted = np.zeros(len(lengths), np.int32)
-    promised = np.zeros(len(lengths), np.float32)
     at = 0
     for row in range(len(counts)):
         place = places[row]
@@ -390,13 +369,8 @@ def _verdict(
                 right += 1
             accepted[place] = right
             offered[place] = min(right + 1, common)
-            before = np.float32(1.0)
-            for tested in range(offered[place]):
-                if before > 0.0:
-                    promised[place] += survival[place, tested] / before
-                before = survival[place, tested]
         at += counts[row]
-    return offered, accepted, promised
+    return offered, accepted
 
 
 @jit

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from headrace_decode.speculation.planner import Mode
+from headrace_decode.speculation.planning.draft_planner import Mode
 
 if TYPE_CHECKING:
-    from headrace_decode.speculation.carrier import CarrierSettings
+    from headrace_decode.speculation.sharing.carrier import CarrierSettings
 
 CONFIG_KEY = "headrace_speculation"
 """In the engine's `additional_config`."""
 
 PROPOSER = "headrace_decode.speculation.proposer.HeadraceProposer"
-WORKER = "headrace_decode.speculation._vllm_compat.SpeculatingWorker"
+WORKER = "headrace_decode.speculation.drafting_worker.SpeculatingWorker"
 DRAFTERS = ("memory", "ngram")
 
 
@@ -30,9 +30,9 @@ class Settings:
     """Of one engine's drafting.
 
     Attributes:
-        mode: "auto", "off" or "static:K" (`planner.Mode`).
-        drafter: "memory" (`memory.Memory`), "ngram" (`ngram.NgramDrafter`), or "module:function",
-            which returns a `draft.Drafter`.
+        mode: "auto", "off" or "static:K" (`draft_planner.Mode`).
+        drafter: "memory" (`draft_memory.Memory`), "ngram" (the same over the request's own text
+            only), or "module:function", which returns a `draft.Drafter`.
         drafter_options: arguments of its settings, or of that function.
         corpora: whether operators may load corpora for all tenants.
         shared_k: what so many tenants or more were answered alike is drafted for all; None:
@@ -81,7 +81,7 @@ class Settings:
         """
         if self.exchange is None:
             return None
-        from headrace_decode.speculation.carrier import CarrierSettings
+        from headrace_decode.speculation.sharing.carrier import CarrierSettings
 
         try:
             return CarrierSettings(**self.exchange)

@@ -42,7 +42,6 @@ class CorpusPart(BaseModel):
     ttl_s: float | None = Field(
         default=None, gt=0, description="Seconds for which it is kept; null for ever."
     )
-    tag: Short = Field(default="", description="Kind of text.")
     version: Count | None = Field(
         default=None, description="Left out in part 0; after that, what part 0's answer said."
     )
@@ -88,7 +87,7 @@ class MemoryAdmin:
         part = validated(CorpusPart, wanted)
         version = part.version or self._next_version()
         names = {"corpus": corpus, "tenant": part.tenant, "version": version}
-        more = {"part": part.part, "texts": part.texts, "ttl_s": part.ttl_s, "tag": part.tag}
+        more = {"part": part.part, "texts": part.texts, "ttl_s": part.ttl_s}
         answers = await self._ask({"do": "part", **names, **more, "total_chars": part.total_chars})
         loaded = [answer for answer in answers if "error" not in answer]
         if not part.more:

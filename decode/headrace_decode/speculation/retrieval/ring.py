@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.speculation.anchors import place, post, read, write
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import (
+from headrace_decode.speculation.retrieval.anchors import place, post, read, write
+from headrace_decode.speculation.retrieval.segments import (
     CAPACITY,
     GRANULE,
     GRANULES,

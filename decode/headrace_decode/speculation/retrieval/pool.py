@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation import ring
-from headrace_decode.speculation.arena import Arena
-from headrace_decode.speculation.layout import (
+from headrace_decode.speculation.retrieval import ring
+from headrace_decode.speculation.retrieval.segments import (
     CAPACITY,
     COLUMNS,
     FAILURE_BITS,
@@ -37,6 +36,7 @@ from headrace_decode.speculation.layout import (
     TOKENS,
     WORDS,
 )
+from headrace_decode.speculation.retrieval.word_arena import Arena
 
 SMALLEST_TOKENS = 512
 LONGEST_SEGMENT_TOKENS = 8192
@@ -66,7 +66,6 @@ class SegmentInfo:
     tokenizer: int = 0
     corpus: int = 0
     version: int = 0
-    tag: int = 0
     uid: int = 0
     foreign: int = 0
 

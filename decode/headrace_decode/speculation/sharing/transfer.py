@@ -1,13 +1,13 @@
-"""A memory's segments as records and back: what snapshot and log have in common."""
+"""A memory's segments as records of a log, and back."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.memory import PUBLIC_KEY, Key, Memory
-from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, SegmentInfo
-from headrace_decode.speculation.record import SegmentRecord
+from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Key, Memory
+from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, SegmentInfo
+from headrace_decode.speculation.sharing.log_record import SegmentRecord
 
 
 def record_of(memory: Memory, header: int) -> SegmentRecord:
@@ -18,14 +18,11 @@ def record_of(memory: Memory, header: int) -> SegmentRecord:
         uid=int(fields["uid"]),
         created_s=float(fields["created_s"]),
         expires_s=float(fields["expires_s"]),
-        accepted=int(fields["accepted"]),
-        refused=int(fields["refused"]),
         version=int(fields["version"]),
         source=int(fields["source"]),
         corpus=str(corpus[2]) if isinstance(corpus, tuple) else "",
         model=_digest(memory.digests.names[fields["model"]]),
         tokenizer=_digest(memory.digests.names[fields["tokenizer"]]),
-        tag=str(memory.tags.names[fields["tag"]] or ""),
         tokens=memory.pool.tokens_of(header),
     )
 
@@ -48,7 +45,7 @@ def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) ->
         return None
     if (record.corpus or key == PUBLIC_KEY) and is_there(memory, key, record.uid):
         return None
-    header = memory.pool.insert(
+    return memory.pool.insert(
         key,
         np.ascontiguousarray(tokens, np.int32),
         SegmentInfo(
@@ -59,15 +56,10 @@ def put_in(memory: Memory, key: Key, record: SegmentRecord, *, foreign: bool) ->
             tokenizer=memory.digest_number(record.tokenizer),
             corpus=memory.corpus_number(key, record.corpus) if record.corpus else 0,
             version=record.version,
-            tag=memory.tags.number(record.tag) if record.tag else 0,
             uid=record.uid,
             foreign=int(foreign),
         ),
     )
-    if header is not None:
-        memory.pool.headers[header]["accepted"] = record.accepted
-        memory.pool.headers[header]["refused"] = record.refused
-    return header
 
 
 def is_there(memory: Memory, key: Key, uid: int) -> bool:

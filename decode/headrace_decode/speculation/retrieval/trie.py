@@ -1,60 +1,39 @@
 """Which of the candidates' continuations to draft: an implicit trie, walked along its heaviest way.
 
-Fine stage: the continuations of the few survivors share prefixes, so they form a trie; it is never
-built. At each depth those candidates that agreed so far vote on the next token with their weights
-
-    weight = odds(source, match bucket) * (1 + accepted) / (1 + refused) * tag
-             * AGE_S / (AGE_S + age)
-
-(odds from the calibration; the second factor, of the segment, bounded). A token's votes count
-by what is known of it here (`failures`). The heaviest token is drafted, with the rate that its cell
-has shown (`calibration`); the draft ends when no candidate goes on or survival falls below a floor.
+The continuations of the few survivors share prefixes, so they form a trie; it is never built. At
+each depth the candidates that agreed so far vote on the next token. A candidate's vote weighs what
+the odds of a lone candidate of its source and match length are (`acceptance.Acceptance.votes`); a
+token's votes count by what is known of it at this place (`refusals`), times (1 + accepted) /
+(1 + refused). The heaviest token is drafted, with its chance (`acceptance`). The draft ends when no
+candidate goes on or survival falls below a floor.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from headrace_decode.speculation.anchors import place
-from headrace_decode.speculation.calibration import (
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.retrieval.acceptance import (
     MATCH_BUCKET,
     POSITION_BUCKET,
     agreement_of,
     cell_of,
+    chance,
     known_of,
 )
-from headrace_decode.speculation.failures import KEY_TOKENS, evidence, key_of
-from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import HEAD, SEPARATOR, TOKENS
-from headrace_decode.speculation.retrieve import (
+from headrace_decode.speculation.retrieval.anchors import place
+from headrace_decode.speculation.retrieval.refusals import KEY_TOKENS, evidence, key_of
+from headrace_decode.speculation.retrieval.retrieve import (
     COLUMNS,
     MATCH,
     PARTITION,
     POSITION,
-    ROW,
     SOURCE,
     move,
 )
+from headrace_decode.speculation.retrieval.segments import HEAD, SEPARATOR, TOKENS
 
-AGE_S = 7 * 86400.0
-"""A text of this age weighs half as much as a new one."""
-TAG_WEIGHT = 2.0
-MOST_TRUST = 4.0
 LAST_POSITION = len(POSITION_BUCKET) - 1
-
-
-@jit
-def weigh(headers: Any, candidate: Any, odds: Any, tag: int, now_s: float) -> float:
-    """A candidate's weight in every vote."""
-    weight = odds[candidate[SOURCE], MATCH_BUCKET[candidate[MATCH]]]
-    if candidate[ROW] >= 0:
-        header = headers[candidate[ROW]]
-        trust = (1.0 + header.accepted) / (1.0 + header.refused)
-        weight *= min(max(trust, 1.0 / MOST_TRUST), MOST_TRUST)
-        if tag and header.tag == tag:
-            weight *= TAG_WEIGHT
-        weight *= AGE_S / (AGE_S + max(now_s - header.created_s, 0.0))
-    return weight
 
 
 @jit
@@ -67,7 +46,10 @@ def walk(
     recent: Any,
     failing: int,
     epoch: int,
-    rates: Any,
+    parameters: Any,
+    sampling: Any,
+    effect: Any,
+    caution: float,
     floor: float,
     most: int,
     tokens: Any,
@@ -148,7 +130,7 @@ def walk(
             best_known,
             POSITION_BUCKET[min(depth, LAST_POSITION)],
         )
-        survives *= rates[cell]
+        survives *= chance(parameters, sampling, effect, caution, cell)
         if survives < floor:
             return depth
         tokens[depth], survival[depth], cells[depth], keys[depth] = best, survives, cell, best_key

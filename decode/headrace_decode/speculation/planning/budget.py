@@ -23,14 +23,12 @@ class Budget:
         expected_tokens: of the whole batch, those that are certain included.
         seconds: predicted, of the step.
         price: survival that one token more would have had to offer to be worth its time.
-        gain: expected tokens a second over those without drafts, less 1.
     """
 
     take: NDArray[np.int32]
     expected_tokens: float
     seconds: float
     price: float
-    gain: float
 
 
 def best_budget(
@@ -38,8 +36,6 @@ def best_budget(
     lengths: NDArray[np.int32],
     seconds: NDArray[np.float64],
     sure_tokens: float | None = None,
-    *,
-    least_gain: float = 0.0,
 ) -> Budget:
     """The global maximum over m of ``(sure + s_1 + ... + s_m) / T(m)``.
 
@@ -55,7 +51,6 @@ def best_budget(
         seconds: float64 [M + 1], predicted seconds of the step with 0 to M draft tokens in it; M is
             at the same time the most that may be taken.
         sure_tokens: what the step emits without drafts; one a row if not told.
-        least_gain: of the quotient over that without drafts; with less, there are none.
     """
     rows = len(lengths)
     sure = float(rows if sure_tokens is None else sure_tokens)
@@ -64,15 +59,12 @@ def best_budget(
     expected = sure + np.concatenate([[0.0], np.cumsum(values[:limit], dtype=np.float64)])
     rate = expected / seconds[: limit + 1]
     best = int(rate.argmax())
-    if rate[best] < (1.0 + least_gain) * rate[0]:
-        best = 0
     ahead = min(best + 1, len(seconds) - 1)
     return Budget(
         np.bincount(owner[:best], minlength=rows).astype(np.int32),
         float(expected[best]),
         float(seconds[best]),
         float(rate[best] * (seconds[ahead] - seconds[best])),
-        float(rate[best] / rate[0] - 1.0),
     )
 
 
@@ -81,20 +73,18 @@ def can_pay(
     seconds: NDArray[np.float64],
     sure_tokens: float,
     tokens: int,
-    *,
-    least_gain: float = 0.0,
 ) -> bool:
     """Whether any number of draft tokens could be worth it if each survived so likely.
 
     An upper bound: no draft of survivals up to `best_survival` does better.
 
     Args:
-        seconds, least_gain: as for `best_budget`.
+        seconds: as for `best_budget`.
         tokens: how many could be on offer at most.
     """
     limit = min(tokens, len(seconds) - 1)
     rate = (sure_tokens + best_survival * np.arange(limit + 1)) / seconds[: limit + 1]
-    return bool(rate.argmax() > 0 and rate.max() >= (1.0 + least_gain) * rate[0])
+    return bool(rate.argmax() > 0)
 
 
 @jit

@@ -1,8 +1,8 @@
 """The planner: before each engine step, how many draft tokens of each row to verify, if any.
 
-Puts together what other files know: prices of a step (`headrace_engine.steptime`), the budget that
-earns most (`budget`), and whether drafting has paid at this load (`regret`). Knows no engine: a
-proposer, a simulator or a test tells it what is in the batch, and afterwards what the step brought.
+It joins three parts: the seconds of a step (`headrace_engine.steptime`), the budget that earns most
+(`budget`), and whether drafting pays at this load (`draft_guard`). It knows no engine. A proposer,
+a simulator or a test tells it what is in the batch, and afterwards what the step brought.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.budget import best_budget, can_pay
-from headrace_decode.speculation.regret import Ledger
+from headrace_decode.speculation.planning.budget import best_budget, can_pay
+from headrace_decode.speculation.planning.draft_guard import Guard, Toss
 from headrace_engine.steptime import StepTime, pairs_of
 
-CONTROL_SHARE = 1 / 64
-"""Of the steps, those without drafts at random, once their cost is known: what they lose bounds the
-price of knowing that drafting pays. They lose what drafting saves, so the more that is (seconds per
-second, above a half), the rarer they are."""
 LOOK_EVERY = 16
-"""Where no draft could pay, or drafting is off, drafts are looked at (and compared with what comes,
-not verified) this often, so that a change for the better is seen."""
-LEAST_GAIN = 0.01
-"""Drafts of which less is to be expected, by what budgets at this load have kept, are left."""
+"""Where no draft could pay, one step in so many looks drafts up and compares them with what comes,
+so that a change for the better is seen. Where the guard is off, one step in so many is tried."""
 _BEST_MEMORY = 0.98
 DRAFT_TOKENS_MAX = 4096
 """Of one step; bounds the arithmetic."""
@@ -103,7 +97,7 @@ class Step:
         context_tokens: of all rows.
         seconds: from its start to the next one's.
         pure: nothing but decoding rows was in it; only such steps compare with and without drafts.
-        promised: gain that its budget promised; counts if anything was drafted.
+        toss: what chance said of it, if it was to verify drafts.
     """
 
     tokens: int
@@ -113,7 +107,7 @@ class Step:
     context_tokens: int
     seconds: float
     pure: bool = True
-    promised: float = 0.0
+    toss: Toss | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -122,7 +116,7 @@ class Step:
         return prompt, self.rows, self.drafted, self.context_tokens, pairs_of(0, prompt)
 
 
-class Planner:
+class DraftPlanner:
     """Draft budgets of one engine. Used from one thread; deterministic for a seed."""
 
     def __init__(
@@ -133,25 +127,25 @@ class Planner:
         controls: bool = True,
         times: StepTime | None = None,
     ) -> None:
-        """`controls`: whether to run random steps without drafts and heed the ledger."""
+        """`controls`: whether to run random steps without drafts and heed the guard."""
         self.mode = Mode()
         self.times = times or StepTime(padded_sizes)
         self.counts: Counter[str] = Counter()
         self.price = 0.0
         """Survival that one more token had to offer in the last budget."""
-        self.promised = 0.0
-        """Gain that the last budget promised."""
+        self.toss: Toss | None = None
+        """What chance said of the next step, if it was to verify drafts."""
         self.last = Step(tokens=0, drafted=0, rows=0, emitted=0, context_tokens=0, seconds=0.0)
         """The last step that was observed."""
         self._controls = controls
         self._random = random.Random(seed)
-        self._ledgers: dict[int, Ledger] = {}
+        self._guards: dict[int, Guard] = {}
         self._best_survival = 1.0
         self._since_look = 0
 
-    def ledger(self, rows: int) -> Ledger:
-        """The ledger of loads like this: one for each power of two of rows."""
-        return self._ledgers.setdefault(max(rows, 1).bit_length(), Ledger())
+    def guard(self, rows: int) -> Guard:
+        """The guard of loads like this: one for each power of two of rows."""
+        return self._guards.setdefault(max(rows, 1).bit_length(), Guard())
 
     def looks(self, load: Load, limits: Limits, tokens_max: int) -> str:
         """What to look drafts up for: "verify", "compare" (look, do not verify) or "nothing".
@@ -159,23 +153,24 @@ class Planner:
         Args:
             tokens_max: draft tokens that all rows together could take.
         """
+        self.toss = None
         if self.mode.kind == "off" or load.rows == 0 or tokens_max <= 0:
             return "nothing"
         if self.mode.kind == "static":
             return "verify"
         room = self._room(load, limits, tokens_max)
-        ledger = self.ledger(load.rows)
-        if room and ledger.on and not self._is_control(ledger):
+        on, pays = self.guard(load.rows).on or not self._controls, False
+        if room:
             seconds = self._seconds(load, room)
-            least_gain = LEAST_GAIN / ledger.credit.share
-            if can_pay(self._best_survival, seconds, load.rows, room, least_gain=least_gain):
-                return "verify"
-            self.counts["cannot_pay"] += 1
+            pays = can_pay(self._best_survival, seconds, load.rows, room)
+            self.counts["cannot_pay"] += not pays
+        if on and pays:
+            return "verify"
         self._since_look += 1
-        if self._since_look >= LOOK_EVERY:
-            self._since_look = 0
-            return "compare"
-        return "nothing"
+        if self._since_look < LOOK_EVERY:
+            return "nothing"
+        self._since_look = 0
+        return "verify" if pays else "compare"
 
     def choose(
         self,
@@ -198,9 +193,14 @@ class Planner:
             return self._static(load, limits, lengths)
         room = self._room(load, limits, int(lengths.sum()))
         seconds = self._seconds(load, room)
-        least_gain = LEAST_GAIN / self.ledger(load.rows).credit.share
-        budget = best_budget(survival, lengths, seconds, load.rows, least_gain=least_gain)
-        self.price, self.promised = budget.price, budget.gain
+        budget = best_budget(survival, lengths, seconds, load.rows)
+        self.price = budget.price
+        if self._controls and budget.take.any():
+            share = self.guard(load.rows).share
+            self.toss = Toss(self._random.random() < share, share)
+            if self.toss.control:
+                self.counts["control_steps"] += 1
+                return np.zeros_like(budget.take)
         return budget.take
 
     def saw(self, survival: NDArray[np.float32], lengths: NDArray[np.int32]) -> None:
@@ -213,7 +213,6 @@ class Planner:
         """Learn from a step that was run."""
         drafted, shape = step.drafted > 0, step.shape
         prompt, rows, _, context, pairs = shape
-        predicted_s = self.times.seconds(*shape)
         undrafted_s = self.times.seconds(prompt, rows, 0, context, pairs)
         if not self.times.observe(*shape, step.seconds):
             return
@@ -224,36 +223,29 @@ class Planner:
         self.counts["row_steps"] += step.rows
         self.counts["emitted_tokens"] += step.emitted
         self.last = step
-        if not (step.pure and step.rows and self.mode.kind == "auto"):
-            return
-        ledger = self.ledger(step.rows)
-        if drafted:
-            ledger.drafted_step(
-                *(step.emitted, step.rows, step.seconds),
-                *(predicted_s, undrafted_s, step.promised),
-            )
-        else:
-            ledger.controls.observe(step.seconds, undrafted_s)
-            ledger.idle_step()
+        toss = step.toss
+        if toss is not None and step.pure and step.rows and drafted is not toss.control:
+            each = step.emitted / step.rows
+            self.guard(step.rows).observe(toss, each, step.seconds, undrafted_s)
 
     def depth(self, rows: int, draft_tokens: int) -> int:
         """Most tokens that a request may draft at such a load, of `draft_tokens`; 0 while drafting
         is off there."""
         if self.mode.kind == "static":
             return min(draft_tokens, self.mode.tokens)
-        ledger = self._ledgers.get(max(rows, 1).bit_length())
-        drafts = self.mode.kind == "auto" and (ledger is None or ledger.on)
+        guard = self._guards.get(max(rows, 1).bit_length())
+        drafts = self.mode.kind == "auto" and (guard is None or guard.on)
         return draft_tokens if drafts else 0
 
     @property
     def saved_s(self) -> float:
         """Seconds that drafting saved of late, at all loads together."""
-        return sum(ledger.saved_s for ledger in self._ledgers.values())
+        return sum(guard.saved_s for guard in self._guards.values())
 
     @property
     def regret_bound_s(self) -> float:
         """Seconds that drafting lost of late at most, with confidence, summed over the loads."""
-        return sum(max(0.0, -ledger.lower_s) for ledger in self._ledgers.values())
+        return sum(guard.lost_s for guard in self._guards.values())
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able view for metrics and status pages."""
@@ -265,24 +257,14 @@ class Planner:
             "counts": dict(self.counts),
             "loads": {
                 f"{2 ** (bits - 1)}..{2**bits - 1}": {
-                    "on": ledger.on,
-                    "gain": ledger.gain,
-                    "credit": ledger.credit.share,
-                    "regret_bound": ledger.regret_bound,
-                    "switched_off": ledger.switched_off,
+                    "on": guard.on,
+                    "saved": guard.saved,
+                    "bounds": [bound if math.isfinite(bound) else None for bound in guard.bounds],
+                    "switched_off": guard.switched_off,
                 }
-                for bits, ledger in sorted(self._ledgers.items())
+                for bits, guard in sorted(self._guards.items())
             },
         }
-
-    def _is_control(self, ledger: Ledger) -> bool:
-        if not self._controls:
-            return False
-        share = max(CONTROL_SHARE, 1.0 / (2.0 + ledger.controls.weight) ** 2)
-        share /= max(1.0, 2.0 * ledger.gain)
-        control = self._random.random() < share
-        self.counts["control_steps"] += control
-        return control
 
     def _room(self, load: Load, limits: Limits, tokens: int) -> int:
         """Draft tokens that the limits leave room for, of `tokens`."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_decode.speculation.anchors import add_token
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import FAILURE_BITS, FAILURES
+from headrace_decode.speculation.retrieval.anchors import add_token
+from headrace_decode.speculation.retrieval.segments import FAILURE_BITS, FAILURES
 
 KEY_TOKENS = 2
 HALF_LIFE_S = 3600.0

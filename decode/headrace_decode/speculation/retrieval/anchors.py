@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import (
+from headrace_decode.speculation.retrieval.segments import (
     ANCHORS,
     CAPACITY,
     CONTEXT,

@@ -1,11 +1,11 @@
 """What replicas tell each other: an append-only log per partition, read in order, absorbed once.
 
-A replica logs the segments that it put in itself and how drafts fared, whosever segments they were
-read from. It keeps no bytes for that: an entry names a header row and is encoded when it is read; a
-segment that was evicted meanwhile is passed over. Entries carry sequence numbers that only grow
-within (replica, partition), so that whoever absorbs keeps one number a replica and partition and
-skips what is not above it: absorbing twice, or again after a crash of the carrier, changes nothing.
-What was absorbed is not logged again; each replica reads every other's log.
+A replica logs the segments that it put in itself. It keeps no bytes for that: an entry names a
+header row and is encoded when it is read; a segment that was evicted meanwhile is passed over.
+Entries carry sequence numbers that only grow within (replica, partition), so that whoever absorbs
+keeps one number a replica and partition and skips what is not above it: absorbing twice, or again
+after a crash of the carrier, changes nothing. What was absorbed is not logged again; each replica
+reads every other's log.
 
 A corpus reaches the replicas that run by itself; one of them logs it whole when its version takes
 over, for those that start later. Segments that are there already are not put in again.
@@ -23,30 +23,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.layout import NONE
-from headrace_decode.speculation.memory import Key, Memory
-from headrace_decode.speculation.record import (
-    FaredRecord,
+from headrace_decode.speculation.retrieval.draft_memory import Key, Memory
+from headrace_decode.speculation.retrieval.ring import is_over
+from headrace_decode.speculation.retrieval.segments import NONE
+from headrace_decode.speculation.sharing.log_record import (
     FlippedRecord,
     SegmentRecord,
     decode_batch,
     encode_batch,
     encode_record,
 )
-from headrace_decode.speculation.ring import is_over
-from headrace_decode.speculation.step import quarantine
-from headrace_decode.speculation.transfer import put_in, record_of
+from headrace_decode.speculation.sharing.transfer import put_in, record_of
 
 MOST_ENTRIES = 65536
 """Per partition; a reader further behind misses the oldest."""
-FARED_PER_RECORD = 128
 BREATH_S = 1e-4
 """Between two entries: releasing a lock alone does not let a waiting thread run."""
 
-Entry = tuple[int, int] | FaredRecord | FlippedRecord
+Entry = tuple[int, int] | FlippedRecord
 """A segment's header row and its generation, or what else is told."""
 
 
@@ -131,9 +127,7 @@ class Exchange:
                 continue
             self._absorbed[source] = number
             new += 1
-            if isinstance(record, FaredRecord):
-                self._apply(key, record)
-            elif isinstance(record, FlippedRecord):
+            if isinstance(record, FlippedRecord):
                 with self._held():
                     self._flip(key, record)
             elif record.expires_s > self.memory.clock():
@@ -141,16 +135,6 @@ class Exchange:
                     put_in(self.memory, key, record, foreign=True)
             time.sleep(BREATH_S)
         return new
-
-    def collect(self) -> None:
-        """Log how drafts have fared since this was called last."""
-        headers = self.memory.pool.headers
-        told = headers["untold_accepted"] | headers["untold_refused"]
-        found = np.flatnonzero(told)  # all headers are looked through without the lock
-        for start in range(0, len(found), FARED_PER_RECORD):
-            with self._held():
-                self._collect(found[start : start + FARED_PER_RECORD])
-            time.sleep(BREATH_S)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -187,35 +171,3 @@ class Exchange:
         if is_over(fields, self.memory.pool.versions, self.memory.clock()):
             return None
         return record_of(self.memory, header)
-
-    def _collect(self, some: NDArray[np.intp]) -> None:
-        headers = self.memory.pool.headers
-        keys = {row: key for key, row in self.memory.pool.kept()}
-        owners = headers["partition"][some]
-        for row in set(owners.tolist()) & keys.keys():
-            key = keys[row]
-            assert isinstance(key, Key)
-            columns = (headers[name][some[owners == row]].tolist() for name in _FARED)
-            self._add(key, FaredRecord(tuple(zip(*columns, strict=True))))
-        headers["untold_accepted"][some] = 0
-        headers["untold_refused"][some] = 0
-
-    def _apply(self, key: Key, record: FaredRecord) -> None:
-        headers = self.memory.pool.headers
-        counts = np.array(record.counts, np.uint64).reshape(-1, len(_FARED))
-        counts = counts[np.argsort(counts[:, 0])]
-        if not len(counts):
-            return
-        at = np.searchsorted(counts[:, 0], headers["uid"]).clip(max=len(counts) - 1)
-        found = np.flatnonzero(counts[at, 0] == headers["uid"])  # without the lock, as above
-        with self._held():
-            row = self.memory.pool.find(key)
-            for header in found.tolist():
-                uid, accepted, refused = counts[at[header]].tolist()
-                if headers[header]["uid"] == uid and headers[header]["partition"] == row:
-                    headers[header]["accepted"] += accepted
-                    headers[header]["refused"] += refused
-                    quarantine(headers, header, self.memory.clock())
-
-
-_FARED = ("uid", "untold_accepted", "untold_refused")

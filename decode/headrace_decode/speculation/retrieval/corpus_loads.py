@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.layout import HEAD, NONE, TAIL
-from headrace_decode.speculation.memory import Memory, corpus_key
+from headrace_decode.speculation.retrieval.draft_memory import Memory, corpus_key
+from headrace_decode.speculation.retrieval.segments import HEAD, NONE, TAIL
 
 CALL_S = 0.005
 """A portion takes about so long at most; what is left of it is for the next call."""
@@ -101,7 +101,6 @@ class Corpora:
         sequences: Sequence[Sequence[int]],
         tenant: str | None = None,
         ttl_s: float | None = None,
-        tag: str = "",
     ) -> dict[str, Any]:
         """Put in as many of these documents as the time allows, at least one.
 
@@ -120,7 +119,6 @@ class Corpora:
                 version,
                 [document],
                 tenant=tenant,
-                tag=tag,
                 ttl_s=math.inf if ttl_s is None else ttl_s,
             )
             taken += 1
@@ -204,7 +202,6 @@ class Corpora:
             "segments": len(mine),
             "tokens": int(mine["tokens"].sum()),
             "expires_s": expires_s if math.isfinite(expires_s) else None,
-            "tag": str(memory.tags.names[mine["tag"][0]] or "") if len(mine) else "",
             "accepted": int(mine["accepted"].sum()),
             "refused": int(mine["refused"].sum()),
             "loading_tokens": int(live["tokens"][live["version"] > in_force].sum()),

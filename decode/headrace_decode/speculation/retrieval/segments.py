@@ -52,20 +52,16 @@ HEADER = np.dtype(
         ("uid", "u8"),  # the same on every replica
         ("created_s", "f8"),  # time.time()
         ("expires_s", "f8"),
-        ("quarantined_until_s", "f8"),
         ("start", "i8"),  # position of its first token
         ("tokens", "i4"),
         ("partition", "i4"),  # says whose it is; NONE while the row is free
         ("accepted", "u4"),  # drafts read from it of which at least one token was accepted
         ("refused", "u4"),  # drafts read from it of which none was
-        ("untold_accepted", "u4"),  # of these, what this replica has not told the others yet
-        ("untold_refused", "u4"),
         ("generation", "u4"),  # one more for each segment that the row has held
         ("version", "u4"),
         ("corpus", "u2"),  # interned; 0: of no corpus, then the version means nothing
         ("model", "u2"),  # interned digest; 0: text for any model
         ("tokenizer", "u2"),  # interned digest
-        ("tag", "u2"),  # interned; 0: none
         ("source", "u1"),  # draft.Source
         ("used", "u1"),  # read with success since it was last spared
         ("foreign", "u1"),  # came from another replica

@@ -1,6 +1,6 @@
-"""What snapshot and log write: segments and how they fared, in names instead of numbers.
+"""What a replica's log says: segments and versions of corpora, in names instead of numbers.
 
-Interned numbers mean nothing to another process, so that tenant, corpus, digests and tag are
+Interned numbers mean nothing to another process, so that tenant, corpus and digests are
 written out. A batch of a log is
 
     magic | u64 checksum of all behind it | replica, partition's key | records
@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-MAGIC = b"HRLOG001"
-SEGMENT, FARED, FLIPPED = 1, 2, 3
+MAGIC = b"HRLOG002"
+SEGMENT, FLIPPED = 1, 2
 _SUM = struct.Struct("<Q")
 _RECORD = struct.Struct("<QBI")
-_FIXED = struct.Struct("<QddIIIBI")
-_FARED = struct.Struct("<QII")
+_FIXED = struct.Struct("<QddIBI")
 _FLIPPED = struct.Struct("<I")
 
 
@@ -39,22 +38,12 @@ class SegmentRecord:
     uid: int
     created_s: float
     expires_s: float
-    accepted: int
-    refused: int
     version: int
     source: int
     corpus: str
     model: bytes
     tokenizer: bytes
-    tag: str
     tokens: NDArray[np.int32] = field(compare=False)
-
-
-@dataclass(frozen=True)
-class FaredRecord:
-    """How drafts from segments fared since it was last told: (uid, accepted, refused) each."""
-
-    counts: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ class FlippedRecord:
     version: int
 
 
-Record = SegmentRecord | FaredRecord | FlippedRecord
+Record = SegmentRecord | FlippedRecord
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,7 @@ def checksum(*parts: bytes | memoryview) -> int:
 
 def encode_record(number: int, record: Record) -> bytes:
     """One record of a batch."""
-    if isinstance(record, FaredRecord):
-        kind, body = FARED, b"".join(_FARED.pack(*each) for each in record.counts)
-    elif isinstance(record, FlippedRecord):
+    if isinstance(record, FlippedRecord):
         kind, body = FLIPPED, _FLIPPED.pack(record.version) + record.corpus.encode()
     else:
         kind, body = SEGMENT, _segment_body(record)
@@ -135,31 +122,25 @@ def decode_batch(data: bytes, name: str) -> Batch:
 
 
 def _decode(kind: int, body: bytes) -> Record:
-    if kind == FARED:
-        return FaredRecord(tuple(_FARED.iter_unpack(body)))
     if kind == FLIPPED:
         return FlippedRecord(body[_FLIPPED.size :].decode(), *_FLIPPED.unpack_from(body))
     if kind != SEGMENT:
         raise ValueError(f"a record is of kind {kind}; known are 1 to {FLIPPED}")
-    uid, created_s, expires_s, accepted, refused, version, source, count = _FIXED.unpack_from(body)
+    uid, created_s, expires_s, version, source, count = _FIXED.unpack_from(body)
     corpus, at = _name(body, _FIXED.size)
     model, at = _name(body, at)
     tokenizer, at = _name(body, at)
-    tag, at = _name(body, at)
     if len(body) - at != 4 * count:
         raise ValueError(f"{count} tokens in {len(body) - at} bytes")
     return SegmentRecord(
         uid,
         created_s,
         expires_s,
-        accepted,
-        refused,
         version,
         source,
         corpus.decode(),
         model,
         tokenizer,
-        tag.decode(),
         np.frombuffer(body, "<i4", offset=at).astype(np.int32),
     )
 
@@ -169,13 +150,11 @@ def _segment_body(record: SegmentRecord) -> bytes:
         record.uid,
         record.created_s,
         record.expires_s,
-        record.accepted,
-        record.refused,
         record.version,
         record.source,
         len(record.tokens),
     )
-    names = (record.corpus.encode(), record.model, record.tokenizer, record.tag.encode())
+    names = (record.corpus.encode(), record.model, record.tokenizer)
     return fixed + b"".join(map(_named, names)) + record.tokens.astype("<i4").tobytes()
 
 

@@ -17,9 +17,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_decode.speculation.exchange import Exchange
-from headrace_decode.speculation.memory import Key
-from headrace_decode.speculation.record import DamagedError
+from headrace_decode.speculation.retrieval.draft_memory import Key
+from headrace_decode.speculation.sharing.exchange import Exchange
+from headrace_decode.speculation.sharing.log_record import DamagedError
 from headrace_kvstore.protocol.board import Note
 from headrace_kvstore.protocol.client import NodeAway, NodeClient
 from headrace_kvstore.protocol.wire import Notes, PostNote, ReadNotes
@@ -28,8 +28,6 @@ logger = logging.getLogger("headrace.speculation")
 
 TURN_BYTES = 128 * 1024
 NOTE_BYTES = 32 * 1024
-COLLECT_S = 15.0
-"""Between looks for how drafts have fared."""
 IDLE_S = 30.0
 IDLE_LOOKS = 3
 """Where nothing has moved for so long, the board is read at each third look only."""
@@ -84,7 +82,6 @@ class Carrier:
         """Entries of the log at which `_behind` was complete."""
         self._behind: deque[tuple[Key, int]] = deque()
         """Partitions with entries to post, and the last of these."""
-        self._collect_at_s = 0.0
         self._moved_at_s = time.monotonic()
         self._looks = 0
         self._state = "not started"
@@ -153,9 +150,6 @@ class Carrier:
         if time.monotonic() < self._moved_at_s + IDLE_S or self._looks % IDLE_LOOKS == 0:
             self._absorb()
         self._post()
-        if time.monotonic() >= self._collect_at_s:
-            self._collect_at_s = time.monotonic() + COLLECT_S
-            self.exchange.collect()
 
     def _post(self) -> None:
         if self._logged != self.exchange.logged:

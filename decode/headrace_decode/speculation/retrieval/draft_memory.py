@@ -22,20 +22,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.anonymity import SharedWindows
-from headrace_decode.speculation.calibration import SOURCES, Calibration
 from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
-from headrace_decode.speculation.interner import Interner
-from headrace_decode.speculation.layout import CAPACITY, HEAD, NONE, TAIL
-from headrace_decode.speculation.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
-from headrace_decode.speculation.step import (
+from headrace_decode.speculation.retrieval.acceptance import CAUTION, EFFECT, SOURCES, Acceptance
+from headrace_decode.speculation.retrieval.anonymity import SharedWindows
+from headrace_decode.speculation.retrieval.interner import Interner
+from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
+from headrace_decode.speculation.retrieval.segments import CAPACITY, HEAD, NONE, TAIL
+from headrace_decode.speculation.retrieval.step import (
     HANDLE,
     MODEL,
     OWN,
     PROMPT_END,
     REQUEST_COLUMNS,
     ROW_MASK,
-    TAG,
     TENANT,
     TOKENIZER,
     draft_rows,
@@ -46,6 +45,7 @@ from headrace_decode.speculation.step import (
 PUBLIC = "public"
 """`Key.scope` of the partition that every request may read."""
 ALL_SOURCES = frozenset(Source) - {Source.NONE}
+OWN_TEXT = frozenset({Source.PROMPT, Source.OUTPUT})
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class Settings:
         lead_tokens: how many tokens of its prompt an answer is kept with, so that its beginning
             can be found.
         floor: least survival that is drafted.
-        failures, calibration: whether refusals are remembered, rates learned.
+        failures, learns: whether refusals are remembered, and chances learned.
+        caution: as in `acceptance.Acceptance`.
         sources: which texts are drafted from.
         for_all: whose texts may lie in the public partition: operator corpora, and of answers what
             several tenants have in common.
@@ -101,7 +102,8 @@ class Settings:
     lead_tokens: int = 8
     floor: float = 0.02
     failures: bool = True
-    calibration: bool = True
+    learns: bool = True
+    caution: float = CAUTION
     sources: frozenset[Source] = ALL_SOURCES
     for_all: frozenset[Source] = frozenset({Source.OPERATOR})
     shared_k: int | None = None
@@ -131,8 +133,8 @@ class Memory:
     ) -> None:
         self.settings = settings = settings or Settings()
         self.pool = Pool(settings.capacity_bytes)
-        self.digests, self.tags, self.corpora = Interner(), Interner(), Interner()
-        self.calibration = Calibration(learn=settings.calibration)
+        self.digests, self.corpora = Interner(), Interner()
+        self.acceptance = Acceptance(settings.caution)
         self.replica = settings.replica or secrets.randbits(64)
         self._shared = SharedWindows(settings.shared_k) if settings.shared_k else None
         self.clock = clock
@@ -146,6 +148,7 @@ class Memory:
         self._tokenizer = self.digest_number(settings.tokenizer)
         self._allowed = np.array([source in settings.sources for source in range(SOURCES)])
         self._requests = np.zeros((64, REQUEST_COLUMNS), np.int64)
+        self._effects = np.zeros((64, EFFECT))
         self._free_rows = list(range(63, -1, -1))
         self._opened = 0
         self._tenants: dict[int, str] = {}
@@ -156,7 +159,7 @@ class Memory:
         prompt_tokens: NDArray[np.int32],
         tenant: str = "",
         *,
-        tag: str = "",
+        temperature: float = 0.0,
     ) -> int:
         """Begin a request and index its prompt. `request_id` is for the caller's logs only."""
         prompt = np.asarray(prompt_tokens, np.int32)[-self.settings.run_tokens :]
@@ -175,7 +178,7 @@ class Memory:
             fields[OWN] = NONE if own is None else own
             fields[TENANT] = NONE if kept is None else kept
             fields[MODEL], fields[TOKENIZER] = self._model, self._tokenizer
-            fields[TAG] = self.tags.number(tag) if tag else 0
+            self._effects[row] = self.acceptance.effect(temperature)
             fields[PROMPT_END] = len(prompt)
             self._tenants[row] = tenant
             return handle
@@ -234,8 +237,11 @@ class Memory:
                 pool.versions,
                 self._requests,
                 NONE if public is None else public,
-                self.calibration.weights,
-                self.calibration.rates,
+                self.acceptance.votes,
+                self.acceptance.weights,
+                self.acceptance.sampling,
+                self._effects,
+                self.acceptance.caution,
                 self._allowed,
                 self.settings.failures,
                 self.settings.floor,
@@ -282,6 +288,8 @@ class Memory:
             self._requests[row, HANDLE] = 0
             self._free_rows.append(row)
             tenant = self._tenants.pop(row)
+            if self.settings.learns:
+                self.acceptance.ended(self._effects[row])
             if fields[OWN] == NONE:
                 return
             answer = self._answer(int(fields[OWN]), int(fields[PROMPT_END])) if keep else None
@@ -296,12 +304,11 @@ class Memory:
                 expires_s=now_s + self.settings.response_ttl_s,
                 model=self._model,
                 tokenizer=self._tokenizer,
-                tag=int(fields[TAG]),
             )
             self.insert(tenant_key(tenant), tokens, info)
             if self._shared is not None:
                 for window in self._shared.observe(tenant, tokens[asked_tokens:]):
-                    self.insert(PUBLIC_KEY, window, replace(info, tag=0))
+                    self.insert(PUBLIC_KEY, window, info)
 
     def insert(self, key: Key, tokens: NDArray[np.int32], info: SegmentInfo) -> int:
         """Keep a sequence, in several segments if it is long; how many of its tokens were kept."""
@@ -330,7 +337,6 @@ class Memory:
         sequences: Iterable[NDArray[np.int32]],
         *,
         tenant: str | None = None,
-        tag: str = "",
         ttl_s: float = float("inf"),
     ) -> int:
         """Keep documents of a version of an operator's corpus, for one tenant or, with None, for
@@ -357,7 +363,6 @@ class Memory:
                 tokenizer=self._tokenizer,
                 corpus=self.corpus_number(key, name),
                 version=version,
-                tag=self.tags.number(tag) if tag else 0,
             )
         return sum(self.insert(key, np.asarray(each, np.int32), info) for each in sequences)
 
@@ -416,7 +421,10 @@ class Memory:
                 self.pool.parts,
                 self.pool.headers,
                 self._requests,
-                self.calibration.counts,
+                self.acceptance.weights,
+                self.acceptance.sampling,
+                self._effects,
+                self.settings.learns,
                 self.clock(),
                 origin.handles[rows],
                 origin.lengths[rows],
@@ -427,7 +435,8 @@ class Memory:
                 origin.header_rows[rows],
                 origin.generations[rows],
             )
-            self.calibration.learned(verified)
+            if verified and self.settings.learns:
+                self.acceptance.learned()
 
     def _row(self, handle: int) -> int | None:
         row = handle & ROW_MASK
@@ -437,6 +446,7 @@ class Memory:
     def _more_rows(self) -> None:
         rows = len(self._requests)
         self._requests = np.concatenate([self._requests, np.zeros_like(self._requests)])
+        self._effects = np.concatenate([self._effects, np.zeros_like(self._effects)])
         self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
 
     def _grow(self, handles: NDArray[np.int64], counts: NDArray[np.int64]) -> None:

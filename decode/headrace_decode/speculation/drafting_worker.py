@@ -22,7 +22,7 @@ from headrace_decode.speculation.session import Rows, kv_room
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 
-    from headrace_decode.speculation._vllm_cpu import CpuRejectionSampler
+    from headrace_decode.speculation.cpu_sampler import CpuRejectionSampler
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 

@@ -2,8 +2,7 @@
 
 Coarse stage of the two: from the longest anchor to the shortest, walk the chain of the k-gram in
 which the context ends, newest first; compare tokens, since a hash proves nothing, which extends the
-match backwards; drop what is expired, of a superseded version, for another model or quarantined
-(what failed for its short matches may still be right where the longest anchor fits).
+match backwards; drop what is expired, of a superseded version or for another model.
 Stop as soon as an anchor has given anything, or a few have survived. The work is bounded by
 constants, not by what the partition holds.
 """
@@ -12,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_decode.speculation.anchors import first_of, match_length, next_of, place
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import (
+from headrace_decode.speculation.retrieval.anchors import first_of, match_length, next_of, place
+from headrace_decode.speculation.retrieval.ring import is_live
+from headrace_decode.speculation.retrieval.segments import (
     ANCHORS,
     CONTEXT,
     GRANULE,
@@ -25,7 +25,6 @@ from headrace_decode.speculation.layout import (
     NONE,
     TAIL,
 )
-from headrace_decode.speculation.ring import is_live
 
 SURVIVORS = 8
 """Per partition."""
@@ -50,16 +49,9 @@ def move(found: Any, which: int, to: int) -> None:
 
 
 @jit
-def usable(
-    header: Any, versions: Any, model: int, tokenizer: int, now_s: float, near: bool
-) -> bool:
-    """Whether a segment may be read for a request of this model and tokenizer.
-
-    near: the longest anchor fits, which no quarantine forbids.
-    """
+def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float) -> bool:
+    """Whether a segment may be read for a request of this model and tokenizer."""
     if header.tokenizer != tokenizer or (header.model != 0 and header.model != model):
-        return False
-    if header.quarantined_until_s > now_s and not near:
         return False
     return is_live(header, versions, now_s)
 
@@ -127,7 +119,7 @@ def find_kept(
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
                 row = words[part[GRANULES] + place(part, position) // GRANULE]
-                if usable(headers[row], versions, model, tokenizer, now_s, which == LENGTHS - 1):
+                if usable(headers[row], versions, model, tokenizer, now_s):
                     found[count, POSITION] = position
                     found[count, PARTITION] = partition
                     found[count, MATCH] = match

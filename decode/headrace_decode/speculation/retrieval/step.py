@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace_decode.speculation.anchors import hash_context, read_context
-from headrace_decode.speculation.calibration import count as count_cells
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.failures import KEY_TOKENS, epoch_of, witness
 from headrace_decode.speculation.jit import jit
-from headrace_decode.speculation.layout import ANCHORS, CONTEXT, HEAD, LENGTHS, NONE, TAIL
-from headrace_decode.speculation.retrieve import (
+from headrace_decode.speculation.retrieval.acceptance import MATCH_BUCKET, learn
+from headrace_decode.speculation.retrieval.anchors import hash_context, read_context
+from headrace_decode.speculation.retrieval.refusals import KEY_TOKENS, epoch_of, witness
+from headrace_decode.speculation.retrieval.retrieve import (
     CANDIDATES,
     COLUMNS,
     MATCH,
@@ -27,8 +26,16 @@ from headrace_decode.speculation.retrieve import (
     find_own,
     move,
 )
-from headrace_decode.speculation.ring import append_run
-from headrace_decode.speculation.trie import walk, weigh
+from headrace_decode.speculation.retrieval.ring import append_run
+from headrace_decode.speculation.retrieval.segments import (
+    ANCHORS,
+    CONTEXT,
+    HEAD,
+    LENGTHS,
+    NONE,
+    TAIL,
+)
+from headrace_decode.speculation.retrieval.trie import walk
 
 # Columns of the request table, int64 [requests, REQUEST_COLUMNS].
 (
@@ -37,15 +44,11 @@ from headrace_decode.speculation.trie import walk, weigh
     TENANT,  # its tenant's partition, or NONE
     MODEL,
     TOKENIZER,
-    TAG,
     PROMPT_END,  # position of the first answered token
     REQUEST_COLUMNS,
-) = range(8)
+) = range(7)
 ROW_MASK = (1 << 20) - 1
 
-QUARANTINE_AFTER = 6
-"""A segment of which so many drafts failed, and none did not, is left alone for a while."""
-QUARANTINE_S = 900.0
 _SURVIVORS, _NONE, _LONGEST = SURVIVORS, int(Source.NONE), ANCHORS[-1]
 
 
@@ -80,8 +83,11 @@ def draft_rows(
     versions: Any,
     requests: Any,
     public: int,
-    odds: Any,
-    rates: Any,
+    votes: Any,
+    weights: Any,
+    sampling: Any,
+    effects: Any,
+    caution: float,
     allowed: Any,
     failing: bool,
     floor: float,
@@ -103,6 +109,8 @@ def draft_rows(
     Args:
         public: row of the public partition, or NONE.
         allowed: bool [sources], which may be read.
+        votes, weights, sampling, caution: as in `acceptance.Acceptance`.
+        effects: f8 [requests, EFFECT].
         failing: whether failure memories are asked.
         floor: least survival that is drafted.
     """
@@ -110,9 +118,9 @@ def draft_rows(
     scratch, hashes = np.empty(_LONGEST, np.int64), np.empty(LENGTHS, np.int64)
     recent = np.empty(KEY_TOKENS, np.int64)
     found = np.empty((CANDIDATES, COLUMNS), np.int64)
-    weights = np.empty(CANDIDATES, np.float64)
+    counts = np.empty(CANDIDATES, np.float64)
     upcoming, choices = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
-    votes = np.empty(CANDIDATES, np.float64)
+    ballots = np.empty(CANDIDATES, np.float64)
     origin = np.empty(COLUMNS, np.int64)
     epoch = epoch_of(now_s)
     for index in range(len(handles)):
@@ -149,7 +157,7 @@ def draft_rows(
             if allowed[found[which, SOURCE]]:
                 if going != which:
                     move(found, which, going)
-                weights[going] = weigh(headers, found[going], odds, request[TAG], now_s)
+                counts[going] = votes[found[going, SOURCE], MATCH_BUCKET[found[going, MATCH]]]
                 going += 1
         if going == 0:
             continue
@@ -159,12 +167,15 @@ def draft_rows(
             words,
             parts,
             found,
-            weights,
+            counts,
             going,
             recent,
             tenant if failing else NONE,
             epoch,
-            rates,
+            weights,
+            sampling,
+            effects[row],
+            caution,
             floor,
             min(most[index], tokens.shape[1]),
             tokens[index],
@@ -173,7 +184,7 @@ def draft_rows(
             keys[index],
             upcoming,
             choices,
-            votes,
+            ballots,
             origin,
         )
         if lengths[index]:
@@ -189,7 +200,10 @@ def feedback_rows(
     parts: Any,
     headers: Any,
     requests: Any,
-    counts: Any,
+    weights: Any,
+    sampling: Any,
+    effects: Any,
+    learns: bool,
     now_s: float,
     handles: Any,
     lengths: Any,
@@ -213,7 +227,8 @@ def feedback_rows(
         if tried <= 0 or good < 0 or row == NONE:
             continue
         verified += 1
-        count_cells(counts, cells[index], tried, good)
+        for position in range(min(good + 1, tried) if learns else 0):
+            learn(weights, sampling, effects[row], cells[index, position], position < good)
         tenant = requests[row, TENANT]
         if tenant != NONE:
             for position in range(min(good + 1, tried)):
@@ -225,19 +240,7 @@ def feedback_rows(
             continue
         if good > 0:
             headers[header].accepted += 1
-            headers[header].untold_accepted += 1
             headers[header].used = 1
         else:
             headers[header].refused += 1
-            headers[header].untold_refused += 1
-            quarantine(headers, header, now_s)
     return verified
-
-
-@jit
-def quarantine(headers: Any, row: int, now_s: float) -> None:
-    """Leave a segment alone if it only failed. Afterwards half as many failures do it again."""
-    header = headers[row]
-    if header.accepted == 0 and header.refused >= QUARANTINE_AFTER:
-        headers[row].quarantined_until_s = now_s + QUARANTINE_S
-        headers[row].refused = header.refused // 2

@@ -1,0 +1,207 @@
+"""Acceptance: with which probability a draft token is accepted, given that those before it were.
+
+An online Bayesian logistic regression. A token has the log-odds
+
+    z = w[source, match, agreement] + w[source, agreement, refusals] + w[agreement, position]
+        + effect(request)                                  each w and the effect a Gaussian
+
+- source: the text that weighed most in the vote on this token (`draft.Source`)
+- match: how many of the last tokens stood before that text, too, in buckets
+- agreement: how many candidates there were, and what share of their weight this token had
+- refusals: what was refused and accepted at this place before (`refusals`)
+- position: in the draft, in buckets
+- effect: what this request differs by. It begins as the population's mean and variance, which are
+  learned from the requests that end.
+
+A request that samples at temperature t has ``a t + (1 + c t) z`` instead, with ``a`` and ``c``
+learned like the rest: a token that was nearly certain is less so where tokens are drawn.
+
+Each tested token is one step of an extended Kalman filter with a diagonal covariance (as in
+Graepel et al., Web-Scale Bayesian Click-Through Rate Prediction, ICML 2010): with gradient ``g`` of
+z, variances ``v``, outcome y, ``p = sigmoid(z)``, ``r = p (1 - p)`` and ``S = sum g^2 v``,
+
+    w += v g (y - p) / (1 + r S)         v -= (v g)^2 r / (1 + r S)
+
+Variances grow back slowly, so that what is learned follows a workload that changes. The chance of a
+token is that at a lower quantile of z, ``sigmoid(z - CAUTION sqrt(S))``: of two drafts that look
+alike, the one that is better known is the better one.
+"""
+
+from __future__ import annotations
+
+from math import exp, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.retrieval.segments import CONTEXT
+
+SOURCES = len(Source)
+MATCH_FROM = (1, 2, 3, 4, 6, 9, 13, 20, 32)
+"""Smallest match length, in tokens, of each bucket."""
+POSITION_FROM = (0, 1, 2, 3, 5, 8, 12, 20)
+SHARE_FROM = (0.745, 0.495, 0.345, 0.195, 0.0)
+"""Below round shares: of two candidates that differ in age alone, each has half."""
+AGREEMENTS = 3 + len(SHARE_FROM)
+"""Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
+KNOWN = 5
+"""Nothing; more often accepted; both, not so; refused once; refused more often."""
+MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
+
+CAUTION = 0.25
+WEIGHT_VARIANCE = 0.3
+FORGET = 1e-3
+"""A variance grows by this share with each token that it is used for, up to its prior."""
+EFFECT_VARIANCE, EFFECT_FORGET = 0.1, 0.01
+"""Of the population at first; a request's own grows like a weight's, but faster."""
+POPULATION_RATE = 0.05
+"""How far the population moves towards each request that ends."""
+SAMPLING_STD = 0.5, 0.3
+"""Of `a` and `c`; both have mean 0."""
+FLATTEST = 0.1
+"""Least ``1 + c t``."""
+
+# Rows of the weights, after which those of each feature lie.
+_BY_REFUSALS = SOURCES * MATCHES * AGREEMENTS
+_BY_PLACE = _BY_REFUSALS + SOURCES * AGREEMENTS * KNOWN
+WEIGHTS = _BY_PLACE + AGREEMENTS * POSITIONS
+EFFECT = 4
+"""Columns of a request's effect: mean, variance, temperature, and the variance that it began with,
+above which it does not grow."""
+MEAN, VARIANCE = 0, 1
+
+
+def _buckets(starts: tuple[int, ...], size: int) -> NDArray[np.int32]:
+    return (np.searchsorted(starts, np.arange(size), side="right") - 1).clip(0).astype(np.int32)
+
+
+MATCH_BUCKET = _buckets(MATCH_FROM, CONTEXT + 1)
+POSITION_BUCKET = _buckets(POSITION_FROM, POSITION_FROM[-1] + 1)
+
+
+class Acceptance:
+    """What one memory has learned, as arrays for the compiled functions below.
+
+    Attributes:
+        weights: float64 [WEIGHTS, 2]: mean and variance of each weight.
+        sampling: float64 [2, 2]: mean and variance of `a` and `c`.
+        population: float64 [2]: mean and variance of the effects of requests.
+        votes: float32 [SOURCES, MATCHES]: odds that a candidate's next token is accepted, its
+            weight in the vote on the next token.
+        caution: standard deviations below the mean at which chances are taken.
+    """
+
+    def __init__(self, caution: float = CAUTION) -> None:
+        self.caution = caution
+        self.weights = np.tile([0.0, WEIGHT_VARIANCE], (WEIGHTS, 1))
+        self.sampling = np.array([[0.0, std**2] for std in SAMPLING_STD])
+        self.population = np.array([0.0, EFFECT_VARIANCE])
+        self.votes = np.zeros((SOURCES, MATCHES), np.float32)
+        self.learned()
+
+    def effect(self, temperature: float = 0.0) -> NDArray[np.float64]:
+        """A request's effect as it begins, float64 [EFFECT]."""
+        mean, variance = self.population
+        return np.array([mean, variance, temperature, variance])
+
+    def ended(self, effect: NDArray[np.float64]) -> None:
+        """A request ended with this effect."""
+        away = effect[MEAN] - self.population[MEAN]
+        self.population[MEAN] += POPULATION_RATE * away
+        spread = away**2 + effect[VARIANCE]
+        self.population[VARIANCE] += POPULATION_RATE * (spread - self.population[VARIANCE])
+
+    def learned(self) -> None:
+        """The weights have changed: of the votes, which are the odds of a lone candidate."""
+        alone = self.weights[:_BY_REFUSALS, MEAN].reshape(SOURCES, MATCHES, AGREEMENTS)[..., 0]
+        by_source = self.weights[_BY_REFUSALS:_BY_PLACE, MEAN].reshape(SOURCES, -1)[:, :1]
+        self.votes[:] = np.exp(alone + by_source)
+
+
+@jit
+def cell_of(source: int, match: int, agreement: int, known: int, position: int) -> int:
+    """What a token is known by, in one number; all but `source` and `known` are buckets."""
+    cell = ((source * MATCHES + match) * AGREEMENTS + agreement) * KNOWN + known
+    return cell * POSITIONS + position
+
+
+@jit
+def rows_of(cell: int) -> tuple[int, int, int]:
+    """Rows of the three weights of a token."""
+    position, rest = cell % POSITIONS, cell // POSITIONS
+    known, rest = rest % KNOWN, rest // KNOWN
+    agreement = rest % AGREEMENTS
+    source = rest // (MATCHES * AGREEMENTS)
+    by_refusals = (source * AGREEMENTS + agreement) * KNOWN + known
+    return rest, _BY_REFUSALS + by_refusals, _BY_PLACE + agreement * POSITIONS + position
+
+
+@jit
+def chance(weights: Any, sampling: Any, effect: Any, caution: float, cell: int) -> float:
+    """Of a token behind right ones, at the lower quantile."""
+    a, b, c = rows_of(cell)
+    z = weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0]
+    spread = weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1]
+    heat = effect[2]
+    if heat > 0.0:
+        slope = max(1.0 + heat * sampling[1, 0], FLATTEST)
+        spread = slope**2 * spread + heat**2 * (sampling[0, 1] + z**2 * sampling[1, 1])
+        z = heat * sampling[0, 0] + slope * z
+    if caution > 0.0:
+        z -= caution * sqrt(spread)
+    return 1.0 / (1.0 + exp(-z))
+
+
+@jit
+def learn(weights: Any, sampling: Any, effect: Any, cell: int, accepted: bool) -> None:
+    """A token was tested behind right ones."""
+    a, b, c = rows_of(cell)
+    z = weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0]
+    spread = weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1]
+    heat, slope, score = effect[2], 1.0, z
+    if heat > 0.0:
+        slope = max(1.0 + heat * sampling[1, 0], FLATTEST)
+        spread = slope**2 * spread + heat**2 * (sampling[0, 1] + score**2 * sampling[1, 1])
+        z = heat * sampling[0, 0] + slope * score
+    p = 1.0 / (1.0 + exp(-z))
+    known = p * (1.0 - p)
+    shrink = 1.0 / (1.0 + known * spread)
+    move, sure = ((1.0 if accepted else 0.0) - p) * shrink, known * shrink
+    for row in (a, b, c):
+        variance = weights[row, 1]
+        weights[row, 0] += slope * variance * move
+        variance -= (slope * variance) ** 2 * sure
+        weights[row, 1] = min(variance * (1.0 + FORGET), WEIGHT_VARIANCE)
+    variance = effect[1]
+    effect[0] += slope * variance * move
+    variance -= (slope * variance) ** 2 * sure
+    effect[1] = min(variance * (1.0 + EFFECT_FORGET), effect[3])
+    if heat > 0.0:
+        for which in range(2):
+            gradient = heat * (score if which else 1.0)
+            variance = sampling[which, 1]
+            sampling[which, 0] += gradient * variance * move
+            variance -= (gradient * variance) ** 2 * sure
+            sampling[which, 1] = min(variance * (1.0 + FORGET), SAMPLING_STD[which] ** 2)
+
+
+@jit
+def agreement_of(candidates: int, share: float) -> int:
+    if share >= 0.999:
+        return 0 if candidates == 1 else (1 if candidates <= 3 else 2)
+    for bucket in range(len(SHARE_FROM) - 1):
+        if share >= SHARE_FROM[bucket]:
+            return 3 + bucket
+    return AGREEMENTS - 1
+
+
+@jit
+def known_of(refused: int, accepted: int) -> int:
+    if accepted > refused:
+        return 1
+    if accepted > 0:
+        return 2
+    return 0 if refused == 0 else (3 if refused == 1 else 4)

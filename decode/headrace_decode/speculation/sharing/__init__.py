@@ -1,0 +1,1 @@
+"""What replicas tell each other of their drafting memories."""

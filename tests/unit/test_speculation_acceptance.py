@@ -1,0 +1,138 @@
+"""What chance a draft token is given, and what is learned from those that were tested."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.retrieval.acceptance import (
+    EFFECT_VARIANCE,
+    MATCH_BUCKET,
+    WEIGHT_VARIANCE,
+    Acceptance,
+    agreement_of,
+    cell_of,
+    chance,
+    known_of,
+    learn,
+)
+
+LONG = cell_of(int(Source.PROMPT), int(MATCH_BUCKET[20]), 0, 0, 0)
+SHORT = cell_of(int(Source.PROMPT), int(MATCH_BUCKET[1]), 0, 0, 0)
+REFUSED = cell_of(int(Source.PROMPT), int(MATCH_BUCKET[20]), 0, 3, 0)
+
+
+def given(learned: Acceptance, cell: int, effect: NDArray[np.float64] | None = None) -> float:
+    effect = learned.effect() if effect is None else effect
+    return float(chance(learned.weights, learned.sampling, effect, learned.caution, cell))
+
+
+def taught(
+    learned: Acceptance, cell: int, right: float, times: int, temperature: float = 0.0,
+    requests: int = 1, seed: int = 0,
+) -> NDArray[np.float64]:  # fmt: skip
+    """So many tokens of each of so many requests; the last one's effect."""
+    rng, effect = np.random.default_rng(seed), learned.effect(temperature)
+    for _ in range(requests):
+        effect = learned.effect(temperature)
+        for _ in range(times):
+            learn(learned.weights, learned.sampling, effect, cell, bool(rng.random() < right))
+        learned.ended(effect)
+    return effect
+
+
+def test_before_anything_was_learned_a_token_is_a_little_less_likely_than_not() -> None:
+    assert given(Acceptance(0.0), LONG) == 0.5
+    assert 0.3 < given(Acceptance(), LONG) < 0.5
+
+
+@pytest.mark.parametrize("right", [0.05, 0.5, 0.95])
+def test_how_often_tokens_of_a_kind_were_right_is_learned(right: float) -> None:
+    learned = Acceptance(0.0)
+    taught(learned, LONG, right, 50, requests=40)
+    assert given(learned, LONG) == pytest.approx(right, abs=0.08)
+
+
+def test_kinds_are_told_apart_and_what_they_share_is_shared() -> None:
+    learned = Acceptance(0.0)
+    for seed in range(20):
+        taught(learned, LONG, 0.9, 20, seed=seed)
+        taught(learned, REFUSED, 0.1, 20, seed=seed)
+    assert given(learned, LONG) > 0.8
+    assert given(learned, REFUSED) < 0.2
+    assert given(learned, SHORT) > 0.3
+
+
+def test_of_two_alike_the_one_that_is_better_known_is_likelier() -> None:
+    learned = Acceptance(1.0)
+    for _ in range(200):
+        taught(learned, SHORT, 0.5, 10)
+    assert given(learned, LONG) < given(learned, SHORT)
+
+
+def test_a_request_that_is_refused_is_believed_less_and_no_other_as_much_less() -> None:
+    learned = Acceptance(0.0)
+    taught(learned, LONG, 0.9, 20, requests=100)
+    before = given(learned, LONG)
+    effect = learned.effect()
+    for _ in range(8):
+        learn(learned.weights, learned.sampling, effect, LONG, False)
+    assert given(learned, LONG, effect) < given(learned, LONG) < before
+
+
+def test_the_spread_of_requests_is_learned_from_those_that_ended() -> None:
+    alike, apart = Acceptance(), Acceptance()
+    for seed in range(100):
+        taught(alike, LONG, 0.5, 50, seed=seed)
+        taught(apart, LONG, 0.95 if seed % 2 else 0.05, 50, seed=seed)
+    assert apart.population[1] > 2 * alike.population[1]
+
+
+def test_what_was_learned_of_greedy_requests_is_flattened_for_sampled_ones() -> None:
+    learned = Acceptance(0.0)
+    taught(learned, LONG, 0.95, 20, requests=50)
+    assert given(learned, LONG, learned.effect(1.0)) == pytest.approx(given(learned, LONG))
+    taught(learned, LONG, 0.6, 20, temperature=1.0, requests=50)
+    assert given(learned, LONG, learned.effect(1.0)) == pytest.approx(0.6, abs=0.1)
+    assert given(learned, LONG) > 0.8
+
+
+def test_variances_never_exceed_those_that_they_began_with() -> None:
+    learned = Acceptance()
+    effect = taught(learned, LONG, 0.5, 5000)
+    assert learned.weights[:, 1].max() <= WEIGHT_VARIANCE
+    assert learned.weights[:, 1].min() > 0.0
+    assert 0.0 < effect[1] <= EFFECT_VARIANCE
+
+
+def test_a_workload_that_changes_is_followed() -> None:
+    learned = Acceptance(0.0)
+    taught(learned, LONG, 0.95, 50, requests=100)
+    taught(learned, LONG, 0.1, 50, requests=20)
+    assert given(learned, LONG) < 0.3
+
+
+def test_a_lone_candidates_vote_is_its_odds() -> None:
+    learned = Acceptance()
+    assert (learned.votes == 1.0).all()
+    taught(learned, LONG, 0.95, 50, requests=20)
+    learned.learned()
+    votes = learned.votes[int(Source.PROMPT)]
+    assert votes[MATCH_BUCKET[20]] > 2.0 * votes[MATCH_BUCKET[1]]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "share", "bucket"),
+    [(1, 1.0, 0), (3, 1.0, 1), (4, 1.0, 2), (2, 0.9, 3), (2, 0.5, 4), (9, 0.1, 7)],
+)
+def test_agreement_is_how_many_and_how_much(candidates: int, share: float, bucket: int) -> None:
+    assert agreement_of(candidates, share) == bucket
+
+
+@pytest.mark.parametrize(
+    ("refused", "accepted", "known"), [(0, 0, 0), (0, 1, 1), (2, 1, 2), (1, 0, 3), (5, 0, 4)]
+)
+def test_what_is_known_of_a_place(refused: int, accepted: int, known: int) -> None:
+    assert known_of(refused, accepted) == known
