@@ -68,6 +68,33 @@ def invalid_api_key() -> ApiError:
     )
 
 
+def key_is_busy(name: str, most: int) -> ApiError:
+    """429: the key has as many requests under way as it may have."""
+    return ApiError(
+        429,
+        f"The key '{name}' has {most} requests under way, which is its limit.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=[(b"retry-after", b"1")],
+    )
+
+
+def key_is_too_fast(name: str, most: int, wait_s: float) -> ApiError:
+    """429: the key has sent as many requests as it may in a minute."""
+    return ApiError(
+        429,
+        f"The key '{name}' may send {most} requests a minute.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=[(b"retry-after", b"%d" % max(1, round(wait_s + 0.5)))],
+    )
+
+
+def not_an_admin(path: str) -> ApiError:
+    """403: the key's role is user."""
+    return ApiError(403, f"{path} needs a key with the role admin.", code="admin_only")
+
+
 def not_found(path: str) -> ApiError:
     """404: no such route."""
     return ApiError(404, f"There is nothing at {path[:200]}.", code="not_found")
