@@ -45,6 +45,7 @@ format: install  ## repair what lint can repair
 
 docs: install  ## write the generated pages anew
 	$(BIN)/python -m headrace.config > docs/configuration.md
+	$(BIN)/python -m headrace.gateway > docs/rest.md
 
 lock: install  ## resolve pyproject.toml anew into requirements/*.lock
 	$(BIN)/python scripts/lock.py

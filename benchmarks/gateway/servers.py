@@ -21,6 +21,7 @@ from headrace.gateway import (
     serve_gateway,
 )
 from headrace.gateway.backend import NoMetrics
+from headrace_decode.routes import Route
 
 TOKEN_GAP_S = 0.02
 EVENT = (
@@ -53,7 +54,7 @@ class OneReplica:
     """A backend with a single replica."""
 
     def __init__(self, url: str) -> None:
-        self._replica = ReplicaInfo("fake", url)
+        self._replica = ReplicaInfo("fake", url, routes=(Route("POST", "/v1/chat/completions"),))
 
     async def replicas(self) -> list[ReplicaInfo]:
         return [self._replica]
@@ -74,6 +75,9 @@ class OneReplica:
 
     async def set_policy(self, policy: str) -> int:
         return 0
+
+    async def openapi(self) -> dict[str, Any]:
+        return {}
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         return None

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import vllm
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -31,6 +32,9 @@ from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.tracing import span
+
+CLIENT_TRANSFERS = frozenset({PARAMS_KEY, "ec_transfer_params"})
+"""Fields of a request that name memory of an engine or of an encoder."""
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
@@ -226,6 +230,21 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
         self.make_llm = partial(PlannedLLM, planning=lambda config: planning(config, self.meter))
 
 
+def vllm_version() -> str:
+    """The version of the installed vLLM, without a build's suffix."""
+    return str(vllm.__version__).partition("+")[0]
+
+
+def application_without_engine() -> Any:
+    """vLLM's own FastAPI application for a text model: its routes and schemas, nothing behind."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    return build_app(args, supported_tasks=("generate",))
+
+
 def why_local(
     prompt: Any, token_ids: list[int] | None, params: SamplingParams, kwargs: dict[str, Any]
 ) -> str | None:
@@ -252,10 +271,10 @@ def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:
 
 def without_transfer_params(params: SamplingParams) -> SamplingParams:
     """Drop transfer parameters that came with the request."""
-    if not (params.extra_args and PARAMS_KEY in params.extra_args):
+    if not params.extra_args or CLIENT_TRANSFERS.isdisjoint(params.extra_args):
         return params
     cleaned = copy.copy(params)
-    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k != PARAMS_KEY}
+    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k not in CLIENT_TRANSFERS}
     return cleaned
 
 

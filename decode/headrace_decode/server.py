@@ -22,7 +22,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.orchestrate import Orchestrator, Planner
 from headrace_decode.report import DraftingReports
+from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
 from headrace_engine.gate import ComputeGate
@@ -53,6 +54,10 @@ GATEWAY_ONLY = {
     "code": 403,
 }
 SPECULATION_WAIT_S = 2.0
+RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+"""vLLM's switch for keeping answers of `/v1/responses`. It is always off here: vLLM keeps them
+without bound, for whoever knows the id, in the memory of one replica, where no other replica finds
+them. Without it vLLM ignores `store` and refuses `background` and any `previous_response_id`."""
 PROBE_INTERVAL_S = 1.0
 """How often a prefill side that failed is asked whether it works again."""
 
@@ -122,6 +127,7 @@ class DecodeServer(PDDecodeServer):
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        _without_responses_store()
         await super().__init__(
             llm_config,
             prefill_server=prefill_server,
@@ -136,6 +142,7 @@ class DecodeServer(PDDecodeServer):
             lambda: self.engine.llm.speculation({}), make_metrics and make_metrics()
         )
         self._app = app = await self.__serve_build_asgi_app__()
+        self._routes = [asdict(route) for route in public_routes(app)]
         if wiring.calibrate:
             await calibrate(self.engine.llm, self._planner)
             await self.engine.llm.calibrate_drafting()
@@ -158,8 +165,11 @@ class DecodeServer(PDDecodeServer):
     ) -> AsyncGenerator[Any, None]:
         return await LLMServer.completions(self, request, raw_request_info)
 
-    async def __serve_build_asgi_app__(self) -> ASGIApp:
-        return await LLMServer.__serve_build_asgi_app__(self)
+    async def __serve_build_asgi_app__(self) -> Any:
+        """vLLM's application, less the routes that are not for clients (`routes`)."""
+        app = await LLMServer.__serve_build_asgi_app__(self)
+        keep_public_routes(app)
+        return app
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
         self._planner = self._wiring.make_planner(vllm_config, meter)
@@ -206,7 +216,11 @@ class DecodeServer(PDDecodeServer):
         await super().__del__()
 
     async def headrace_replica(self) -> dict[str, Any]:
-        """Where this replica listens and how busy it is: what the gateway picks by.
+        """What this replica offers, and its load: what the gateway routes and picks by."""
+        return {**self._load(), "routes": self._routes}
+
+    def _load(self) -> dict[str, Any]:
+        """Where this replica listens and how busy it is.
 
         Without a URL it takes no requests; so it says at once when its engine is dead, which Serve
         sees only after several health checks.
@@ -222,6 +236,10 @@ class DecodeServer(PDDecodeServer):
             "prices": self._drafting.prices,
         }
 
+    async def headrace_openapi(self) -> dict[str, Any]:
+        """The OpenAPI document of this replica's application; seconds of work the first time."""
+        return dict(await asyncio.to_thread(self._app.openapi))
+
     async def headrace_status(self) -> dict[str, Any]:
         """JSON-able state of this replica, its router's models included."""
         orchestrator = self._orchestrator
@@ -230,7 +248,7 @@ class DecodeServer(PDDecodeServer):
             "deployment": serve.get_replica_context().deployment,
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
-            **await self.headrace_replica(),
+            **self._load(),
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),
             "speculation": await self._speculation(),
@@ -295,7 +313,12 @@ class DecodeServer(PDDecodeServer):
         Takes the id that the client sent or was given, too: vLLM puts the kind of answer before it,
         and behind it the number of the prompt in its list.
         """
-        names = (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0")
+        names = (
+            request_id,
+            f"chatcmpl-{request_id}",
+            f"cmpl-{request_id}-0",
+            f"{request_id}_0",  # of `/v1/responses`
+        )
         plans = (self._planner.explain(name) for name in names)
         return next((plan for plan in plans if plan is not None), None)
 
@@ -324,6 +347,12 @@ class InternalOnly:
                 await send({"type": "http.response.body", "body": body})
                 return
         await self._app(scope, receive, send)
+
+
+def _without_responses_store() -> None:
+    if os.environ.get(RESPONSES_STORE, "0") != "0":
+        logger.warning("%s is ignored: answers are not kept", RESPONSES_STORE)
+    os.environ[RESPONSES_STORE] = "0"
 
 
 async def _answer(response: Any) -> Any:

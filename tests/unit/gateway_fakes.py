@@ -13,10 +13,22 @@ import aiohttp
 from aiohttp import web
 
 from headrace.gateway import GatewayOptions, ReplicaInfo, Server, build_gateway_app, serve_gateway
+from headrace_decode.routes import Route
 
 TOKEN = "internal-secret"
 MODEL = "smollm2-135m-instruct"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+ROUTES = (
+    Route("POST", CHAT),
+    Route("POST", "/v1/completions"),
+    Route("GET", "/v1/models", takes_json=False),
+    Route("POST", RESPONSES, "responses"),
+    Route("GET", RESPONSES + "/{response_id}", "responses", takes_json=False),
+    Route("POST", RESPONSES + "/{response_id}/cancel", "responses", takes_json=False),
+    Route("POST", MESSAGES, "anthropic"),
+)
 PROMPT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 BODY = web.RequestKey("body", bytes)
 EVENTS = [b'data: {"i":0}\n\n', b'data: {"i":1}\n\n', b"data: [DONE]\n\n"]
@@ -40,11 +52,13 @@ class FakeReplica:
     seen: list[web.Request] = field(default_factory=list)
     aborted: int = 0
     port: int = 0
+    routes: tuple[Route, ...] = ROUTES
     _runner: web.AppRunner | None = None
 
     @property
     def info(self) -> ReplicaInfo:
-        return ReplicaInfo(self.replica_id, f"http://127.0.0.1:{self.port}", 0, self.waiting)
+        url = f"http://127.0.0.1:{self.port}"
+        return ReplicaInfo(self.replica_id, url, 0, self.waiting, routes=self.routes)
 
     async def start(self, port: int = 0) -> FakeReplica:
         app = web.Application(client_max_size=2**26)
@@ -83,6 +97,7 @@ class FakeCluster:
     told: list[dict[str, Any]] = field(default_factory=list)
     memories: dict[str, Any] = field(default_factory=dict)
     warmed: tuple[list[dict[str, Any]], str, bool] | None = None
+    document: dict[str, Any] = field(default_factory=dict)
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
@@ -103,6 +118,9 @@ class FakeCluster:
     async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         self.told.append(command)
         return [{"replica_id": each.replica_id, **self.memories} for each in self.members]
+
+    async def openapi(self) -> dict[str, Any]:
+        return self.document
 
     async def set_policy(self, policy: str) -> int:
         self.policy = policy

@@ -23,6 +23,7 @@ from tests.unit.gateway_fakes import (
     answer,
     asked_from_elsewhere,
     gateway_over,
+    soon,
 )
 
 
@@ -62,10 +63,15 @@ async def test_plans_can_be_forced_and_set_free_and_nothing_else_is_taken() -> N
                 assert response.status == 200
                 assert await response.json() == {"policy": policy, "replicas": 1}
             assert bench.cluster.policy == policy
-        for wrong in ({}, {"policy": "fast"}, {"policy": 1}, {"policy": "cost", "more": 1}):
+        for wrong, field in (
+            ({}, "policy"),
+            ({"policy": "fast"}, "policy"),
+            ({"policy": 1}, "policy"),
+            ({"policy": "cost", "more": 1}, "more"),
+        ):
             async with bench.client.put("/headrace/v1/router", json=wrong) as response:
                 assert response.status == 400
-                assert (await response.json())["error"]["param"] == "policy"
+                assert (await response.json())["error"]["param"] == field
         async with bench.client.get("/headrace/v1/router") as response:
             assert (response.status, response.headers["allow"]) == (405, "PUT")
 
@@ -175,32 +181,77 @@ async def test_models_are_the_replicas_and_one_can_be_had_by_its_name() -> None:
             assert (await response.json())["error"]["code"] == "model_not_found"
 
 
-async def test_the_schema_lists_each_route_with_its_errors() -> None:
+THEIRS: dict[str, Any] = {
+    "paths": {
+        CHAT: {
+            "post": {
+                "summary": "Chat",
+                "requestBody": {
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/A"}}}
+                },
+                "responses": {"400": {"description": "theirs"}},
+            }
+        },
+        "/scale_elastic_ep": {"post": {"responses": {}}},
+    },
+    "components": {
+        "schemas": {
+            "A": {"properties": {"b": {"anyOf": [{"$ref": "#/components/schemas/B"}]}}},
+            "B": {"type": "string"},
+            "Unused": {"type": "string"},
+        }
+    },
+}
+
+
+async def test_the_schema_is_the_replicas_for_what_is_relayed_and_ours_for_the_rest() -> None:
     async with gateway_over(answer, api_keys=("k",)) as bench:
+        bench.cluster.document = THEIRS
         headers = {"authorization": "Bearer k"}
+        await soon(lambda: bench.cluster.asked > 0)
         async with bench.client.get("/openapi.json", headers=headers) as response:
             document = await response.json()
         async with bench.client.get("/", headers=headers) as response:
-            endpoints = (await response.json())["endpoints"]
-    assert {path.replace("{model}", "x") for path in document["paths"]} >= set(endpoints)
-    statuses = set(document["paths"][CHAT]["post"]["responses"])
-    assert statuses >= {"200", "400", "401", "404", "408", "413", "422", "429", "503", "504"}
+            assert set((await response.json())["endpoints"]) == set(document["paths"])
+    chat = document["paths"][CHAT]["post"]
+    assert chat["summary"] == "Chat"
+    assert set(chat["responses"]) >= {"200", "400", "401", "404", "408", "413", "429", "503", "504"}
+    assert chat["responses"]["400"] == {"description": "theirs"}
+    assert "/scale_elastic_ep" not in document["paths"]
+    schemas = document["components"]["schemas"]
+    assert {"A", "B", "Error"} <= set(schemas) and "Unused" not in schemas
     assert document["security"] and document["paths"]["/health"]["get"]["security"] == []
 
 
-def test_the_schema_takes_good_requests_and_refuses_bad_ones() -> None:
-    document = openapi_document(MODEL, "1", GatewayOptions(), keys_on=False)
+async def test_the_schema_without_a_replica_is_not_remembered() -> None:
+    async with gateway_over(answer) as bench:
+        for theirs, summary in (({}, None), (THEIRS, "Chat")):
+            bench.cluster.document = theirs
+            await soon(lambda: bench.cluster.asked > 0)
+            async with bench.client.get("/openapi.json") as response:
+                document = await response.json()
+            assert document["paths"][CHAT]["post"].get("summary") == summary
+
+
+def test_the_schema_takes_good_changes_and_refuses_bad_ones() -> None:
+    document = openapi_document("1", GatewayOptions(), keys_on=False)
     assert "security" not in document
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    chat = jsonschema.Draft202012Validator(schemas["ChatCompletionRequest"])
-    assert chat.is_valid({**PROMPT, "temperature": 0, "n": 2, "stop": ["x"], "extra": 1})
-    for bad in ({"temperature": 3}, {"top_p": 0}, {"n": 0}, {"messages": []}, {"stream": "yes"}):
-        assert not chat.is_valid({**PROMPT, **bad})
-    completion = jsonschema.Draft202012Validator(schemas["CompletionRequest"])
-    assert completion.is_valid({"model": MODEL, "prompt": [1, 2]})
-    assert not completion.is_valid({"model": MODEL, "prompt": -1})
+    names = {ref for ref in _references(document) if ref not in schemas}
+    assert not names
+    change = jsonschema.Draft202012Validator(schemas["Speculation"])
+    assert change.is_valid({"mode": "static:4", "for_s": 60})
+    for bad in ({"mode": "on"}, {"draft_cap": -1}, {"until": 1}, {"mode": "off", "for_s": 0}):
+        assert not change.is_valid(bad)
+
+
+def _references(node: Any) -> list[str]:
+    if isinstance(node, dict):
+        own = [node["$ref"].rpartition("/")[2]] if "$ref" in node else []
+        return own + [ref for value in node.values() for ref in _references(value)]
+    return [ref for value in node for ref in _references(value)] if isinstance(node, list) else []
 
 
 async def test_it_works_below_a_root_path() -> None:

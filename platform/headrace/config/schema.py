@@ -29,6 +29,7 @@ RAY_MIN_OBJECT_STORE_BYTES = 75 * 2**20  # ray refuses less ("OBJECT_STORE_MINIM
 MAX_TEMP_DIR_CHARS = 17
 
 _HOSTNAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+_ORIGIN = re.compile(r"https?://[^/\s]+")
 _API_KEY = re.compile(r"^[\x21-\x7e]{8,}$")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -169,6 +170,23 @@ class GatewaySettings(Section):
         ge=1,
         description="Requests in flight per gateway; one more is answered 429 with `Retry-After`.",
     )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Sites whose pages may call the API from a browser (CORS), such as "
+        '`https://chat.example.com`; `"*"` is any site. Empty: none. The administration under '
+        "`/headrace/` is never open to them.",
+    )
+    allowed_methods: list[str] = Field(
+        default=["*"], description='HTTP methods that such pages may use; `"*"` is any.'
+    )
+    allowed_headers: list[str] = Field(
+        default=["*"], description='Request headers that such pages may send; `"*"` is any.'
+    )
+    allow_credentials: bool = Field(
+        default=False,
+        description="Whether browsers may send cookies and other credentials. "
+        "`allowed_origins` must then name the sites.",
+    )
 
     @field_validator("host")
     @classmethod
@@ -192,6 +210,22 @@ class GatewaySettings(Section):
                     f"key {position} must be 8 or more visible ASCII characters without spaces"
                 )
         return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f'must be "*" or like https://host:port without a path: "{origin}"'
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _credentials_need_names(self) -> GatewaySettings:
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError('allow_credentials: allowed_origins must name the sites, not "*"')
+        return self
 
     @property
     def loopback(self) -> bool:

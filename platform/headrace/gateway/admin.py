@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,19 +11,14 @@ import msgspec
 
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
-from headrace.gateway.memory import MEMORY
-from headrace.gateway.openapi import openapi_document
+from headrace.gateway.limits import validated
+from headrace.gateway.openapi import OPERATIONS, PLANS, WARM, openapi_document
+from headrace.gateway.orders import RouterPolicy, Speculation
 from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.route_table import RouteTable
 from headrace.gateway.warm import WarmRequest
-from headrace_decode.speculation.order import FOR_MAX_S, is_duration
 
 BACKEND_TIMEOUT_S = 10.0
-PLANS = "/headrace/v1/plans/"
-ROUTER = "/headrace/v1/router"
-WARM = "/headrace/v1/warm"
-SPECULATION = "/headrace/v1/speculation"
-POLICIES = ("cost", "local", "remote")
-_MODE = re.compile(r"auto|off|static:[1-9]\d{0,2}")
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -61,8 +55,8 @@ class Admin:
         self._backend = backend
         self._model_id = model_id
         self._version = headrace_version()
-        schema = openapi_document(model_id, self._version, options, keys_on=keys_on)
-        self._schema = _json(schema)
+        self._options, self._keys_on = options, keys_on
+        self._schema: tuple[RouteTable, bytes] | None = None
         self._documents: dict[str, Document] = {
             "/": self._index,
             "/health": self._health,
@@ -95,32 +89,19 @@ class Admin:
         """Have every decode replica plan by the wanted policy; the answer says how many do.
 
         Raises:
-            ApiError: 400 when the document is not `{"policy": "cost" | "local" | "remote"}`.
+            ApiError: 400 when the document is not a `RouterPolicy`.
         """
-        policy = wanted.get("policy")
-        if policy not in POLICIES or len(wanted) != 1:
-            raise errors.bad_policy(POLICIES)
+        policy = validated(RouterPolicy, wanted).policy
         return _json({"policy": policy, "replicas": await self._backend.set_policy(policy)})
 
     async def set_speculation(self, wanted: Mapping[str, Any]) -> bytes:
         """Change how decode replicas draft; the answer says how each stands.
 
         Raises:
-            ApiError: 400 when the document is not `{"mode": "auto" | "off" | "static:K"}` and, or,
-                `{"draft_cap": TOKENS | null}`, with or without `{"for_s": SECONDS}`.
+            ApiError: 400 when the document is not a `Speculation`.
         """
-        mode, cap = wanted.get("mode", "auto"), wanted.get("draft_cap")
-        if not isinstance(mode, str) or not _MODE.fullmatch(mode):
-            raise errors.bad_field("mode", 'must be "auto", "off" or "static:K"')
-        if cap is not None and (type(cap) is not int or cap < 0):
-            raise errors.bad_field("draft_cap", "must be a number of tokens a step, or null")
-        if "for_s" in wanted and not is_duration(wanted["for_s"]):
-            raise errors.bad_field("for_s", f"must be seconds above 0, and {FOR_MAX_S:g} at most")
-        unknown = sorted(wanted.keys() - {"mode", "draft_cap", "for_s"})
-        if unknown or not wanted.keys() - {"for_s"}:
-            name = unknown[0] if unknown else "mode"
-            raise errors.bad_field(name, "is unknown or missing; give mode, draft_cap or both")
-        return _json({"replicas": await self._backend.set_speculation(dict(wanted))})
+        command = validated(Speculation, wanted).model_dump(exclude_unset=True)
+        return _json({"replicas": await self._backend.set_speculation(command)})
 
     async def warm(self, wanted: Mapping[str, Any], *, may_pin: bool) -> bytes:
         """Have every decode replica make prompts' KV; the answer says what each has of each.
@@ -129,10 +110,10 @@ class Admin:
             ApiError: 400 when the document is not a `WarmRequest`; 403 when it may not pin, as
                 that takes memory from every tenant.
         """
-        request = WarmRequest.parse(wanted)
+        request = validated(WarmRequest, wanted)
         if request.pin and not may_pin:
             raise errors.only_from_here(f"{WARM} with pin")
-        replicas = await self._backend.warm(request.bodies, request.salt, request.pin)
+        replicas = await self._backend.warm(request.bodies, request.cache_salt, request.pin)
         return _json({"replicas": replicas})
 
     def model(self, listing: bytes, model_id: str) -> bytes:
@@ -151,9 +132,8 @@ class Admin:
         return _json(found[0])
 
     async def _index(self, pool: ReplicaPool) -> Answer:
-        paths = [*self._documents, PLANS + "{request_id}", ROUTER, WARM, SPECULATION]
-        paths += [MEMORY, MEMORY + "/{corpus}"]
-        paths += ["/v1/models", "/v1/chat/completions", "/v1/completions"]
+        paths = {operation.path for operation in OPERATIONS}
+        paths |= {route.path for route in pool.routes.routes}
         index = {
             "name": "headrace",
             "version": self._version,
@@ -178,7 +158,21 @@ class Admin:
         return 200, await self._backend.metrics(), _PROMETHEUS
 
     async def _openapi(self, pool: ReplicaPool) -> Answer:
-        return 200, self._schema, _JSON
+        """Made anew when the replicas offer something else."""
+        table = pool.routes
+        if self._schema is None or self._schema[0] is not table:
+            replica = await self._backend.openapi()
+            document = openapi_document(
+                self._version,
+                self._options,
+                keys_on=self._keys_on,
+                routes=table.routes,
+                replica=replica,
+            )
+            if not replica:
+                return 200, _json(document), _JSON
+            self._schema = table, _json(document)
+        return 200, self._schema[1], _JSON
 
     async def _status(self, pool: ReplicaPool) -> Answer:
         return 200, _json(await self._backend.status()), _JSON

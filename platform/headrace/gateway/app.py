@@ -2,6 +2,10 @@
 
 It is plain ASGI, without a framework, since all that a router and its middleware would do costs
 time on each request. It runs under any ASGI server, also mounted below a root path.
+
+The gateway's own routes come first. Any other path means what the replicas' applications offer
+there, which they tell with their load: the gateway has no list of vLLM's routes. Until a replica
+has told, a request for such a path waits.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from time import perf_counter
 from typing import Any
 
 import msgspec
+from starlette.middleware.cors import CORSMiddleware
 
 from headrace.gateway import errors, limits, tracing
-from headrace.gateway.admin import ROUTER, SPECULATION, WARM, Admin
+from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import (
     JSON_TYPE,
     ClientGone,
@@ -30,24 +35,26 @@ from headrace.gateway.asgi import (
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.errors import ApiError, Headers
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
+from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.relay import Call, Relay
 from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.route_table import RouteTable
 from headrace.gateway.upstream import Upstream
+from headrace_decode.routes import Route
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 
 logger = logging.getLogger("headrace.gateway")
 
-RELAYED_POSTS = ("/v1/chat/completions", "/v1/completions")
-MODELS = "/v1/models"
+OURS = "/headrace/"
 MAX_CHANGE_BODY_BYTES = 1_000
 CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
 
 _BODY_LATE = "body late"
 _TIME_UP = "time up"
-# Not for the replica: hop-by-hop headers (RFC 9110, 7.6.1), the client's key, and what the gateway
-# or its HTTP client writes itself.
+# Not for the replica: hop-by-hop headers (RFC 9110, 7.6.1), the client's key and origin, and what
+# the gateway or its HTTP client writes itself.
 _NOT_FORWARDED = frozenset(
     {
         b"authorization",
@@ -56,12 +63,14 @@ _NOT_FORWARDED = frozenset(
         b"expect",
         b"host",
         b"keep-alive",
+        b"origin",
         b"proxy-authorization",
         b"proxy-connection",
         b"te",
         b"trailer",
         b"transfer-encoding",
         b"upgrade",
+        b"x-api-key",
         b"x-request-id",
     }
 )
@@ -141,13 +150,14 @@ class GatewayApp:
         self._corpora = MemoryAdmin(backend)
         self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys))
         self._relaying = 0
+        self._across_sites = _cors(options, self._http)
         self._parts: tuple[ReplicaPool, Upstream, Relay] | None = None
         self._traced = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "http":
-            await self._http(scope, receive, send)
+            await self._choose(scope)(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
@@ -182,12 +192,15 @@ class GatewayApp:
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
+    def _choose(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+        """Pages of allowed sites may call what is relayed, never the administration."""
+        if self._across_sites is not None and not _path(scope).startswith(OURS):
+            return self._across_sites
+        return self._http
+
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
-        path: str = scope["path"]
-        root = scope.get("root_path", "")
-        if root and path.startswith(root):
-            path = path[len(root) :] or "/"
+        path = _path(scope)
         seen: dict[bytes, bytes] = dict(scope["headers"])
         query = scope.get("query_string", b"")
         request_id = limits.request_id_of(seen.get(b"x-request-id"))
@@ -201,31 +214,33 @@ class GatewayApp:
         )
         await self.start()
         asked = _Asked(call, path, receive, send, seen, scope.get("client"))
-        await self._guarded(asked, self._handler(path, method))
+        await self._guarded(asked, self._handler(asked))
 
-    def _handler(self, path: str, method: str) -> Callable[[_Asked], Awaitable[None]]:
-        if path in RELAYED_POSTS and method == "POST":
-            return self._completion
-        if path == MODELS and method in ("GET", "HEAD"):
-            return self._models
-        if path.startswith(MODELS + "/") and method in ("GET", "HEAD"):
-            return self._model
+    def _handler(self, asked: _Asked) -> Callable[[_Asked], Awaitable[None]]:
+        path, method = asked.path, asked.call.method
         if path in CHANGES and method == "PUT":
             return self._change
         if path == WARM and method == "POST":
             return self._warm
         if path == MEMORY or path.startswith(MEMORY + "/"):
             return self._memory
-        return self._other
+        if path.startswith(OURS) or self._admin.find(path) is not None:
+            return self._other
+        if path.startswith(MODELS + "/"):
+            return self._model
+        assert self._parts is not None
+        asked.call.route = self._parts[0].routes.at(path).get(method)
+        return self._relayed
 
     async def _guarded(self, asked: _Asked, handler: Callable[[_Asked], Awaitable[None]]) -> None:
         """Run a handler with its key check, its time limit, its error answers and its log line."""
         call, path, interrupts = asked.call, asked.path, asked.interrupts
-        span = tracing.start_span(call, path) if self._traced else None
+        template = call.route.path if call.route else path
+        span = tracing.start_span(call, template) if self._traced else None
         try:
             try:
                 if path != "/health":
-                    self._keys.check(asked.seen.get(b"authorization"))
+                    self._keys.check(asked.seen.get(b"authorization"), asked.seen.get(b"x-api-key"))
                 await handler(asked)
             except ClientGone:
                 call.status = call.status or CLIENT_GONE_STATUS
@@ -250,38 +265,61 @@ class GatewayApp:
             if span is not None:
                 tracing.end_span(span, call)
 
-    async def _completion(self, asked: _Asked) -> None:
-        """Check a request's body, then relay it."""
-        options, call, interrupts = self.options, asked.call, asked.interrupts
+    async def _relayed(self, asked: _Asked) -> None:
+        """Check a request for one of the replicas' routes, then relay it."""
+        options, call = self.options, asked.call
         if self._relaying >= options.max_concurrent:
             raise errors.too_many_requests(options.max_concurrent)
+        assert self._parts is not None
+        pool, route = self._parts[0], call.route
+        if route is None and pool.routes:
+            raise _nothing_offered(pool.routes, asked)
         self._relaying += 1
         try:
-            self._check_body(asked, options.max_body_bytes)
-            began = perf_counter()
-            call.body = await limits.read_body(asked.receive, options.max_body_bytes)
-            call.waited_s = perf_counter() - began
-            request = limits.parse_object(call.body)
-            limits.check_fields(request)
-            call.affinity = affinity_key(request)
-            call.draftable_tokens = draftable_tokens(request, self._tenants)
+            if call.method == "POST" and (route is None or route.takes_json):
+                await self._take_body(asked)
             left_s = options.request_timeout_s - (perf_counter() - call.started)
-            interrupts.set_deadline(left_s, _TIME_UP)
-            interrupts.listen(asked.receive)
+            asked.interrupts.set_deadline(left_s, _TIME_UP)
+            asked.interrupts.listen(asked.receive)
+            if route is None:
+                route = await self._find(asked, pool)
+            if route.takes_json:
+                request = limits.parse_object(call.body)
+                limits.check_fields(request)
+                call.affinity = affinity_key(request)
+                call.draftable_tokens = draftable_tokens(request, self._tenants)
             await self._relay(call, asked.send)
         finally:
             self._relaying -= 1
 
-    async def _models(self, asked: _Asked) -> None:
-        """Relay the list of models."""
-        self._answer_in_time(asked)
-        await self._relay(asked.call, asked.send)
+    async def _take_body(self, asked: _Asked) -> None:
+        options, call = self.options, asked.call
+        self._check_body(asked, options.max_body_bytes)
+        began = perf_counter()
+        call.body = await limits.read_body(asked.receive, options.max_body_bytes)
+        call.waited_s += perf_counter() - began
+
+    async def _find(self, asked: _Asked, pool: ReplicaPool) -> Route:
+        """The route, as soon as a replica has told what it offers.
+
+        Raises:
+            ApiError: 404 there is no such path, 405 it takes other methods, 503 nobody has told.
+        """
+        call, began = asked.call, perf_counter()
+        table = await pool.known_routes(self.options.queue_timeout_s)
+        call.waited_s += perf_counter() - began
+        call.route = table.at(asked.path).get(call.method)
+        if call.route is None:
+            raise _nothing_offered(table, asked)
+        return call.route
 
     async def _model(self, asked: _Asked) -> None:
         """One model out of the replica's list, as vLLM has no route for it."""
+        if asked.call.method not in ("GET", "HEAD"):
+            raise errors.method_not_allowed(asked.call.method, ["GET", "HEAD"])
         self._answer_in_time(asked)
         assert self._parts is not None
-        asked.call.target = MODELS
+        asked.call.method, asked.call.target = "GET", MODELS
         answer = await self._parts[2].fetch(asked.call)
         answer.close()
         body = self._admin.model(answer.body, asked.path[len(MODELS) + 1 :])
@@ -329,17 +367,14 @@ class GatewayApp:
     async def _other(self, asked: _Asked) -> None:
         """The gateway's own documents, and what does not exist."""
         call, path = asked.call, asked.path
-        if path in RELAYED_POSTS:
-            raise errors.method_not_allowed(call.method, ["POST"])
         if path in CHANGES:
             raise errors.method_not_allowed(call.method, ["PUT"])
         if path == WARM:
             raise errors.method_not_allowed(call.method, ["POST"])
-        exists = path == MODELS or path.startswith(MODELS + "/")
         document = self._admin.find(path)
-        if document is None and not exists:
+        if document is None:
             raise errors.not_found(path)
-        if document is None or call.method not in ("GET", "HEAD"):
+        if call.method not in ("GET", "HEAD"):
             raise errors.method_not_allowed(call.method, ["GET", "HEAD"])
         assert self._parts is not None
         status, body, content_type = await self._admin.answer(document, self._parts[0])
@@ -372,9 +407,10 @@ class GatewayApp:
     def _report(self, call: Call, path: str) -> None:
         """One log line and one count per request; documents of the gateway's own only at DEBUG."""
         total_s = perf_counter() - call.started
-        level = logging.INFO if path.startswith("/v1/") else logging.DEBUG
-        if path in RELAYED_POSTS:
-            self._metrics.request_done(path, call.status, call.ttft_s, total_s, call.streamed)
+        level = logging.INFO if path.startswith("/v1/") or call.route else logging.DEBUG
+        if call.route is not None:
+            name = call.route.path
+            self._metrics.request_done(name, call.status, call.ttft_s, total_s, call.streamed)
         if not logger.isEnabledFor(level):
             return
         ttft_ms = None if call.ttft_s is None else round(call.ttft_s * 1e3, 3)
@@ -389,6 +425,38 @@ class GatewayApp:
             "bytes": call.sent_bytes,
         }
         logger.log(level, "%s %s %d", call.method, path, call.status, extra=fields)
+
+
+def _nothing_offered(table: RouteTable, asked: _Asked) -> ApiError:
+    """404 or 405: no replica offers what is asked."""
+    methods = sorted(table.at(asked.path))
+    if methods:
+        return errors.method_not_allowed(asked.call.method, methods)
+    return errors.not_found(asked.path)
+
+
+def _path(scope: Scope) -> str:
+    """The path, below the root at which the app is mounted."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    if root and path.startswith(root):
+        path = path[len(root) :] or "/"
+    return path
+
+
+def _cors(
+    options: GatewayOptions, app: Callable[[Scope, Receive, Send], Awaitable[None]]
+) -> CORSMiddleware | None:
+    """The middleware that vLLM's own server uses; None while no site is allowed."""
+    if not options.allowed_origins:
+        return None
+    return CORSMiddleware(
+        app,
+        allow_origins=options.allowed_origins,
+        allow_credentials=options.allow_credentials,
+        allow_methods=options.allowed_methods,
+        allow_headers=options.allowed_headers,
+    )
 
 
 def _forwarded(
@@ -416,6 +484,7 @@ async def _answer(
 async def _refuse(call: Call, error: ApiError, send: Send) -> None:
     """Send an error: as the answer, or as the last event of a stream that has begun."""
     if call.status == 0:
-        await _answer(call, send, error.status, error.body(), JSON_TYPE, *error.headers)
+        body = call.dialect.body(error)
+        await _answer(call, send, error.status, body, JSON_TYPE, *error.headers)
     elif call.streamed:
-        await send({"type": "http.response.body", "body": error.event()})
+        await send({"type": "http.response.body", "body": call.dialect.event(error, call.last)})

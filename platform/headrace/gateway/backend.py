@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.router.tokens import TokenPrices
+from headrace_decode.routes import Route
+
+Known = TypeVar("Known")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class ReplicaInfo:
         waiting: requests in its engine's queue.
         kv_usage: share of its KV blocks in use, 0 to 1.
         prices: what tokens cost there; None where it does not draft, or has not told lately.
+        routes: what clients may ask of it.
     """
 
     replica_id: str
@@ -31,12 +35,24 @@ class ReplicaInfo:
     waiting: int = 0
     kv_usage: float = 0.0
     prices: TokenPrices | None = None
+    routes: tuple[Route, ...] = ()
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:
-        """From what a decode replica answers to `headrace_replica`."""
-        told = answer.get("prices")
-        return cls(**{**answer, "prices": None if told is None else TokenPrices(**told)})
+        """From what a decode replica answers to `headrace_replica`; unknown fields are ignored."""
+        prices = answer.get("prices")
+        told = {
+            **answer,
+            "prices": None if prices is None else _known(TokenPrices, prices),
+            "routes": tuple(_known(Route, route) for route in answer.get("routes", ())),
+        }
+        return _known(cls, told)
+
+
+def _known(cls: type[Known], answer: Mapping[str, Any]) -> Known:
+    """The dataclass from those fields of the answer that it has."""
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in answer.items() if name in names})
 
 
 class Backend(Protocol):
@@ -47,6 +63,9 @@ class Backend(Protocol):
 
     async def status(self) -> dict[str, Any]:
         """The JSON document of `GET /headrace/v1/status`."""
+
+    async def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document of a replica's own application; empty when none can be asked."""
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan made for a request, or None when it is unknown or forgotten."""
@@ -79,7 +98,7 @@ class GatewayMetrics(Protocol):
         """A relayed request ended.
 
         Args:
-            path: the route, such as `/v1/chat/completions`.
+            path: the route's template, such as `/v1/responses/{response_id}`.
             status: the HTTP status; 499 when the client hung up before one was sent.
             ttft_s: seconds to the first body byte, None when none was sent.
             seconds: from the request's head to the response's end.
@@ -115,6 +134,9 @@ class GatewayOptions:
         max_concurrent: relayed requests at once; more are refused with 429.
         queue_timeout_s: how long a request waits for a replica to be ready before its 503.
         body_timeout_s: how long a client may take to send its body before its 408.
+        allowed_origins: sites whose pages may call the relayed routes; `*` is any, none is off.
+        allowed_methods, allowed_headers: what such pages may send; `*` is any.
+        allow_credentials: whether their browsers may send cookies and the like.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -125,6 +147,10 @@ class GatewayOptions:
     max_concurrent: int = 1024
     queue_timeout_s: float = 120.0
     body_timeout_s: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     @classmethod
     def of(cls, settings: object) -> GatewayOptions:
@@ -138,5 +164,5 @@ class GatewayOptions:
                     given[field.name] = settings[field.name]
             elif hasattr(settings, field.name):
                 given[field.name] = getattr(settings, field.name)
-        given["api_keys"] = tuple(given.get("api_keys") or ())
-        return cls(**given)
+        listed = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**{**given, **listed})

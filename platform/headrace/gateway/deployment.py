@@ -77,6 +77,13 @@ class ServeBackend:
         nodes = await _broadcast(self._store, "status")
         return [dict(node) for answer in nodes for node in answer]
 
+    async def openapi(self) -> dict[str, Any]:
+        """What the application of one decode replica says of itself."""
+        try:
+            return dict(await self._decode.headrace_openapi.remote())
+        except DeploymentUnavailableError:
+            return {}
+
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         """The plan of a request, from whichever replica made it."""
         for found in await _broadcast(self._decode, "headrace_plan", request_id):

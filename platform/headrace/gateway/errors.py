@@ -1,12 +1,14 @@
 """Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
 
 Each refusal that the gateway itself makes is built here, so that a client's `except` clauses see
-the same statuses and codes as with OpenAI's service. Errors of the replica pass through unchanged.
+the same statuses and codes as with OpenAI's service. `dialect.py` writes them for the other APIs.
+Errors of the replica pass through unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -43,26 +45,26 @@ class ApiError(Exception):
         self.param = param
         self.headers: Headers = list(headers)
 
-    def body(self) -> bytes:
-        """The JSON document."""
+    def document(self) -> dict[str, Any]:
+        """The error as OpenAI writes it."""
         error = {
             "message": self.message,
             "type": self.kind,
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": error})
+        return {"error": error}
 
-    def event(self) -> bytes:
-        """The error as one server-sent event, for a stream that has begun."""
-        return b"data: " + self.body() + b"\n\n"
+    def body(self) -> bytes:
+        """The document as JSON."""
+        return msgspec.json.encode(self.document())
 
 
 def invalid_api_key() -> ApiError:
     """401: no key, or one that is not ours."""
     return ApiError(
         401,
-        "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY'.",
+        "Incorrect or missing API key. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
         code="invalid_api_key",
         headers=[(b"www-authenticate", b"Bearer")],
     )
@@ -133,12 +135,6 @@ def only_from_here(path: str) -> ApiError:
     return ApiError(
         403, f"{path} can be changed only from the gateway's own machine.", code="only_from_here"
     )
-
-
-def bad_policy(policies: Sequence[str]) -> ApiError:
-    """400: not a router policy."""
-    wanted = " or ".join(f'{{"policy": "{policy}"}}' for policy in policies)
-    return ApiError(400, f"The body must be {wanted}.", code="bad_policy", param="policy")
 
 
 def bad_field(field: str, what: str) -> ApiError:

@@ -9,14 +9,18 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import pydantic
+from pydantic_core import PydanticCustomError
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import ClientGone, Receive
+
+Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _decode_json = msgspec.json.Decoder().decode
@@ -56,8 +60,12 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def check(self, authorization: bytes | None) -> None:
-        """Refuse a request whose `Authorization` header holds none of the keys.
+    def check(self, authorization: bytes | None, api_key: bytes | None = None) -> None:
+        """Refuse a request that holds none of the keys.
+
+        Args:
+            authorization: the header `Authorization`, which OpenAI's clients send.
+            api_key: the header `x-api-key`, which Anthropic's clients send.
 
         Raises:
             ApiError: 401.
@@ -65,6 +73,8 @@ class KeyRing:
         if not self._digests:
             return
         scheme, _, key = (authorization or b"").partition(b" ")
+        if authorization is None:
+            scheme, key = b"bearer", api_key or b""
         digest = hashlib.sha256(key.strip()).digest()
         known = False
         for accepted in self._digests:
@@ -145,15 +155,23 @@ def check_fields(request: Mapping[str, Any]) -> None:
         raise errors.ApiError(400, message, code="invalid_type", param="structured_outputs")
 
 
-def check_known(wanted: Iterable[str], fields: Sequence[str]) -> None:
-    """That an administrative request has no field but these.
+def validated(model: type[Model], wanted: Mapping[str, Any]) -> Model:
+    """An administrative request's body as its model.
 
     Raises:
-        ApiError: 400, naming the first other one.
+        ApiError: 400, naming the first wrong field.
     """
-    for name in wanted:
-        if name not in fields:
-            raise errors.bad_field(name, f"is unknown; give {', '.join(fields)}")
+    try:
+        return model.model_validate(wanted)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    place = first.get("ctx", {}).get("field") or ".".join(map(str, first["loc"]))
+    raise errors.bad_field(place.partition(".")[0], f"({place}): {first['msg']}")
+
+
+def wrong_field(field: str, what: str) -> PydanticCustomError:
+    """For a model's validator of several fields: the field to blame."""
+    return PydanticCustomError("field", "{what}", {"field": field, "what": what})
 
 
 def parse_object(body: bytes) -> Mapping[str, Any]:

@@ -8,82 +8,59 @@ gateway remembers nothing between parts: the client carries the version.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.gateway.backend import Backend
 from headrace.gateway.errors import ApiError, bad_field
-from headrace.gateway.limits import check_known
+from headrace.gateway.limits import validated, wrong_field
 
 MEMORY = "/headrace/v1/memory"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-FIELDS = ("texts", "tenant", "ttl_s", "tag", "version", "part", "more", "total_chars")
-MAX_TEXT_CHARS = 256
-"""Of a tag or a tenant."""
 
 Answers = list[dict[str, Any]]
+Short = Annotated[str, Field(max_length=256)]
+Count = Annotated[int, Field(ge=0, lt=2**32)]
 
 
-@dataclass(frozen=True, slots=True)
-class CorpusPart:
-    """A checked request to load a corpus, or a part of one.
+class CorpusPart(BaseModel):
+    """A corpus, or with `part` and `more` a part of one."""
 
-    Attributes:
-        texts: documents; at least one in a part behind which none comes alone.
-        tenant: cache salt of the tenant that it is for; None for all.
-        ttl_s: seconds for which it is kept; None for ever.
-        tag: kind of text.
-        version: None in the first part; then as the first answer said.
-        part: counts from 0.
-        more: whether parts follow; after the last one the version takes over.
-        total_chars: of all parts, 0 if unknown.
-    """
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-    texts: list[str]
-    tenant: str | None = None
-    ttl_s: float | None = None
-    tag: str = ""
-    version: int | None = None
-    part: int = 0
-    more: bool = False
-    total_chars: int = 0
+    texts: list[Annotated[str, Field(min_length=1)]] = Field(
+        description="Documents; at least one in the first part."
+    )
+    tenant: Short | None = Field(
+        default=None, description="Cache salt of the tenant that it is for; null for all."
+    )
+    ttl_s: float | None = Field(
+        default=None, gt=0, description="Seconds for which it is kept; null for ever."
+    )
+    tag: Short = Field(default="", description="Kind of text.")
+    version: Count | None = Field(
+        default=None, description="Left out in part 0; after that, what part 0's answer said."
+    )
+    part: Count = Field(default=0, description="Counts from 0.")
+    more: bool = Field(
+        default=False, description="Whether parts follow. After the last one it is in force."
+    )
+    total_chars: Count = Field(default=0, description="Of all parts; 0 if unknown.")
 
-    @classmethod
-    def parse(cls, wanted: Mapping[str, Any]) -> CorpusPart:
-        """Read a request's body.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
-        check_known(wanted, FIELDS)
-        part = cls(**{"texts": None, **wanted})
-        for good, name, what in part._rules():
-            if not good:
-                raise bad_field(name, what)
-        return part
-
-    def _rules(self) -> list[tuple[bool, str, str]]:
-        texts, first = self.texts, self.part == 0
-        return [
-            (_is_texts(texts), "texts", "must be a list of texts that are not empty"),
-            (bool(texts) or not first, "texts", "must not be empty in the first part"),
-            (self.tenant is None or _is_short(self.tenant), "tenant", _SHORT),
-            (_is_short(self.tag), "tag", _SHORT),
-            (self.ttl_s is None or _is_positive(self.ttl_s), "ttl_s", "must be a number above 0"),
-            (_is_count(self.part), "part", "must be a whole number from 0 on"),
-            (
-                self.version is None if first else _is_count(self.version),
-                "version",
-                "must be left out in part 0, and then be what part 0's answer said",
-            ),
-            (isinstance(self.more, bool), "more", "must be true or false"),
-            (_is_count(self.total_chars), "total_chars", "must be a whole number from 0 on"),
-        ]
+    @model_validator(mode="after")
+    def _first_or_not(self) -> CorpusPart:
+        if self.part == 0 and not self.texts:
+            raise wrong_field("texts", "must not be empty in the first part")
+        if (self.part == 0) != (self.version is None):
+            raise wrong_field(
+                "version", "must be left out in part 0, and then be what part 0's answer said"
+            )
+        return self
 
 
 class MemoryAdmin:
@@ -108,7 +85,7 @@ class MemoryAdmin:
             ApiError: 400 the request is wrong, 409 it is refused by every replica.
         """
         _check_name(corpus)
-        part = CorpusPart.parse(wanted)
+        part = validated(CorpusPart, wanted)
         version = part.version or self._next_version()
         names = {"corpus": corpus, "tenant": part.tenant, "version": version}
         more = {"part": part.part, "texts": part.texts, "ttl_s": part.ttl_s, "tag": part.tag}
@@ -165,9 +142,6 @@ class MemoryAdmin:
         return self._newest
 
 
-_SHORT = f"must be a text of at most {MAX_TEXT_CHARS} characters"
-
-
 def _check_name(corpus: str) -> None:
     if not NAME.fullmatch(corpus):
         raise bad_field(
@@ -186,22 +160,6 @@ def tenant_of(target: str) -> str | None:
     if any(name != "tenant" for name, _ in query) or len(query) > 1:
         raise bad_field("query", "may have one tenant and nothing else")
     return query[0][1] if query else None
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) and each for each in value)
-
-
-def _is_short(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**32
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _sentence(text: str) -> str:

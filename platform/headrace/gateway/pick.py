@@ -22,6 +22,8 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 AFFINITY_CHARS = 1024
 TOKENS_MAX = 1 << 20
 """Of an answer whose length the request does not bound."""
+_PROMPT_FIELDS = ("system", "instructions", "messages", "input", "prompt")
+"""In the order in which they are rendered; each API has one or two of them."""
 
 
 def pick(
@@ -92,7 +94,8 @@ def draftable_tokens(request: Mapping[str, Any], tenants: Tenants = ALL_ALIKE) -
     opted_out = isinstance(extra, Mapping) and opts_out(extra.get(OPT_OUT_KEY, 1))
     if opted_out or request.get("seed") is not None:
         return 0
-    limit = request.get("max_completion_tokens") or request.get("max_tokens")
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    limit = next((request[name] for name in names if request.get(name)), None)
     return max(limit, 0) if isinstance(limit, int) else TOKENS_MAX
 
 
@@ -100,14 +103,13 @@ def affinity_key(request: Mapping[str, Any]) -> bytes:
     """The first `AFFINITY_CHARS` characters of a request's prompt, as bytes.
 
     Args:
-        request: the decoded body of a completions or chat request; of any content.
+        request: the decoded body of a request of any API; of any content.
 
     Returns:
         The key; empty when there is no prompt.
     """
-    if "messages" in request:
-        return _head(request["messages"])
-    return _head(request.get("prompt", ""))
+    parts = [_head(request[name]) for name in _PROMPT_FIELDS if request.get(name)]
+    return b"\n".join(parts)[:AFFINITY_CHARS]
 
 
 def _head(prompt: Any) -> bytes:

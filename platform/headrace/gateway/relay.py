@@ -12,6 +12,9 @@ What is retried, until the request's own time limit:
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
 or the last bytes of any other body, are here. A stream is passed on in whole events, so that an
 error event can be put behind them at any time.
+
+Asking again is safe on every relayed route, since none changes anything at the replica: the store
+of `/v1/responses` is off (`headrace_decode.server`).
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ from time import perf_counter
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions
+from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.errors import Headers
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace_decode.routes import Route
 
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
 
 _DYING = frozenset({500, 502, 503})
-_ERROR_EVENT = b'data: {"error"'
-_DONE = b"data: [DONE]\n\n"
 # Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
 _NOT_COPIED = frozenset(
     {
@@ -57,11 +60,13 @@ class Call:
     """One client request on its way, and what became of it.
 
     Attributes:
+        route: the replica's operation that it asks for; None for the gateway's own documents.
         started: `perf_counter` at the request's head.
         waited_s: seconds spent waiting for the client's body or for a replica.
         own_s: seconds of gateway code before the replica got the request; None before that.
         status: sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
+        last: the events of a stream that were sent last.
     """
 
     request_id: bytes
@@ -71,6 +76,7 @@ class Call:
     body: bytes = b""
     affinity: bytes = b""
     draftable_tokens: int = 0
+    route: Route | None = None
     started: float = field(default_factory=perf_counter)
     waited_s: float = 0.0
     own_s: float | None = None
@@ -79,6 +85,12 @@ class Call:
     ttft_s: float | None = None
     streamed: bool = False
     sent_bytes: int = 0
+    last: bytes = b""
+
+    @property
+    def dialect(self) -> Dialect:
+        """How its errors are written."""
+        return OPENAI if self.route is None else dialect_of(self.route.api)
 
 
 @dataclass(slots=True)
@@ -195,7 +207,7 @@ class Relay:
                 while parts[-1]:
                     parts.append(await reply.read_some())
                 body = b"".join(parts)
-            failed = reply.status in _DYING or (streamed and body.startswith(_ERROR_EVENT))
+            failed = reply.status in _DYING or (streamed and body.startswith(call.dialect.failed))
             if failed and not await self._is_healthy(url):
                 why = f"status {reply.status} and an error from a dying replica"
                 raise ReplicaLost(why, sent=True, dying=True)
@@ -207,7 +219,7 @@ class Relay:
     async def _copy_stream(self, call: Call, answer: Answer, send: Send) -> None:
         """Pass on the events of a stream, each as soon as it is whole."""
         read_some = answer.reply.read_some
-        chunk, tail, last = answer.body, b"", b""
+        chunk, tail = answer.body, b""
         try:
             while chunk:
                 if tail:
@@ -223,11 +235,13 @@ class Relay:
                     if call.ttft_s is None:
                         call.ttft_s = perf_counter() - call.started
                     call.sent_bytes += len(chunk)
-                    last = chunk
+                    call.last = chunk
                 chunk = await read_some()
         except ReplicaLost:
             self._pool.failed(answer.lease.replica)
-            tail = b"" if last.endswith(_DONE) else errors.replica_lost("mid-stream").event()
+            tail = b""
+            if not call.dialect.is_over(call.last):
+                tail = call.dialect.event(errors.replica_lost("mid-stream"), call.last)
         call.sent_bytes += len(tail)
         await send({"type": "http.response.body", "body": tail})
 

@@ -1,4 +1,5 @@
-"""The gateway's view of the replicas: who is ready, who just failed, how much is in flight to each.
+"""The gateway's view of the replicas: who is ready, who just failed, how much is in flight to each,
+and which routes they offer. Replicas of one app run one vLLM, so their routes are the same.
 
 The list is polled in the background, so that a request never waits for it unless it is empty.
 """
@@ -13,6 +14,7 @@ from types import TracebackType
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, ReplicaInfo
 from headrace.gateway.pick import pick
+from headrace.gateway.route_table import RouteTable
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -75,6 +77,8 @@ class ReplicaPool:
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self.in_flight: dict[str, int] = {}
+        self.routes = RouteTable()
+        """What the replicas offer, or offered when one was last there."""
 
     def start(self) -> None:
         """Begin to poll; call it in the event loop, as often as you like."""
@@ -129,6 +133,27 @@ class ReplicaPool:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left_s, DOWN_S / 4))
 
+    async def known_routes(self, waited_s: float) -> RouteTable:
+        """What the replicas offer, as soon as one has told.
+
+        Args:
+            waited_s: the longest wait.
+
+        Raises:
+            ApiError: 503 when none told in time.
+        """
+        self.start()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + waited_s
+        while not self.routes:
+            left_s = until - loop.time()
+            if left_s <= 0:
+                raise errors.no_replica(waited_s)
+            self._wake.set()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+        return self.routes
+
     def failed(self, replica: ReplicaInfo, *, dying: bool = False) -> None:
         """Leave a replica alone for a while, and ask at once who is there.
 
@@ -154,6 +179,9 @@ class ReplicaPool:
             self._wake.clear()
             try:
                 self._replicas = list(await self._backend.replicas())
+                offered = {route for replica in self._replicas for route in replica.routes}
+                if offered and offered != self.routes.routes:
+                    self.routes = RouteTable(offered)
             except Exception as error:
                 logger.warning("cannot list the replicas, keeping the last list: %r", error)
             self._polled = True

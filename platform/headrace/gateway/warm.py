@@ -2,64 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from headrace.gateway.errors import bad_field
-from headrace.gateway.limits import check_known
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.gateway.limits import wrong_field
 
 MAX_PROMPTS = 256
-FIELDS = ("prompts", "chats", "cache_salt", "pin")
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class WarmRequest:
-    """A checked request.
+class Message(BaseModel):
+    """One message of a conversation; vLLM checks the rest of it."""
 
-    Attributes:
-        bodies: each `{"prompt": text or token ids}` or `{"messages": [...]}`.
-        salt: the tenant's cache salt; empty for none.
-        pin: whether the blocks are kept in DRAM until they are cleared.
-    """
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    bodies: list[dict[str, Any]]
-    salt: str
-    pin: bool
-
-    @classmethod
-    def parse(cls, wanted: Mapping[str, Any]) -> WarmRequest:
-        """Read a request's body.
-
-        Raises:
-            ApiError: 400, naming the field.
-        """
-        check_known(wanted, FIELDS)
-        prompts, chats = wanted.get("prompts", []), wanted.get("chats", [])
-        if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
-            raise bad_field("prompts", "must be a list of texts or of lists of token ids")
-        if not isinstance(chats, list) or not all(map(_is_chat, chats)):
-            raise bad_field("chats", "must be a list of lists of messages")
-        if not 1 <= len(prompts) + len(chats) <= MAX_PROMPTS:
-            raise bad_field("prompts", f"and chats must be 1 to {MAX_PROMPTS} together")
-        salt, pin = wanted.get("cache_salt", ""), wanted.get("pin", False)
-        if not isinstance(salt, str):
-            raise bad_field("cache_salt", "must be a text")
-        if not isinstance(pin, bool):
-            raise bad_field("pin", "must be true or false")
-        bodies: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
-        return cls([*bodies, *({"messages": messages} for messages in chats)], salt, pin)
+    role: str
 
 
-def _is_prompt(prompt: Any) -> bool:
-    if isinstance(prompt, list):
-        return bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
-    return isinstance(prompt, str) and bool(prompt)
+class WarmRequest(BaseModel):
+    """Prompts and chats, 1 to 256 together, whose KV is made now."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-def _is_chat(messages: Any) -> bool:
-    return isinstance(messages, list) and bool(messages) and all(map(_is_message, messages))
+    prompts: list[Text | TokenIds] = Field(
+        default_factory=list, max_length=MAX_PROMPTS, description="Texts or lists of token ids."
+    )
+    chats: list[Annotated[list[Message], Field(min_length=1)]] = Field(
+        default_factory=list, max_length=MAX_PROMPTS, description="Lists of messages."
+    )
+    cache_salt: str = Field(default="", description="The tenant's cache salt; empty for none.")
+    pin: bool = Field(
+        default=False,
+        description="Keep the blocks in DRAM until they are cleared. Only from this machine.",
+    )
 
+    @model_validator(mode="after")
+    def _count(self) -> WarmRequest:
+        if not 1 <= len(self.prompts) + len(self.chats) <= MAX_PROMPTS:
+            raise wrong_field("prompts", f"prompts and chats must be 1 to {MAX_PROMPTS} together")
+        return self
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str)
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """Each `{"prompt": text or token ids}` or `{"messages": [...]}`."""
+        prompts: list[dict[str, Any]] = [{"prompt": prompt} for prompt in self.prompts]
+        chats = [[message.model_dump() for message in chat] for chat in self.chats]
+        return [*prompts, *({"messages": messages} for messages in chats)]

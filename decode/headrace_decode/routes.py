@@ -1,0 +1,101 @@
+"""Which routes of vLLM's application clients may use.
+
+vLLM's server also carries routes for its operator: loading adapters, sleeping, pausing, profiling,
+remote procedure calls, resizing, clearing caches, and generating from raw engine parameters. A
+route is public only if its handler is defined in one of vLLM's `api_router` modules for text
+generation, which `API_MODULES` names. Any other route is not public: one that a later vLLM adds
+elsewhere, one of an endpoint plugin, a websocket. The replica serves nothing but the public routes
+and the few of `KEPT_MODULES`, and tells the gateway the public ones.
+
+Pure, but for FastAPI's route classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.routing import Mount
+
+API_MODULES: tuple[tuple[str, str], ...] = (
+    (r"vllm\.entrypoints\.openai\.responses\.api_router", "responses"),
+    (r"vllm\.entrypoints\.openai\.\w+\.api_router", "openai"),
+    (r"vllm\.entrypoints\.anthropic\.api_router", "anthropic"),
+    (r"vllm\.entrypoints\.cohere\.api_router", "openai"),
+    (r"vllm\.entrypoints\.generate\.\w+\.api_router", "openai"),
+    (r"vllm\.entrypoints\.serve\.tokenize\.api_router", "openai"),
+    (r"vllm\.entrypoints\.scale_out\.(de)?render\.api_router", "openai"),
+)
+"""(pattern of a handler's module, the API whose error shape and stream format the handler has)."""
+
+KEPT_MODULES = (
+    "fastapi",
+    "prometheus_fastapi_instrumentator",
+    "ray",
+    "vllm.entrypoints.serve.instrumentator",
+)
+"""Routes that a replica serves but the gateway does not relay: health, metrics, documents."""
+
+_METRICS = "/metrics"
+_PLAIN_SEGMENT = re.compile(r"[^{}]*|\{\w+\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One public operation.
+
+    Attributes:
+        method: the HTTP method.
+        path: FastAPI's template, such as `/v1/responses/{response_id}`.
+        api: a name out of `API_MODULES`.
+        takes_json: whether the request has a JSON object as its body.
+    """
+
+    method: str
+    path: str
+    api: str = "openai"
+    takes_json: bool = True
+
+
+def api_of(module: str) -> str | None:
+    """The API that a handler's module belongs to; None if it is not for clients."""
+    return next((api for pattern, api in API_MODULES if re.fullmatch(pattern, module)), None)
+
+
+def public_routes(app: FastAPI) -> list[Route]:
+    """The operations of the application that clients may use."""
+    return sorted(_public(app.routes), key=lambda route: (route.path, route.method))
+
+
+def keep_public_routes(app: FastAPI) -> None:
+    """Remove every route that is neither public nor of `KEPT_MODULES`."""
+    public = {route.path for route in _public(app.routes)}
+    app.router.routes[:] = [route for route in app.router.routes if _is_kept(route, public)]
+
+
+def _public(routes: Iterable[Any]) -> Iterable[Route]:
+    for route in routes:
+        api = api_of(_module(route)) if isinstance(route, APIRoute) else None
+        if api is None or not all(map(_PLAIN_SEGMENT.fullmatch, route.path.split("/"))):
+            continue
+        for method in route.methods:
+            # vLLM declares `validate_json_request` where the handler reads the body by itself.
+            takes_json = route.body_field is not None or bool(route.dependencies)
+            yield Route(method, route.path, api, takes_json)
+
+
+def _is_kept(route: Any, public: set[str]) -> bool:
+    if isinstance(route, Mount):
+        return route.path == _METRICS
+    module = _module(route)
+    if isinstance(route, APIRoute) and api_of(module) is not None:
+        return route.path in public
+    return any(module == kept or module.startswith(kept + ".") for kept in KEPT_MODULES)
+
+
+def _module(route: Any) -> str:
+    return str(getattr(getattr(route, "endpoint", None), "__module__", ""))

@@ -1,0 +1,108 @@
+"""How an API of the replica writes an error, and how its event streams end.
+
+The gateway's own refusals have the shape that the API's clients expect, and a stream that breaks
+off ends with an error event which the API's clients understand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.gateway.errors import ApiError
+
+_ERROR_EVENT = b"event: error\n"
+_SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+Event = tuple[bytes, dict[str, Any]]
+"""The lines before an event's data, and the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API's way.
+
+    Attributes:
+        document: an error as the JSON document of an answer.
+        error_event: an error as the last event of a stream; gets the bytes sent before, too.
+        failed: how the first event of a stream begins that failed before its answer.
+        ended: how the last event of a whole stream may begin.
+    """
+
+    document: Callable[[ApiError], dict[str, Any]]
+    error_event: Callable[[ApiError, bytes], Event]
+    failed: tuple[bytes, ...]
+    ended: tuple[bytes, ...]
+
+    def body(self, error: ApiError) -> bytes:
+        """The answer's body."""
+        return msgspec.json.encode(self.document(error))
+
+    def event(self, error: ApiError, sent: bytes) -> bytes:
+        """The last event of a stream that broke off behind `sent`."""
+        head, data = self.error_event(error, sent)
+        return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+    def is_over(self, sent: bytes) -> bool:
+        """Whether the events `sent` last end their stream."""
+        return sent.rstrip(b"\n").rpartition(b"\n\n")[2].startswith(self.ended)
+
+
+def _anthropic(error: ApiError) -> dict[str, Any]:
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(error.status, default)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _responses_event(error: ApiError, sent: bytes) -> Event:
+    seen = _SEQUENCE.findall(sent)
+    number = int(seen[-1]) + 1 if seen else 0
+    return _ERROR_EVENT, {"type": "error", "sequence_number": number, **error.document()}
+
+
+DIALECTS = {
+    "openai": Dialect(
+        ApiError.document,
+        lambda error, sent: (b"", error.document()),
+        failed=(b'data: {"error"',),
+        ended=(b"data: [DONE]",),
+    ),
+    "responses": Dialect(
+        ApiError.document,
+        _responses_event,
+        failed=(_ERROR_EVENT,),
+        ended=(
+            b"event: response.completed\n",
+            b"event: response.incomplete\n",
+            b"event: response.failed\n",
+            _ERROR_EVENT,
+        ),
+    ),
+    "anthropic": Dialect(
+        _anthropic,
+        lambda error, sent: (_ERROR_EVENT, _anthropic(error)),
+        failed=(_ERROR_EVENT,),
+        ended=(b"event: message_stop\n", _ERROR_EVENT),
+    ),
+}
+"""By the name that a route carries (`headrace_decode.routes.API_MODULES`)."""
+
+OPENAI = DIALECTS["openai"]
+
+
+def dialect_of(api: str) -> Dialect:
+    """The dialect of an API; OpenAI's for one that has none of its own."""
+    return DIALECTS.get(api, OPENAI)

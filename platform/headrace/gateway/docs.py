@@ -1,0 +1,143 @@
+"""docs/rest.md, written from the OpenAPI document so that the two cannot differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.gateway.openapi import OPERATIONS
+
+HEADER = """\
+<!-- Written by `python -m headrace.gateway`; change platform/headrace/gateway/, `make docs`. -->
+# REST reference
+
+The gateway answers at `http://HOST:PORT` (`gateway.host`, `gateway.port`; `127.0.0.1:8000` on a
+laptop). A running app publishes this reference as an OpenAPI 3.1 document at `/openapi.json`.
+
+## How requests are answered
+
+The routes under [Relayed to vLLM](#relayed-to-vllm) are vLLM's own. The gateway checks a request
+and passes its bytes to a decode replica. The client gets the bytes of the replica's answer. Which
+routes there are depends on the installed vLLM: the replicas tell the gateway. This page shows
+vLLM {vllm}.
+
+- **Keys.** With `gateway.api_keys` each request except `GET /health` needs a key, as
+  `Authorization: Bearer KEY` or as `x-api-key: KEY`.
+- **Request ids.** A client may send `x-request-id`: 1 to 128 letters, digits, `_`, `.`, `:` and
+  `-`. The answer carries it. `GET /headrace/v1/plans/ID` then tells where the request was computed.
+  A request to `/v1/responses` is known there by the `id` of its answer.
+- **Errors.** A refusal of the gateway looks like one of the API that was called:
+  `{{"error": {{"message", "type", "param", "code"}}}}` for OpenAI's, `{{"type": "error", "error":
+  {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are.
+- **Streams** are passed on event by event. If a replica dies in the middle of a stream, the last
+  event is an error event of that API. If it dies before the first byte, the request is sent to
+  another replica, three times at most.
+- **Tenants.** `cache_salt` in the body of a request separates its KV and its drafts from those of
+  requests with another salt. vLLM offers the field in chat completions, completions, responses and
+  messages.
+- **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
+  may by default. No page may call `/headrace/`.
+
+What differs from vLLM's own server:
+
+- Routes for vLLM's operator are refused with 404, among them `/scale_elastic_ep`, `/start_profile`,
+  `/v1/load_lora_adapter`, `/invocations`, `/inference/v1/generate` and those of
+  `VLLM_SERVER_DEV_MODE`. Only routes of vLLM's text generation APIs are relayed.
+- `kv_transfer_params` and `ec_transfer_params` of a request are dropped: they name memory.
+- Answers of `/v1/responses` are not kept. `store` is ignored; `background` is refused with 400; a
+  `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.
+  This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
+  keeps answers without a bound and in the memory of one replica only.
+- `GET /health` and `GET /version` speak of Headrace.
+"""
+
+
+def render(document: Mapping[str, Any], vllm: str) -> str:
+    """The whole page, Markdown.
+
+    Args:
+        document: of `openapi_document`.
+        vllm: the version of vLLM whose routes it holds.
+    """
+    own = {(operation.method.lower(), operation.path) for operation in OPERATIONS}
+    sections: dict[str, list[str]] = {"Relayed to vLLM": [], "The gateway's own": []}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            title = "The gateway's own" if (method, path) in own else "Relayed to vLLM"
+            sections[title].append(_operation(document, method, path, operation))
+    parts = [HEADER.format(vllm=vllm)]
+    for title, operations in sections.items():
+        parts += [f"## {title}\n", *operations]
+    return "\n".join(parts)
+
+
+def _operation(
+    document: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]
+) -> str:
+    lines = [f"### {method.upper()} {path}", "", operation.get("summary", "").rstrip(".") + ".", ""]
+    for parameter in operation.get("parameters", ()):
+        kind = _type(document, parameter["schema"])
+        lines.append(f"- `{parameter['name']}` in the {parameter['in']}: {kind}.")
+    if operation.get("parameters"):
+        lines.append("")
+    content = operation.get("requestBody", {}).get("content", {})
+    for schema in _alternatives(document, content.get("application/json", {}).get("schema", {})):
+        lines += [*_fields(document, schema), ""]
+    statuses = ", ".join(sorted(status for status in operation["responses"] if status != "200"))
+    return "\n".join([*lines, f"Other answers than 200: {statuses}.", ""])
+
+
+def _alternatives(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[Any]:
+    """The objects that a body may be."""
+    schema = _resolved(document, schema)
+    for branch in schema.get("anyOf", schema.get("oneOf", ())):
+        yield from _alternatives(document, branch)
+    if "properties" in schema:
+        yield schema
+
+
+def _fields(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[str]:
+    about = schema.get("description", "").strip().partition("\n\n")[0]
+    yield f"Body `{schema.get('title', 'object')}`" + (f": {_line(about)}" if about else "")
+    yield ""
+    yield "| Field | Type | Default | Meaning |"
+    yield "| --- | --- | --- | --- |"
+    for name, field in schema["properties"].items():
+        required = name in schema.get("required", ())
+        default = "required" if required else f"`{json.dumps(field.get('default'))}`"
+        kind, about = _type(document, field), _line(field.get("description", ""))
+        yield f"| `{name}` | {kind} | {default} | {about} |"
+
+
+def _type(document: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        target = _resolved(document, schema)
+        return _type(document, target) if "properties" not in target else f"`{name}`"
+    for word in ("anyOf", "oneOf"):
+        if word in schema:
+            kinds = dict.fromkeys(_type(document, each) for each in schema[word])
+            return " or ".join(kinds) if len(kinds) <= 4 else f"one of {len(kinds)} kinds"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return "list of " + _type(document, schema.get("items", {}))
+    return {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "true or false",
+        "object": "object",
+        "null": "null",
+    }.get(str(schema.get("type")), "value")
+
+
+def _resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    while "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

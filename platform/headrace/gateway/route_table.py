@@ -1,0 +1,52 @@
+"""Which replica operation a path and a method mean.
+
+The table holds what the replicas last told of themselves (`headrace_decode.routes`). A value in a
+path, such as a response id, must be plain, since the path goes to the replica as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from headrace_decode.routes import Route
+
+_VALUE = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
+_NOTHING: dict[str, Route] = {}
+
+
+class RouteTable:
+    """Routes by path; immutable.
+
+    Args:
+        routes: in any order; the same one may come more than once.
+    """
+
+    def __init__(self, routes: Iterable[Route] = ()) -> None:
+        self.routes = frozenset(routes)
+        self._exact: dict[str, dict[str, Route]] = {}
+        for route in self.routes:
+            self._exact.setdefault(route.path, {})[route.method] = route
+        self._patterns = [
+            (re.compile(_pattern(path)), by_method)
+            for path, by_method in self._exact.items()
+            if "{" in path
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self.routes)
+
+    def at(self, path: str) -> Mapping[str, Route]:
+        """The routes at a path by their methods; empty if there is none."""
+        if "{" in path:
+            return _NOTHING
+        found = self._exact.get(path)
+        if found is None:
+            found = next(
+                (by for pattern, by in self._patterns if pattern.fullmatch(path)), _NOTHING
+            )
+        return found
+
+
+def _pattern(path: str) -> str:
+    return "/".join(_VALUE if part.startswith("{") else re.escape(part) for part in path.split("/"))
