@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.gateway.keys import Keys, read_keys
+from headrace.config.keyfile import read_keys
+from headrace.gateway.keys import Keys
 
 
 @pytest.fixture

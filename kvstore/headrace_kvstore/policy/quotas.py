@@ -1,6 +1,7 @@
 """How much each tenant may hold in DRAM: the settings `quotas` and `default_quota`.
 
-A tenant is a cache salt. Requests without a salt belong to no tenant and have no quota.
+A tenant is what the API key proves, or, where no keys are configured, the cache salt that the
+client sends. Requests without either belong to no tenant and have no quota.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from headrace_kvstore.table import tenant_number
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Bytes by cache salt; `default_bytes` for salts that are not listed, None for no limit."""
+    """Bytes by tenant; `default_bytes` for tenants that are not listed, None for no limit."""
 
     by_salt: Mapping[str, int] = field(default_factory=dict)
     default_bytes: int | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from headrace.cli.console import CliError, stderr, stdout
-from headrace.gateway.keys import KeyEntry, KeyFile, Role, hash_of, read_keys, write_keys
-
-KEY_BYTES = 32
-PREFIX = "hr-"
+from headrace.config.keyfile import KeyEntry, KeyFile, Role, hash_of, new_key, read_keys, write_keys
 
 
 def add(
@@ -37,7 +33,7 @@ def add(
     Raises:
         CliError: the name is taken or impossible, or the file cannot be used.
     """
-    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    key = new_key()
     try:
         entry = KeyEntry(
             name=name,

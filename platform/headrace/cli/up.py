@@ -26,6 +26,7 @@ from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
 from headrace.cli.reap import ProcessId
 from headrace.config import HeadraceConfig, to_app_args, warnings
+from headrace.config.keyfile import hash_of, new_key
 
 CONTROL_CPUS = 1.0  # Serve's controller and proxies book little; one logical CPU holds them
 
@@ -69,7 +70,6 @@ def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> 
 def _claim(config: HeadraceConfig, name: str) -> state.Instance:
     """The name's state file, made by us."""
     digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
-    keys = config.gateway.keys()
     instance = state.Instance(
         name=name,
         token=secrets.token_hex(8),
@@ -80,7 +80,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         config_digest=digest,
         own_node=config.ray.address is None,
         address=config.ray.address or "",
-        api_key=keys[0] if keys else None,
+        api_key=new_key() if config.gateway.asks_for_keys else None,
         starter=ProcessId.of(psutil.Process()),
         started_at=time.time(),
     )
@@ -153,7 +153,9 @@ def _start(
         http = None
         if config.token_path != "relay":
             http = (config.gateway.host, int(config.gateway.port or 0))
-        deploy.deploy(to_app_args(config), instance.app, http)
+        key = instance.api_key
+        args = to_app_args(config, hash_of(key.encode()) if key else None)
+        deploy.deploy(args, instance.app, http)
         display.step("loading the engines")
         for now in deploy.follow(instance.app, deadline):
             display.show(now)

@@ -92,9 +92,14 @@ def key_is_too_fast(name: str, most: int, wait_s: float) -> ApiError:
     )
 
 
-def not_an_admin(path: str) -> ApiError:
-    """403: the key's role is user."""
-    return ApiError(403, f"{path} needs a key with the role admin.", code="admin_only")
+def not_an_admin(path: str, *, keys_on: bool) -> ApiError:
+    """403: only an administrator may do this.
+
+    Args:
+        keys_on: whether API keys are configured; without them this machine administers.
+    """
+    who = "a key with the role admin" if keys_on else "a client on the gateway's own machine"
+    return ApiError(403, f"{path} needs {who}.", code="admin_only")
 
 
 def not_found(path: str) -> ApiError:
@@ -127,13 +132,6 @@ def method_not_allowed(method: str, allowed: Sequence[str]) -> ApiError:
         f"{method[:20]} is not possible here; use {allow}.",
         code="method_not_allowed",
         headers=[(b"allow", allow.encode())],
-    )
-
-
-def only_from_here(path: str) -> ApiError:
-    """403: a change that only the gateway's own machine may make."""
-    return ApiError(
-        403, f"{path} can be changed only from the gateway's own machine.", code="only_from_here"
     )
 
 

@@ -1,86 +1,33 @@
-"""Who asks: which tenant and role an API key stands for, and what that key may use.
+"""Who asks: the tenant and the role that an API key stands for, and what that key may use.
 
-A key file is YAML, written by `headrace keys` or by hand:
+The keys come from the configuration and from a key file (`headrace.config.keyfile`). The file is
+read again when it changes. A file that has become useless changes nothing: the keys stay as they
+were, and the log says why. So a slip of the pen neither opens the door nor locks everybody out.
 
-    keys:
-    - name: checkout-service            # what logs and `headrace keys list` call the key
-      hash: sha256:5e88...              # SHA-256 of the key, in hexadecimal; not the key itself
-      tenant: shop                      # keys of one tenant share KV and drafts; others never do
-      role: user                        # user, or admin: may also change how the app works
-      max_concurrent: 16                # requests under way at once; left out: no limit
-      requests_per_minute: 600          # left out: no limit
-
-Keys are random and long, so that a plain SHA-256 cannot be searched. The hash finds the entry; how
-long a look-up takes tells nothing about a key.
-
-The file is read again when it changes. A file that cannot be used any more changes nothing: the
-keys stay as they were, and the log says why. So a slip of the pen neither opens the door nor locks
-everybody out.
+A key's hash finds its entry, so the time of a look-up tells nothing about any key.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
+from headrace.config.keyfile import KeyEntry, Role, hash_of, read_keys
 from headrace.gateway import errors
 
 logger = logging.getLogger("headrace.gateway")
 
+OPERATOR = "operator"
+"""Name and tenant of the key that `headrace up` makes for its own commands."""
 LOOK_EVERY_S = 1.0
 """Time between looks whether the file has changed."""
-MAX_FILE_BYTES = 16 * 2**20
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-_HASH = re.compile(r"sha256:[0-9a-f]{64}")
-
-Role = Literal["user", "admin"]
-Name = Annotated[str, Field(pattern=NAME)]
 
 
-class KeyEntry(BaseModel):
-    """One key of the file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: Name
-    hash: Annotated[str, Field(pattern=_HASH.pattern)]
-    tenant: Name
-    role: Role = "user"
-    max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
-
-
-class KeyFile(BaseModel):
-    """The whole file. No two entries have the same name or the same key."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    keys: list[KeyEntry]
-
-    @model_validator(mode="after")
-    def _are_unique(self) -> KeyFile:
-        for field_name in ("name", "hash"):
-            seen: set[str] = set()
-            for entry in self.keys:
-                value = getattr(entry, field_name)
-                if value in seen:
-                    raise ValueError(f"two keys have the {field_name} {value!r}")
-                seen.add(value)
-        return self
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Caller:
     """A key that was shown, and what its requests use now.
 
@@ -136,6 +83,7 @@ class Keys:
     Args:
         plain: keys from the configuration itself. Each is a tenant of its own, with the role user.
         file: a key file, or None.
+        admin_hash: hash of a key with the role admin, which the command line uses.
         now_s: a monotonic clock.
 
     Raises:
@@ -146,12 +94,17 @@ class Keys:
         self,
         plain: Iterable[str] = (),
         file: str | None = None,
+        admin_hash: str | None = None,
         *,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._now_s = now_s
         self._file = None if file is None else Path(file)
         self._plain = [_plain_entry(key) for key in plain]
+        if admin_hash is not None:
+            self._plain.append(
+                KeyEntry(name=OPERATOR, hash=admin_hash, tenant=OPERATOR, role="admin")
+            )
         self._callers: dict[str, Caller] = {}
         self._stamp: tuple[int, ...] | None = None
         self._next_look_s = now_s() + LOOK_EVERY_S
@@ -164,8 +117,12 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._callers) or self._file is not None
 
-    def caller(self, authorization: bytes | None) -> Caller:
-        """The caller that an `Authorization: Bearer KEY` header proves; anyone without keys.
+    def caller(self, authorization: bytes | None, api_key: bytes | None = None) -> Caller:
+        """The caller that a request's key proves; anyone where no keys are configured.
+
+        Args:
+            authorization: the header `Authorization`, which OpenAI's clients send.
+            api_key: the header `x-api-key`, which Anthropic's clients send.
 
         Raises:
             ApiError: 401.
@@ -174,6 +131,8 @@ class Keys:
             return ANYONE
         self._look()
         scheme, _, key = (authorization or b"").partition(b" ")
+        if authorization is None:
+            scheme, key = b"bearer", api_key or b""
         found = self._callers.get(hash_of(key.strip()))
         if found is None or scheme.lower() != b"bearer":
             raise errors.invalid_api_key()
@@ -208,52 +167,6 @@ class Keys:
             self._callers[entry.hash] = caller
 
 
-def hash_of(key: bytes) -> str:
-    """The `hash` of a key."""
-    return "sha256:" + hashlib.sha256(key).hexdigest()
-
-
-def read_keys(file: Path) -> KeyFile:
-    """A key file.
-
-    Raises:
-        ValueError: it cannot be read, or is no key file; with the path to the wrong field.
-    """
-    try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{file}: is larger than {MAX_FILE_BYTES} bytes")
-        data = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file}: is no YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{file}: is no key file; `headrace keys add` writes one")
-    try:
-        found = KeyFile.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"{file}: {_first_fault(error)}") from None
-    if not found.keys:
-        raise ValueError(f"{file}: holds no key; `headrace keys add` adds one")
-    return found
-
-
-def write_keys(file: Path, keys: KeyFile) -> None:
-    """Replace a key file at once; only its owner may read it."""
-    values = [entry.model_dump(exclude_none=True) for entry in keys.keys]
-    draft = file.with_name(f"{file.name}.{os.getpid()}.new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            yaml.safe_dump({"keys": values}, out, sort_keys=False)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(draft, file)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-
-
 def _plain_entry(key: str) -> KeyEntry:
     hashed = hash_of(key.encode())
     name = f"key-{hashed[7:19]}"
@@ -267,9 +180,3 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault: dict[str, Any] = dict(error.errors(include_url=False, include_input=False)[0])
-    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in fault["loc"]).lstrip(".")
-    return f"{where}: {fault['msg']}" if where else str(fault["msg"])
