@@ -12,7 +12,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test bench lint format docs lock clean
+.PHONY: help install serve test soak bench lint format docs lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -28,7 +28,11 @@ serve: install  ## serve SmolLM2-135M-Instruct, or what ARGS="-f config.yaml" sa
 	$(BIN)/headrace up $(ARGS)
 
 test: install  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
-	$(BIN)/python -m pytest -p no:cacheprovider -m "not gpu" --timeout=$(TEST_TIMEOUT_S) $(ARGS)
+	$(BIN)/python -m tests.lanes --timeout=$(TEST_TIMEOUT_S) $(ARGS)
+
+soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)
+	HEADRACE_TEST_SET="speculation.enabled=false" \
+	  $(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e
 
 bench: install  ## Headrace beside plain vLLM and Ray's own P/D app, the quick form
 	@mkdir -p $(dir $(BENCH_JSON))
@@ -43,9 +47,11 @@ format: install  ## repair what lint can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: install  ## write the generated pages anew
+docs: install  ## write the generated pages anew, and build the site in build/site
 	$(BIN)/python -m headrace.config > docs/configuration.md
-	$(BIN)/python -m headrace.gateway > docs/rest.md
+	$(BIN)/python -m headrace.gateway.docs > docs/rest.md
+	$(BIN)/typer headrace.cli.main utils docs --name headrace --title Commands --output docs/commands.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lock: install  ## resolve pyproject.toml anew into requirements/*.lock
 	$(BIN)/python scripts/lock.py

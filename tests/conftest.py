@@ -1,30 +1,42 @@
-"""The app that end-to-end tests share: started once, at the first test that asks for it; and what
-holds for all tests."""
+"""The app that end-to-end tests share, started at the first test that asks for it; and what holds
+for all tests: no process outlives the run, compiled code is kept, the end tells the costs."""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.support import compiled, costs, run
 from tests.support.app import App, Session
 
-ROOT = Path(__file__).parents[1]
+ENDING_S = 10.0
 
 
-def pytest_configure() -> None:
-    """Forget compiled code that is older than a source.
+def pytest_configure(config: pytest.Config) -> None:
+    run.begin()
+    compiled.keep_compiled()
+    # Two threads of torch that wait for each other on busy cores take a hundred times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config.pluginmanager.register(costs.Meter())
 
-    numba keeps a function's code until that function's own file changes, with all that was
-    compiled into it from other files.
-    """
-    for package in ("decode", "engine", "kvstore"):
-        newest_s = max(path.stat().st_mtime for path in (ROOT / package).rglob("*.py"))
-        for kept in (ROOT / package).rglob("*.nb[ci]"):
-            if kept.stat().st_mtime < newest_s:
-                kept.unlink(missing_ok=True)
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run if a process of it is still there."""
+
+    def running() -> list[str]:
+        found = [run.command(pid) for pid in run.marked(run.MARK, run.begin())]
+        return [words for words in found if "multiprocessing.resource_tracker" not in words]
+
+    deadline = time.monotonic() + ENDING_S
+    while (left := running()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        print("\nerror: still running after the tests:", *left, sep="\n  ", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ class Node:
 
     def board(self) -> dict[str, Any]:
         """As `Board.stats`."""
-        return dict(self._node.stats()["board"])
+        return dict(self._node.operations.stats()["board"])
 
 
 class Replica:

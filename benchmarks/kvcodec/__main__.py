@@ -9,7 +9,8 @@ Figures of CODEC = fp8, int4, int4_64 (groups of 64), and lossless where they ap
     CODEC.decode_vs_memcpy: decoding against a plain copy of the same bytes;
     CODEC.breakeven_gb_s: D (1 - 1/r), the bandwidth of a medium from which raw bytes load as fast,
         where one core first waits for the bytes and then decodes them;
-    CODEC.k_rms, .v_rms, .attention_rms, .kl, .top1: see `codec.Errors`; of int4 with its window
+    CODEC.k_rms, .v_rms, .attention_rms, .kl, .top1: K and V errors by their RMS, the attention
+        output's, the next token's divergence and agreement; of int4 with its window
         kept, and without one under the same names + "_no_window";
     CODEC.encode_gb_s.ORDER, CODEC.decode_gb_s.ORDER: 8 heads of 128 channels in a GPU's orders;
     int4.k_rms_per_token: K's error if keys were quantised as values are;

@@ -22,7 +22,7 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from headrace_kvstore.codec import Codec, LayerShape, Order, raw_blocks
+from headrace_kvstore.codec import Codec, LayerShape, Order
 
 CONTEXT, NEXT, BLOCK_TOKENS = 1024, 128, 128
 LICENCE = Path(__file__).parents[2] / "LICENSE"
@@ -119,7 +119,9 @@ def from_bytes(stored: npt.NDArray[np.uint8], shape: LayerShape) -> Layer:
 
 def decoded(layers: list[Layer], codec: Codec, window_tokens: int) -> list[Layer]:
     """The layers as they come back from `codec`, the blocks of the window untouched."""
-    kept = raw_blocks(CONTEXT, BLOCK_TOKENS, window_tokens)
+    kept = range((CONTEXT - window_tokens) // BLOCK_TOKENS, CONTEXT // BLOCK_TOKENS)
+    if not codec.lossy:
+        return layers
     shape = shape_of(layers[0])
     coder = codec.bind(shape)
     stored = np.empty(coder.stored_bytes, np.uint8)

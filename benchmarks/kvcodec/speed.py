@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from headrace_kvstore.codec import Codec, Coder, LayerShape, warm
+from headrace_kvstore.codec import Codec, Coder, LayerShape
 
 Bytes = npt.NDArray[np.uint8]
 WORKING_SET_BYTES = 512 << 20
@@ -42,7 +42,7 @@ def codec_speeds(
     for _ in range(rounds):
         for name, codec in codecs.items():
             coder = codec.bind(shape)
-            warm(coder)
+            coder.warm()
             stored = np.ones((count, coder.stored_bytes), np.uint8)
 
             def encode(coder: Coder = coder, stored: Bytes = stored) -> None:

@@ -26,10 +26,13 @@ from numpy.typing import NDArray
 
 from benchmarks.kvpolicy import choice, tiers
 from benchmarks.kvpolicy.foresight import Foresight
+from benchmarks.kvpolicy.lfu import LFU
 from benchmarks.kvpolicy.optimum import Clairvoyant
+from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.replay import Replay
+from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload, read_trace, synthetic
-from headrace_kvstore.policy import LFU, LRU, S3FIFO, CostAware, Policy, Priority
+from headrace_kvstore.policy import LRU, CostAware, Policy
 
 CAPACITIES = (0.02, 0.05, 0.12, 0.3, 0.6)  # shares of the distinct blocks
 INTERACTIVE_BLOCKS = 32

@@ -32,7 +32,7 @@ class Engine:
         if store is not None:
             transfer = KVTransferConfig(
                 kv_connector="HeadraceConnector",
-                kv_connector_module_path="headrace_kvstore.connector.connector",
+                kv_connector_module_path="headrace_engine.store_connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config=store,

@@ -30,8 +30,7 @@ import numpy as np
 from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, LAYERS
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
 from headrace_kvstore.checksum import payload_sums
-from headrace_kvstore.nvme.nvme_tier import Save
-from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_client import StoreClient
 from headrace_kvstore.objects.object_format import most_blocks
 from headrace_kvstore.objects.object_pack import Packed, pack_blocks

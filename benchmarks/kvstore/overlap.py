@@ -8,7 +8,7 @@ overlapping can save most:
 
     total_vs_max = step / max(load alone, compute alone)      1 at best, 2 when nothing overlaps
 
-`overlap.total_vs_max` is with the depth that the pipeline measures for itself; `overlap.depth_N`
+`overlap.total_vs_max` is with the pipeline's own depth; `overlap.depth_N`
 and `overlap.serial` are the curve. The latency is 1.5 times what a layer's bytes take. A step can
 never do better than wait for the first layer: 1 + 2.5 / 30 here.
 
@@ -30,7 +30,7 @@ import torch
 from benchmarks.kvstore.engines import engines, store
 from benchmarks.kvstore.stage import LAYERS, Stage
 from benchmarks.kvstore.timing import Figures, ratios, seconds, take_turns
-from headrace_kvstore.connector.pipeline import DepthFit, LayerPipeline
+from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
 
 ROUNDS, QUICK_ROUNDS = 10, 3
 DEPTHS = (1, 2, 4, 8)
@@ -134,12 +134,11 @@ def _measure(figures: Figures, stage: Stage, threads: ThreadPoolExecutor, rounds
         lambda layer_s: _load(stage, threads, layer_s),
         lambda: seconds(compute.layers),
     )
-    fit = DepthFit()
 
-    def step(fit: DepthFit) -> float:
+    def step(depth: int) -> float:
         tier = SlowTier(stage, LATENCY_LAYERS * link_s, link_s)
         began = time.perf_counter()
-        pipeline = LayerPipeline(tier, LAYERS, threads, fit)
+        pipeline = LayerPipeline(tier, LAYERS, threads, depth)
         for layer in range(LAYERS):
             pipeline.wait(layer)
             compute.layer()
@@ -149,7 +148,7 @@ def _measure(figures: Figures, stage: Stage, threads: ThreadPoolExecutor, rounds
     def serial() -> float:
         tier = SlowTier(stage, LATENCY_LAYERS * link_s, link_s)
         began = time.perf_counter()
-        pipeline = LayerPipeline(tier, LAYERS, threads, DepthFit(max(DEPTHS)))
+        pipeline = LayerPipeline(tier, LAYERS, threads, max(DEPTHS))
         pipeline.finish()
         compute.layers()
         return time.perf_counter() - began
@@ -157,18 +156,17 @@ def _measure(figures: Figures, stage: Stage, threads: ThreadPoolExecutor, rounds
     arms: dict[str, Callable[[], float]] = {
         "load": lambda: _load(stage, threads, link_s),
         "compute": lambda: seconds(compute.layers),
-        "total_vs_max": lambda: step(fit),
+        "total_vs_max": lambda: step(DEPTH),
         "serial": serial,
     }
     for depth in DEPTHS:
-        arms[f"depth_{depth}"] = partial(step, DepthFit(depth))
+        arms[f"depth_{depth}"] = partial(step, depth)
     taken = take_turns(arms, rounds)
     longest = [max(pair) for pair in zip(taken["load"], taken["compute"], strict=True)]
     for arm in ("total_vs_max", *(f"depth_{depth}" for depth in DEPTHS), "serial"):
         figures.add(f"overlap.{arm}", ratios(taken[arm], longest))
     figures.add("overlap.load_s", taken["load"])
     figures.add("overlap.compute_s", taken["compute"])
-    figures.add("overlap.depth_chosen", float(fit.depth))
     figures.note(
         "overlap",
         f"{LAYERS} layers of {stage.size_bytes / LAYERS / 1e6:.1f} MB, "
@@ -188,4 +186,4 @@ def calibrate(load: Callable[[float], float], compute: Callable[[], float]) -> f
 def _load(stage: Stage, threads: ThreadPoolExecutor, layer_s: float) -> float:
     """Seconds of a load alone, deep enough."""
     tier = SlowTier(stage, LATENCY_LAYERS * layer_s, layer_s)
-    return seconds(LayerPipeline(tier, LAYERS, threads, DepthFit(max(DEPTHS))).finish)
+    return seconds(LayerPipeline(tier, LAYERS, threads, max(DEPTHS)).finish)

@@ -86,7 +86,7 @@ class Pair:
                 socket_folder=folder,
             )
         ).start()
-        dram = self._node._dram
+        dram = self._node.tiers.dram
         if dram is None or dram.remote is None:
             self.close()
             raise CannotRun("no NIXL UCX backend, or no room for an arena")
@@ -104,11 +104,13 @@ class Pair:
         """Pull all blocks through the tier; seconds until the last one is published."""
         self._arena.clear()
         began = time.perf_counter()
-        pulling = self._node.pull(DIGEST, self._hashes)
+        pulling = self._node.operations.pull(DIGEST, self._hashes)
         loaded = 0 if pulling is None else pulling.done.result(PATIENCE_S)
         spent = time.perf_counter() - began
         if loaded != BLOCKS:
-            raise RuntimeError(f"{loaded} of {BLOCKS} blocks came: {self._node.stats()['remote']}")
+            raise RuntimeError(
+                f"{loaded} of {BLOCKS} blocks came: {self._node.operations.stats()['remote']}"
+            )
         return spent
 
     def raw(self) -> float:
@@ -147,7 +149,7 @@ class Pair:
     def _wait_until_known(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            peers = self._node.stats()["remote"]["peers"]
+            peers = self._node.operations.stats()["remote"]["peers"]
             if all(each["blocks"]["DRAM"] >= BLOCKS for each in peers.values()):
                 return
             time.sleep(0.05)

@@ -41,7 +41,7 @@ class Owner:
                 socket_folder=folder,
             )
         ).start()
-        dram = self._node._dram
+        dram = self._node.tiers.dram
         assert dram is not None, "no arena"
         self._arena = arena = dram.arena
         row = arena.namespace(DIGEST, block_bytes, args.layers)
@@ -59,7 +59,8 @@ class Owner:
 
     def where(self) -> dict[str, Any]:
         """The node's address for peers."""
-        return {"address": self._node.peer_address}
+        neighbours = self._node.tiers.neighbours
+        return {"address": None if neighbours is None else neighbours.address}
 
     def raw(self) -> dict[str, Any]:
         """Metadata of the other agent, and where the blocks are."""
@@ -72,7 +73,7 @@ class Owner:
 
     def stats(self) -> dict[str, Any]:
         """Of the node's remote part."""
-        remote: dict[str, Any] = self._node.stats()["remote"]
+        remote: dict[str, Any] = self._node.operations.stats()["remote"]
         return remote
 
     def close(self) -> None:

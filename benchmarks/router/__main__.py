@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings, StepSample
+from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
 from headrace.router.index import chain_seed, hash_blocks
 
 BLOCK_TOKENS = 128
@@ -26,8 +26,8 @@ def warm_router() -> Router:
     router = Router(RouterSettings(), Geometry(BLOCK_TOKENS, 23_040, 350, 350))
     rng = random.Random(0)
     for i in range(400):
-        router.observe_step("decode", StepSample(rng.choice((0, 0, 50, 500)), i % 9, 0.03))
-        router.observe_step("prefill", StepSample(rng.randrange(1, 2000), 0, 0.5))
+        router.costs.decode_step.observe(rng.choice((0, 0, 50, 500)), i % 9, 0, 0, 0, 0.03)
+        router.costs.prefill_step.observe(rng.randrange(1, 2000), 0, 0, 0, 0, 0.5)
         router.observe_transfer(rng.randrange(1, 20) * 2_949_120, 0.01)
     router.decode_index.insert([i.to_bytes(16, "big") for i in range(350)])
     router.prefill_index.insert([i.to_bytes(16, "big") for i in range(350)])
@@ -66,7 +66,7 @@ def measure(rounds: int) -> dict[str, float]:
         lambda _: hash_blocks(prompt, BLOCK_TOKENS, seed), lambda _: None, rounds
     )
     figures["observe_step_us"] = median_us(
-        lambda i: router.observe_step("decode", StepSample(0, i % 9, 0.03)),
+        lambda i: router.costs.decode_step.observe(0, 1 + i % 8, 0, 1000, 0, 0.03),
         lambda _: None,
         rounds,
     )

@@ -9,6 +9,7 @@ All arms read their engine settings from one place, the configuration that Headr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -76,7 +77,7 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
     environment = {}
     if config.token_path == "direct":
         environment = cluster.direct_environment(temp_dir)
-    # Ray reads these when it is imported, which only `_deploy` does.
+    # Ray reads these when it is imported, which only `driver` does.
     os.environ.update(environment | cluster.auth_environment(temp_dir))
     os.environ.pop("RAY_ADDRESS", None)
     spec = cluster.NodeSpec(
@@ -87,51 +88,47 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
         environment=environment,
     )
     node = cluster.start(spec, temp_dir)
-    from headrace.cli import deploy
+    from headrace.cli import deploy, driver, state
 
     try:
         node = cluster.ensure(node, spec)
-        deploy.connect(node.address)
-        _deploy(kind, config)
-        for _ in deploy.follow(APP, time.monotonic() + START_TIMEOUT_S):
+        driver.connect(node.address)
+        relayed = kind in ("headrace", "paced") and config.token_path == "relay"
+        http = None if relayed else ("127.0.0.1", int(config.gateway.port or 0))
+        driver.run(_application(kind, config), APP, http)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for now in driver.follow(APP):
             if stop.is_set():
                 return
+            if now["status"] != "RUNNING" and time.monotonic() > deadline:
+                break
+        if now["status"] != "RUNNING":
+            raise RuntimeError(deploy.failure(deploy.Progress.of(now)))
         print(READY, flush=True)
         stop.wait()
-        deploy.undeploy(node.address, APP, 10.0, {})
+        with contextlib.suppress(deploy.DeployError):
+            instance = state.Instance(spec.name, spec.token, app=APP, address=node.address)
+            deploy.Deletion(instance, {}).go(10.0)
     finally:
-        deploy.disconnect()
+        driver.disconnect()
         cluster.stop(node.belongings())
 
 
-def _deploy(kind: str, config: HeadraceConfig) -> None:
-    from ray import serve
-
-    from headrace.cli import deploy
-
+def _application(kind: str, config: HeadraceConfig) -> Any:
+    """The Serve application that the arm measures."""
     args = to_app_args(config)
-    http = ("127.0.0.1", int(config.gateway.port or 0))
     if kind == "headrace":
-        deploy.deploy(args, APP, None if config.token_path == "relay" else http)
-        return
+        from headrace.app import build_app
+
+        return build_app(args)
     if kind == "paced":
         from benchmarks.serving.paced import build_paced_app
 
-        application = build_paced_app(config)
-    else:
-        from ray.serve.llm import build_pd_openai_app
+        return build_paced_app(config)
+    from ray.serve.llm import build_pd_openai_app
 
-        del args["headrace"]
-        application = build_pd_openai_app(args)
-    if kind == "paced" and config.token_path == "relay":
-        serve.start(proxy_location="Disabled")
-    else:
-        serve.start(proxy_location="EveryNode", http_options={"host": http[0], "port": http[1]})
-    serve.run_many(
-        [serve.RunTarget(application, name=APP, route_prefix="/")],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    del args["headrace"]
+    return build_pd_openai_app(args)
 
 
 def _follow_parent(parent: int, stop: threading.Event) -> None:

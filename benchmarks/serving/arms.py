@@ -148,7 +148,7 @@ class Arm:
     def pause(self) -> None:
         """Hold the engines' workers still while another arm is measured.
 
-        NIXL's progress thread keeps a whole core busy in each worker, even when there is nothing to
+        In Ray's app NIXL's thread keeps a core busy in each worker, even when there is nothing to
         do; on a small machine an idle arm would slow the others down. Only engine processes are
         held: Ray's own must go on answering its health checks.
         """

@@ -32,8 +32,8 @@ from headrace_decode.speculation.calibrate import ROWS
 from headrace_decode.speculation.planner import Limits, Load, Mode, Planner, Step
 from headrace_decode.speculation.request import CALIBRATION_LENGTHS
 from headrace_decode.speculation.session import CALIBRATION_STEP_TOKENS
-from headrace_decode.speculation.steptime import StepTime
 from headrace_decode.speculation.trust import Kept, Trust
+from headrace_engine.steptime import StepTime
 
 DRAFT_TOKENS = 16
 SEGMENTS = 144  # of ten minutes
@@ -99,7 +99,7 @@ class Policy:
             for k in CALIBRATION_LENGTHS:
                 tokens = min(rows * (1 + k), CALIBRATION_STEP_TOKENS)
                 seconds = float(true_seconds(tokens, 0.0, k > 0))
-                self.planner.times.observe(tokens, 0, seconds, drafted=k > 0)
+                self.planner.times.observe(0, rows, tokens - rows, 0, 0, seconds)
 
     def choose(self, requests: list[Request], hour: float) -> NDArray[np.int32]:
         load, none = Load(len(requests)), np.zeros(len(requests), np.int32)

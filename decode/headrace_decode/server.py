@@ -116,7 +116,7 @@ class DecodeServer(PDDecodeServer):
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        _without_responses_store()
+        without_responses_store()
         await super().__init__(
             llm_config,
             prefill_server=prefill_server,
@@ -167,7 +167,7 @@ class DecodeServer(PDDecodeServer):
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
             meter=meter,
-            gate=ComputeGate(meter),
+            gate=ComputeGate(meter, vllm_config.scheduler_config.max_num_batched_tokens),
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
         )
@@ -316,7 +316,8 @@ class DPDecodeServer(DecodeServer, DPServer):
     """`DecodeServer` whose engine is one rank of a data-parallel group."""
 
 
-def _without_responses_store() -> None:
+def without_responses_store() -> None:
+    """Switch vLLM's store of answers off for this process."""
     if os.environ.get(RESPONSES_STORE, "0") != "0":
         logger.warning("%s is ignored: answers are not kept", RESPONSES_STORE)
     os.environ[RESPONSES_STORE] = "0"

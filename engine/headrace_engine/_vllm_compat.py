@@ -20,7 +20,15 @@ from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_engine.executor import InProcessExecutor
-from headrace_engine.meter import EngineMeter, Step, StoreLoad, Transfer
+from headrace_engine.meter import (
+    ContextEstimate,
+    EngineMeter,
+    Finished,
+    Step,
+    StoreLoad,
+    Transfer,
+)
+from headrace_engine.steptime import StepTime
 
 
 class MeterStatLogger(StatLoggerBase):
@@ -32,6 +40,8 @@ class MeterStatLogger(StatLoggerBase):
 
     def __init__(self, meter: EngineMeter, vllm_config: VllmConfig, engine_index: int = 0):
         self.meter = meter
+        self._vllm_config = vllm_config
+        self._context = ContextEstimate()
         self._last_step_at: float | None = None
 
     def record(
@@ -46,13 +56,20 @@ class MeterStatLogger(StatLoggerBase):
         meter, stats = self.meter, scheduler_stats
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         meter.load(stats.num_running_reqs, waiting, stats.kv_cache_usage)
-        details = stats.iteration_details
+        details, finished = stats.iteration_details, _finished(iteration_stats)
+        cache = self._vllm_config.cache_config
+        held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
         if details is not None:
             if not details.is_dummy:
-                seconds = details.elapsed_ms / 1e3
-                meter.step(Step(details.num_ctx_tokens, details.num_generation_requests, seconds))
+                prompt, rows = details.num_ctx_tokens, details.num_generation_requests
+                draft = details.num_generation_tokens - rows
+                attended = self._context.step(
+                    prompt, details.num_ctx_requests, rows, held, finished
+                )
+                meter.step(Step(prompt, rows, draft, *attended, details.elapsed_ms / 1e3))
         elif iteration_stats is not None:
-            self._step_between_records(iteration_stats, idle=not (stats.num_running_reqs + waiting))
+            idle = not (stats.num_running_reqs + waiting)
+            self._step_between_records(iteration_stats, finished, held, idle)
         for data in connector_stats(stats.kv_connector_stats or {}):
             if "transfer_duration" in data:
                 meter.transfers(*nixl_transfers(data))
@@ -62,16 +79,26 @@ class MeterStatLogger(StatLoggerBase):
                 counts = {k: v for k, v in data.items() if isinstance(v, int)}
                 meter.store(counts, loads, digests)
 
-    def _step_between_records(self, stats: IterationStats, idle: bool) -> None:
-        now = time.monotonic()
-        prompts = stats.prompt_token_stats.computed
-        decoding = max(0, stats.num_generation_tokens - len(stats.time_to_first_tokens_iter))
-        if self._last_step_at is not None and (prompts or decoding):
-            self.meter.step(Step(prompts, decoding, now - self._last_step_at))
+    def _step_between_records(
+        self, stats: IterationStats, finished: Finished, held: float, idle: bool
+    ) -> None:
+        now, prompt = time.monotonic(), finished.computed
+        rows = max(0, stats.num_generation_tokens - finished.prompts)
+        attended = self._context.step(prompt, finished.prompts, rows, held, finished)
+        if self._last_step_at is not None and (prompt or rows):
+            self.meter.step(Step(prompt, rows, 0, *attended, now - self._last_step_at))
         self._last_step_at = None if idle else now
 
     def log_engine_initialized(self) -> None:
         pass
+
+
+def _finished(stats: IterationStats | None) -> Finished:
+    """Prompts that got their first token, by vLLM's count."""
+    if stats is None:
+        return Finished()
+    prompts = stats.prompt_token_stats
+    return Finished(len(stats.time_to_first_tokens_iter), prompts.total, prompts.computed)
 
 
 def connector_stats(stats: dict[str, Any]) -> list[dict[str, Any]]:
@@ -111,6 +138,7 @@ def start_engine(
         in_process: run a CPU engine's only worker in the engine's process (`executor`).
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
+    meter.step_time = StepTime(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     return make_llm(
         vllm_config=vllm_config,
         executor_class=executor_class(vllm_config, in_process),

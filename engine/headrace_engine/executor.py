@@ -10,14 +10,11 @@ worker's OpenMP environment must be set before it starts; ours is, by the replic
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-from headrace_engine.spin import calm_spinning_threads
 
 
 class Deferred(Future[Any]):
@@ -43,18 +40,6 @@ class Deferred(Future[Any]):
 
 class InProcessExecutor(UniProcExecutor):
     """Runs the worker in the engine core's process, each step when its result is asked for."""
-
-    def initialize_from_config(self, kv_cache_configs: Any) -> None:
-        """Set up the KV cache and its connector, then undo what the connector does to the cores.
-
-        vLLM's NIXL connector moves the thread that computes onto the last core of each NUMA node,
-        so all engines of a node end up on one core; here it keeps the cores that it had. The
-        connector's spinning thread is put last.
-        """
-        cores = os.sched_getaffinity(0)
-        super().initialize_from_config(kv_cache_configs)
-        os.sched_setaffinity(0, cores)
-        calm_spinning_threads()
 
     def execute_model(  # type: ignore[override]
         self, scheduler_output: Any, non_block: bool = False

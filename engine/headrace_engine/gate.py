@@ -8,8 +8,13 @@ if
 
 and otherwise waits for its turn, first come first served: prompts that fill a step by themselves
 go one after the other, which halves their mean time to first token against computing them together
-and takes no longer in all; tiny ones share steps. a and b are fitted to the engine's own steps by
-least squares with exponential forgetting. Pure asyncio.
+and takes no longer in all; tiny ones share steps. a / b is read off the engine's fitted step times
+(`StepTime.free_tokens`).
+
+A turn ends when the engine begins the step that computes the prompt: the next one is then with the
+engine when that step ends. A turn that lasted until the prompt's first token would let a step
+without a prompt pass before each next one. Prompts that need more than one step keep their turn
+until the first token. Pure asyncio.
 """
 
 from __future__ import annotations
@@ -18,47 +23,38 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from headrace_engine.meter import EngineMeter, Step
-
-FORGET = 0.99
-"""Weight of a step after one more step."""
+from headrace_engine.steptime import StepTime
 
 
-class StepFit:
-    """a and b of seconds = a + b tokens, from weighted sums of the steps seen."""
+@dataclass(eq=False)
+class _Turn:
+    """A prompt's turn; `begins` is done when it begins."""
 
-    def __init__(self) -> None:
-        self._weight = self._n = self._t = self._nn = self._nt = 0.0
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take one step that computed prompt tokens."""
-        keep, n = FORGET, float(tokens)
-        self._weight = keep * self._weight + 1.0
-        self._n = keep * self._n + n
-        self._t = keep * self._t + seconds
-        self._nn = keep * self._nn + n * n
-        self._nt = keep * self._nt + n * seconds
-
-    def free_tokens(self) -> float:
-        """a / b: the tokens that cost as much as a step itself; 0 while the steps do not tell."""
-        spread = self._weight * self._nn - self._n * self._n
-        if spread <= 1e-9 * self._nn * max(self._weight, 1.0):
-            return 0.0
-        b = (self._weight * self._nt - self._n * self._t) / spread
-        a = (self._t - b * self._n) / self._weight
-        return max(0.0, a) / b if b > 0.0 else float("inf")
+    tokens: int
+    begins: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 class ComputeGate:
-    """Lets prompts into the engine, in order of arrival. Used from one event loop only."""
+    """Lets prompts into the engine, in order of arrival. Used from one event loop only.
 
-    def __init__(self, meter: EngineMeter | None = None) -> None:
-        self.fit = StepFit()
+    Args:
+        meter: tells the engine's steps, and has fitted what they take; without it each turn lasts
+            until its block ends, and the prior tells.
+        step_tokens: most prompt tokens that the engine computes in one step.
+    """
+
+    def __init__(self, meter: EngineMeter | None = None, step_tokens: int = 0) -> None:
+        self._step_time = StepTime() if meter is None else meter.step_time
         if meter is not None:
             meter.watch(on_step=self._on_step)
-        self._computing = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._step_tokens = step_tokens
+        self._computing: set[_Turn] = set()
+        self._waiting: deque[_Turn] = deque()
 
     @property
     def waiting(self) -> int:
@@ -67,37 +63,35 @@ class ComputeGate:
 
     @asynccontextmanager
     async def turn(self, tokens: int) -> AsyncIterator[None]:
-        """Wait until a prompt of so many tokens may be computed; the block is its turn."""
-        if self._waiting or not self._may_join(tokens):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            entry = (tokens, turn)
-            self._waiting.append(entry)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._leave()
-                elif entry in self._waiting:
-                    self._waiting.remove(entry)
-                raise
-        else:
-            self._computing += 1
+        """Wait until a prompt of so many tokens may be computed.
+
+        The block submits the prompt and waits for its first token.
+        """
+        turn = _Turn(tokens)
+        self._waiting.append(turn)
+        self._admit()
         try:
+            await turn.begins
             yield
         finally:
-            self._leave()
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+            self._computing.discard(turn)
+            self._admit()
 
     def _on_step(self, step: Step) -> None:
-        if step.ctx_tokens:
-            self.fit.observe(step.ctx_tokens, step.seconds)
+        """A step has ended and the next one has begun, with all prompts that were let in."""
+        if sum(turn.tokens for turn in self._computing) <= self._step_tokens:
+            self._computing.clear()
+            self._admit()
 
     def _may_join(self, tokens: int) -> bool:
-        return self._computing == 0 or tokens * self._computing <= self.fit.free_tokens()
+        together = len(self._computing)
+        return together == 0 or tokens * together <= self._step_time.free_tokens()
 
-    def _leave(self) -> None:
-        self._computing -= 1
-        while self._waiting and self._may_join(self._waiting[0][0]):
-            _, turn = self._waiting.popleft()
-            if not turn.done():
-                self._computing += 1
-                turn.set_result(None)
+    def _admit(self) -> None:
+        while self._waiting and self._may_join(self._waiting[0].tokens):
+            turn = self._waiting.popleft()
+            if not turn.begins.done():  # else its request is gone
+                self._computing.add(turn)
+                turn.begins.set_result(None)

@@ -7,7 +7,8 @@ blocks. Pure data; the engines do the moving.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 PARAMS_KEY = "kv_transfer_params"
@@ -51,10 +52,10 @@ class PrefillResult:
     computed_tokens: int
     machine: str = ""
     """Where the prefill engine runs (Ray's node id): on the caller's own, both share one store."""
-    steps: tuple[tuple[int, int, float], ...] = ()
-    """Engine steps since the last answer: (prompt tokens, decoding sequences, seconds)."""
+    step_time: Mapping[str, Any] = field(default_factory=dict)
+    """The prefill engine's step times: `StepTime.to_dict()`."""
     loads: tuple[tuple[str, int, float], ...] = ()
-    """Its loads from the KV store since then: (medium, bytes, seconds)."""
+    """Its loads from the KV store since the last answer: (medium, bytes, seconds)."""
 
 
 class PrefillError(RuntimeError):

@@ -1,18 +1,19 @@
 """What making and moving KV costs on this engine: the measurements behind every price.
 
-An engine reports, at each step, how many prompt tokens it computed, how many sequences it decoded
-and how long that took, and, when NIXL moved KV or the store supplied some, how many bytes in how
-many seconds. `EngineMeter`
-keeps the present load, totals since start and a short backlog of samples for whoever fits models
-to them. It holds no model itself and imports neither Ray nor vLLM; `_vllm_compat` feeds it.
+An engine reports, at each step, what it computed and how long that took, and, when NIXL moved KV or
+the store supplied some, how many bytes in how many seconds. `EngineMeter` keeps the present load,
+totals since start, and the fit of the engine's step times. Of loads it keeps a short backlog of
+samples for whoever fits models to them. It imports neither Ray nor vLLM; `_vllm_compat` feeds it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from headrace_engine.steptime import StepTime
 
 BACKLOG_SAMPLES = 256
 """Samples kept for a reader that comes later; older ones are dropped, since models forget them
@@ -20,12 +21,13 @@ anyway."""
 
 
 class Step(NamedTuple):
-    """One engine step."""
+    """One engine step; as `StepTime.observe`."""
 
-    ctx_tokens: int
-    """Prompt tokens computed in the step."""
-    gen_requests: int
-    """Sequences that decoded a token in the step."""
+    prompt: int
+    rows: int
+    draft: int
+    context: float
+    pairs: float
     seconds: float
 
 
@@ -49,6 +51,12 @@ class StoreLoad(NamedTuple):
 class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
 
+    step_time: StepTime = field(default_factory=StepTime)
+    """Fitted to each step that is booked, as if nothing else had run on its cores."""
+    alone_s: Callable[[Sequence[float], float], float] = field(
+        default=lambda shape, seconds: seconds
+    )
+    """(shape, seconds) of a step -> the seconds that it would have taken alone."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -63,7 +71,6 @@ class EngineMeter:
     """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
     """Namespaces of this engine's blocks in the store, one a worker; empty until it has told."""
-    _steps: deque[Step] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
     _loads: deque[StoreLoad] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
     _on_step: list[Callable[[Step], None]] = field(default_factory=list)
     _on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
@@ -91,8 +98,9 @@ class EngineMeter:
     def step(self, step: Step) -> None:
         """Book one engine step."""
         self.steps_total += 1
-        self.prompt_tokens_total += step.ctx_tokens
-        self._steps.append(step)
+        self.prompt_tokens_total += step.prompt
+        shape, seconds = step[:-1], step.seconds
+        self.step_time.observe(*shape, self.alone_s(shape, seconds))
         for watcher in self._on_step:
             watcher(step)
 
@@ -121,14 +129,8 @@ class EngineMeter:
             for watcher in self._on_load:
                 watcher(load)
 
-    def take_steps(self) -> list[Step]:
-        """Return the steps since the last call (at most `BACKLOG_SAMPLES`) and forget them."""
-        steps = list(self._steps)
-        self._steps.clear()
-        return steps
-
     def take_loads(self) -> list[StoreLoad]:
-        """As `take_steps`, the loads from the KV store."""
+        """Return the loads since the last call (at most `BACKLOG_SAMPLES`) and forget them."""
         loads = list(self._loads)
         self._loads.clear()
         return loads
@@ -149,3 +151,46 @@ class EngineMeter:
             },
             "store": dict(self.store_totals),
         }
+
+
+class ContextEstimate:
+    """What a step attends to, from statistics that do not say it.
+
+    They say how many prompt tokens were computed, which prompts got their first token, how long
+    these are, and how many tokens of KV the running requests hold. So a prompt's last tokens stand
+    at its end. Earlier ones are taken to stand behind those that unfinished prompts have computed
+    so far: the scheduler computes one long prompt at a time. What the running requests hold beyond
+    prompts is the decoding rows' context; KV that they share counts once.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0
+        """Tokens that unfinished prompts have computed."""
+
+    def step(
+        self, prompt: int, prompts: int, rows: int, held: float, finished: Finished
+    ) -> tuple[float, float]:
+        """`context` and `pairs` of a step, as `StepTime.seconds`.
+
+        Args:
+            prompt: prompt tokens that it computed. prompts: of so many requests.
+            rows: requests that decoded. held: tokens of KV that requests hold after it.
+        """
+        if finished.prompts and finished.prompts >= prompts:
+            length = finished.tokens / finished.prompts
+            pairs = prompt * length - prompt * prompt / (2 * finished.prompts)
+        else:
+            pairs = prompt * self._begun + prompt * prompt / 2
+        self._begun = max(0, self._begun + prompt - finished.computed)
+        context = held - self._begun - finished.tokens if rows else 0
+        return max(float(rows), context), max(0.0, pairs)
+
+
+class Finished(NamedTuple):
+    """Prompts that got their first token in a step."""
+
+    prompts: int = 0
+    tokens: int = 0
+    """Of all of them together."""
+    computed: int = 0
+    """Those that the engine computed itself, in this step or before."""

@@ -21,9 +21,11 @@ from pathlib import Path
 import yaml
 import zmq
 
-from headrace_kvstore.node.node import NodeRunning, NodeSettings, StoreNode
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import call
+from headrace_kvstore.protocol.client import NodeAway, call
+from headrace_kvstore.protocol.server import NodeRunning
 from headrace_kvstore.settings import SettingsError
 
 
@@ -75,7 +77,7 @@ def _run(settings: NodeSettings) -> int:
 def _stats(settings: NodeSettings) -> int:
     try:
         reply = call(settings.name, wire.GetStats(), socket_folder=settings.socket_folder)
-    except TimeoutError as error:
+    except NodeAway as error:
         print(error, file=sys.stderr)
         return 1
     if not isinstance(reply, wire.Stats):

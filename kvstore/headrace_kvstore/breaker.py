@@ -1,10 +1,10 @@
-"""Whether to try again what has failed: a circuit breaker. Pure; the caller brings the time.
+"""A circuit breaker: whether to try again after failures. Pure; the caller passes the time.
 
     closed --`failures` in a row--> open --after a pause--> half-open --success--> closed
                                       ^------failure, pause doubled------|
 
-While it is open nothing is tried, so that a dead endpoint or peer costs no thread and no waiting.
-Half open lets one try through at a time; whoever got it reports back, by `success`, `failure` or
+An open breaker allows nothing, so a dead endpoint or peer costs no thread and no waiting. A
+half-open breaker allows one try at a time. The caller then reports `success`, `failure` or
 `neither`.
 """
 

@@ -40,10 +40,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headrace_kvstore import checksum_kernels as kernels
-from headrace_kvstore.keys import DIGEST_BYTES, padded_hash
+from headrace_kvstore.keys import block_key
 
-SUM_VERSION = 1
-"""One more whenever sums of the same bytes change."""
 STREAM_FROM_BYTES = 1 << 20
 """Batches from here on write past the caches: faster in all, though the bytes are then read from
 memory. Smaller ones fit the second-level cache and are faster there for whoever reads them next."""
@@ -54,17 +52,13 @@ MOST_THREADS = 64
 
 _PERSON = b"headrace-kv-seed"
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX = kernels.mix.py_func
+"""On whole arrays."""
 
 
-def block_seed(namespace_digest: bytes, block_hash: bytes | int) -> int:
-    """u64 that ties a block's sums to its key: blake2b of digest and padded hash.
-
-    Raises:
-        TypeError, ValueError: not a digest of 16 bytes, or no block hash.
-    """
-    if len(namespace_digest) != DIGEST_BYTES:
-        raise ValueError(f"namespace digest has {len(namespace_digest)} bytes, not {DIGEST_BYTES}")
-    key = namespace_digest + padded_hash(block_hash)
+def block_seed(namespace_digest: bytes, block_hash: bytes) -> int:
+    """u64 that ties a block's sums to its key. Raises ValueError as `block_key`."""
+    key = block_key(namespace_digest, block_hash)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=_PERSON).digest(), "little")
 
 
@@ -74,7 +68,7 @@ def layer_seeds(block_seeds: ArrayLike, layers: int) -> NDArray[np.uint64]:
     All layers of a block have different seeds.
     """
     seeds = np.asarray(block_seeds, np.uint64)[..., None]
-    return _mix(seeds + _GAMMA * np.arange(1, layers + 1, dtype=np.uint64))
+    return _MIX(seeds + _GAMMA * np.arange(1, layers + 1, dtype=np.uint64))
 
 
 def copy_sum(
@@ -176,13 +170,6 @@ def _team() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_team.cache_clear)
-
-
-def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`kernels._mix` on arrays."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def payload_sums(

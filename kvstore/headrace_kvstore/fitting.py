@@ -37,7 +37,9 @@ class RecursiveLeastSquares:
     ``P`` stays positive definite since ``1 + eps*q = lam*(1 + q) > 0``.
 
     Residuals are clipped at ``clip`` times the running error, so one outlier moves the fit by no
-    more than a bad sample would, while a lasting change widens the running error and gets in.
+    more than a bad sample would. The first samples, one a coefficient, are never clipped: there is
+    nothing yet that they could be outliers of. Two in a row that are clipped to the same side mean
+    a lasting change: ``P`` starts again at the prior, and the next samples set the coefficients.
     Samples that are not finite, or beyond 1e100, are ignored.
     """
 
@@ -66,6 +68,7 @@ class RecursiveLeastSquares:
         self._floor = 1e-6 * error
         self._mean_square = error * error
         self._nonnegative: tuple[float, ...] | None = None
+        self._clipped = 0
         self.samples = 0
 
     @property
@@ -91,9 +94,17 @@ class RecursiveLeastSquares:
         q = float(phi @ gain)
         if not (math.isfinite(q) and q > 1e-300):
             return False
-        residual = y - float(self._theta @ phi)
+        error = y - float(self._theta @ phi)
         limit = self._clip * math.sqrt(self._mean_square)
-        residual = min(max(residual, -limit), limit)
+        if self.samples < len(self._theta):
+            limit = _HUGE
+        residual = min(max(error, -limit), limit)
+        side = 0 if residual == error else int(math.copysign(1, error))
+        if side and side == self._clipped:
+            self._p, self._mean_square = self._prior.copy(), min(error * error, _HUGE)
+            gain, residual, side = self._p @ phi, error, 0
+            q = float(phi @ gain)
+        self._clipped = side
         lam = self._forgetting
         self._theta = self._theta + gain * (residual / (1.0 + q))
         p = self._p - ((lam * q - (1.0 - lam)) / (lam * q * (1.0 + q))) * np.outer(gain, gain)
@@ -139,3 +150,71 @@ class RecursiveLeastSquares:
                 theta[j] = 0.0
             self._nonnegative = tuple(max(0.0, v) for v in theta.tolist())
         return self._nonnegative
+
+
+class LinearTime:
+    """``seconds = fixed_s + each_s * amount``, neither below 0: a transfer, a pull, a load.
+
+    Samples are weighed by ``1 / max(predicted, measured)``, so errors are relative: a second more
+    counts for much in a load of a millisecond, and for little in one of a minute.
+
+    Args:
+        fixed_s, each_s: assumed before the first sample.
+        fixed_std_s, each_std_s: how far these may be off; the wider one explains the first sample.
+        unit: of ``amount``, about as large as amounts are.
+        forgetting: weight of a sample after one more.
+    """
+
+    def __init__(
+        self,
+        fixed_s: float,
+        each_s: float,
+        fixed_std_s: float,
+        each_std_s: float,
+        *,
+        unit: float = 1.0,
+        forgetting: float = 0.9,
+    ) -> None:
+        self._unit = unit
+        self._fit = RecursiveLeastSquares(
+            mean=(fixed_s, each_s * unit),
+            std=(fixed_std_s, each_std_s * unit),
+            error=0.2,
+            forgetting=forgetting,
+        )
+
+    @property
+    def fixed_s(self) -> float:
+        return self._fit.nonnegative()[0]
+
+    @property
+    def each_s(self) -> float:
+        return self._fit.nonnegative()[1] / self._unit
+
+    @property
+    def samples(self) -> int:
+        return self._fit.samples
+
+    @property
+    def rms_error(self) -> float:
+        """Running rms of the one-step-ahead error, relative (0.1 is 10 %)."""
+        return self._fit.rms_error
+
+    def seconds(self, amount: float) -> float:
+        """Predicted seconds; 0 for no amount."""
+        return self.fixed_s + amount * self.each_s if amount > 0 else 0.0
+
+    def observe(self, amount: float, seconds: float) -> bool:
+        """Learn from one measurement; False if it is unusable."""
+        if not (math.isfinite(seconds) and seconds > 0.0 and amount > 0):
+            return False
+        weight = 1.0 / max(self.seconds(amount), seconds)
+        return self._fit.update((weight, weight * amount / self._unit), weight * seconds)
+
+    def to_dict(self) -> dict[str, float]:
+        return {
+            "fixed_s": self.fixed_s,
+            "each_s": self.each_s,
+            "relative_rms_error": self.rms_error,
+            "samples": self.samples,
+        }

@@ -1,12 +1,12 @@
 """Where a KV block's bytes lie in an engine's caches, and in which order a payload holds them.
 
-An engine gives one strided tensor a layer. With the block fixed, the bytes of one layer are one or
-more contiguous pieces; this file finds them from shape and strides alone, so that it needs no name
-for the layout (NHD, HND, K and V in one row or apart, MLA, layers inside blocks). The payload of a
-block is, layer after layer, these pieces in ascending order of address:
+An engine gives one strided tensor a layer. The bytes that one block has in one layer are one or
+more contiguous pieces of equal size. This file finds them from shape and strides alone, so it needs
+no name for the layout (NHD, HND, K and V in one row or apart, MLA, layers inside blocks). The
+payload of a block is, layer after layer, these pieces in ascending order of address:
 
     address(block, layer, piece) = base[layer, piece] + block * block_stride[layer]
-    payload offset               = layer * layer_bytes + (bytes of the layer's earlier pieces)
+    payload offset               = layer * layer_bytes + piece * piece_bytes
 
 Ascending addresses put the axes in memory order, outermost first, which is the same for two caches
 of one layout, whatever their block counts. Layers are ordered by name, numbers in names as numbers.
@@ -53,8 +53,7 @@ class LayerLayout:
     block_stride_bytes: int
     offsets: tuple[int, ...]
     """Of the pieces from their block's address, ascending."""
-    piece_bytes: tuple[int, ...]
-    """Sizes of the pieces, in the same order."""
+    piece_bytes: int
     axes: str
     """The block's axes in memory order, `axis:extent`, then bytes per element: caches with equal
     `axes` hold blocks of equal meaning at equal places of the payload."""
@@ -62,53 +61,38 @@ class LayerLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of this layer."""
-        return sum(self.piece_bytes)
+        return self.piece_bytes * len(self.offsets)
 
 
 def layer_layout(
-    address: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    itemsize: int,
-    *,
-    block_axis: int = 0,
-    blocks: int | None = None,
+    address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, blocks: int
 ) -> LayerLayout:
-    """Find the contiguous pieces of one block in a strided cache.
+    """Find the contiguous pieces of one block in a strided cache whose axis 0 counts blocks.
 
     Args:
         address: of the element at index zero, in bytes.
         shape, strides: of the cache; strides in elements.
         itemsize: bytes per element.
-        block_axis: the axis that counts blocks.
-        blocks: the scheduler's block count, when `shape[block_axis]` may be a multiple of it;
-            None takes `shape[block_axis]`.
+        blocks: the scheduler's block count; `shape[0]` may be a multiple of it.
 
     Raises:
         LayoutError: no memory, an empty axis, a block count that does not fit the axis, or
             elements that overlap.
     """
-    if address <= 0 or itemsize <= 0 or len(shape) != len(strides):
+    if address <= 0 or itemsize <= 0 or not shape or len(shape) != len(strides):
         raise LayoutError(f"no cache: address {address}, shape {shape}, strides {strides}")
-    if not 0 <= block_axis < len(shape):
-        raise LayoutError(f"block axis {block_axis} of a cache of shape {tuple(shape)}")
     if min(shape) <= 0 or min(strides) < 0:
         raise LayoutError(f"shape {tuple(shape)} or strides {tuple(strides)} not positive")
-    blocks = shape[block_axis] if blocks is None else blocks
-    if blocks <= 0 or shape[block_axis] % blocks:
-        raise LayoutError(f"axis {block_axis} of {tuple(shape)} is no multiple of {blocks} blocks")
-    kernel_blocks = shape[block_axis] // blocks
-    block_stride = strides[block_axis] * kernel_blocks
+    if blocks <= 0 or shape[0] % blocks:
+        raise LayoutError(f"axis 0 of {tuple(shape)} is no multiple of {blocks} blocks")
+    kernel_blocks = shape[0] // blocks
+    block_stride = strides[0] * kernel_blocks
 
     # (stride, extent, axis), innermost first; an axis of extent 1 moves nothing
-    inner = [
-        (stride, extent, axis)
-        for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True))
-        if axis != block_axis
-    ]
-    inner.append((strides[block_axis], kernel_blocks, block_axis))
-    inner = sorted(axis for axis in inner if axis[1] > 1)
-    _refuse_overlap(inner + ([(block_stride, blocks, block_axis)] if blocks > 1 else []))
+    extents = [kernel_blocks, *shape[1:]]
+    axes = zip(strides, extents, range(len(shape)), strict=True)
+    inner = sorted(axis for axis in axes if axis[1] > 1)
+    _refuse_overlap(inner + ([(block_stride, blocks, 0)] if blocks > 1 else []))
 
     run, contiguous = 1, 0
     for stride, extent, _ in inner:
@@ -124,7 +108,7 @@ def layer_layout(
         blocks=blocks,
         block_stride_bytes=block_stride * itemsize,
         offsets=tuple(int(offset) * itemsize for offset in np.sort(offsets)),
-        piece_bytes=(run * itemsize,) * len(offsets),
+        piece_bytes=run * itemsize,
         axes=",".join(f"{axis}:{extent}" for _, extent, axis in reversed(inner)) + f"x{itemsize}",
     )
 
@@ -136,19 +120,6 @@ def _refuse_overlap(axes: list[tuple[int, int, int]]) -> None:
         if stride < reach:
             raise LayoutError(f"axis {axis} steps {stride} elements, others reach {reach}: overlap")
         reach += stride * (extent - 1)
-
-
-def find_block_axis(shape: Sequence[int], blocks: int) -> int:
-    """The axis that counts blocks, for caches that do not have it first.
-
-    Raises:
-        LayoutError: no axis, or more than one, is a multiple of the block count: then the caller
-            must know.
-    """
-    found = [axis for axis, extent in enumerate(shape) if extent and extent % blocks == 0]
-    if len(found) != 1:
-        raise LayoutError(f"axes {found} of {tuple(shape)} may count {blocks} blocks")
-    return found[0]
 
 
 def natural_order(name: str) -> list[tuple[int, str | int]]:
@@ -178,7 +149,7 @@ class BlockLayout:
                 ("blocks", layer.blocks, first.blocks),
                 ("bytes a block", layer.block_bytes, first.block_bytes),
                 ("as order of axes", layer.axes, first.axes),
-                ("as pieces", layer.piece_bytes, first.piece_bytes),
+                ("bytes a piece", layer.piece_bytes, first.piece_bytes),
             ):
                 if mine != theirs:
                     raise LayoutError(
@@ -188,15 +159,12 @@ class BlockLayout:
         self._refuse_shared_bytes()
 
     @classmethod
-    def of_tensors(
-        cls, caches: Mapping[str, CacheTensor], blocks: int, block_axis: int = 0
-    ) -> BlockLayout:
+    def of_tensors(cls, caches: Mapping[str, CacheTensor], blocks: int) -> BlockLayout:
         """Layout of what vLLM's `register_kv_caches` hands over.
 
         Args:
             caches: tensor by layer name; they must stay alive as long as addresses are used.
             blocks: the scheduler's block count (`KVCacheConfig.num_blocks`).
-            block_axis: 0 in vLLM since 0.29; see `find_block_axis` for others.
 
         Raises:
             LayoutError: as `layer_layout` (naming the layer) and `BlockLayout`.
@@ -205,18 +173,11 @@ class BlockLayout:
         layers = []
         for name in names:
             cache = caches[name]
+            memory = cache.data_ptr(), tuple(cache.shape), tuple(cache.stride())
             try:
-                layer = layer_layout(
-                    cache.data_ptr(),
-                    tuple(cache.shape),
-                    tuple(cache.stride()),
-                    cache.element_size(),
-                    block_axis=block_axis,
-                    blocks=blocks,
-                )
+                layers.append(layer_layout(*memory, cache.element_size(), blocks))
             except LayoutError as error:
                 raise LayoutError(f"{name}: {error}") from error
-            layers.append(layer)
         return cls(tuple(names), tuple(layers))
 
     @property
@@ -234,15 +195,10 @@ class BlockLayout:
         """Bytes of one block's payload."""
         return self.layer_bytes * len(self.layers)
 
-    @cached_property
-    def piece_bytes(self) -> NDArray[np.uint64]:
-        """Shape [pieces]: sizes of a layer's pieces."""
-        return np.array(self.layers[0].piece_bytes, np.uint64)
-
     @property
-    def axes(self) -> str:
-        """What a payload's bytes mean, for comparing engines: layers, and each one's axes."""
-        return f"{len(self.layers)}*({self.layers[0].axes})"
+    def piece_bytes(self) -> int:
+        """Bytes of each piece."""
+        return self.layers[0].piece_bytes
 
     def engine_addresses(self, block_ids: ArrayLike) -> NDArray[np.uint64]:
         """Shape [blocks asked for, layers, pieces]: addresses in the engine's caches.
@@ -273,8 +229,9 @@ class BlockLayout:
 
     @cached_property
     def _payload_offsets(self) -> NDArray[np.uint64]:
-        layer = np.arange(len(self.layers), dtype=np.uint64) * np.uint64(self.layer_bytes)
-        return layer[:, None] + (np.cumsum(self.piece_bytes) - self.piece_bytes)[None]
+        pieces = len(self.layers[0].offsets)
+        places = np.arange(len(self.layers) * pieces, dtype=np.uint64)
+        return (places * np.uint64(self.piece_bytes)).reshape(-1, pieces)
 
     def _refuse_shared_bytes(self) -> None:
         """Pieces of all layers, each repeated `blocks` times a stride apart, must be disjoint.
@@ -284,10 +241,10 @@ class BlockLayout:
         of the other iff |d + (j - i) s| is less than the size of the one that comes first, and
         only the two multiples next to d can.
         """
-        size = np.tile(self.piece_bytes.astype(np.int64), len(self.layers))
+        size, pieces = self.piece_bytes, len(self.layers[0].offsets)
         starts = self._bases.ravel().astype(np.int64)
-        steps = np.repeat(self._block_strides.astype(np.int64), len(self.piece_bytes))
-        owner = np.repeat(np.arange(len(self.layers)), len(self.piece_bytes))
+        steps = np.repeat(self._block_strides.astype(np.int64), pieces)
+        owner = np.repeat(np.arange(len(self.layers)), pieces)
         ends = starts + (self.blocks - 1) * steps + size
         order = np.argsort(starts, kind="stable")
         for at, mine in enumerate(order):
@@ -298,8 +255,8 @@ class BlockLayout:
             step, distance = steps[mine], starts[near] - starts[mine]
             ahead = distance % step if self.blocks > 1 else distance
             beyond_range = distance // max(step, 1) + 1 >= self.blocks
-            shared = (steps[near] != step) | (ahead < size[mine])
-            shared |= ~beyond_range & (step - ahead < size[near])
+            shared = (steps[near] != step) | (ahead < size)
+            shared |= ~beyond_range & (step - ahead < size)
             if shared.any():
                 one, two = self.names[owner[mine]], self.names[owner[near[shared.argmax()]]]
                 raise LayoutError(

@@ -1,4 +1,4 @@
-"""What the KV store could supply of a prompt: from which tier, and after which wait. Pure."""
+"""Runs of a prompt that the KV store can supply: from which tier, and after which wait. Pure."""
 
 from __future__ import annotations
 

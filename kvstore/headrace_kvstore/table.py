@@ -1,7 +1,7 @@
-"""The slot record of the DRAM tier: what the arena knows about each KV block, one row a slot.
+"""The slot record of the DRAM tier: what the arena knows of each KV block, one row per slot.
 
-The arena writes these rows and the eviction policy reads them, so this file imports nothing of
-either. Seconds are of time.monotonic(), one clock for all processes of a machine.
+The arena writes these rows and the eviction policy reads them, so this file imports neither.
+Seconds are of time.monotonic(), one clock for all processes of a machine.
 """
 
 import hashlib

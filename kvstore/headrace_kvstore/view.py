@@ -1,9 +1,9 @@
-"""What a machine's KV store holds of a prompt, as whoever plans on that machine sees it.
+"""Which blocks of a prompt this machine's KV store holds, for planners on that machine.
 
-The arena is shared memory, so the planner looks into it as the engines do: DRAM is known exactly,
-for the price of hashing the prompt. For what lies below, the machine's StoreNode is asked
-(`survey`). Which blocks are its engine's own (namespace) the engine tells by its statistics; until
-then nothing is known to be held.
+The arena is shared memory, so the planner reads it directly, as the engines do. What DRAM holds is
+known exactly, for the price of hashing the prompt. For tiers below DRAM, the machine's StoreNode is
+asked (`survey`). The engine reports its blocks' namespace with its statistics; until then the view
+is empty.
 """
 
 from __future__ import annotations
@@ -54,13 +54,7 @@ class StoreView:
 
     def held_tokens(self, token_ids: Sequence[int], salt: str) -> int:
         """Leading tokens of a prompt that every worker's part of is in DRAM. Never raises."""
-        if len(token_ids) < self._block_tokens or not self._open():
-            return 0
-        try:
-            return self._held(self._hashes(token_ids, salt)) * self._block_tokens
-        except Exception:
-            logger.exception("the arena cannot be looked into")
-            return 0
+        return self._look(token_ids, salt)[1] * self._block_tokens
 
     async def supplies(self, token_ids: Sequence[int], salt: str, compute_s: float) -> list[Supply]:
         """Leading tokens of a prompt that the store could supply, by medium; below DRAM as far as
@@ -69,14 +63,7 @@ class StoreView:
         Args:
             compute_s: what computing a block takes.
         """
-        if len(token_ids) < self._block_tokens or not self._open():
-            return []
-        try:
-            hashes = self._hashes(token_ids, salt)
-            held = self._held(hashes)
-        except Exception:
-            logger.exception("the arena cannot be looked into")
-            return []
+        hashes, held = self._look(token_ids, salt)
         # The last token is always computed, so the block that it completes is never loaded.
         rest = hashes[held : (len(token_ids) - 1) // self._block_tokens]
         found = [Supply(DRAM, held)] if held else []
@@ -104,10 +91,17 @@ class StoreView:
         if arena is not None:
             arena.close()
 
-    def _held(self, hashes: Sequence[bytes]) -> int:
-        assert self._arena is not None
-        held = [self._arena.lookup(row, hashes) >= 0 for row in self._rows]
-        return _leading(np.logical_and.reduce(held)) if held else 0
+    def _look(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
+        """Hashes of a prompt's full blocks, and how many leading ones all workers have in DRAM."""
+        if len(token_ids) < self._block_tokens or not self._open() or self._arena is None:
+            return [], 0
+        try:
+            hashes = self._hashes(token_ids, salt)
+            held = [self._arena.lookup(row, hashes) >= 0 for row in self._rows]
+            return hashes, _leading(np.logical_and.reduce(held))
+        except Exception:
+            logger.exception("the arena cannot be read")
+            return [], 0
 
     def _open(self) -> bool:
         """Whether the arena is mapped and the engine's namespaces are in it."""

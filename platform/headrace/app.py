@@ -58,6 +58,8 @@ def build_app(args: dict[str, Any]) -> Application:
         for config in (pd.prefill_config, pd.decode_config):
             _trace_engine(config, section.observability.otlp_endpoint)
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
+    for engine in engines:
+        _use_quiet_nixl(engine)
     store = add_store(section.store, engines, setup)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     prefill = _deployment(
@@ -84,6 +86,13 @@ def build_app(args: dict[str, Any]) -> Application:
     if section.token_path == "classic":
         return _classic(pd, decode)
     return _relay(pd, section, decode, prefill, store, token, setup)
+
+
+def _use_quiet_nixl(engine: dict[str, Any]) -> None:
+    """Where an engine's connector is vLLM's NixlConnector, load ours of that name instead."""
+    transfer = engine.get("kv_transfer_config")
+    if isinstance(transfer, dict) and transfer.get("kv_connector") == "NixlConnector":
+        transfer.setdefault("kv_connector_module_path", "headrace_engine.quiet_nixl")
 
 
 def _trace_engine(config: Any, otlp_endpoint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +17,17 @@ from headrace.router import (
     PrefillReport,
     Router,
     RouterSettings,
-    StepSample,
 )
+from headrace_engine.steptime import StepTime
 from headrace_kvstore.supply import Supply
 from headrace_kvstore.view import StoreView, store_settings
 
 if TYPE_CHECKING:
     from headrace_engine.handoff import PrefillResult
     from headrace_engine.meter import EngineMeter, Step, StoreLoad, Transfer
+
+
+logger = logging.getLogger("headrace.router")
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class RouterPlanner:
     def __call__(self, vllm_config: Any, meter: EngineMeter) -> ReplicaPlanner:
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         settings = replace(self.settings, max_step_tokens=step_tokens)
-        router = Router(settings, engine_geometry(vllm_config))
+        router = Router(settings, engine_geometry(vllm_config), decode_step=meter.step_time)
         machine = ray.get_runtime_context().get_node_id()
         return ReplicaPlanner(router, meter, store_view(vllm_config, meter), machine)
 
@@ -58,6 +62,7 @@ class ReplicaPlanner:
         self._store = store
         self._machine, self._prefill_machine = machine, ""
         self._plans: dict[str, Plan] = {}
+        meter.alone_s = router.step_alone_s
         meter.watch(self._on_step, self._on_transfer, self._on_load)
 
     @property
@@ -93,8 +98,11 @@ class ReplicaPlanner:
 
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
         self._prefill_machine = result.machine
-        for ctx_tokens, gen_requests, seconds in result.steps:
-            self.router.observe_step("prefill", StepSample(ctx_tokens, gen_requests, seconds))
+        if result.step_time:
+            try:
+                self.router.prefill_step_times(StepTime.from_dict(result.step_time))
+            except ValueError as error:
+                logger.warning("a prefill replica's step times are left out: %s", error)
         for load in result.loads:
             self.router.observe_load(*load)
         self.router.prefill_done(
@@ -153,7 +161,7 @@ class ReplicaPlanner:
         return 0 if self._store is None else self._store.pin(token_ids, salt)
 
     def _on_step(self, step: Step) -> None:
-        self.router.observe_step("decode", StepSample(*step))
+        self.router.local_step(step.prompt)
 
     def _on_load(self, load: StoreLoad) -> None:
         self.router.observe_load(*load)

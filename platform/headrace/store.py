@@ -57,7 +57,7 @@ def _add(engine: dict[str, Any], settings: dict[str, Any]) -> bool:
     recompute = {"kv_load_failure_policy": "recompute"}
     stored = {
         "kv_connector": "HeadraceConnector",
-        "kv_connector_module_path": "headrace_kvstore.connector.connector",
+        "kv_connector_module_path": "headrace_engine.store_connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }

@@ -55,7 +55,8 @@ class PrefillServer(PDPrefillServer):
             setup("prefill")
         await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
         self.engine: MeteredVLLMEngine
-        self._gate = ComputeGate(self.engine.meter)
+        step_tokens = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
+        self._gate = ComputeGate(self.engine.meter, step_tokens)
         self._machine = get_runtime_context().get_node_id()
         self._joining = asyncio.create_task(join_store(store)) if store is not None else None
 
@@ -81,7 +82,7 @@ class PrefillServer(PDPrefillServer):
             cached_tokens=cached,
             computed_tokens=len(token_ids) - cached,
             machine=self._machine,
-            steps=tuple(self.engine.meter.take_steps()),
+            step_time=self.engine.meter.step_time.to_dict(),
             loads=tuple(self.engine.meter.take_loads()),
         )
 

@@ -1,5 +1,5 @@
-"""The order of the end-to-end tests: an app that drafts; the plain engine before the shared app;
-faults and the end last."""
+"""The order of the end-to-end tests, which share one app: faults and its end come last, then an app
+that cannot draft."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from tests.support.app import MODEL, App
 
 HERE = Path(__file__).parent
 ORDER = (
-    "test_drafting",
     "test_exactness",
+    "test_drafting",
     "test_openai_client",
     "test_operator",
     "test_bad_requests",
     "test_hang_up",
+    "test_rest_face",
     "test_schema",
     "test_store",
     "test_faults",
+    "test_soak",
     "test_down",
+    "test_undrafted",
 )
 
 

@@ -1,12 +1,30 @@
-"""`headrace down` leaves nothing: no process, no file in /dev/shm. Runs last."""
+"""`headrace down` leaves nothing: no process, no file in /dev/shm. Runs behind all that share the
+app."""
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
-from tests.support.app import Session
+from headrace.cli.reap import shm_files, shm_names, shm_users
+from tests.support.app import Session, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+def test_the_semaphores_of_a_killed_replica_are_removed_while_the_app_runs(
+    app_session: Session,
+) -> None:
+    if app_session.app is None:
+        pytest.skip("no test of this run started the app")
+    replica = psutil.Process(app_session.app.replica("decode")["pid"])
+    family = [replica, *replica.children(recursive=True)]
+    semaphores = shm_files(name for name in shm_names() if name.startswith("sem.mp-"))
+    theirs = {file.name for file in shm_users(semaphores, family)}
+    assert theirs, "vLLM makes none any more: this test can go"
+    for process in family:
+        process.kill()
+    until(lambda: not theirs & shm_names(), 20.0, "no semaphore left", lambda: theirs)
 
 
 def test_down_leaves_no_process_and_no_shared_memory(app_session: Session) -> None:

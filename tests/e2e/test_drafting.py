@@ -1,8 +1,4 @@
-"""An app that drafts answers as one that does not, over either way, and obeys its operator.
-
-An app of its own, that is up before the shared one is: whether drafting pays is the planner's
-matter, so here every draft there is is verified.
-"""
+"""An app that drafts answers as one that does not, over either way, and obeys its operator."""
 
 from __future__ import annotations
 
@@ -17,34 +13,25 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.app import MODEL, App, Session, until
+from tests.support.app import DRAFT_TOKENS, MODEL, QUIET_TENANT, App, Session, until
 from tests.support.prompts import TEXT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("same_replicas"),
+    pytest.mark.timeout(300),
+]
 
-DRAFT_TOKENS = 8
 ANSWER_TOKENS = 40
 UNDRAFTED: dict[str, Any] = {"vllm_xargs": {"headrace_draft": 0}}
 PROMPTS = [f"{TEXT[start : start + 900]}\nThe same text again: " for start in (0, 40, 80, 120)]
 
 
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    session = Session()
-    yield session
-    session.clean()
-
-
-@pytest.fixture(scope="module")
-def app(session: Session) -> App:
-    return session.start(
-        {
-            "speculation.enabled": "true",
-            "speculation.mode": f"static:{DRAFT_TOKENS}",
-            "speculation.draft_tokens": str(DRAFT_TOKENS),
-            "speculation.tenants": "{quiet: {draft: false}}",
-        }
-    )
+@pytest.fixture(scope="module", autouse=True)
+def drafting(_running_app: App) -> Iterator[None]:
+    """Whether drafting pays is the planner's matter: here every draft there is is verified."""
+    with _running_app.drafting(f"static:{DRAFT_TOKENS}"):
+        yield
 
 
 def answer(client: openai.OpenAI, prompt: str, salt: str, **extra: Any) -> list[int]:
@@ -125,7 +112,7 @@ def test_who_is_not_to_be_drafted_for_is_not(app: App, client: openai.OpenAI) ->
 
     before, at = drafted(), steps()
     for _ in range(2):
-        answer(client, PROMPTS[0], "quiet")
+        answer(client, PROMPTS[0], QUIET_TENANT)
         answer(client, PROMPTS[0], "loud", **UNDRAFTED)
     until(lambda: steps() > at, 10.0, "a report of these steps")
     assert drafted() == before
@@ -134,23 +121,22 @@ def test_who_is_not_to_be_drafted_for_is_not(app: App, client: openai.OpenAI) ->
 def test_the_kill_switch_holds_for_as_long_as_it_is_told_to(
     app: App, client: openai.OpenAI
 ) -> None:
-    def mode() -> str:
-        return str(app.replica("decode")["speculation"]["mode"])
-
     order = {"mode": "off", "for_s": 4}
     assert app.client.put("/headrace/v1/speculation", json=order).status_code == 200
-    until(lambda: mode() == "off", 3.5, "drafting off", mode)
+    until(lambda: app.drafting_mode() == "off", 3.5, "drafting off")
     answer(client, PROMPTS[1], "any")
-    until(lambda: mode() == "static", 15.0, "drafting on again", mode)
+    until(lambda: app.drafting_mode() == "static", 15.0, "drafting on again")
 
 
 def test_an_operator_loads_lists_and_drops_a_corpus(
-    session: Session, app: App, client: openai.OpenAI, tmp_path: Path
+    app_session: Session, app: App, client: openai.OpenAI, tmp_path: Path
 ) -> None:
+    cli = [sys.executable, "-m", "headrace.cli"]
+
     def memory(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace.cli", "memory", *arguments, "--name", session.name],
-            env=session.environment,
+            [*cli, "memory", *arguments, "--name", app_session.name],
+            env=app_session.environment,
             capture_output=True,
             text=True,
             timeout=120,
@@ -181,7 +167,3 @@ def test_metrics_tell_of_drafting(app: App) -> None:
         return "ray_headrace_speculation_accepted_tokens" in text
 
     until(told, 30.0, "drafting in the metrics")
-
-
-def test_it_ends_and_leaves_nothing(session: Session) -> None:
-    assert session.stop() == []

@@ -5,59 +5,43 @@ And the status tells which way it was: bytes that NIXL moved, plans by kind.
 
 from __future__ import annotations
 
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from headrace.model import describe
 from tests.support.app import App, until
-from tests.support.prompts import ANSWER_TOKENS, LENGTHS, TEXT, exactness_prompts
-from tests.support.stored import stored_answers
+from tests.support.exact import answer, answer_by
+from tests.support.prompts import (
+    FIRST_TURN,
+    LENGTHS,
+    SECOND_TURN,
+    exactness_prompts,
+    plain_prompts,
+    text_ids,
+    turns,
+)
+from tests.support.truth import Truth, plain_truth
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FLOAT32_BYTES = 4
-TRIES = 10
-FIRST_TURN, SECOND_TURN = 300, 470
 BLOCK_TOKENS = 128
 
 
 @pytest.fixture(scope="module")
-def text_ids(model_folder: Path) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-    return list(tokenizer.encode(TEXT, add_special_tokens=False).ids)
-
-
-@pytest.fixture(scope="module")
-def prompts(text_ids: list[int]) -> list[list[int]]:
-    prompts = exactness_prompts(text_ids)
+def prompts(model_folder: Path) -> list[list[int]]:
+    prompts = exactness_prompts(text_ids(model_folder))
     assert [len(p) for p in prompts] == list(LENGTHS)
     return prompts
 
 
 @pytest.fixture(scope="module")
-def turns(text_ids: list[int]) -> list[list[int]]:
-    """A conversation's first turn, and its second, which begins with the first."""
-    long = (text_ids[5:] + text_ids * 5)[:SECOND_TURN]
-    return [long[:FIRST_TURN], long]
-
-
-@pytest.fixture(scope="module")
-def truth(model_folder: Path, prompts: list[list[int]], turns: list[list[int]]) -> list[list[int]]:
-    """What a plain engine answers to the prompts, then to the turns."""
-    answers = stored_answers(
-        str(model_folder),
-        [*prompts, *turns],
-        None,
-        max_tokens=ANSWER_TOKENS,
-        prefix_caching=False,
-    )
-    return [answer.tokens for answer in answers]
+def truth(model_folder: Path) -> Truth:
+    """What a plain engine answers."""
+    return plain_truth(model_folder, plain_prompts(model_folder))
 
 
 @pytest.fixture(scope="module")
@@ -66,54 +50,10 @@ def kv_bytes_per_token(model_folder: Path) -> int:
     return facts.kv_bytes_per_token // facts.dtype_bytes * FLOAT32_BYTES
 
 
-def answer(app: App, prompt: list[int], salt: str, request_id: str | None = None) -> dict[str, Any]:
-    """The first choice's token ids and the request's usage."""
-    headers = {"X-Request-Id": request_id} if request_id else None
-    body = app.complete(
-        prompt,
-        headers=headers,
-        max_tokens=ANSWER_TOKENS,
-        cache_salt=salt,
-        return_token_ids=True,
-    )
-    return {"tokens": body["choices"][0]["token_ids"], "usage": body["usage"]}
-
-
-def answer_by(app: App, way: str, prompt: list[int], asked: list[int] | None = None) -> list[int]:
-    """Token ids, from a request that was really prefilled that way. `asked` gets the length of each
-    prompt sent, those that went another way included.
-
-    On a machine that is busy with something else a remote prefill may be late, and the router then
-    sends this request and the next ones elsewhere: they are asked again.
-    """
-    for _ in range(TRIES):
-        name = uuid.uuid4().hex
-        tokens = answer(app, prompt, name, name)["tokens"]
-        if asked is not None:
-            asked.append(len(prompt))
-        if app.plan(name)["kind"] == way:
-            return list(tokens)
-        time.sleep(2)
-    pytest.fail(f"{TRIES} requests of {len(prompt)} tokens went another way than {way}")
-
-
-def differences(
-    prompts: list[list[int]], answers: list[list[int]], truth: list[list[int]]
-) -> list[str]:
-    """One line for each prompt that was answered otherwise."""
-    lines = []
-    for prompt, got, wanted in zip(prompts, answers, truth, strict=True):
-        if got != wanted:
-            pairs = zip(got, wanted, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(wanted)))
-            lines.append(f"{len(prompt)} tokens: differs at answer token {at}: {got} != {wanted}")
-    return lines
-
-
 @pytest.mark.parametrize("way", ["local", "remote"])
 def test_greedy_answers_are_those_of_a_plain_engine(
     way: str,
-    truth: list[list[int]],
+    truth: Truth,
     app: App,
     prompts: list[list[int]],
     kv_bytes_per_token: int,
@@ -123,7 +63,7 @@ def test_greedy_answers_are_those_of_a_plain_engine(
     with app.policy(way):
         answers = [answer_by(app, way, prompt, asked) for prompt in prompts]
 
-    assert not differences(prompts, answers, truth[: len(prompts)])
+    assert not truth.differences(prompts, answers)
     plans = app.plans()
     assert plans[way] - plans_before[way] >= len(prompts)
     if way == "local":
@@ -137,14 +77,13 @@ def test_greedy_answers_are_those_of_a_plain_engine(
 
 
 def test_kv_of_requests_at_once_is_not_mixed_up(
-    truth: list[list[int]], app: App, prompts: list[list[int]]
+    truth: Truth, app: App, prompts: list[list[int]]
 ) -> None:
-    chosen = [n for n, prompt in enumerate(prompts) if 16 <= len(prompt) <= 520 and n % 3 != 2]
-    some = [prompts[n] for n in chosen]
+    some = [p for n, p in enumerate(prompts) if 16 <= len(p) <= 520 and n % 3 != 2]
     salt = uuid.uuid4().hex
     with app.policy("remote"), ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda p: answer(app, p, salt)["tokens"], some))
-    assert not differences(some, answers, [truth[n] for n in chosen])
+    assert not truth.differences(some, answers)
 
 
 @pytest.mark.parametrize("first_way", ["local", "remote"])
@@ -152,20 +91,21 @@ def test_kv_of_requests_at_once_is_not_mixed_up(
 def test_a_second_turn_uses_what_is_cached_whichever_way_it_came(
     first_way: str,
     second_way: str,
-    truth: list[list[int]],
+    truth: Truth,
     app: App,
-    turns: list[list[int]],
+    model_folder: Path,
     kv_bytes_per_token: int,
 ) -> None:
     salt = uuid.uuid4().hex
+    asked = turns(text_ids(model_folder))
     with app.policy(first_way):
-        first = answer(app, turns[0], salt)
+        first = answer(app, asked[0], salt)
     app.wait_idle()
     before = app.nixl_bytes()
     with app.policy(second_way):
-        second = answer(app, turns[1], salt)
+        second = answer(app, asked[1], salt)
 
-    assert not differences(turns, [first["tokens"], second["tokens"]], truth[-2:])
+    assert not truth.differences(asked, [first["tokens"], second["tokens"]])
     app.wait_idle()
     moved_tokens = (app.nixl_bytes() - before) / kv_bytes_per_token
     cached = FIRST_TURN // BLOCK_TOKENS * BLOCK_TOKENS

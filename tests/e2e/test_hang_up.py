@@ -13,9 +13,9 @@ from tests.support.prompts import noise
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("same_replicas")]
 
-PROMPT_TOKENS = 6000
+PROMPT_TOKENS = 3000
 STEP_S = 10.0
-"""An engine step cannot be interrupted; the longest here computes 2,048 tokens."""
+"""An engine step cannot be interrupted; it computes `STEP_TOKENS` at most."""
 
 
 def request(prompt_tokens: int, seed: int, **fields: Any) -> dict[str, Any]:

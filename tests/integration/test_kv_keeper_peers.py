@@ -19,7 +19,7 @@ import ray
 from headrace_kvstore.cluster.keeper import StoreNodeActor
 from headrace_kvstore.cluster.peering import Peering
 from headrace_kvstore.protocol.client import NodeClient
-from tests.support.kvnode import DIGEST, Engine, keys, settings, until
+from tests.support.kvnode import Engine, answers, locate, settings, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,16 +85,20 @@ def test_machines_pull_from_each_other_also_after_a_restart(
         return int(peer["blocks"]["DRAM"])
 
     def pulls(*numbers: int) -> None:
-        client.ask_locate("r", DIGEST, keys(*numbers))
-        until(lambda: bool(client.poll()), PATIENT_S)
-        assert all(engines[1].has(*numbers))
+        """Asked again where a pull was late, as on a busy machine."""
+
+        def brought() -> bool:
+            locate(client, *numbers)
+            return all(engines[1].has(*numbers))
+
+        until(brought, PATIENT_S)
 
     engines[0].put(0, 1)
     until(lambda: known() == 2, PATIENT_S)
     client = NodeClient(
         "arena", timeout_s=PATIENT_S, retry_s=0.05, socket_folder=tmp_path / "reader"
     )
-    until(lambda: client.up, PATIENT_S)
+    until(lambda: answers(client), PATIENT_S)
     pulls(0, 1)
     before = stats(owner)
     os.kill(before["pid"], signal.SIGKILL)

@@ -13,8 +13,9 @@ import pytest
 
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import Answer, NodeClient
-from tests.support.kvnode import DIGEST, Engine, Reader, keys, until
+from headrace_kvstore.protocol.client import NodeClient
+from tests.support.kvcheck import broken
+from tests.support.kvnode import DIGEST, Engine, Reader, answers, keys, locate, until
 from tests.support.kvprocess import ROOT, Node
 
 
@@ -46,34 +47,26 @@ def client(folder: Path) -> Iterator[NodeClient]:
     client.close()
 
 
-def answer(client: NodeClient, *numbers: int) -> Answer:
-    """What the client is told about these blocks."""
-    client.ask_locate("r", DIGEST, keys(*numbers))
-    got: list[Answer] = []
-    until(lambda: bool(got.extend(client.poll()) or got))
-    return got[-1]
-
-
 def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
     begin: Callable[..., Node], client: NodeClient
 ) -> None:
     node = begin(keep_arena=True)
     mover = Mover()
     engine, reader = Engine(node.settings), Reader(mover)
-    until(lambda: client.up)
+    until(lambda: answers(client))
     engine.put(*range(12))
-    until(lambda: len(answer(client, *range(12)).locations) == 12)
+    until(lambda: len(locate(client, *range(12))) == 12)
 
     node.kill()
-    assert answer(client, 0).locations == []
-    assert not client.prefetch(DIGEST, keys(0))
+    assert locate(client, 0) == []
+    assert not client.tell(wire.Prefetch(DIGEST, keys(0)))
     engine.put(20)
     assert engine.has(0, 20) == [True, True]
 
     node = begin(keep_arena=True)
-    until(lambda: client.up)
-    until(lambda: len(answer(client, *range(12), 20).locations) == 13)
-    places = answer(client, *range(12)).locations
+    until(lambda: answers(client))
+    until(lambda: len(locate(client, *range(12), 20)) == 13)
+    places = locate(client, *range(12))
     assert reader.read(places, range(12)) == [True] * 12
     assert engine.has(*range(12), 20) == [True] * 13
     nvme = node.stats()["tiers"]["nvme"]
@@ -99,7 +92,7 @@ def test_a_node_killed_while_it_reads_and_writes_leaves_nothing_wrong(
         engine.put(*range(first, first + 20))
         node.call(wire.Prefetch(DIGEST, keys(*range(first))) if first else wire.Ping())
     node.kill()
-    assert engine.arena.check() == []
+    assert broken(engine.arena) == []
     engine.has(*range(60))  # and compares bytes and checksums
     node = begin(keep_arena=True)
     there = [number for number in range(60) if engine.has(number)[0]]

@@ -215,7 +215,7 @@ def start(tmp_path: Path, line: Line, url: str) -> Iterator[Callable[..., StoreN
 
 def held(node: StoreNode) -> int:
     """Blocks that the node knows in objects."""
-    return int(node.stats()["tiers"]["object"]["blocks"])
+    return int(node.operations.stats()["tiers"]["object"]["blocks"])
 
 
 def test_a_new_node_with_nothing_starts_warm_from_what_another_left(
@@ -247,8 +247,8 @@ def test_two_nodes_that_store_the_same_blocks_both_keep_serving_them(
     until(lambda: [held(node) for node in nodes] == [3, 3])
     for node, engine in zip(nodes, engines, strict=True):
         engine.arena.clear(engine.row)
-        node.clear(tiers=["nvme"])
-        pulling = node.pull(DIGEST, keys(0, 1, 2))
+        node.operations.clear(tiers=["nvme"])
+        pulling = node.operations.pull(DIGEST, keys(0, 1, 2))
         assert pulling is not None and pulling.done.result(20) == 3
         assert engine.has(0, 1, 2) == [True] * 3
         engine.close()
@@ -264,11 +264,11 @@ def test_a_pull_from_an_endpoint_that_dies_ends_and_the_engine_stores_on(
     until(lambda: held(node) == 3)
     engine.arena.clear(engine.row)
     line.set("held")
-    pulling = node.pull(DIGEST, keys(0, 1, 2))
+    pulling = node.operations.pull(DIGEST, keys(0, 1, 2))
     assert pulling is not None and pulling.done.result(20) == 0
     assert engine.put(0, 7) == [True, True]
     assert engine.has(0, 7) == [True, True]
     line.set("whole")
-    until(lambda: node.pull(DIGEST, [key(1)]) is not None)
+    until(lambda: node.operations.pull(DIGEST, [key(1)]) is not None)
     until(lambda: engine.has(1) == [True])
     engine.close()

@@ -14,8 +14,8 @@ import pytest
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Note
-from headrace_kvstore.protocol.client import Answer, NodeClient
-from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, until
+from headrace_kvstore.protocol.client import NodeClient
+from tests.support.kvnode import DIGEST, SHAPE, Engine, answers, keys, locate, until
 from tests.support.kvprocess import Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -64,7 +64,7 @@ def client_of() -> Iterator[Callable[[Node], NodeClient]]:
     def client(node: Node) -> NodeClient:
         one = NodeClient("arena", timeout_s=PATIENT_S, retry_s=0.05, socket_folder=node.folder)
         clients.append(one)
-        until(lambda: one.up)
+        until(lambda: answers(one))
         return one
 
     yield client
@@ -94,14 +94,6 @@ def knows(node: Node, blocks: int, medium: str = "DRAM") -> None:
     until(lambda: peer(node)["blocks"][medium] == blocks, PATIENT_S)
 
 
-def answer(client: NodeClient, *numbers: int, compute_s: float = 0.0) -> Answer:
-    """What an engine is told once it need wait no more."""
-    client.ask_locate("r", DIGEST, keys(*numbers), 30.0, compute_s)
-    got: list[Answer] = []
-    until(lambda: bool(got.extend(client.poll()) or got), PATIENT_S)
-    return got[-1]
-
-
 def nothing_leaks(owner: Node, reader: Node) -> None:
     """No lease is left, and no slot that is being written."""
     until(lambda: remote(owner)["lend"]["leases"] == 0, PATIENT_S)
@@ -121,9 +113,9 @@ def pair(
 
 
 def test_notes_on_one_node_s_board_come_to_the_other_s_and_no_further(begin: Begin) -> None:
-    owner = begin("owner", listen="127.0.0.1:0")
-    reader = begin("reader", listen="127.0.0.1:0", peers=(remote(owner)["address"],))
-    owner.call(wire.AddPeer(remote(reader)["address"]))
+    here = f"127.0.0.1:{free_port()}"
+    owner = begin("owner", listen="127.0.0.1:0", peers=(here,))
+    reader = begin("reader", listen=here, peers=(remote(owner)["address"],))
     place = owner.call(wire.ReadNotes("", 0, 2**20)).generation
     for last in (1, 2):
         owner.call(wire.PostNote(place, Note(b"writer", b"stream", last, b"note")))
@@ -148,7 +140,7 @@ def test_what_one_node_holds_its_neighbour_s_engine_finds_in_dram(
     client = client_of(reader)
     ours.put(*range(20))
     knows(reader, 20)
-    assert answer(client, *range(22)).locations == []
+    assert locate(client, *range(22)) == []
     assert theirs.has(*range(22)) == [True] * 20 + [False] * 2
     nothing_leaks(owner, reader)
     assert remote(reader)["pull"]["pulled_bytes"] == 20 * SHAPE.payload_bytes
@@ -157,7 +149,7 @@ def test_what_one_node_holds_its_neighbour_s_engine_finds_in_dram(
     ours.arena.clear()
     knows(reader, 0)
     theirs.arena.clear()
-    answer(client, *range(20))
+    locate(client, *range(20))
     assert theirs.has(0) == [False]
 
 
@@ -177,7 +169,7 @@ def test_blocks_that_the_owner_has_on_nvme_only_are_pulled_too(
     ours.arena.clear()
     knows(reader, 6, "NVME")
     knows(reader, 0)
-    answer(client_of(reader), *range(6))
+    locate(client_of(reader), *range(6))
     assert theirs.has(*range(6)) == [True] * 6
     assert remote(owner)["lend"]["raised_from_nvme"] == 6
     nothing_leaks(owner, reader)
@@ -190,7 +182,7 @@ def test_what_is_computed_faster_than_pulled_is_not_pulled(
     ours, theirs = engine_of(owner), engine_of(reader)
     ours.put(0, 1)
     knows(reader, 2)
-    answer(client_of(reader), 0, 1, compute_s=1e-9)
+    locate(client_of(reader), 0, 1, compute_s=1e-9)
     assert theirs.has(0, 1) == [False, False]
     assert remote(reader)["pulls_not_worth_it"] == 1
 
@@ -204,7 +196,7 @@ def test_a_flipped_bit_is_a_miss_and_the_owner_drops_the_block(
     knows(reader, 5)
     [slot] = ours.arena.lookup(ours.row, keys(3))
     ours.arena.view(slot)[1234] ^= 16
-    answer(client_of(reader), *range(5))
+    locate(client_of(reader), *range(5))
     assert theirs.has(*range(5)) == [True, True, True, False, True]
     nothing_leaks(owner, reader)
     until(lambda: ours.has(3) == [False], PATIENT_S)
@@ -229,24 +221,26 @@ def test_an_owner_killed_during_pulls_costs_hits_and_comes_back_as_another(
     ours.put(*range(30))
     knows(reader, 30)
     before = peer(reader)["generation"]
-    answer(client, 0, 1)
-    for first in range(2, 30, 4):
-        client.ask_locate(f"r{first}", DIGEST, keys(*range(first, first + 4)))
+    locate(client, 0, 1)
+    asked = [
+        client.ask(wire.Locate("r", DIGEST, keys(*range(first, first + 4)), 30.0))
+        for first in range(2, 30, 4)
+    ]
     owner.kill()
-    got: list[Answer] = []
-    until(lambda: len(got.extend(client.poll()) or got) == 7, PATIENT_S)
+    for reply in asked:
+        assert isinstance(reply.result(PATIENT_S), wire.Located)
     theirs.has(*range(30))  # compares bytes and checksums of what is there
     until(lambda: peer(reader)["state"] == "down", PATIENT_S)
     until(lambda: reader.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)
     theirs.arena.clear()
-    assert answer(client, 0).locations == [] and theirs.has(0) == [False]
+    assert locate(client, 0) == [] and theirs.has(0) == [False]
 
     owner = begin("owner", environment, listen=f"127.0.0.1:{port}", **limits)
     knows(reader, 30)
     assert peer(reader)["generation"] != before
 
     def pulled() -> bool:
-        answer(client, *range(10))
+        locate(client, *range(10))
         return all(theirs.has(*range(10)))
 
     until(pulled, PATIENT_S)
@@ -264,7 +258,7 @@ def test_an_owner_that_stands_still_is_given_up_and_left_alone(
 
     owner.process.send_signal(signal.SIGSTOP)
     try:
-        assert answer(client, *range(10)).locations == []
+        assert locate(client, *range(10)) == []
         assert not any(theirs.has(*range(10)))
         until(lambda: reader.stats()["tiers"]["dram"]["writing"] == 0, PATIENT_S)
         until(lambda: peer(reader)["state"] == "down", PATIENT_S)
@@ -274,7 +268,7 @@ def test_an_owner_that_stands_still_is_given_up_and_left_alone(
         owner.process.send_signal(signal.SIGCONT)
 
     def pulled() -> bool:
-        answer(client, *range(10))
+        locate(client, *range(10))
         return all(theirs.has(*range(10)))
 
     until(pulled, PATIENT_S)
@@ -290,30 +284,24 @@ def test_an_arena_that_was_replaced_is_met_anew(
     ours.put(*range(4))
     knows(reader, 4)
     before = peer(reader)["generation"]
-    answer(client, 0)
+    locate(client, 0)
     os.unlink(owner.folder / "arena")
     ours = engine_of(owner)
     ours.put(10, 11)
     until(lambda: peer(reader)["generation"] not in ("", before), PATIENT_S)
     knows(reader, 2)
-    answer(client, 10, 11)
+    locate(client, 10, 11)
     assert theirs.has(10, 11) == [True, True]
     nothing_leaks(owner, reader)
 
 
-def test_peers_come_and_go_and_a_node_is_no_peer_of_its_own(
+def test_a_node_that_is_told_of_itself_is_no_peer_of_its_own(
     begin: Begin, engine_of: Callable[[Node], Engine]
 ) -> None:
     owner = begin("owner", listen="127.0.0.1:0")
-    reader = begin("reader", listen="127.0.0.1:0")
+    there, itself = remote(owner)["address"], f"127.0.0.1:{free_port()}"
+    reader = begin("reader", listen=itself, peers=(there, itself))
     engine_of(owner).put(0)
-    there = remote(owner)["address"]
-    assert reader.call(wire.AddPeer(there)) == wire.Done(1)
-    assert reader.call(wire.AddPeer(remote(reader)["address"])) == wire.Done(2)
-    assert isinstance(reader.call(wire.AddPeer("nowhere")), wire.Failed)
     until(lambda: remote(reader)["peers"][there]["blocks"]["DRAM"] == 1, PATIENT_S)
-    itself = remote(reader)["address"]
     until(lambda: "itself" in remote(reader)["peers"][itself]["reason"], PATIENT_S)
-    assert reader.call(wire.RemovePeer(there)) == wire.Done(1)
-    assert list(remote(reader)["peers"]) == [itself]
     assert owner.end() == 0 and reader.end() == 0

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace.model import resolve
 from tests.support.prompts import TEXT, noise
 from tests.support.speculating import Greedy, Run, speculating_runs
+from tests.support.tiny import tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -64,7 +64,7 @@ def prompts(text_ids: list[int]) -> list[list[int]]:
 def runs() -> Iterator[dict[str, Run]]:
     from transformers import AutoTokenizer
 
-    model = str(resolve("smollm2-135m-instruct"))
+    model = str(tiny_llama())
     text_ids = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     rng = random.Random(7)
     max_tokens = [rng.choice([12, 40] if n >= 110 else [1, 2, 5, 12, 40]) for n in lengths()]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_kvstore.codec import Fp8, Int4, LayerShape, Order, Raw, raw_blocks
+from headrace_kvstore.codec import Fp8, Int4, LayerShape, Order
 from tests.support.kv import from_bits, from_layer, to_bits, to_layer
 
 E4M3 = np.array(
@@ -59,15 +59,6 @@ def matrices(shape, keys, values):
     order = shape.order
     yield (keys.swapaxes(1, 2), False) if order is Order.VEC else (keys, True)
     yield values, False
-
-
-@QUICK
-@given(layers(2))
-def test_raw_is_the_identity(layer):
-    shape, keys, values = layer
-    stored = encoded(Raw(), shape, keys, values)
-    assert stored.tobytes() == to_layer(shape, keys, values).tobytes()
-    assert np.array_equal(decoded(Raw(), shape, stored)[0], keys)
 
 
 @QUICK
@@ -182,11 +173,3 @@ def test_any_bytes_decode_and_fill_the_whole_layer(codec, dtype, order, seed):
         assert (buffer[:8] == filling).all() and (buffer[-8:] == filling).all()
         results.append(buffer[8:-8].tobytes())
     assert results[0] == results[1]
-
-
-@QUICK
-@given(st.integers(0, 2000), st.integers(1, 130), st.integers(0, 2500))
-def test_a_full_block_is_raw_iff_it_holds_one_of_the_last_tokens(prompt, block, window):
-    last = range(max(0, prompt - window), prompt)
-    naive = [i for i in range(prompt // block) if any(t // block == i for t in last)]
-    assert list(raw_blocks(prompt, block, window)) == naive

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, TierEvent
-from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, pack_header, unpack_header
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import (
+    PAGE_BYTES,
+    Block,
+    Shape,
+    TierEvent,
+    pack_header,
+    unpack_header,
+)
 from headrace_kvstore.nvme.segment import plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key
 
@@ -101,7 +108,6 @@ class TierMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.tier.close()
-        self.bench.close()
         shutil.rmtree(self.folder)
 
     @rule(numbers=NUMBERS)

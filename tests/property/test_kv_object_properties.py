@@ -33,7 +33,6 @@ class Sharing(RuleBasedStateMachine):
         tier = ObjectTier(
             self.store, writer, ROOM[writer], timeout_s=20.0, breaker=lambda: Breaker(10**9)
         )
-        tier._workers.start()  # no keeper: the machine refreshes
         tier.refresh()
         return tier
 

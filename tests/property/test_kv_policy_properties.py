@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kvpolicy.lfu import LFU
 from benchmarks.kvpolicy.optimum import Clairvoyant
+from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.replay import Replay
+from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload, from_chains
-from headrace_kvstore.policy import LFU, LRU, S3FIFO, CostAware, Policy, Priority
+from headrace_kvstore.policy import LRU, CostAware, Policy
 from headrace_kvstore.policy.cost_aware import state_dtype
 from headrace_kvstore.policy.hazard import AGES, best_rate, fit
 from headrace_kvstore.policy.tree import Forest

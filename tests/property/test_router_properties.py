@@ -1,16 +1,13 @@
-"""The router against naive models: its index, its bookkeeping, its fits."""
+"""The router against naive models: its index and its bookkeeping."""
 
 import math
 import random
-import warnings
 
-import numpy as np
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.cost import RecursiveLeastSquares, StepTimeModel
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 
 BLOCK = 2
@@ -162,59 +159,3 @@ TestEverythingReservedIsReleased = BookkeepingMachine.TestCase
 TestEverythingReservedIsReleased.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
-
-COEFFICIENT = st.floats(-5, 5)
-
-
-@given(theta=st.tuples(COEFFICIENT, COEFFICIENT), seed=st.integers(0, 2**16))
-@settings(max_examples=60, deadline=None)
-def test_a_noisy_linear_law_is_recovered(theta: tuple[float, float], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    fit = RecursiveLeastSquares((0.0, 0.0), (10.0, 10.0), error=1.0)
-    for _ in range(600):
-        x = (1.0, float(rng.uniform(-1, 1)))
-        fit.update(x, theta[0] + theta[1] * x[1] + 0.1 * rng.standard_normal())
-    assert np.allclose(fit.coefficients, theta, atol=0.1)
-
-
-@given(seed=st.integers(0, 2**16), outlier=st.sampled_from([1e3, -1e3, 1e9]))
-@settings(max_examples=30, deadline=None)
-def test_outliers_do_not_carry_the_fit_away(seed: int, outlier: float) -> None:
-    rng = np.random.default_rng(seed)
-    fit = RecursiveLeastSquares((0.0, 0.0), (10.0, 10.0), error=1.0)
-    for i in range(800):
-        x = (1.0, float(rng.uniform(-1, 1)))
-        y = 3.0 + 2.0 * x[1] + 0.1 * rng.standard_normal()
-        fit.update(x, outlier if i % 50 == 49 else y)
-    assert np.allclose(fit.coefficients, (3.0, 2.0), atol=0.4)
-
-
-ANYTHING = st.floats(allow_nan=True, allow_infinity=True)
-
-
-@given(samples=st.lists(st.tuples(ANYTHING, ANYTHING, ANYTHING), max_size=60))
-@settings(max_examples=150, deadline=None)
-def test_no_input_breaks_a_fit(samples: list[tuple[float, float, float]]) -> None:
-    fit = RecursiveLeastSquares((0.0, 0.0), (1.0, 1.0), error=1.0)
-    for x0, x1, y in samples:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fit.update((x0, x1), y)
-        assert all(map(math.isfinite, fit.coefficients))
-        assert all(v >= 0 and math.isfinite(v) for v in fit.nonnegative())
-        assert math.isfinite(fit.rms_error)
-        assert np.linalg.eigvalsh(fit._p).min() > -1e-9
-
-
-@given(
-    samples=st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 500), ANYTHING), max_size=60)
-)
-@settings(max_examples=100, deadline=None)
-def test_more_work_never_takes_less_time(samples: list[tuple[int, int, float]]) -> None:
-    model = StepTimeModel()
-    for tokens, running, seconds in samples:
-        model.observe(tokens, running, seconds)
-    grid = [model.seconds(n, 3) for n in (0, 1, 10, 100, 1000, 10_000)]
-    assert grid == sorted(grid)
-    by_running = [model.seconds(100, r) for r in (0, 1, 10, 100)]
-    assert by_running == sorted(by_running)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.budget import best_budget, can_pay
 from headrace_decode.speculation.planner import Limits, Load, Planner
 from headrace_decode.speculation.session import kv_room
-from headrace_decode.speculation.steptime import StepTime
+from headrace_engine.steptime import pairs_of
 
 PLACES = 3
 Batch = tuple[NDArray[np.float32], NDArray[np.int32]]
@@ -79,26 +79,6 @@ def test_no_draft_pays_where_the_bound_says_so(batch: Batch, seconds: NDArray[np
         assert int(best_budget(survival, lengths, seconds).take.sum()) == 0
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 600), st.integers(0, 50_000), st.floats(1e-4, 5.0), st.booleans()),
-        max_size=60,
-    )
-)
-def test_more_tokens_never_take_less_time_whatever_was_measured(
-    samples: list[tuple[int, int, float, bool]],
-) -> None:
-    model = StepTime(padded_sizes=(1, 2, 4, 8, 16, 24, 32))
-    for tokens, context, seconds, drafted in samples:
-        model.observe(tokens, context, seconds, drafted=drafted)
-    for drafted in (False, True):
-        curve = model.seconds(np.arange(1, 2000), 1000.0, drafted=drafted)
-        assert np.isfinite(curve).all()
-        assert (curve > 0).all()
-        assert (np.diff(curve) >= -1e-12).all()
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     batches(rows_max=8),
@@ -118,7 +98,7 @@ def test_a_budget_keeps_to_every_limit(
     taken = int(planner.choose(load, limits, survival, lengths).sum())
     assert taken <= spare
     assert cap is None or taken <= cap
-    step_s = float(planner.times.seconds(rows + prefill + taken, drafted=True))
+    step_s = planner.times.seconds(prefill, rows, taken, 0, pairs_of(0, prefill))
     assert taken == 0 or step_s <= itl_s
 
 

@@ -9,10 +9,9 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,22 +20,35 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
+from tests.support import run
 from tests.support.collector import Collector
 
 MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 480.0
-MARK = "HEADRACE_TEST_RUN"
-"""Environment variable by which every process of the run is known."""
-SHM = Path("/dev/shm")
+SETTINGS = "HEADRACE_TEST_SET"
+"""Environment variable: settings that differ, as "name=value name=value"."""
+MARK = "HEADRACE_TEST_APP"
+"""Environment variable by which every process of the app is known."""
 
+STEP_TOKENS = 512
 ENGINE = {
     # Greedy answers are compared token for token: half precision would leave ties to rounding.
     "dtype": "float32",
     # Named tools and required ones need no parser; "auto" does.
     "enable_auto_tool_choice": "true",
     "tool_call_parser": "hermes",
+    # A step takes seconds at most, and prompts need not be long to be computed in several.
+    "max_num_batched_tokens": str(STEP_TOKENS),
+}
+DRAFT_TOKENS = 8
+QUIET_TENANT = "quiet"
+"""Is never drafted for."""
+SPECULATION = {
+    "enabled": "true",
+    "mode": '"off"',  # until a test switches it on
+    "draft_tokens": str(DRAFT_TOKENS),
+    "tenants": f"{{{QUIET_TENANT}: {{draft: false}}}}",
 }
 
 
@@ -102,6 +114,24 @@ class App:
         finally:
             self.set_policy("cost")
 
+    @contextlib.contextmanager
+    def drafting(self, mode: str) -> Iterator[None]:
+        """Drafts in here, as the mode says; none afterwards."""
+        self._set_drafting(mode)
+        try:
+            yield
+        finally:
+            self._set_drafting("off")
+
+    def _set_drafting(self, mode: str) -> None:
+        answer = self.client.put("/headrace/v1/speculation", json={"mode": mode})
+        assert answer.status_code == 200, f"{answer.status_code} {answer.text[:300]}"
+        until(lambda: self.drafting_mode() == mode.partition(":")[0], 10.0, f"mode {mode}")
+
+    def drafting_mode(self) -> str:
+        """As the decode replica reports it."""
+        return str(self.replica("decode")["speculation"]["mode"])
+
     def wait_idle(self, limit_s: float = 20.0) -> None:
         """Until no engine has a request or holds KV, and no router holds a reservation."""
         seen: list[Any] = []
@@ -125,10 +155,6 @@ class App:
         response = self.client.post("/v1/completions", json=request, headers=headers)
         assert response.status_code == 200, f"{response.status_code} {response.text[:500]}"
         return response.json()
-
-    def processes(self) -> list[psutil.Process]:
-        """All that runs of this app now."""
-        return processes_marked(self.mark)
 
     def logs(self, lines: int = 12) -> str:
         """The ends of the logs that tell most."""
@@ -169,20 +195,8 @@ def until(
         time.sleep(every_s)
 
 
-def processes_marked(mark: str) -> list[psutil.Process]:
-    """Live processes that carry the run's mark in their environment."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-            if wanted in environment and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 def shm_names() -> frozenset[str]:
-    return frozenset(os.listdir(SHM))
+    return frozenset(os.listdir(run.SHM))
 
 
 def run_cli(environment: dict[str, str], *arguments: str, timeout_s: float, log: Path) -> int:
@@ -211,8 +225,7 @@ class Session:
     def __init__(self) -> None:
         self.mark = secrets.token_hex(3)
         self.name = f"t{self.mark}"
-        # Short: Ray's Unix sockets lie deep in it, and their paths end at 107 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="hrt-", dir="/tmp"))
+        self.folder = run.folder()
         self.cli_log = self.folder / "cli.log"
         self.app: App | None = None
         self._shm_before = shm_names()
@@ -229,7 +242,7 @@ class Session:
             "NO_COLOR": "1",
         }
 
-    def start(self, settings: dict[str, str] | None = None) -> App:
+    def start(self, **settings: str) -> App:
         """Run `headrace up --detach`; or take the app at $HEADRACE_TEST_URL, to try tests on it.
 
         Raises:
@@ -249,7 +262,9 @@ class Session:
             **{
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },
-            **(settings or {}),
+            **{f"speculation.{k}": v for k, v in SPECULATION.items()},
+            **settings,
+            **dict(pair.split("=", 1) for pair in os.environ.get(SETTINGS, "").split()),
         }
         overrides = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
         arguments = ["up", "--detach", "--name", self.name, f"--timeout={START_TIMEOUT_S:g}"]
@@ -265,6 +280,7 @@ class Session:
         self.start_s = time.monotonic() - started
         if status != 0:
             raise RuntimeError(f"headrace up failed ({status}):\n{self._last_words()}")
+        run.engine_started(2)
         self.app = App(self._endpoint(), self.name, self.mark, self.folder, self.collector)
         return self.app
 
@@ -279,7 +295,7 @@ class Session:
             self.down_s = time.monotonic() - started
             if status != 0:
                 return [f"headrace down ended with {status}: {self._last_words()}"]
-        left = [f"process {p.pid}: {_command(p)}" for p in processes_marked(self.mark)]
+        left = [f"process {pid}: {run.command(pid)}" for pid in run.marked(MARK, self.mark)]
         left += [f"/dev/shm/{name}" for name in sorted(self._shm_seen & shm_names())]
         return left
 
@@ -288,18 +304,17 @@ class Session:
         self.stop()
         self._over.set()
         self.collector.close()
-        for process in processes_marked(self.mark):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for pid in run.marked(MARK, self.mark):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     def _watch_shm(self) -> None:
         """Note which files in /dev/shm are this run's: their makers may be dead at the end."""
         while not self._over.wait(2.0):
             new = shm_names() - self._shm_before - self._shm_seen
             if new:
-                for process in processes_marked(self.mark):
-                    self._shm_seen |= shm_of(process.pid) & new
+                for pid in run.marked(MARK, self.mark):
+                    self._shm_seen |= run.shm_of(pid) & new
 
     def _endpoint(self) -> str:
         state = json.loads((self.folder / "state" / f"{self.name}.json").read_text())
@@ -312,26 +327,3 @@ class Session:
                 end = log.read_text("utf-8", errors="replace")[-1500:]
                 text += f"\n--- {log.name}\n{end}" if end else ""
         return text
-
-
-def shm_of(pid: int) -> set[str]:
-    """Names in /dev/shm that a process has open or mapped."""
-    names: set[str] = set()
-    prefix = f"{SHM}/"
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            if prefix in line:
-                names.add(line.partition(prefix)[2].removesuffix(" (deleted)").split("/")[0])
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
-                if target.startswith(prefix):
-                    names.add(target.removeprefix(prefix).split("/")[0])
-    return names
-
-
-def _command(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())[:200] or process.name()
-    return "gone"

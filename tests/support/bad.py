@@ -263,7 +263,7 @@ def _no_such_route() -> Iterator[Bad]:
     right = frozenset({404})
     for path in (
         "/v1/embeddings",
-        "/v1/responses",
+        "/v1/realtime",
         "/v1/audio/speech",
         "/v2/chat/completions",
         "/v1/chat/completions/",
@@ -272,7 +272,7 @@ def _no_such_route() -> Iterator[Bad]:
         "/reset_prefix_cache",
         "/collective_rpc",
         "/v1/load_lora_adapter",
-        "/tokenize",
+        "/scale_elastic_ep",
         "/inference/v1/generate",
         "/%00",
         "/..%2f..%2fetc%2fpasswd",

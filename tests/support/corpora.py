@@ -10,6 +10,7 @@ import asyncio
 import sys
 from typing import Any
 
+from tests.support import run
 from tests.support.program import say, told
 
 PROMPT = "The river rises in the hills. It flows through three towns. The three towns are called"
@@ -23,6 +24,7 @@ def corpus_session(model: str, *, timeout_s: float = 500.0) -> dict[str, Any]:
     Raises:
         RuntimeError: the engine failed; with the end of its log.
     """
+    run.engine_started()
     said: dict[str, Any] = told("corpora", model, timeout_s=timeout_s)
     return said
 

@@ -24,7 +24,10 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     layout = BlockLayout.of_tensors(theirs, blocks)
     host = HostCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
-    assert (cache.layer_names, layout.axes) == (host.layer_names, host_layout.axes)
+    assert (cache.layer_names, layout.layers[0].axes) == (
+        host.layer_names,
+        host_layout.layers[0].axes,
+    )
 
     ids = np.array([3, 0, 4, 1, 5])
     seeds = np.arange(len(ids) * len(caches), dtype=np.uint64).reshape(len(ids), -1)

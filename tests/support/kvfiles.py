@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
-from headrace_kvstore.nvme.scan import page_memory
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import PAGE_BYTES, Save, Shape
+from headrace_kvstore.nvme.segment import page_memory
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 
@@ -34,17 +34,12 @@ def key(number: int) -> bytes:
 
 
 class Bench:
-    """Registered memory with room for some blocks of one shape: filled, saved, loaded, compared."""
+    """Memory with room for some blocks of one shape: filled, saved, loaded, compared."""
 
     def __init__(self, mover: Mover, shape: Shape = SHAPE, blocks: int = 64) -> None:
         self.mover, self.shape, self.blocks = mover, shape, blocks
         self._stride = -(-shape.payload_bytes // PAGE_BYTES) * PAGE_BYTES
         self.memory, self.address = page_memory(2 * blocks * self._stride)
-        mover.register(self.address, len(self.memory))
-
-    def close(self) -> None:
-        """Take the memory back."""
-        self.mover.deregister(self.address, len(self.memory))
 
     def content(self, number: int) -> np.ndarray:
         """The bytes of block `number`, u8 (layers, layer_bytes)."""

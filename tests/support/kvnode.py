@@ -13,11 +13,13 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds, payload_sums
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Move, Mover, Operation
+from headrace_kvstore.nvme.mover import Move, Mover
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
-from headrace_kvstore.nvme.scan import page_memory
-from headrace_kvstore.nvme.segment import BlockReader, Location
+from headrace_kvstore.nvme.segment import BlockReader, Location, page_memory
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import NodeAway, NodeClient
 from headrace_kvstore.table import hash_word
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
@@ -108,9 +110,8 @@ class Reader:
     """Reads located blocks as an engine's worker does, in memory of its own."""
 
     def __init__(self, mover: Mover, blocks: int = 64) -> None:
-        self._mover, self._reader = mover, BlockReader(mover)
+        self._reader = BlockReader(mover)
         self._memory, self._address = page_memory(blocks * SHAPE.payload_bytes)
-        mover.register(self._address, len(self._memory))
 
     def read(self, places: Sequence[Location], numbers: Sequence[int]) -> list[bool]:
         """Which blocks verify; one that does and has other bytes fails the test."""
@@ -124,9 +125,27 @@ class Reader:
         return [bool(good) for good in ok]
 
     def close(self) -> None:
-        """Take the memory back."""
+        """Close the files."""
         self._reader.close()
-        self._mover.deregister(self._address, len(self._memory))
+
+
+def locate(client: NodeClient, *numbers: int, compute_s: float = 0.0) -> list[Location]:
+    """Where the node says that the leading ones of these blocks lie; none if it is away."""
+    names = keys(*numbers)
+    try:
+        reply = client.ask(wire.Locate("r", DIGEST, names, 30.0, compute_s)).result()
+    except NodeAway:
+        return []
+    assert isinstance(reply, wire.Located), reply
+    return wire.unpack_locations(reply, DIGEST, names)
+
+
+def answers(client: NodeClient) -> bool:
+    """Whether the node does."""
+    try:
+        return isinstance(client.ask(wire.Ping()).result(), wire.Done)
+    except NodeAway:
+        return False
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -145,19 +164,18 @@ class HangingMover(Mover):
         self.hangs: str | None = None
         self.held: list[Move] = []
 
-    def _start(self, operation: Operation, *columns: Any) -> Move:
-        if operation != self.hangs:
-            return super()._start(operation, *columns)
-        arrays = [np.ascontiguousarray(column, np.uint64).reshape(-1) for column in columns]
-        self.held.append(Move(operation, *arrays))
-        return self.held[-1]
+    def _start(self, move: Move) -> Move:
+        if move.operation != self.hangs:
+            return super()._start(move)
+        self.held.append(move)
+        return move
 
     def let_go(self) -> None:
         """Do it all."""
         self.hangs = None
         held, self.held = self.held, []
         for move in held:
-            self._lanes[move.operation].submit(move)
+            self._start(move)
 
 
 class SlowMover(Mover):
@@ -169,15 +187,24 @@ class SlowMover(Mover):
         super().__init__()
         self._free_at_s = 0.0
 
-    def _start(self, operation: Operation, *columns: Any) -> Move:
-        if self.bytes_per_s is None or operation != "READ":
-            return super()._start(operation, *columns)
-        arrays = [np.ascontiguousarray(column, np.uint64).reshape(-1) for column in columns]
-        move = Move(operation, *arrays)
+    def _start(self, move: Move) -> Move:
+        if self.bytes_per_s is None or move.operation != "READ":
+            return super()._start(move)
         now_s = time.monotonic()
         self._free_at_s = max(now_s, self._free_at_s) + move.bytes / self.bytes_per_s
         wait_s = self._free_at_s - now_s
-        timer = threading.Timer(wait_s, self._lanes[operation].submit, [move])
+        timer = threading.Timer(wait_s, super()._start, [move])
         timer.daemon = True
         timer.start()
         return move
+
+
+def settled(node: StoreNode, timeout_s: float) -> bool:
+    """Wait until everything stored so far is published, and written or dropped."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        dram, keeper = node.tiers.dram, node.tiers.keeper
+        if dram is not None and dram.idle and (keeper is None or keeper.ready):
+            return True
+        time.sleep(0.005)
+    return False

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.nvme_tier import Save, TierEvent
-from headrace_kvstore.nvme.record import Shape
-from headrace_kvstore.objects.object_client import Listed, ObjectError
+from headrace_kvstore.nvme.record import Save, Shape, TierEvent
+from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import DIGEST, SHAPE, content, key, keys, payload_sums, until
@@ -25,7 +24,7 @@ from tests.support.kvnode import DIGEST, SHAPE, content, key, keys, payload_sums
 BUCKET = "bucket"
 
 
-class FakeStore:
+class FakeStore(StoreClient):
     """Objects in a dict. What stands in `fails` ("list", "get", "put", "delete") fails with that
     reason; `gate` holds gets until it is set; `puts` and `gets` count."""
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,7 @@ class Node:
         self.folder = folder
         self.settings = settings(folder, **values)
         config = folder.parent / f"{folder.name}.yaml"
-        plain = {
-            name: str(value)
-            if isinstance(value, Path)
-            else list(value)
-            if name == "peers"
-            else value
-            for name, value in asdict(self.settings).items()
-            if name != "quotas"  # written otherwise than kept, and of no meaning here
-        }
-        config.write_text(yaml.safe_dump(plain))
+        config.write_text(yaml.safe_dump(self.settings.model_dump(mode="json")))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "headrace_kvstore", "node", "--config", str(config)],
             stdout=subprocess.PIPE,

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from headrace.model import resolve
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.table import READY
 from tests.support.stored import Stored, StoredEngine
 from tests.support.storenode import StoreNodeProcess
+from tests.support.tiny import KV_BYTES_PER_TOKEN, LAYERS, tiny_llama
 
-BLOCK, LAYERS = 128, 30
-BLOCK_BYTES = LAYERS * 196_608
-"""Of `StoredEngine` with SmolLM2-135M in float32."""
-DRAM_BYTES = 768 << 20
+BLOCK = 128
+BLOCK_BYTES = BLOCK * KV_BYTES_PER_TOKEN
+DRAM_BYTES = 40 << 20
 LOGPROB_TOLERANCE = 1e-4
 """Nats. The cold run computes a prompt in one step, the warm one its last block only: float32 sums
 in another order."""
@@ -52,7 +51,7 @@ class Machine:
         """Starts; `ready` waits for it."""
         store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
         store |= {"lease_s": 20.0, **settings}
-        self.engines.append(StoredEngine(str(resolve("smollm2-135m-instruct")), store))
+        self.engines.append(StoredEngine(str(tiny_llama()), store))
         return self.engines[-1]
 
     def arena(self) -> Arena:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillResult
+from headrace_engine.meter import EngineMeter, Step
 
 PULL = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 RESULT = PrefillResult(PULL, queue_s=0.0, compute_s=0.1, cached_tokens=0, computed_tokens=5)
@@ -22,6 +24,14 @@ LATE_S = 0.03
 """A time-out that passes within a test."""
 NEVER_S = 30.0
 """A time-out that no test reaches."""
+
+
+def gate_for_one() -> ComputeGate:
+    """A gate for one prompt at a time: a step of this engine costs nothing beside its tokens."""
+    meter = EngineMeter()
+    for tokens in (1, 2, 4, 8, 16, 64) * 10:
+        meter.step(Step(tokens, 0, 0, 0, 0, 0.01 * tokens))
+    return ComputeGate(meter)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -26,9 +29,6 @@ def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[s
     Raises:
         RuntimeError: it did not start; with the end of its log.
     """
-    import json
-    import tempfile
-
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rest_servers", model],
@@ -100,6 +100,7 @@ async def _main(model: str) -> None:
     app = build_gateway_app(options, OneReplica(), "token", NAME)
     gateway = await serve_gateway(app, "127.0.0.1", 0)
     say([plain_server.port, gateway.port])
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs there, and nobody reads it now
     await asyncio.to_thread(sys.stdin.read)
     for server in (gateway, replica_server, plain_server):
         await server.stop(grace_s=1)

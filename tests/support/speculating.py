@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import DraftBatch
 from headrace_decode.speculation.memory import Memory
+from tests.support import run
 from tests.support.program import IN_ONE_PROCESS, say, told
 
 TOP = 5
@@ -131,12 +132,12 @@ def speculating_runs(
         Run(
             [
                 Greedy(a["tokens"], [{int(t): p for t, p in top.items()} for top in a["tops"]])
-                for a in run["answers"]
+                for a in each["answers"]
             ],
-            run["report"],
-            run["preemptions"],
+            each["report"],
+            each["preemptions"],
         )
-        for run in runs
+        for each in runs
     ]
 
 
@@ -145,6 +146,7 @@ def _engine(model: str, draft_tokens: int, blocks: int | None) -> Any:
 
     from headrace_decode.speculation.settings import engine_arguments
 
+    run.engine_started()
     speculation = {}
     if draft_tokens:
         speculation = engine_arguments(draft_tokens, drafter="tests.support.speculating:make")

@@ -18,8 +18,12 @@ from typing import Any
 
 from benchmarks.kvstore.child import Child, serve
 from headrace_kvstore.connector import files
+from tests.support import run
 from tests.support.kvnode import SlowMover
 from tests.support.program import IN_ONE_PROCESS, engine_environment
+from tests.support.prompts import FIRST_TOKEN
+
+FORGET_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class StoredEngine:
             "store": json.dumps(store),
             "prefix_caching": int(prefix_caching),
         }
+        run.engine_started()
         self._child = Child("stored", options, environment, self._log, "tests.support.")
 
     def ready(self) -> StoredEngine:
@@ -148,7 +153,7 @@ class Engine:
         if store is not None:
             transfer = KVTransferConfig(
                 kv_connector="HeadraceConnector",
-                kv_connector_module_path="headrace_kvstore.connector.connector",
+                kv_connector_module_path="headrace_engine.store_connector",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config=store,
@@ -173,13 +178,21 @@ class Engine:
         anew: bool = False,
     ) -> list[dict[str, Any]]:
         if anew:
-            assert self._llm.reset_prefix_cache()
+            self._forget()
         inputs: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in prompts]
         for given, salt in zip(inputs, salts or [], strict=bool(salts)):
             if salt is not None:
                 given["cache_salt"] = salt
         turns = [inputs] if together else [[given] for given in inputs]
         return [answer for turn in turns for answer in self._turn(turn, max_tokens)]
+
+    def _forget(self) -> None:
+        """Empty the prefix cache. Blocks that are being saved are given back in a later step."""
+        deadline = time.monotonic() + FORGET_S
+        while not self._llm.reset_prefix_cache():
+            assert time.monotonic() < deadline, "blocks are never given back"
+            self._turn([{"prompt_token_ids": [FIRST_TOKEN]}], 1)
+            time.sleep(0.01)
 
     def _turn(self, inputs: list[dict[str, Any]], max_tokens: int) -> list[dict[str, Any]]:
         from vllm import SamplingParams

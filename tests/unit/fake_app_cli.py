@@ -2,6 +2,7 @@
 
 Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start,
 `FAKE_APP=proxied` one that leaves listening to Serve, as the classic and direct token paths do.
+`FAKE_DRIVER=crash` has the process that deletes the app die of SIGSEGV once it is done.
 """
 
 import os
@@ -54,9 +55,21 @@ def build_app(args: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    module: Any = types.ModuleType("headrace.app")
-    module.build_app = build_app
-    sys.modules["headrace.app"] = module
+    from headrace.cli import deploy, driver
     from headrace.cli.main import main
 
+    if sys.argv[1] == "driver":  # the process that the command starts to talk to Ray
+        module: Any = types.ModuleType("headrace.app")
+        module.build_app = build_app
+        sys.modules["headrace.app"] = module
+        if os.environ.get("FAKE_DRIVER") == "crash" and sys.argv[2] == "delete":
+            delete = driver._delete
+
+            def delete_and_crash(*arguments: Any) -> None:
+                delete(*arguments)
+                os.kill(os.getpid(), 11)
+
+            driver._delete = delete_and_crash
+        driver.start(sys.argv[2])
+    deploy.DRIVER[:] = [sys.executable, __file__, "driver"]
     main(sys.argv[1:])

@@ -113,7 +113,8 @@ class FakeCluster:
         return [[{"stored_tokens": 128} for _ in bodies]]
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        return [command]
+        self.told.append(command)
+        return [{"replica_id": member.replica_id} for member in self.members]
 
     async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         self.told.append(command)

@@ -74,6 +74,18 @@ def test_help_imports_neither_ray_nor_vllm_nor_torch() -> None:
     assert time.monotonic() - started < 10  # 0.3 s on an idle machine
 
 
+def test_no_command_needs_ray_in_its_own_process() -> None:
+    code = (
+        "import pkgutil, sys, importlib, headrace.cli\n"
+        "for module in pkgutil.iter_modules(headrace.cli.__path__, 'headrace.cli.'):\n"
+        "    importlib.import_module(module.name) if '__main__' not in module.name else None\n"
+        "heavy = {'ray', 'vllm', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("command", [["up"], ["config", "check"], ["config", "show"]])
 def test_a_bad_configuration_is_exit_2_and_a_line_a_problem(
     command: list[str], capsys: pytest.CaptureFixture[str]
@@ -90,11 +102,11 @@ def test_a_bad_configuration_is_exit_2_and_a_line_a_problem(
 def test_nothing_running_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["status"], ["chat", "hello"]):
         code, _, err = run(capsys, *command)
-        assert (code, err) == (1, "error: nothing runs; start it with: headrace up\n")
+        assert (code, err) == (1, "error: nothing is running; start it with: headrace up\n")
     code, _, err = run(capsys, "status", "--name", "x")
-    assert err == 'error: nothing called "x" runs; start it with: headrace up --name x\n'
+    assert err == 'error: no instance called "x" is running; start it with: headrace up --name x\n'
     code, out, _ = run(capsys, "down")
-    assert (code, out) == (0, "nothing runs\n")
+    assert (code, out) == (0, "nothing is running\n")
 
 
 def test_a_name_that_cannot_be_one_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +191,15 @@ def test_state_is_private_exclusive_and_survives_nonsense(own_state: Path) -> No
     assert state.load("a") == instance
     assert [i.name for i in state.instances()] == ["a"]
     assert not instance.running()
-    file.write_text("{")
+    state.forget("a", "of another")
+    assert state.load("a") == instance
+    state.forget("a", "t")
+    state.forget("a", "t")
     assert state.load("a") is None
+    state.create(instance)
+    file.write_text(file.read_text().replace('"name"', '"of_another_version": 1, "name"'))
+    assert state.load("a") == instance
+    for nonsense in ("{", "[]", "{}", '{"keeper": 1}'):
+        file.write_text(nonsense)
+        assert state.load("a") is None
     assert list(state.instances()) == []
-    state.forget("a")
-    state.forget("a")

@@ -24,7 +24,7 @@ GIB = 2**30
         (doctor.shm(2 * GIB, LAPTOP), "OK", ""),
         (doctor.shm(GIB, LAPTOP), "FAIL", "--shm-size=2g"),
         (doctor.shm(GIB, WITHOUT_STORE), "OK", ""),
-        (doctor.shm(GIB + 250 * 10**6, LAPTOP), "WARN", "better"),
+        (doctor.shm(GIB + 250 * 10**6, LAPTOP), "WARN", "is better"),
         (doctor.open_files(1024, 65536), "WARN", "ulimit -n 65536"),
         (doctor.open_files(1024, 1024), "WARN", "limits.conf"),
         (doctor.open_files(65536, 65536), "OK", ""),
@@ -68,7 +68,7 @@ def test_a_probe_that_breaks_is_a_finding(
 
     monkeypatch.setattr(doctor, "checks", lambda config: [("thing", look)])
     assert doctor.doctor(as_json=False) == 0
-    assert "could not be looked at: no such file" in capsys.readouterr().out
+    assert "could not be checked: no such file" in capsys.readouterr().out
 
 
 def test_a_failure_is_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:

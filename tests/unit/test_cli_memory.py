@@ -116,7 +116,7 @@ def test_files_and_folders_become_one_corpus_at_every_replica(
         capsys, "load", str(tmp_path / "docs"), str(tmp_path / "e.txt"), "--corpus", "c"
     )
     assert (code, out.split(":")[1]) == (0, " 14 tokens for all tenants, 2 replicas\n"), err
-    assert f"warning: {tmp_path}/docs/d.bin is not text in UTF-8 and is left out" in err
+    assert f"warning: {tmp_path}/docs/d.bin is not UTF-8 text; it is skipped" in err
     for each in endpoint.cluster.memories:
         [found] = corpora_of(each)
         assert (found["corpus"], found["tokens"], found["segments"]) == ("c", 14, 3)
@@ -146,12 +146,12 @@ def test_what_is_loaded_again_replaces_what_was_there(
 ) -> None:
     for text in ("first", "second one"):
         (tmp_path / "a").write_text(text)
-        options = ["--tenant", "salt", "--ttl", "3600", "--tag", "prose"]
+        options = ["--tenant", "salt", "--ttl", "3600"]
         code, out, _ = run(capsys, "load", str(tmp_path / "a"), "--corpus", "c", *options)
         assert code == 0
         assert "tokens for one tenant" in out
     [found] = corpora_of(endpoint.cluster.memories[1])
-    assert (found["tokens"], found["tenant"], found["tag"]) == (10, "salt", "prose")
+    assert (found["tokens"], found["tenant"]) == (10, "salt")
     assert found["expires_s"] is not None
 
 
@@ -176,7 +176,7 @@ def test_list_stats_and_drop(
     code, out, _ = run(capsys, "stats")
     assert code == 0 and "4.0 MiB" in out
     code, out, _ = run(capsys, "drop", "c")
-    assert (code, out) == (0, '"c" is dropped\n')
+    assert (code, out) == (0, '"c" is removed\n')
     code, _, err = run(capsys, "drop", "c")
     assert (code, err) == (1, "error: There is no corpus 'c' for all tenants.\n")
     code, out, _ = run(capsys, "drop", "c", "--tenant", "salt")
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_exit_2_before_anything_is_sent(
     (tmp_path / "empty").write_text("")
     for path, says in (
         ("none", "is neither a file nor a folder"),
-        ("bin", "is not text in UTF-8"),
+        ("bin", "is not UTF-8 text"),
         ("empty", "there is no text in these files"),
     ):
         code, _, err = run(capsys, "load", str(tmp_path / path), "--corpus", "c")

@@ -1,18 +1,29 @@
 """What belongs to an instance is found and ended, nothing else. Real processes, no Ray."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import psutil
 import pytest
 
-from headrace.cli.reap import TOKEN_VARIABLE, Belongings, ProcessId, end, remove_shm, shm_names
+from headrace.cli.reap import (
+    SHM,
+    TOKEN_VARIABLE,
+    Belongings,
+    ProcessId,
+    end,
+    remove_shm,
+    shm_files,
+    shm_names,
+    shm_users,
+)
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); " + SLEEP
@@ -111,13 +122,12 @@ def test_shm_files_of_ours_are_removed_and_others_left(spawn, tmp_path: Path) ->
     try:
         belongings = Belongings("x", tmp_path, [identity(process.pid)], before)
         noted = end(belongings, grace_s=1)
-        assert ours in noted
-        assert theirs.name not in noted
+        assert {file.name for file in noted} == {ours}
         process.wait()
         assert remove_shm(noted, before) == [ours]
         assert remove_shm(noted, before) == []
         # A file that a process still uses stays, even if it was noted by mistake.
-        assert remove_shm({theirs.name}, before) == []
+        assert remove_shm(shm_files([theirs.name]), before) == []
         assert theirs.name in shm_names()
     finally:
         theirs.close()
@@ -130,7 +140,86 @@ def test_a_file_that_was_there_before_is_never_ours(spawn, tmp_path: Path) -> No
     old = shared_memory.SharedMemory(create=True, size=4096)
     try:
         before = shm_names()
-        assert remove_shm({old.name}, before) == []
+        assert remove_shm(shm_files([old.name]), before) == []
     finally:
         old.close()
         old.unlink()
+
+
+# Python's lock between processes, as vLLM makes them: its file outlives a killed maker.
+SEMAPHORE = (
+    "import multiprocessing, os, time; "
+    "from multiprocessing import resource_tracker as t; "
+    "lock = multiprocessing.get_context('spawn').Lock(); "
+    "t.unregister(lock._semlock.name, 'semaphore'); "
+    "print('sem.' + lock._semlock.name[1:], flush=True); "
+)
+
+
+def test_the_maker_of_a_semaphore_is_found_though_its_map_shows_another_name(spawn) -> None:
+    maker = spawn(SEMAPHORE + SLEEP)
+    (file,) = shm_files([maker.stdout.readline().strip()])
+    try:
+        assert file.name not in Path(f"/proc/{maker.pid}/maps").read_text()
+        users = shm_users([file], psutil.process_iter())
+        assert users == {file: {identity(maker.pid)}}
+        assert remove_shm([file], frozenset()) == []
+        maker.kill()
+        maker.wait()
+        assert remove_shm([file], frozenset()) == [file.name]
+    finally:
+        (SHM / file.name).unlink(missing_ok=True)
+
+
+def test_a_file_of_the_same_name_that_somebody_else_made_since_stays() -> None:
+    path = SHM / f"sem.mp-test{os.getpid()}"
+    path.write_bytes(b"ours")
+    try:
+        (ours,) = shm_files([path.name])
+        path.rename(path.with_name(path.name + "-old"))
+        path.write_bytes(b"theirs")
+        assert remove_shm([ours], frozenset()) == []
+        assert path.read_bytes() == b"theirs"
+    finally:
+        path.unlink()
+        path.with_name(path.name + "-old").unlink()
+
+
+def test_the_keeper_removes_what_a_killed_process_shared_and_keeps_what_is_in_use(
+    tmp_path: Path,
+) -> None:
+    # A command that starts two makers of a semaphore and kills the first, as a lost replica.
+    code = (
+        "import subprocess, sys, time\n"
+        "makers = [subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE,"
+        " text=True) for _ in range(2)]\n"
+        "print('NAMES', *(m.stdout.readline().strip() for m in makers), flush=True)\n"
+        "time.sleep(4); makers[0].kill(); makers[0].wait(); print('KILLED', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    spec = {"name": "k", "token": f"keeper-{os.getpid()}", "temp_dir": str(tmp_path)}
+    spec |= {"parent": None, "shm_before": sorted(shm_names())}
+    spec |= {"command": [sys.executable, "-c", code, SEMAPHORE + SLEEP]}
+    (tmp_path / "keeper.json").write_text(json.dumps(spec))
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "headrace.cli.keeper", str(tmp_path / "keeper.json")]
+    )
+    log = tmp_path / "ray.log"
+
+    def until(true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not true():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    try:
+        until(lambda: log.exists() and "KILLED" in log.read_text())
+        dead, alive = log.read_text().split("NAMES ")[1].split("\n")[0].split()
+        until(lambda: dead not in shm_names())
+        assert alive in shm_names()
+        keeper.terminate()
+        keeper.wait(60)
+        assert alive not in shm_names()
+    finally:
+        keeper.kill()
+        keeper.wait()

@@ -1,5 +1,6 @@
 """`headrace up` and `down` on a real Ray and Serve, with a stand-in for the engines."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from headrace.cli.reap import shm_names
+from headrace.cli import cluster
+from headrace.cli import state as instances
+from headrace.cli.reap import ProcessId, shm_names
 
 FAKE = Path(__file__).parent / "fake_app_cli.py"
 TIMEOUT_S = 240
@@ -42,6 +45,52 @@ def command(environment: dict[str, str], *arguments: str) -> list[str]:
         out += ["--set", f"model.source={environment['FAKE_MODEL']}", "--set", "gateway.port=0"]
         out += ["--set", "ray.object_store_bytes=80000000", "--set", "ray.dashboard=false"]
     return out
+
+
+@contextlib.contextmanager
+def foreground(environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """`headrace up` in the foreground, ready."""
+    process = subprocess.Popen(
+        command(environment, "up", *arguments),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("ready"):
+                break
+        else:
+            raise AssertionError(process.communicate()[1])
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def started(environment: dict[str, str]) -> str:
+    """The node's folder, once `headrace up` has made it."""
+    file = Path(environment["HEADRACE_STATE"]) / "default.json"
+    deadline = time.monotonic() + 60
+    temp_dir = ""
+    while not temp_dir and time.monotonic() < deadline:
+        if file.exists() and file.stat().st_size:
+            temp_dir = json.loads(file.read_text())["temp_dir"]
+        time.sleep(0.1)
+    return temp_dir
+
+
+def until_gone(environment: dict[str, str], temp_dir: object) -> None:
+    """Wait until nothing of an instance is left."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        states = list(Path(environment["HEADRACE_STATE"]).glob("*.json"))
+        if not states and not Path(str(temp_dir)).exists() and not leftovers(temp_dir):
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"left: {leftovers(temp_dir)}, {states}, {temp_dir}")
 
 
 def headrace(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +135,7 @@ def test_detached_it_answers_until_down_and_then_nothing_is_left(
 
     again = headrace(environment, "up", "--detach")
     assert again.returncode == 1
-    assert f'"default" runs already at {endpoint}' in again.stderr
+    assert f'"default" is already running at {endpoint}' in again.stderr
     status = json.loads(headrace(environment, "status", "--json").stdout)
     assert status["plans"] == {"local": 3}
     assert status["shm"] in shm_names()
@@ -97,26 +146,16 @@ def test_detached_it_answers_until_down_and_then_nothing_is_left(
     assert not Path(str(instance["temp_dir"])).exists()
     assert leftovers(instance["temp_dir"]) == []
     assert status["shm"] not in shm_names()
-    assert headrace(environment, "down").stdout.strip() == "nothing runs"
+    assert headrace(environment, "down").stdout.strip() == "nothing is running"
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_foreground_leaves_nothing(environment: dict[str, str]) -> None:
-    process = subprocess.Popen(
-        command(environment, "up"),
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("ready"):
-            break
-    instance = state(environment)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, errors
+    with foreground(environment) as process:
+        instance = state(environment)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert not Path(str(instance["temp_dir"])).exists()
     assert leftovers(instance["temp_dir"]) == []
@@ -124,17 +163,94 @@ def test_ctrl_c_in_the_foreground_leaves_nothing(environment: dict[str, str]) ->
 
 
 @pytest.mark.slow
+def test_down_succeeds_if_the_process_that_talks_to_ray_crashes_and_up_ends_with_a_plain_line(
+    environment: dict[str, str],
+) -> None:
+    with foreground(environment) as process:
+        instance = state(environment)
+        done = headrace(environment | {"FAKE_DRIVER": "crash"}, "down")
+        assert (done.returncode, done.stdout) == (0, '"default" is down\n'), done.stderr
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, errors
+    assert errors.splitlines()[-1] == "stopped by headrace down"
+    assert "error" not in errors
+    assert leftovers(instance["temp_dir"]) == []
+
+
+@pytest.mark.slow
+def test_down_while_up_is_starting_ends_both(environment: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        command(environment, "up"), env=environment, stderr=subprocess.PIPE, text=True
+    )
+    temp_dir = started(environment)
+    time.sleep(2.0)
+    done = headrace(environment, "down")
+    assert (done.returncode, done.stdout) == (0, '"default" is down\n'), done.stderr
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors.splitlines()[-1]) == (0, "stopped by headrace down"), errors
+    until_gone(environment, temp_dir)
+
+
+@pytest.mark.slow
+def test_on_a_joined_cluster_the_app_is_deleted_and_the_cluster_stays(
+    environment: dict[str, str],
+) -> None:
+    spec = cluster.NodeSpec("joined", num_cpus=4, object_store_bytes=80_000_000, dashboard=False)
+    node = cluster.start(spec)
+    try:
+        node = cluster.ensure(node, spec)
+        joining = environment | cluster.auth_environment(node.temp_dir)
+        address = ("--address", node.address)
+
+        done = headrace(joining, "up", "--detach", *address)
+        assert done.returncode == 0, done.stderr
+        elsewhere = joining | {"HEADRACE_STATE": environment["HEADRACE_STATE"] + "-other"}
+        again = headrace(elsewhere, "up", *address)
+        assert again.returncode == 1
+        assert 'the cluster already runs an application called "headrace"' in again.stderr
+        endpoint = state(environment)["endpoint"]
+        assert httpx.get(f"{endpoint}/health").status_code == 200
+
+        done = headrace(joining, "down")
+        assert (done.returncode, done.stdout) == (0, '"default" is down\n'), done.stderr
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{endpoint}/health")
+        assert node.keeper.process() is not None
+
+        with foreground(joining, *address) as process:
+            endpoint = state(environment)["endpoint"]
+            process.kill()
+        until_gone(environment, "/nowhere")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{endpoint}/health")
+        assert node.keeper.process() is not None
+    finally:
+        cluster.stop(node.belongings())
+
+
+@pytest.mark.slow
+def test_an_instance_on_a_cluster_that_is_gone_can_be_forgotten(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_STATE", environment["HEADRACE_STATE"])
+    gone = instances.Instance(
+        name="gone", token="t", phase="ready", own_node=False, address="127.0.0.1:1"
+    )
+    instances.create(gone)
+    done = headrace(environment, "down", "--name", "gone")
+    assert done.returncode == 1
+    assert "no Ray cluster answers at 127.0.0.1:1: Connection refused. Try again, or" in done.stderr
+    done = headrace(environment, "down", "--name", "gone", "--forget")
+    assert (done.returncode, done.stdout) == (0, '"gone" is down\n'), done.stderr
+    assert list(instances.instances()) == []
+
+
+@pytest.mark.slow
 def test_sigterm_while_starting_leaves_nothing(environment: dict[str, str]) -> None:
     process = subprocess.Popen(
         command(environment, "up"), env=environment, stderr=subprocess.PIPE, text=True
     )
-    file = Path(environment["HEADRACE_STATE"]) / "default.json"
-    deadline = time.monotonic() + 60
-    temp_dir = ""
-    while not temp_dir and time.monotonic() < deadline:
-        if file.exists() and file.stat().st_size:
-            temp_dir = json.loads(file.read_text())["temp_dir"]
-        time.sleep(0.1)
+    temp_dir = started(environment)
     time.sleep(2.0)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -154,3 +270,73 @@ def test_a_replica_that_cannot_start_is_reported_and_undone(environment: dict[st
     assert (logs / "ray.log").exists()
     assert list((logs / "serve").glob("replica_*"))
     assert not list(Path(environment["HEADRACE_STATE"]).glob("*.json"))
+
+
+WATCHING = """
+import os, sys, time, psutil
+from headrace.cli import state
+from headrace.cli.reap import ProcessId
+from headrace.cli.up import Stopped, _stop_on_signals, _Watch
+me = ProcessId.of(psutil.Process())
+instance = state.Instance(name="watched", token="t", phase="ready", keeper=me)
+state.create(instance)
+watch = _Watch(instance, parent=True)
+try:
+    with _stop_on_signals(), watch:
+        print("watching", flush=True)
+        time.sleep(60)
+except Stopped:
+    print(f"stopped{watch.why}", flush=True)
+"""
+# A program that runs another one and waits for it.
+STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def watch(environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
+    """`STARTER` running `WATCHING`, which has begun."""
+    process = subprocess.Popen(
+        [*options, sys.executable, "-c", STARTER, WATCHING],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "watching\n"
+    return process
+
+
+def test_up_stops_when_the_process_that_started_it_is_killed(environment: dict[str, str]) -> None:
+    process = watch(environment)
+    process.kill()
+    out, _ = process.communicate(timeout=60)
+    assert out == "stopped because the process that started it has ended\n"
+
+
+def test_with_nohup_up_outlives_the_process_that_started_it(environment: dict[str, str]) -> None:
+    process = watch(environment, "nohup")
+    (child,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    time.sleep(1.5)
+    assert child.is_running()
+    child.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert child.is_running()
+    child.terminate()
+    assert process.communicate(timeout=60)[0] == "stopped\n"
+
+
+def test_up_stops_when_another_process_stops_it_and_not_when_its_state_file_is_lost(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_STATE", environment["HEADRACE_STATE"])
+    process = watch(environment)
+    instance = instances.load("watched")
+    assert instance is not None
+    instances.forget("watched", "t")
+    time.sleep(1.5)
+    assert process.poll() is None
+    instance.stopper = ProcessId.of(psutil.Process())
+    instances.create(instance)
+    assert process.communicate(timeout=60)[0] == "stopped\n"

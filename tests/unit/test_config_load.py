@@ -68,6 +68,19 @@ def only_problem(*overrides: str) -> str:
             "gateway.host: must be an IP address or a host name without scheme or port, "
             'got "1.2.3"',
         ),
+        (
+            "gateway.allowed_origins=[chat.example/x]",
+            'gateway.allowed_origins: must be "*" or like https://host:port without a path: '
+            '"chat.example/x"',
+        ),
+        (
+            "gateway={allowed_origins: ['*'], allow_credentials: true}",
+            'gateway: allow_credentials: allowed_origins must name the sites, not "*"',
+        ),
+        (
+            "ray.address=head",
+            'ray.address: must be "auto" or like "10.0.0.1:6379", got "head"',
+        ),
         ("ray.temp_dir=here", 'ray.temp_dir: must be an absolute path, got "here"'),
         (
             "observability.otlp_endpoint=collector",
@@ -126,7 +139,10 @@ def test_all_problems_are_named_at_once() -> None:
             ["model.max_model_len=4096", "decode.engine.max_model_len=2048"],
             "decode.engine.max_model_len: is 2048, but model.max_model_len is 4096",
         ),
-        (["ray.num_cpus=1", "decode.replicas=4"], "ray.num_cpus: is 1, but the replicas book 2.5"),
+        (
+            ["ray.num_cpus=1", "decode.replicas=4"],
+            "ray.num_cpus: is 1, but the replicas reserve 2.5 CPUs",
+        ),
         (["gateway.api_keys_file=/nowhere"], "cannot read /nowhere: "),
     ],
 )
@@ -232,6 +248,39 @@ def test_later_sources_win_field_by_field(tmp_path: Path) -> None:
     assert config.decode.gpus == 1
 
 
+def test_a_file_names_its_preset_and_wins_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("preset: gpu-node\ngateway: {port: 8001}\n")
+    assert load_config(file) == load_config(preset="gpu-node", overrides=["gateway.port=8001"])
+    assert load_config(file).decode.gpus == 1
+
+
+def test_the_command_lines_preset_wins_over_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("preset: gpu-node\ndecode: {replicas: 3}\n")
+    expected = load_config(preset="gpu-cluster", overrides=["decode.replicas=3", *KEYS])
+    assert load_config(file, "gpu-cluster", KEYS) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("gpu-nod", 'preset: there is none called "gpu-nod"; did you mean "gpu-node"?'),
+        ("[a]", "preset: must be text, got a list"),
+        ("1", "preset: must be text, got 1"),
+    ],
+)
+def test_a_wrong_preset_in_a_file_is_one_line(value: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"preset: {value}\n")
+    assert problems(path=tmp_path / "c.yaml") == [line]
+
+
+def test_a_preset_is_not_set_field_by_field() -> None:
+    assert only_problem("preset=gpu-node") == (
+        "preset: choose one with --preset NAME, or with `preset: NAME` in a file"
+    )
+
+
 def test_overrides_are_read_as_yaml_and_reach_into_mappings() -> None:
     config = load_config(
         overrides=[
@@ -250,7 +299,9 @@ def test_overrides_are_read_as_yaml_and_reach_into_mappings() -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_with_keys(name: str) -> None:
-    load_config(preset=name, overrides=KEYS)
+    config = load_config(preset=name, overrides=KEYS)
+    assert config.model.id
+    assert config.prefill.replicas >= 1 and config.decode.replicas >= 1
 
 
 def test_the_laptop_preset_is_the_defaults() -> None:

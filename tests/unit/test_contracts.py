@@ -311,7 +311,6 @@ def test_the_executor_that_keeps_its_worker_in_the_engines_process() -> None:
     mend = "engine/headrace_engine/executor.py"
     executor = "vllm.v1.executor.uniproc_executor:UniProcExecutor"
     assert_takes(f"{executor}.execute_model", mend, "scheduler_output", "non_block")
-    find(f"{executor}.initialize_from_config", mend)
     source = inspect.getsource(find("vllm.v1.engine.core:EngineCore.step", mend))
     assert ".execute_model(scheduler_output, non_block=True)" in source, (
         f"the engine core runs its steps another way: mend {mend}"
@@ -364,7 +363,8 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
 
     from headrace_decode._vllm_compat import with_transfer_params, without_transfer_params
 
-    sent = SamplingParams(extra_args={PARAMS_KEY: {"do_remote_prefill": True}, "mine": 1})
+    names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
+    sent = SamplingParams(extra_args={**names_memory, "mine": 1})
     clean = without_transfer_params(sent)
     assert clean.extra_args == {"mine": 1}
     assert sent.extra_args is not None and PARAMS_KEY in sent.extra_args, "the caller's is kept"
@@ -399,3 +399,19 @@ def test_which_requests_must_stay(
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     why = why_local(prompt, token_ids, SamplingParams(**params), kwargs)
     assert (why is None) if says is None else (why is not None and says in why)
+
+
+def test_the_nixl_agent_that_is_made_again_to_sleep() -> None:
+    mend = "engine/headrace_engine/quiet_nixl.py"
+    folder = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+    assert_takes(f"{folder}:NixlConnector.__init__", mend, "vllm_config", "role", "kv_cache_config")
+    worker = find(f"{folder}.base_worker:NixlBaseConnectorWorker", mend)
+    made = inspect.getsource(worker.__init__)
+    assert "self.nixl_wrapper = nixl_wrapper_cls(" in made, f"the agent is made elsewhere: {mend}"
+    assert ".register" not in made, f"memory is registered before the agent is replaced: {mend}"
+    config = find("nixl._bindings:nixlAgentConfig", mend)()
+    for name in ("useProgThread", "pthrDelay", "captureTelemetry"):
+        assert hasattr(config, name), f"nixlAgentConfig.{name} is gone: mend {mend}"
+    agent = inspect.getsource(find("nixl._api:nixl_agent.__init__", mend))
+    assert "self.agent = nixlBind.nixlAgent(agent_name, agent_config)" in agent, f"mend {mend}"
+    assert "agent_config.pthrDelay = 0" in agent, f"NIXL's thread sleeps by itself now: {mend}"

@@ -6,14 +6,15 @@ import asyncio
 
 import pytest
 
-from headrace_engine.gate import ComputeGate, StepFit
+from headrace_engine.gate import ComputeGate
+from headrace_engine.meter import EngineMeter, Step
 
 
 def fitted(a: float, b: float) -> ComputeGate:
-    gate = ComputeGate()
-    for tokens in (10, 100, 1000, 50, 500):
-        gate.fit.observe(tokens, a + b * tokens)
-    return gate
+    meter = EngineMeter()
+    for tokens in (10, 100, 1000, 50, 500) * 5:
+        meter.step(Step(tokens, 0, 0, 0, 0, a + b * tokens))
+    return ComputeGate(meter)
 
 
 async def order(gate: ComputeGate, prompts: list[int], seconds: float = 0.01) -> list[int]:
@@ -31,17 +32,6 @@ async def order(gate: ComputeGate, prompts: list[int], seconds: float = 0.01) ->
 
     await asyncio.gather(*(one(tokens) for tokens in prompts))
     return together
-
-
-def test_the_fit_recovers_the_law_of_the_steps() -> None:
-    assert fitted(0.05, 0.002).fit.free_tokens() == pytest.approx(25.0)
-
-
-def test_steps_that_are_all_alike_tell_nothing() -> None:
-    fit = StepFit()
-    for _ in range(5):
-        fit.observe(100, 0.2)
-    assert fit.free_tokens() == 0.0
 
 
 async def test_prompts_that_fill_a_step_go_one_after_the_other() -> None:
@@ -91,3 +81,36 @@ async def test_a_turn_granted_in_the_moment_of_giving_up_is_passed_on() -> None:
     with pytest.raises(asyncio.CancelledError):
         await gives_up
     assert await order(gate, [600]) == [1]
+
+
+async def test_the_next_prompt_is_let_in_when_the_step_of_the_one_before_it_begins() -> None:
+    meter = EngineMeter()
+    gate = ComputeGate(meter, step_tokens=1000)
+    async with gate.turn(600):
+        following = asyncio.create_task(order(gate, [600]))
+        await asyncio.sleep(0.005)
+        assert gate.waiting == 1
+        meter.step(Step(0, 3, 0, 0, 0, 0.02))  # it ends as the first prompt's step begins
+        assert gate.waiting == 0
+        assert await following == [1]
+
+
+async def test_a_prompt_of_several_steps_keeps_its_turn_until_its_first_token() -> None:
+    meter = EngineMeter()
+    gate = ComputeGate(meter, step_tokens=500)
+    async with gate.turn(600):
+        following = asyncio.create_task(order(gate, [100]))
+        await asyncio.sleep(0.005)
+        meter.step(Step(500, 3, 0, 0, 0, 0.5))
+        assert gate.waiting == 1
+    assert await following == [1]
+
+
+async def test_a_step_ends_no_turn_twice() -> None:
+    meter = EngineMeter()
+    gate = ComputeGate(meter, step_tokens=1000)
+    async with gate.turn(600):
+        meter.step(Step(0, 1, 0, 0, 0, 0.02))
+        async with gate.turn(600):
+            pass
+        assert await order(gate, [600, 600]) == [1, 1]

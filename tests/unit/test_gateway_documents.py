@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
+import aiohttp
 import jsonschema
 import pytest
 from aiohttp import web
@@ -24,6 +26,7 @@ from tests.unit.gateway_fakes import (
     asked_from_elsewhere,
     gateway_over,
     soon,
+    stall,
 )
 
 
@@ -38,10 +41,8 @@ async def test_health_is_open_and_tells_whether_a_replica_is_ready() -> None:
         assert response.status == 503
 
 
-async def test_status_plans_metrics_and_version_come_from_the_backend() -> None:
+async def test_plans_metrics_and_version_are_served_in_their_types() -> None:
     async with gateway_over(answer) as bench:
-        async with bench.client.get("/headrace/v1/status") as response:
-            assert await response.json() == {"replicas": ["decode-1"]}
         async with bench.client.get("/headrace/v1/plans/known") as response:
             assert (await response.json())["kind"] == "local"
         async with bench.client.get("/headrace/v1/plans/other") as response:
@@ -91,7 +92,9 @@ async def test_drafting_is_changed_for_good_or_for_a_while() -> None:
         ):
             async with bench.client.put("/headrace/v1/speculation", json=command) as response:
                 assert response.status == 200
-                assert await response.json() == {"replicas": [command]}
+                [now] = (await response.json())["replicas"]
+            assert bench.cluster.told[-1] == command
+            assert now["replica_id"] == "decode-1", "it tells how each replica stands afterwards"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,7 @@ async def test_a_wrong_change_of_drafting_is_told_by_its_field(
         error = (await response.json())["error"]
         assert (response.status, error["code"], error["param"]) == (400, "invalid_value", param)
         assert error["type"] == "invalid_request_error"
+        assert bench.cluster.told == [], "no replica was told"
 
 
 async def test_prompts_are_warmed_and_nothing_else_is_taken() -> None:
@@ -202,6 +206,19 @@ THEIRS: dict[str, Any] = {
         }
     },
 }
+
+
+async def test_every_documented_operation_is_routed() -> None:
+    async with gateway_over(answer) as bench:
+        async with bench.client.get("/openapi.json") as response:
+            document = await response.json()
+        assert len(document["paths"]) > 5
+        for path, operations in document["paths"].items():
+            there = re.sub(r"\{\w+\}", "x", path)
+            async with bench.client.request("TRACE", there) as response:
+                assert response.status == 405, f"{path}: {response.status}"
+                allowed = response.headers["allow"].lower().split(", ")
+            assert set(operations) - {"parameters"} <= set(allowed), path
 
 
 async def test_the_schema_is_the_replicas_for_what_is_relayed_and_ours_for_the_rest() -> None:
@@ -335,10 +352,21 @@ async def test_a_slow_or_endless_request_head_is_cut_off(monkeypatch: pytest.Mon
         writer.close()
 
 
-async def test_stopping_ends_at_once_when_nothing_runs_and_cuts_off_what_does() -> None:
+async def test_stopping_ends_at_once_when_nothing_runs() -> None:
     async with gateway_over(answer) as bench:
-        async with asyncio.timeout(3):
-            await bench.gateway.stop(grace_s=1)
+        async with asyncio.timeout(10):
+            await bench.gateway.stop(grace_s=60)
+        with pytest.raises(aiohttp.ClientError):
+            await bench.client.get("/health")
+
+
+async def test_stopping_cuts_off_what_still_runs_behind_its_grace() -> None:
+    async with gateway_over(stall) as bench:
+        asked = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
+        await soon(lambda: bool(bench.replica.seen))
+        await bench.gateway.stop(grace_s=0.1)
+        assert (await asked).status == 500
+        await soon(lambda: bench.replica.aborted == 1)
 
 
 async def test_with_a_tracer_a_span_wraps_the_request_and_goes_on_to_the_replica(

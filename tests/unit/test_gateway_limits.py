@@ -13,6 +13,7 @@ import yaml
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
+from headrace.gateway.limits import MOST_ITEMS
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
 
 JSON = {"content-type": "application/json"}
@@ -62,6 +63,20 @@ async def test_structured_outputs_that_are_no_object_are_400_where_vllm_fails() 
             async with bench.client.post(CHAT, json=body) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["param"] == "structured_outputs"
+
+
+async def test_a_list_that_would_hold_up_a_replica_is_400() -> None:
+    async with gateway_over(answer) as bench:
+        for field, most in MOST_ITEMS.items():
+            for items, status in ((most, 200), (most + 1, 400)):
+                body = {**PROMPT, field: ["x"] * items}
+                async with bench.client.post(CHAT, json=body) as response:
+                    assert response.status == status
+                    if status == 400:
+                        assert (await response.json())["error"]["param"] == field
+        body = {"prompt": [1] * (MOST_ITEMS["prompt"] + 1)}
+        async with bench.client.post(CHAT, json=body) as response:
+            assert response.status == 200, "the token ids of one prompt"
 
 
 async def test_malformed_json_is_told_with_its_position() -> None:
@@ -149,6 +164,14 @@ async def test_one_request_too_many_at_once_is_429_with_retry_after() -> None:
         for task in tasks:
             task.cancel()
         await soon(lambda: bench.replica.aborted == 2)
+
+
+async def test_warming_takes_a_place_like_any_request() -> None:
+    async with gateway_over(stall, max_concurrent=1) as bench:
+        task = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
+        await soon(lambda: len(bench.replica.seen) == 1)
+        await refused(bench, 429, path="/headrace/v1/warm", json={"prompts": ["x"]})
+        task.cancel()
 
 
 async def test_unknown_paths_are_404_and_wrong_methods_405_with_allow() -> None:

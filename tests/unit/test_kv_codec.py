@@ -13,11 +13,7 @@ from headrace_kvstore.codec import (
     Order,
     Raw,
     Unfit,
-    codec,
-    raw_blocks,
     tag,
-    warm,
-    window_codec,
 )
 from tests.support.kv import from_layer, to_layer
 
@@ -82,23 +78,15 @@ class TestShape:
 
 class TestRegistry:
     def test_every_codec_is_made_by_its_name(self):
-        assert {name: codec(name).name for name in CODECS} == {n: n for n in CODECS}
-
-    def test_parameters_and_names_that_do_not_exist_are_refused(self):
-        for name, parameters in (("zip", {}), ("fp8", {"group": 8}), ("raw", {"name": 3})):
-            with pytest.raises(ValueError):
-                codec(name, **parameters)
+        assert {name: made().name for name, made in CODECS.items()} == {n: n for n in CODECS}
 
     def test_the_tag_tells_parameters_apart(self):
         assert tag(Raw()) == "raw"
         assert tag(Fp8()) == "fp8"
-        assert tag(codec("int4", group=64)) == "int4:group=64,window_tokens=128"
+        assert tag(Int4(group=64)) == "int4:group=64,window_tokens=128"
 
-    def test_lossy_codecs_say_so_and_declare_their_errors(self):
-        assert not Raw().lossy and Raw().errors.kl == 0 and Raw().identity
-        for one in LOSSY:
-            assert one.lossy and not one.identity
-            assert 0 < one.errors.attention_rms < 0.2 and 0.8 < one.errors.top1 < 1
+    def test_lossy_codecs_say_so(self):
+        assert [one.lossy for one in (Raw(), *LOSSY)] == [False, True, True]
 
 
 class TestSizes:
@@ -112,7 +100,7 @@ class TestSizes:
         ],
     )
     def test_stored_bytes_of_a_real_layer(self, one, stored):
-        assert one.stored_bytes(SMOLLM2) == one.bind(SMOLLM2).stored_bytes == stored
+        assert one.stored_bytes(SMOLLM2) == stored
 
     @pytest.mark.parametrize("one", LOSSY)
     def test_stored_bytes_are_whole_cache_lines_and_the_rest_is_zero(self, one):
@@ -152,7 +140,7 @@ class TestSizes:
 
 
 class TestBuffers:
-    @pytest.mark.parametrize("one", [Raw(), *LOSSY])
+    @pytest.mark.parametrize("one", LOSSY)
     def test_wrong_size_type_shape_and_stride_are_refused(self, one):
         coder = one.bind(SMOLLM2)
         layer, stored = (np.zeros(n, np.uint8) for n in (coder.layer_bytes, coder.stored_bytes))
@@ -173,14 +161,6 @@ class TestBuffers:
         layer = np.zeros(coder.layer_bytes + 1, np.uint8)[1:]
         with pytest.raises(ValueError, match="within an element"):
             coder.encode(layer, np.zeros(coder.stored_bytes, np.uint8))
-
-    def test_raw_copies_and_warm_leaves_no_trace(self):
-        coder = Raw().bind(SMOLLM2)
-        warm(coder)
-        layer = np.random.default_rng(0).bytes(coder.layer_bytes)
-        stored = np.zeros(coder.stored_bytes, np.uint8)
-        coder.encode(np.frombuffer(layer, np.uint8), stored)
-        assert stored.tobytes() == layer
 
 
 @pytest.mark.parametrize("one", LOSSY, ids=lambda one: one.name)
@@ -275,7 +255,7 @@ GOLDEN = {
 @pytest.mark.parametrize(("name", "dtype", "order"), GOLDEN)
 def test_stored_formats_are_those_of_version_1(name, dtype, order):
     """If this fails, the format has changed: raise the codec's version and renew the digests."""
-    one = codec(name)
+    one = CODECS[name]()
     shape = LayerShape(2, 32, 64, dtype, order)
     steps = np.arange(2 * 32 * 64, dtype=np.int64).reshape(2, 32, 64)
     keys = ((steps * 7919) % 1021 - 510).astype(np.float32) / 64
@@ -286,33 +266,3 @@ def test_stored_formats_are_those_of_version_1(name, dtype, order):
     assert (
         hashlib.blake2b(stored.tobytes(), digest_size=8).hexdigest() == GOLDEN[name, dtype, order]
     )
-
-
-class TestWindow:
-    @pytest.mark.parametrize(
-        ("prompt", "window", "raw"),
-        [
-            (1024, 0, []),
-            (1024, 1, [7]),
-            (1024, 128, [7]),
-            (1024, 129, [6, 7]),
-            (1030, 6, []),  # the tail, never stored, is the window
-            (1030, 7, [7]),
-            (1030, 128, [7]),
-            (100, 128, []),  # no full block
-            (300, 10_000, [0, 1]),
-            (0, 128, []),
-        ],
-    )
-    def test_blocks_with_one_of_the_last_tokens_stay_raw(self, prompt, window, raw):
-        assert list(raw_blocks(prompt, 128, window)) == raw
-
-    @pytest.mark.parametrize("wrong", [(-1, 128, 0), (0, 0, 0), (0, 128, -1)])
-    def test_impossible_counts_are_refused(self, wrong):
-        with pytest.raises(ValueError, match="window"):
-            raw_blocks(*wrong)
-
-    def test_raw_blocks_after_lossy_ones_are_never_taken_for_exact_ones(self):
-        inside = window_codec(Int4(group=64))
-        assert inside.identity and inside.lossy
-        assert tag(inside) == "int4.window:group=64,window_tokens=128" != tag(Raw())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.checksum import checksum
-from headrace_kvstore.codec import Codec, LayerShape, Order, codec
+from headrace_kvstore.codec import CODECS, Codec, LayerShape, Order
 from headrace_kvstore.connector.coded import (
     PAGE_BYTES,
     CodedCache,
@@ -16,7 +16,7 @@ from headrace_kvstore.connector.coded import (
     stored_layer_bytes,
 )
 from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.nvme.scan import page_memory
+from headrace_kvstore.nvme.segment import page_memory
 from tests.support.tensor import Tensor
 
 LAYERS, BLOCKS = 3, 4
@@ -41,7 +41,7 @@ class Cache:
 
 @pytest.fixture(params=["fp8", "int4"])
 def given(request: pytest.FixtureRequest) -> Codec:
-    return codec(request.param)
+    return CODECS[request.param]()
 
 
 def test_what_was_saved_is_loaded_within_the_codec_s_error(given: Codec) -> None:

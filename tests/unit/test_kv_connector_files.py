@@ -20,8 +20,8 @@ from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme import nvme_tier as nvme
+from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.nvme.segment import BlockReader, Location
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
@@ -91,12 +91,11 @@ def places(engines: tuple[Engine, Engine], tmp_path: Path) -> Iterator[dict[byte
     tier = nvme.NvmeTier.open(tmp_path / "files", 1 << 22, 1 << 20, mover)
     slots = arena.lookup(0, HASHES)
     sums = arena.sums(slots)
-    mover.register(arena.base_address, arena.geometry.size_bytes)
     saves = [
-        nvme.Save(name, int(address), total)
+        record.Save(name, int(address), total)
         for name, address, total in zip(HASHES, arena.addresses(slots), sums, strict=True)
     ]
-    written = tier.write(Shape(DIGEST, LAYERS, LAYER_BYTES), saves)
+    written = tier.write(record.Shape(DIGEST, LAYERS, LAYER_BYTES), saves)
     assert all(future.result(20) for future in written)
     found = {name: tier.locate(DIGEST, name) for name in HASHES}
     yield {name: place for name, place in found.items() if place is not None}

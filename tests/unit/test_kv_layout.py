@@ -16,8 +16,6 @@ from headrace_kvstore import checksum
 from headrace_kvstore.layout import (
     BlockLayout,
     LayoutError,
-    find_block_axis,
-    layer_layout,
     natural_order,
 )
 
@@ -50,12 +48,14 @@ def cache_of(shape: Sequence[int], order: Sequence[int], seed: int = 0) -> torch
     return memory.permute([list(order).index(axis) for axis in range(len(order))])
 
 
-def read(addresses: np.ndarray, sizes: np.ndarray) -> bytes:
+def of_caches(caches: dict[str, torch.Tensor], blocks: int, axis: int) -> BlockLayout:
+    """Of the same memory, viewed with the axis of the blocks first, as vLLM does."""
+    return BlockLayout.of_tensors({n: c.movedim(axis, 0) for n, c in caches.items()}, blocks)
+
+
+def read(addresses: np.ndarray, sizes: int) -> bytes:
     """The bytes of pieces, one after the other."""
-    return b"".join(
-        ctypes.string_at(int(address), int(size))
-        for address, size in zip(addresses.ravel(), np.resize(sizes, addresses.size), strict=True)
-    )
+    return b"".join(ctypes.string_at(int(address), sizes) for address in addresses.ravel())
 
 
 def block_bytes(cache: torch.Tensor, block: int, axis: int, order: Sequence[int]) -> bytes:
@@ -71,8 +71,8 @@ def block_bytes(cache: torch.Tensor, block: int, axis: int, order: Sequence[int]
 def test_a_blocks_bytes_are_where_torch_put_them(name: str) -> None:
     shape, order, axis, pieces, size = SHAPES[name]
     caches = {f"layers.{n}": cache_of(shape, order, n) for n in range(2)}
-    layout = BlockLayout.of_tensors(caches, NB, axis)
-    assert layout.piece_bytes.tolist() == [size] * pieces
+    layout = of_caches(caches, NB, axis)
+    assert layout.piece_bytes == size and len(layout.layers[0].offsets) == pieces
     assert layout.block_bytes == 2 * layout.layer_bytes == 2 * pieces * size
     addresses = layout.engine_addresses([4, 0])
     assert addresses.shape == (2, 2, pieces)
@@ -92,9 +92,9 @@ def test_a_block_saved_from_one_cache_and_loaded_into_another_is_the_same_to_tor
     source = {f"layers.{n}": cache_of(shape, order, n) for n in range(2)}
     target = {f"layers.{n}": cache_of(larger, order, 10 + n) for n in range(2)}
     untouched = {layer: cache.clone() for layer, cache in target.items()}
-    saving = BlockLayout.of_tensors(source, NB, axis)
-    loading = BlockLayout.of_tensors(target, 2 * NB, axis)
-    assert saving.axes == loading.axes
+    saving = of_caches(source, NB, axis)
+    loading = of_caches(target, 2 * NB, axis)
+    assert saving.layers[0].axes == loading.layers[0].axes
     payloads = np.zeros(2 * saving.block_bytes, np.uint8)
     starts = payloads.ctypes.data + np.arange(2) * saving.block_bytes
     seeds = checksum.layer_seeds([1, 2], 2)
@@ -122,12 +122,12 @@ def test_kernel_blocks_next_to_each_other_form_one_block() -> None:
     cache = cache_of((4 * NB, H, BS, D), (0, 1, 2, 3))
     layout = BlockLayout.of_tensors({"layer": cache}, NB)
     assert layout.blocks == NB
-    assert layout.piece_bytes.tolist() == [4 * H * BS * D * 2]
+    assert layout.piece_bytes == 4 * H * BS * D * 2
     found = read(layout.engine_addresses([2]), layout.piece_bytes)
     assert found == cache[8:12].view(torch.int16).numpy().tobytes()
     whole = BlockLayout.of_tensors({"layer": cache_of((NB, H, 4 * BS, D), (0, 1, 2, 3))}, NB)
     assert whole.layer_bytes == layout.layer_bytes
-    assert whole.axes != layout.axes, "the bytes mean other tokens"
+    assert whole.layers[0].axes != layout.layers[0].axes, "the bytes mean other tokens"
 
 
 def test_padding_behind_a_block_is_left_out() -> None:
@@ -143,10 +143,10 @@ def test_layers_inside_blocks_are_told_apart() -> None:
     """BLHNC: `[block][layer]...`; and BHLNC, where the heads of a layer lie apart."""
     memory = torch.zeros(NB, 4, H, BS, D)
     inside = BlockLayout.of_tensors({f"l{n}": memory[:, n] for n in range(4)}, NB)
-    assert inside.piece_bytes.tolist() == [H * BS * D * 4]
+    assert inside.piece_bytes == H * BS * D * 4
     memory = torch.zeros(NB, H, 4, BS, D)
     between = BlockLayout.of_tensors({f"l{n}": memory[:, :, n] for n in range(4)}, NB)
-    assert between.piece_bytes.tolist() == [BS * D * 4] * H
+    assert between.piece_bytes == BS * D * 4 and len(between.layers[0].offsets) == H
     for layout in (inside, between):
         every = layout.engine_addresses(range(NB)).ravel()
         assert len(set(every.tolist())) == every.size
@@ -165,15 +165,6 @@ def test_ids_outside_the_cache_are_refused(ids: list[int]) -> None:
     with pytest.raises(IndexError, match="block ids"):
         layout.engine_addresses(ids)
     assert layout.engine_addresses([]).shape == (0, 1, 1)
-
-
-def test_the_block_axis_is_found_where_only_one_can_be_it() -> None:
-    assert find_block_axis((2, 77, 16, 3, 8), 77) == 1
-    assert find_block_axis((154, 16, 3, 8), 77) == 0
-    with pytest.raises(LayoutError, match=r"\[0, 2\]"):
-        find_block_axis((64, 3, 64), 64)
-    with pytest.raises(LayoutError, match=r"\[\]"):
-        find_block_axis((2, 77), 76)
 
 
 class TestRefused:
@@ -221,7 +212,3 @@ class TestRefused:
     def test_elements_that_overlap(self) -> None:
         self.refuse("overlap", {"a": torch.zeros(1, 16).expand(NB, 16)})
         self.refuse("overlap", {"a": torch.zeros(100).as_strided((NB, 16), (15, 1))})
-
-    def test_an_axis_that_is_not_there(self) -> None:
-        with pytest.raises(LayoutError, match="block axis 2"):
-            layer_layout(64, (5, 4), (4, 1), 2, block_axis=2)

@@ -55,8 +55,7 @@ def test_every_byte_of_every_block_is_found_once(
         caches[found.names[layer]][block] = float(row + 1)
     for row, (block, layer) in enumerate((b, n) for b in range(NB) for n in range(LAYERS)):
         raw = b"".join(
-            ctypes.string_at(int(address), int(size))
-            for address, size in zip(addresses[block, layer], found.piece_bytes, strict=True)
+            ctypes.string_at(int(address), found.piece_bytes) for address in addresses[block, layer]
         )
         values = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16)
         assert values.unique().tolist() == [float(row + 1)]
@@ -65,8 +64,8 @@ def test_every_byte_of_every_block_is_found_once(
 def test_the_cpu_engines_blocks_are_one_piece_each() -> None:
     (layout,) = CPUAttentionBackend.supported_kv_cache_layouts()
     found = BlockLayout.of_tensors(allocate(DENSE, layout), NB)
-    assert found.piece_bytes.tolist() == [HEADS * TOKENS * 2 * DIM * 2]
-    assert found.axes == f"{LAYERS}*(1:{HEADS},2:{TOKENS},3:{2 * DIM}x2)"
+    assert found.piece_bytes == HEADS * TOKENS * 2 * DIM * 2
+    assert found.layers[0].axes == f"1:{HEADS},2:{TOKENS},3:{2 * DIM}x2"
 
 
 def test_smaller_blocks_of_the_kernel_are_grouped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.node.node import NodeRunning, StoreNode
+from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.protocol.server import NodeRunning
 from headrace_kvstore.table import hash_word
+from tests.support.kvcheck import broken
 from tests.support.kvnode import (
     DIGEST,
     SHAPE,
@@ -24,6 +27,7 @@ from tests.support.kvnode import (
     key,
     keys,
     settings,
+    settled,
     until,
 )
 
@@ -73,16 +77,16 @@ def reader(mover: Mover) -> Iterator[Reader]:
 def written(node: StoreNode, engine: Engine, *numbers: int) -> None:
     """Blocks that are on NVMe."""
     engine.put(*numbers)
-    until(lambda: len(node.locate(DIGEST, keys(*numbers), 0.0)) == len(numbers))
-    assert node.quiesce(20)
+    until(lambda: len(node.operations.locate(DIGEST, keys(*numbers), 0.0)) == len(numbers))
+    assert settled(node, 20)
 
 
 def located(node: StoreNode, *numbers: int, request: str = "r") -> int:
-    return len(node.locate(DIGEST, keys(*numbers), LEASE_S, request))
+    return len(node.operations.locate(DIGEST, keys(*numbers), LEASE_S, request))
 
 
 def nvme(node: StoreNode) -> dict[str, Any]:
-    return node.stats()["tiers"]["nvme"]
+    return node.operations.stats()["tiers"]["nvme"]
 
 
 # Writing behind, and reading
@@ -92,8 +96,8 @@ def test_what_an_engine_stores_is_on_nvme_soon_with_equal_bytes(
     node: StoreNode, engine: Engine, reader: Reader
 ) -> None:
     engine.put(0, 1, 2)
-    assert node.quiesce(20)
-    places = node.locate(DIGEST, keys(0, 1, 2), LEASE_S)
+    assert settled(node, 20)
+    places = node.operations.locate(DIGEST, keys(0, 1, 2), LEASE_S)
     assert reader.read(places, [0, 1, 2]) == [True] * 3
 
 
@@ -101,19 +105,27 @@ def test_what_was_stored_before_the_node_came_is_written_too(tmp_path: Path, sta
     engine = Engine(settings(tmp_path))
     engine.put(0, 1)
     node = start()
-    assert node.quiesce(20)
+    assert settled(node, 20)
     assert located(node, 0, 1) == 2
     engine.close()
 
 
 def test_a_follower_that_fell_behind_the_ring_starts_over(node: StoreNode, engine: Engine) -> None:
-    for first in range(0, 300, 30):  # more events than the ring keeps
-        engine.put(*range(first, first + 30))
-    dram = node._dram
-    assert node.quiesce(20) and dram is not None
+    ring = len(engine.arena._t.events)
+    for first in itertools.count(0, 30):
+        engine.put(*range(first, first + 30))  # takes fewer while blocks are being written
+        assert settled(node, 20)
+        if engine.arena.next_seq > ring:
+            break
+    dram = node.tiers.dram
+    assert dram is not None
     before = dram.follower.lost  # a slow machine falls behind by itself
-    dram.follower._seq = 0
-    until(lambda: dram.follower.lost > before)
+
+    def behind() -> bool:
+        dram.follower._seq = 0  # the follower's thread may write over it: set until it is seen
+        return dram.follower.lost > before
+
+    until(behind)
     engine.put(500)
     until(lambda: located(node, 500) == 1)
 
@@ -127,7 +139,7 @@ def test_only_the_leading_run_is_located(node: StoreNode, engine: Engine) -> Non
 
 def test_another_namespace_has_nothing(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0)
-    assert node.locate(b"another-digest-!", keys(0), LEASE_S) == []
+    assert node.operations.locate(b"another-digest-!", keys(0), LEASE_S) == []
 
 
 def test_writing_does_not_count_as_use_and_leaves_no_lease(node: StoreNode, engine: Engine) -> None:
@@ -144,10 +156,10 @@ def test_a_located_block_stays_for_its_lease_though_the_tier_is_full(
     node = start(nvme_bytes=2 * settings(Path()).segment_bytes, dram_bytes=2**22)
     engine = Engine(node.settings)
     written(node, engine, *range(16))
-    places = node.locate(DIGEST, keys(*range(16)), LEASE_S)
+    places = node.operations.locate(DIGEST, keys(*range(16)), LEASE_S)
     for first in (16, 32, 48):  # the other segment, over and over
         engine.put(*range(first, first + 16))
-        assert node.quiesce(20)
+        assert settled(node, 20)
     assert reader.read(places, range(16)) == [True] * 16
     assert all(os.path.exists(place.path) for place in places)
     engine.close()
@@ -161,10 +173,10 @@ def test_prefetch_brings_blocks_back_with_their_place_in_the_prefix(
 ) -> None:
     engine.put(0, tenant=7)
     engine.put(1, 2, tenant=7)
-    assert node.quiesce(20)
+    assert settled(node, 20)
     engine.arena.clear()
     assert engine.has(0, 1, 2) == [False] * 3
-    assert node.prefetch(DIGEST, keys(2, 0, 1)) == 3
+    assert node.operations.prefetch(DIGEST, keys(2, 0, 1)) == 3
     until(lambda: engine.has(0, 1, 2) == [True] * 3)
     rows = engine.arena.table[engine.arena.lookup(engine.row, keys(0, 1, 2))]
     assert rows["depth"].tolist() == [0, 1, 2]
@@ -174,9 +186,9 @@ def test_prefetch_brings_blocks_back_with_their_place_in_the_prefix(
 
 def test_prefetch_of_what_is_there_or_nowhere_does_nothing(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0)
-    node.prefetch(DIGEST, keys(0, 5))
-    assert node.quiesce(20)
-    stats = node.stats()["prefetch"]
+    node.operations.prefetch(DIGEST, keys(0, 5))
+    assert settled(node, 20)
+    stats = node.operations.stats()["prefetch"]
     assert (stats["already_there"], stats["absent"], stats["dropped"]) == (1, 1, 0)
 
 
@@ -184,15 +196,15 @@ def test_a_damaged_record_is_never_published_and_is_dropped(
     node: StoreNode, engine: Engine
 ) -> None:
     written(node, engine, 0, 1)
-    [place] = node.locate(DIGEST, keys(0), LEASE_S)
+    [place] = node.operations.locate(DIGEST, keys(0), LEASE_S)
     with open(place.path, "r+b") as file:
         file.seek(place.payload_offset + 3 * SHAPE.layer_bytes + 5)
         file.write(b"damage")
     engine.arena.clear()
-    node.prefetch(DIGEST, keys(0, 1))
+    node.operations.prefetch(DIGEST, keys(0, 1))
     until(lambda: engine.has(0, 1) == [False, True])
-    assert node.quiesce(20)
-    assert node.stats()["prefetch"]["dropped_bad"] == 1
+    assert settled(node, 20)
+    assert node.operations.stats()["prefetch"]["dropped_bad"] == 1
     assert located(node, 0) == 0
     assert engine.arena.stats()["writing"] == 0
 
@@ -203,10 +215,10 @@ def test_a_second_request_has_blocks_promoted_the_same_one_has_not(
     written(node, engine, 0, 1)
     engine.arena.clear()
     assert located(node, 0, 1, request="a") == located(node, 0, 1, request="a") == 2
-    assert node.quiesce(20) and engine.has(0, 1) == [False, False]
+    assert settled(node, 20) and engine.has(0, 1) == [False, False]
     located(node, 0, request="b")
     until(lambda: engine.has(0, 1) == [True, False])
-    assert node.stats()["promoted"] == 1
+    assert node.operations.stats()["promoted"] == 1
 
 
 def test_warm_fills_free_room_only(start: Start) -> None:
@@ -214,13 +226,13 @@ def test_warm_fills_free_room_only(start: Start) -> None:
     engine = Engine(node.settings)
     for first in (0, 30, 60):
         engine.put(*range(first, first + 30))
-        assert node.quiesce(20)
+        assert settled(node, 20)
     engine.arena.clear()
     engine.put(*range(100, 110))
-    assert node.quiesce(20)
+    assert settled(node, 20)
     before = engine.arena.stats()["evicted_total"]
-    assert 20 <= node.warm() <= 40
-    assert node.quiesce(20)
+    assert 20 <= node.operations.warm() <= 40
+    assert settled(node, 20)
     assert all(engine.has(*range(100, 110)))
     assert sum(engine.has(*range(90))) >= 20
     assert engine.arena.stats()["evicted_total"] == before
@@ -232,40 +244,40 @@ def test_warm_fills_free_room_only(start: Start) -> None:
 
 def test_what_a_reader_reports_bad_is_gone_from_that_tier(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0, 1)
-    assert node.report_bad(DIGEST, keys(0, 9), "nvme") == 1
+    assert node.operations.report_bad(DIGEST, keys(0, 9), "nvme") == 1
     assert located(node, 0) == 0 and engine.has(0) == [True]
-    assert node.report_bad(DIGEST, keys(1), "dram") == 1
+    assert node.operations.report_bad(DIGEST, keys(1), "dram") == 1
     assert located(node, 1) == 1 and engine.has(1) == [False]
-    with pytest.raises(ValueError, match="no tier"):
-        node.report_bad(DIGEST, keys(1), "tape")
+    with pytest.raises(ValueError, match="unknown tier"):
+        node.operations.report_bad(DIGEST, keys(1), "tape")
 
 
 def test_pinned_blocks_stay_until_they_are_let_go(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0)
-    assert node.pin(DIGEST, keys(0, 1)) == 1
+    assert node.operations.pin(DIGEST, keys(0, 1)) == 1
     for first in range(10, 130, 30):
         engine.put(*range(first, first + 30))
     assert engine.has(0) == [True]
     assert engine.arena.stats()["pinned"] == 1
-    assert node.pin(DIGEST, keys(0), pinned=False) == 1
+    assert node.operations.pin(DIGEST, keys(0), pinned=False) == 1
     assert engine.arena.stats()["pinned"] == 0
 
 
 def test_clear_drops_a_namespace_or_all_in_the_tiers_named(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0, 1)
-    assert node.clear(b"another-digest-!") == 0
-    assert node.clear(DIGEST, ["dram"]) == 2
+    assert node.operations.clear(b"another-digest-!") == 0
+    assert node.operations.clear(DIGEST, ["dram"]) == 2
     assert engine.has(0) == [False] and located(node, 0, 1) == 2
-    assert node.clear() == 2
+    assert node.operations.clear() == 2
     assert located(node, 0) == 0
-    with pytest.raises(ValueError, match="no tier"):
-        node.clear(tiers=["tape"])
+    with pytest.raises(ValueError, match="unknown tier"):
+        node.operations.clear(tiers=["tape"])
 
 
 def test_stats_are_json_and_say_what_each_tier_holds(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0, 1)
     located(node, 0, 1, 2)
-    stats = json.loads(json.dumps(node.stats()))
+    stats = json.loads(json.dumps(node.operations.stats()))
     dram, disk = stats["tiers"]["dram"], stats["tiers"]["nvme"]
     assert (dram["state"], dram["blocks"]) == ("on", 2)
     assert 0 < dram["bytes"] < dram["size_bytes"]
@@ -282,8 +294,8 @@ def test_a_node_without_a_disk_serves_dram(start: Start) -> None:
     node = start(nvme_folder=None)
     engine = Engine(node.settings)
     engine.put(0)
-    assert node.quiesce(20)
-    assert located(node, 0) == node.prefetch(DIGEST, keys(0)) - 1 == 0
+    assert settled(node, 20)
+    assert located(node, 0) == node.operations.prefetch(DIGEST, keys(0)) - 1 == 0
     assert nvme(node)["state"] == "off" and "nvme_folder" in nvme(node)["reason"]
     engine.close()
 
@@ -315,7 +327,7 @@ def test_a_disk_that_fails_is_tried_again_and_gets_what_it_missed(
     node: StoreNode, engine: Engine
 ) -> None:
     written(node, engine, 0)
-    tier = node._tier()
+    tier = node.tiers.nvme
     assert tier is not None
     tier._turn("read-only", "write failed")
     engine.put(1)
@@ -332,7 +344,7 @@ def test_an_arena_that_was_replaced_is_followed(
     assert after.has(0) == [False]
     after.put(1)
     until(lambda: located(node, 1) == 1)
-    assert node.prefetch(DIGEST, keys(0)) == 1
+    assert node.operations.prefetch(DIGEST, keys(0)) == 1
     until(lambda: after.has(0) == [True])
     after.close()
 
@@ -340,7 +352,7 @@ def test_an_arena_that_was_replaced_is_followed(
 def test_an_arena_that_cannot_be_had_is_waited_for(start: Start, tmp_path: Path) -> None:
     (tmp_path / "arena").write_bytes(b"something else" * 1000)
     node = start()
-    assert node.stats()["tiers"]["dram"]["state"] == "off"
+    assert node.operations.stats()["tiers"]["dram"]["state"] == "off"
     (tmp_path / "arena").unlink()
     engine = Engine(node.settings)
     engine.put(0)
@@ -365,18 +377,18 @@ def test_the_end_writes_what_waits_as_far_as_time_allows(
     node = StoreNode(settings(tmp_path, keep_arena=True), mover=mover).start()
     engine = Engine(node.settings)
     engine.put(*range(30))
-    until(lambda: node._dram is not None and node._dram.follower.caught_up)
+    until(lambda: node.tiers.dram is not None and node.tiers.dram.follower.caught_up)
     assert node.close()
     engine.arena.unlink()
     after = start()
-    assert after.quiesce(20) and located(after, *range(30)) == 30
+    assert settled(after, 20) and located(after, *range(30)) == 30
     engine.close()
 
 
 def test_two_nodes_of_one_arena_are_one_too_many(node: StoreNode, mover: Mover) -> None:
     with pytest.raises(NodeRunning):
         StoreNode(node.settings, mover=mover).start()
-    assert node.stats()["tiers"]["dram"]["state"] == "on"
+    assert node.operations.stats()["tiers"]["dram"]["state"] == "on"
 
 
 def test_a_later_node_finds_arena_and_files(tmp_path: Path, mover: Mover, start: Start) -> None:
@@ -385,7 +397,7 @@ def test_a_later_node_finds_arena_and_files(tmp_path: Path, mover: Mover, start:
     written(first, engine, 0, 1)
     first.close()
     second = start()
-    assert second.quiesce(20)
+    assert settled(second, 20)
     assert located(second, 0, 1) == 2 and engine.has(0, 1) == [True, True]
     assert nvme(second).get("writes", 0) == 0
     engine.close()
@@ -394,8 +406,8 @@ def test_a_later_node_finds_arena_and_files(tmp_path: Path, mover: Mover, start:
 def test_the_arena_is_whole_after_all_that(node: StoreNode, engine: Engine) -> None:
     for first in range(0, 120, 30):
         engine.put(*range(first, first + 30))
-        node.prefetch(DIGEST, keys(*range(first - 30, first)) if first else [])
-    assert node.quiesce(20)
-    assert engine.arena.check() == []
+        node.operations.prefetch(DIGEST, keys(*range(first - 30, first)) if first else [])
+    assert settled(node, 20)
+    assert broken(engine.arena) == []
     slots = engine.arena.lookup(engine.row, keys(*range(120)))
     assert isinstance(engine.arena, Arena) and (np.unique(slots[slots >= 0]).size > 20)

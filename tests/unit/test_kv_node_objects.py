@@ -15,7 +15,7 @@ from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.protocol.events import OBJECT, Change
 from headrace_kvstore.settings import SettingsError
-from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, until
+from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, settled, until
 
 Start = Callable[..., StoreNode]
 
@@ -51,7 +51,7 @@ def start(tmp_path: Path, mover: Mover) -> Iterator[Start]:
 
 def objects(node: StoreNode) -> dict[str, Any]:
     """The object tier's part of the node's stats."""
-    stats: dict[str, Any] = node.stats()["tiers"]["object"]
+    stats: dict[str, Any] = node.operations.stats()["tiers"]["object"]
     return stats
 
 
@@ -109,11 +109,11 @@ def test_a_wanted_block_that_only_objects_hold_is_pulled_into_dram(start: Start)
     later = start("b", nvme_folder=None)
     other = Engine(later.settings)
     until(lambda: objects(later)["blocks"] == 3)
-    pulling = later.pull(DIGEST, keys(0, 1, 2, 7))
+    pulling = later.operations.pull(DIGEST, keys(0, 1, 2, 7))
     assert pulling is not None and pulling.blocks == 3
     assert pulling.done.result(20) == 3
     assert other.has(0, 1, 2, 7) == [True, True, True, False]
-    assert later.pull(DIGEST, keys(7)) is None
+    assert later.operations.pull(DIGEST, keys(7)) is None
     other.close()
 
 
@@ -125,8 +125,8 @@ def test_what_is_faster_computed_is_not_pulled(start: Start) -> None:
     later = start("b", nvme_folder=None)
     other = Engine(later.settings)
     until(lambda: objects(later)["blocks"] == 1)
-    assert later.pull(DIGEST, keys(0), compute_s=1e-6) is None
-    assert later.stats()["remote"]["pulls_not_worth_it"] == 1
+    assert later.operations.pull(DIGEST, keys(0), compute_s=1e-6) is None
+    assert later.operations.stats()["remote"]["pulls_not_worth_it"] == 1
     other.close()
 
 
@@ -138,12 +138,12 @@ def test_prefetch_takes_from_disk_what_is_there_and_from_objects_the_rest(start:
     later = start("b")
     other = Engine(later.settings)
     other.put(0)
-    assert later.quiesce(20)
+    assert settled(later, 20)
     until(lambda: objects(later)["blocks"] == 2)
     other.arena.clear(other.row)
-    assert later.prefetch(DIGEST, keys(0, 1, 2)) == 3
+    assert later.operations.prefetch(DIGEST, keys(0, 1, 2)) == 3
     until(lambda: other.has(0, 1, 2) == [True, True, False])
-    assert later.stats()["prefetch"]["loaded"] == 1
+    assert later.operations.stats()["prefetch"]["loaded"] == 1
     assert objects(later)["fetch"]["loaded"] == 1
     other.close()
 
@@ -165,12 +165,12 @@ def test_clear_leaves_objects_alone_unless_they_are_named(start: Start) -> None:
     node = start()
     engine = Engine(node.settings)
     shared(node, engine, 0, 1)
-    node.clear()
+    node.operations.clear()
     assert objects(node)["blocks"] == 2
-    assert node.clear(tiers=["object"]) == 2
+    assert node.operations.clear(tiers=["object"]) == 2
     assert objects(node)["blocks"] == 0
     with pytest.raises(ValueError, match="object"):
-        node.clear(tiers=["tape"])
+        node.operations.clear(tiers=["tape"])
     engine.close()
 
 
@@ -179,7 +179,7 @@ def test_pinning_reaches_objects(start: Start) -> None:
     engine = Engine(node.settings)
     shared(node, engine, 0)
     engine.arena.clear(engine.row)
-    assert node.pin(DIGEST, keys(0, 1)) == 1
+    assert node.operations.pin(DIGEST, keys(0, 1)) == 1
     engine.close()
 
 
@@ -188,7 +188,7 @@ def test_stats_are_json_and_tell_of_the_object_tier(start: Start) -> None:
     stats = objects(node)
     json.dumps(stats)
     assert {"state", "blocks", "bytes", "fetch", "share", "medium"} <= stats.keys()
-    assert start("b", object_url=None).stats()["tiers"]["object"] == {
+    assert start("b", object_url=None).operations.stats()["tiers"]["object"] == {
         "medium": OBJECT,
         "state": "off",
         "reason": "no object_url is given",
@@ -207,10 +207,10 @@ def test_an_endpoint_that_is_not_there_costs_only_objects(start: Start) -> None:
     node = start(object_url="s3://bucket/p", object_options=options, object_timeout_s=0.5)
     engine = Engine(node.settings)
     assert engine.put(0, 1) == [True, True]
-    assert node.quiesce(20)
-    assert len(node.locate(DIGEST, keys(0, 1), 0.0)) == 2
+    assert settled(node, 20)
+    assert len(node.operations.locate(DIGEST, keys(0, 1), 0.0)) == 2
     until(lambda: objects(node)["last_error"] == "unreachable")
-    assert node.pull(DIGEST, keys(5)) is None
+    assert node.operations.pull(DIGEST, keys(5)) is None
     engine.close()
 
 

@@ -16,8 +16,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.node.node import StoreNode
-from headrace_kvstore.staging.write_behind import CALM, Admit, worth_writing
-from headrace_kvstore.table import SLOT
+from headrace_kvstore.staging.write_behind import Admit
+from tests.support.kvcheck import broken
 from tests.support.kvnode import (
     DIGEST,
     SHAPE,
@@ -27,6 +27,7 @@ from tests.support.kvnode import (
     content,
     keys,
     settings,
+    settled,
     until,
 )
 
@@ -48,7 +49,7 @@ def begin(tmp_path: Path, disk: HangingMover) -> Iterator[Begin]:
         given = settings(tmp_path, close_s=1.0, **values)
         node = StoreNode(given, admit=admit, mover=disk).start()
         made.append((node, Engine(given)))
-        until(lambda: node._tier() is not None)
+        until(lambda: node.tiers.nvme is not None)
         return made[-1]
 
     yield start
@@ -59,27 +60,13 @@ def begin(tmp_path: Path, disk: HangingMover) -> Iterator[Begin]:
 
 
 def writing(node: StoreNode) -> dict[str, Any]:
-    stats: dict[str, Any] = node.stats()["write_behind"]
+    stats: dict[str, Any] = node.operations.stats()["write_behind"]
     return stats
 
 
-# Admission
-
-
-def test_a_disk_that_keeps_up_writes_everything() -> None:
-    assert worth_writing(np.zeros(3, SLOT), 0.0).all()
-    assert worth_writing(np.zeros(3, SLOT), CALM).all()
-
-
-def test_a_disk_that_does_not_writes_what_was_used_pinned_or_preferred() -> None:
-    rows = np.zeros(5, SLOT)
-    rows["hits"][1], rows["pinned"][2] = 1, 1
-    rows["priority"] = [0, 0, 0, 1, -1]
-    assert worth_writing(rows, CALM + 0.01).tolist() == [False, True, True, True, False]
-
-
-def test_no_blocks_are_no_answer() -> None:
-    assert worth_writing(np.zeros(0, SLOT), 1.0).tolist() == []
+def used_ones_under_pressure(rows: np.ndarray, backlog: float) -> np.ndarray:
+    """An `Admit`: everything while the disk keeps up, then what was used."""
+    return np.full(len(rows), backlog <= 0.5) | (rows["hits"] > 0)
 
 
 # A disk that hangs
@@ -99,14 +86,14 @@ def test_the_backlog_is_bounded_and_what_it_drops_is_written_later(
     until(lambda: writing(node).get("refused", 0) + writing(node)["dropped"] == 6)
     assert writing(node)["backlog_bytes"] <= 4 * SHAPE.payload_bytes
     assert engine.has(*range(12)) == [True] * 12  # nobody waits for the disk
-    assert node.locate(DIGEST, keys(0)) == []
+    assert node.operations.locate(DIGEST, keys(0)) == []
     disk.let_go()
-    until(lambda: len(node.locate(DIGEST, keys(*range(12)), 0.0)) == 12)
+    until(lambda: len(node.operations.locate(DIGEST, keys(*range(12)), 0.0)) == 12)
 
 
 def test_used_blocks_are_taken_while_others_are_refused(begin: Begin, disk: HangingMover) -> None:
     node, engine = begin(
-        worth_writing,
+        used_ones_under_pressure,
         writing_bytes=SHAPE.payload_bytes,
         backlog_bytes=10 * SHAPE.payload_bytes,
         sweep_s=60.0,
@@ -119,13 +106,13 @@ def test_used_blocks_are_taken_while_others_are_refused(begin: Begin, disk: Hang
     engine.put(20, 21)
     until(lambda: writing(node).get("refused", 0) == 2)
     engine.arena.lease(engine.row, keys(21), 0.0)
-    dram = node._dram
+    dram = node.tiers.dram
     assert dram is not None
     dram.writer.offer(engine.row, keys(20, 21))
     assert writing(node)["backlog_blocks"] == 7
     disk.let_go()
-    until(lambda: len(node.locate(DIGEST, keys(21), 0.0)) == 1)
-    assert node.quiesce(20) and node.locate(DIGEST, keys(20), 0.0) == []
+    until(lambda: len(node.operations.locate(DIGEST, keys(21), 0.0)) == 1)
+    assert settled(node, 20) and node.operations.locate(DIGEST, keys(20), 0.0) == []
 
 
 def test_a_disk_behind_its_work_takes_what_saves_more(begin: Begin, disk: HangingMover) -> None:
@@ -144,8 +131,8 @@ def test_a_disk_behind_its_work_takes_what_saves_more(begin: Begin, disk: Hangin
     engine.put(21, compute_s=2.0)
     until(lambda: writing(node)["backlog_blocks"] > waiting)
     disk.let_go()
-    until(lambda: len(node.locate(DIGEST, keys(21), 0.0)) == 1)
-    assert node.quiesce(20) and node.locate(DIGEST, keys(20), 0.0) == []
+    until(lambda: len(node.operations.locate(DIGEST, keys(21), 0.0)) == 1)
+    assert settled(node, 20) and node.operations.locate(DIGEST, keys(20), 0.0) == []
 
 
 def test_a_slot_that_is_given_away_while_it_is_written_leaves_no_record(
@@ -162,9 +149,9 @@ def test_a_slot_that_is_given_away_while_it_is_written_leaves_no_record(
         if (engine.arena.view(int(slot)) == content(number)).all():
             break
     disk.let_go()
-    until(lambda: len(node.locate(DIGEST, keys(1), 0.0)) == 1)
-    assert node.quiesce(20)
-    assert node.locate(DIGEST, keys(0), 0.0) == []
+    until(lambda: len(node.operations.locate(DIGEST, keys(1), 0.0)) == 1)
+    assert settled(node, 20)
+    assert node.operations.locate(DIGEST, keys(0), 0.0) == []
     assert writing(node)["dropped_overwritten"] == 1
 
 
@@ -177,7 +164,7 @@ def test_blocks_evicted_while_they_wait_are_counted(begin: Begin, disk: HangingM
     until(lambda: writing(node)["backlog_blocks"] == 2)
     engine.arena.discard(engine.row, keys(1))
     disk.let_go()
-    until(lambda: len(node.locate(DIGEST, keys(2), 0.0)) == 1)
+    until(lambda: len(node.operations.locate(DIGEST, keys(2), 0.0)) == 1)
     assert writing(node)["dropped_evicted"] == 1
 
 
@@ -187,11 +174,11 @@ def test_a_hanging_disk_holds_up_the_end_for_no_longer_than_that(
 ) -> None:
     node, engine = begin()
     engine.put(0)
-    assert node.quiesce(20)
+    assert settled(node, 20)
     disk.hangs = operation
     engine.put(1)
     engine.arena.discard(engine.row, keys(0))
-    node.prefetch(DIGEST, keys(0))
+    node.operations.prefetch(DIGEST, keys(0))
     until(lambda: bool(disk.held))
     begun = time.monotonic()
     assert not node.close()
@@ -205,16 +192,16 @@ def test_a_prefetch_from_a_hanging_disk_keeps_nobody_waiting(
 ) -> None:
     node, engine = begin(reading_bytes=SHAPE.payload_bytes)
     engine.put(0, 1)
-    assert node.quiesce(20)
+    assert settled(node, 20)
     engine.arena.clear()
     disk.hangs = "READ"
-    node.prefetch(DIGEST, keys(0), 5)
+    node.operations.prefetch(DIGEST, keys(0), 5)
     until(lambda: bool(disk.held))
-    node.prefetch(DIGEST, keys(1))
+    node.operations.prefetch(DIGEST, keys(1))
     assert engine.has(0) == [False]
     engine.put(5)
-    until(lambda: len(node.locate(DIGEST, keys(5))) == 1)
-    assert node.stats()["prefetch"]["queued_blocks"] == 1
+    until(lambda: len(node.operations.locate(DIGEST, keys(5))) == 1)
+    assert node.operations.stats()["prefetch"]["queued_blocks"] == 1
     disk.let_go()
     until(lambda: engine.has(0, 1) == [True, True])
 
@@ -223,8 +210,8 @@ def test_blocks_that_are_about_to_be_written_are_no_quiet(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, engine = begin()
-    assert node._dram is not None
-    writer, about, go = node._dram.writer, threading.Event(), threading.Event()
+    assert node.tiers.dram is not None
+    writer, about, go = node.tiers.dram.writer, threading.Event(), threading.Event()
     write = writer._write
 
     def slowly(row: int, hashes: list[bytes]) -> None:
@@ -237,20 +224,20 @@ def test_blocks_that_are_about_to_be_written_are_no_quiet(
     assert about.wait(20)
     assert not writer.idle
     go.set()
-    assert node.quiesce(20)
-    assert len(node.locate(DIGEST, keys(0))) == 1
+    assert settled(node, 20)
+    assert len(node.operations.locate(DIGEST, keys(0))) == 1
 
 
 def test_higher_priorities_are_read_first(begin: Begin, disk: HangingMover) -> None:
     node, engine = begin(reading_bytes=1)
     engine.put(0, 1, 2)
-    assert node.quiesce(20)
+    assert settled(node, 20)
     engine.arena.clear()
     disk.hangs = "READ"
-    node.prefetch(DIGEST, keys(0))
+    node.operations.prefetch(DIGEST, keys(0))
     until(lambda: len(disk.held) == 1)
-    node.prefetch(DIGEST, keys(1), -5)
-    node.prefetch(DIGEST, keys(2), 5)
+    node.operations.prefetch(DIGEST, keys(1), -5)
+    node.operations.prefetch(DIGEST, keys(2), 5)
     disk.let_go()
     until(lambda: engine.has(0, 1, 2) == [True] * 3)
     stored = engine.arena.table["stored_s"][engine.arena.lookup(engine.row, keys(1, 2))]
@@ -286,19 +273,19 @@ def test_after_quiescence_nvme_has_every_block_with_equal_bytes(
         )
         node = StoreNode(given, mover=disk).start()
         engine, reader = Engine(given), Reader(disk)
-        dram = node._dram
+        dram = node.tiers.dram
         assert dram is not None
-        until(lambda: node._tier() is not None)
+        until(lambda: node.tiers.nvme is not None)
         for step, blocks in script:
             if step == "put":
                 engine.put(*blocks)
             elif step == "lose":
                 engine.arena.discard(engine.row, keys(*blocks))
             elif step == "report":
-                node.report_bad(DIGEST, keys(*blocks), "nvme")
+                node.operations.report_bad(DIGEST, keys(*blocks), "nvme")
                 dram.writer.missed = True
             elif step == "prefetch":
-                node.prefetch(DIGEST, keys(*blocks))
+                node.operations.prefetch(DIGEST, keys(*blocks))
             elif step == "clear dram":
                 engine.arena.clear()
             elif step == "hang":
@@ -308,12 +295,12 @@ def test_after_quiescence_nvme_has_every_block_with_equal_bytes(
             else:
                 time.sleep(0.02)
         disk.let_go()
-        until(lambda: node.quiesce(1) and not dram.writer.missed and node.quiesce(1))
+        until(lambda: settled(node, 1) and not dram.writer.missed and settled(node, 1))
         there = [number for number in range(25) if engine.has(number)[0]]
-        places = [node.locate(DIGEST, keys(number)) for number in there]
+        places = [node.operations.locate(DIGEST, keys(number)) for number in there]
         assert all(places)
         assert all(reader.read([place for [place] in places], there))
-        assert engine.arena.check() == []
+        assert broken(engine.arena) == []
         assert engine.arena.stats()["leased"] == engine.arena.stats()["writing"] == 0
         reader.close()
         assert node.close()

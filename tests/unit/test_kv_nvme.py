@@ -12,8 +12,8 @@ import pytest
 
 from headrace_kvstore.nvme.catalog import choose_victim, use_per_second
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier, TierEvent
-from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
+from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
+from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
 from headrace_kvstore.nvme.segment import BlockReader, plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key, sums_at
 
@@ -30,10 +30,8 @@ def mover() -> Iterator[Mover]:
 
 
 @pytest.fixture
-def bench(mover: Mover) -> Iterator[Bench]:
-    bench = Bench(mover)
-    yield bench
-    bench.close()
+def bench(mover: Mover) -> Bench:
+    return Bench(mover)
 
 
 @pytest.fixture
@@ -122,7 +120,6 @@ def test_layers_and_addresses_that_no_page_aligns_are_read_all_the_same(
     bench = Bench(mover, Shape(b"odd-sized-layers", layers=5, layer_bytes=1237), blocks=4)
     assert bench.write(tier, 0, 1) == [True, True]
     assert bench.load(tier, 0, 1) == [True, True]
-    bench.close()
 
 
 def test_a_read_of_layers_that_do_not_exist_is_refused(tier: NvmeTier, bench: Bench) -> None:
@@ -281,14 +278,12 @@ def test_namespaces_take_segments_from_each_other(
     assert other.write(tier, 0) == [True]
     assert other.load(tier, 0) == [True] and bench.has(tier, 0, 4) == [False, True]
     assert not tier.contains(other.shape.digest, [key(5)]).any(), "another namespace's block"
-    other.close()
 
 
 def test_a_block_larger_than_a_segment_is_dropped(tier: NvmeTier, mover: Mover) -> None:
     big = Bench(mover, Shape(SHAPE.digest, 1, SEGMENT_BYTES), blocks=1)
     assert big.write(tier, 0) == [False]
     assert tier.state == "on"
-    big.close()
 
 
 def test_writes_beyond_the_limit_in_flight_are_dropped_and_counted(
@@ -315,12 +310,10 @@ def test_a_save_that_no_header_can_describe_is_refused_and_the_others_are_writte
     tier.close()
 
 
-def test_memory_that_was_not_registered_fails_the_write_but_not_the_tier(
-    tier: NvmeTier, bench: Bench
-) -> None:
+def test_memory_that_is_gone_fails_the_write_but_not_the_tier(tier: NvmeTier, bench: Bench) -> None:
     save = bench.save(0, 0)
-    elsewhere = np.zeros(SHAPE.payload_bytes, np.uint8)
-    (future,) = tier.write(SHAPE, [type(save)(save.hash, elsewhere.ctypes.data, save.sums)])
+    nowhere = 4096
+    (future,) = tier.write(SHAPE, [type(save)(save.hash, nowhere, save.sums)])
     assert not future.result(20) and tier.state == "on"
     assert bench.write(tier, 0) == [True]
 
@@ -337,8 +330,8 @@ def test_listeners_hear_of_every_block_that_comes_and_goes(tmp_path: Path, bench
     NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, bench.mover, events=broken).close()
     names = {key(number): number for number in range(6)}
     told = [(event.reason, event.stored, names[event.hash]) for event in heard]
-    assert told == [
-        *[("written", True, number) for number in range(4)],
+    assert sorted(told[:4]) == [("written", True, number) for number in range(4)]
+    assert told[4:] == [
         *[("evicted", False, number) for number in range(4)],
         ("written", True, 4),
         ("discarded", False, 4),

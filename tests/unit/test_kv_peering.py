@@ -105,14 +105,21 @@ def nodes(tmp_path: Path) -> Iterator[list[StoreNode]]:
         node.close()
 
 
+def address(node: StoreNode) -> str | None:
+    """Where it lends."""
+    return None if node.tiers.neighbours is None else node.tiers.neighbours.address
+
+
 def peers(node: StoreNode) -> dict[str, str]:
     """Each one's state."""
-    return {name: peer["state"] for name, peer in node.stats()["remote"]["peers"].items()}
+    return {
+        name: peer["state"] for name, peer in node.operations.stats()["remote"]["peers"].items()
+    }
 
 
 def test_nodes_lend_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) -> None:
     one, two = nodes
-    assert one.peer_address is None and one.stats()["events"] == {}
+    assert address(one) is None and one.operations.stats()["events"] == {}
     one.follow(["127.0.0.1:1"])
     assert peers(one) == {}, "nobody to pull from before it lends itself"
     addresses = [node.lend("127.0.0.1:0") for node in nodes]
@@ -121,13 +128,13 @@ def test_nodes_lend_to_each_other_once_they_are_told_to(nodes: list[StoreNode]) 
     two.follow(addresses[:1])
     engine = Engine(one.settings)
     engine.put(0, 1)
-    until(lambda: two.stats()["remote"]["peers"][addresses[0]]["blocks"]["DRAM"] == 2)
+    until(lambda: two.operations.stats()["remote"]["peers"][addresses[0]]["blocks"]["DRAM"] == 2)
     until(lambda: peers(one) == {addresses[1]: "up"})
     reader = Engine(two.settings)
-    [told] = two.survey(DIGEST, keys(0, 1, 2), 1.0)
+    [told] = two.operations.survey(DIGEST, keys(0, 1, 2), 1.0)
     assert (told.medium, told.length) == ("remote", 2) and 0 < told.wait_s < 1
-    assert two.survey(DIGEST, keys(0, 1, 2), 1e-9) == [], "computing is faster"
-    assert two.stats()["remote"]["pulls"] == 0
+    assert two.operations.survey(DIGEST, keys(0, 1, 2), 1e-9) == [], "computing is faster"
+    assert two.operations.stats()["remote"]["pulls"] == 0
     reader.close()
     one.follow([])
     assert peers(one) == {}
@@ -148,10 +155,10 @@ def test_an_address_that_is_not_this_machine_s_is_told_and_changes_nothing(
 ) -> None:
     with pytest.raises(zmq.ZMQError):
         nodes[0].lend("192.0.2.1:0")
-    assert "cannot listen at 192.0.2.1:0" in nodes[0].stats()["remote"]["reason"]
-    assert nodes[0].peer_address is None
+    assert "cannot listen at 192.0.2.1:0" in nodes[0].operations.stats()["remote"]["reason"]
+    assert address(nodes[0]) is None
     nodes[0].lend("127.0.0.1:0")
-    assert "cannot" not in nodes[0].stats()["remote"]["reason"]
+    assert "cannot" not in nodes[0].operations.stats()["remote"]["reason"]
 
 
 def test_a_closed_node_lends_nothing(nodes: list[StoreNode]) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace_kvstore.connector.pipeline import DepthFit, LayerPipeline, choose_depth
+from headrace_kvstore.connector.pipeline import LayerPipeline
 
 LAYERS = 6
 
@@ -44,7 +44,7 @@ def threads():
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_depth_layers_are_on_their_way_at_once(threads: ThreadPoolExecutor, depth: int) -> None:
     tier = Tier()
-    pipeline = LayerPipeline(tier, LAYERS, threads, DepthFit(fixed=depth))
+    pipeline = LayerPipeline(tier, LAYERS, threads, depth)
     tier.waits[0].wait(5)
     assert tier.asked == list(range(depth))
     tier.deliver(0)
@@ -57,7 +57,7 @@ def test_depth_layers_are_on_their_way_at_once(threads: ThreadPoolExecutor, dept
 
 def test_a_step_waits_for_the_layer_it_needs_and_no_other(threads: ThreadPoolExecutor) -> None:
     tier = Tier()
-    pipeline = LayerPipeline(tier, LAYERS, threads, DepthFit(fixed=2))
+    pipeline = LayerPipeline(tier, LAYERS, threads, 2)
     tier.deliver(0)
     pipeline.wait(0)
     waiting = threading.Thread(target=pipeline.wait, args=(1,))
@@ -74,20 +74,8 @@ def test_a_step_waits_for_the_layer_it_needs_and_no_other(threads: ThreadPoolExe
 def test_a_failed_load_reaches_the_step_and_never_hangs_it(threads: ThreadPoolExecutor) -> None:
     tier = Tier(fails_at=2)
     tier.deliver(*range(LAYERS))
-    pipeline = LayerPipeline(tier, LAYERS, threads, DepthFit(fixed=1))
+    pipeline = LayerPipeline(tier, LAYERS, threads, 1)
     with pytest.raises(OSError, match="gone"):
         pipeline.wait(LAYERS - 1)
     with pytest.raises(OSError, match="gone"):
         pipeline.finish()
-
-
-@pytest.mark.parametrize(
-    ("load_s", "compute_s", "depth"),
-    [(0.001, 0.010, 1), (0.010, 0.010, 1), (0.011, 0.010, 2), (0.035, 0.010, 4), (9, 0.01, 8)],
-)
-def test_as_deep_as_it_takes_to_keep_up(load_s: float, compute_s: float, depth: int) -> None:
-    assert choose_depth(load_s, compute_s) == depth
-
-
-def test_nothing_measured_yet_is_as_deep_as_allowed() -> None:
-    assert DepthFit().depth == 8

@@ -5,17 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace_kvstore.policy import (
-    LFU,
-    LRU,
-    S3FIFO,
-    CostAware,
-    Policy,
-    Priority,
-    block_keys,
-    evictable,
-    slot_keys,
-)
+from benchmarks.kvpolicy.lfu import LFU
+from benchmarks.kvpolicy.priority import Priority
+from benchmarks.kvpolicy.s3fifo import S3FIFO
+from headrace_kvstore.policy import LRU, CostAware, Policy, block_keys, evictable, slot_keys
 from headrace_kvstore.policy.cost_aware import state_dtype
 from headrace_kvstore.policy.tree import ORPHAN, ROOT, Forest
 from headrace_kvstore.table import FREE, READY, SLOT, WRITING

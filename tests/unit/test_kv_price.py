@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from headrace_kvstore.connector.load_price import PROBE_SHARE, NonNegativeFit, Price, Run, pairs
+from headrace_engine.steptime import StepTime
+from headrace_kvstore.connector.load_price import PROBE_SHARE, Price, Run, pairs
 
 B, LAYERS = 128, 32
 
@@ -16,10 +17,11 @@ def engine(
     token_s: float = 1e-3, pair_s: float = 1e-7, nvme_s: float | None = None, fixed_s: float = 0.0
 ) -> Price:
     """A price that has seen prompts of many lengths, and loads of two sizes."""
-    price = Price(B, LAYERS)
-    for tokens in (64, 500, 1000, 4000, 7000):
-        work = pairs(0, tokens)
-        price.computed(tokens, work, 0.02 + token_s * tokens + pair_s * work)
+    price = Price(B, LAYERS, StepTime())
+    for first in (0, 2000, 0, 5000, 0):
+        for tokens in (64, 128, 250, 500, 1000, 2000, 4000, 7000):
+            work = pairs(first, first + tokens)
+            price.computed(tokens, 0, 0, 0, work, 0.02 + token_s * tokens + pair_s * work)
     for blocks in (2, 40):
         if nvme_s is not None:
             price.loaded("nvme", blocks, fixed_s + nvme_s * blocks)
@@ -31,41 +33,6 @@ def test_pairs_are_counted() -> None:
     assert pairs(3, 5) == 4 + 5
 
 
-class TestFit:
-    def test_it_finds_what_made_the_samples(self) -> None:
-        fit = NonNegativeFit(3)
-        for x in ((1.0, 2.0, 1.0), (5.0, 1.0, 1.0), (9.0, 30.0, 1.0), (100.0, 3.0, 1.0)):
-            fit.learn(x, 2.0 * x[0] + 0.5 * x[1] + 0.25)
-        assert fit.theta() == pytest.approx([2.0, 0.5, 0.25])
-
-    def test_without_samples_it_says_nothing(self) -> None:
-        assert NonNegativeFit(2).predict((1.0, 1.0)) is None
-
-    def test_one_sample_is_in_proportion_to_the_first_feature(self) -> None:
-        fit = NonNegativeFit(2)
-        fit.learn((10.0, 1.0), 5.0)
-        assert fit.predict((20.0, 1.0)) == pytest.approx(10.0)
-
-    def test_no_coefficient_is_below_zero(self) -> None:
-        fit = NonNegativeFit(2)
-        for x, seconds in ((1.0, 1.0), (10.0, 20.0), (20.0, 45.0)):
-            fit.learn((x, 1.0), seconds)
-        theta = fit.theta()
-        assert theta is not None and (theta >= 0).all() and theta[0] > 1.2
-
-    @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-    def test_a_time_that_is_none_is_left_out(self, seconds: float) -> None:
-        fit = NonNegativeFit(2)
-        fit.learn((1.0, 1.0), seconds)
-        assert fit.samples == 0
-
-    def test_what_is_long_ago_counts_for_little(self) -> None:
-        fit = NonNegativeFit(1)
-        for seconds in [1.0] * 50 + [2.0] * 50:
-            fit.learn((1.0,), seconds)
-        assert fit.predict((1.0,)) == pytest.approx(2.0, rel=0.1)
-
-
 class TestChoice:
     def test_a_fast_tier_is_taken_whole(self) -> None:
         choice = engine(nvme_s=1e-3).choose(0, [Run("nvme", 46)], 6000)
@@ -74,7 +41,7 @@ class TestChoice:
     def test_it_may_take_as_long_as_computing_its_blocks(self) -> None:
         price = engine(nvme_s=1e-3)
         limit_s = price.choose(2, [Run("nvme", 10)], 6000).limit_s
-        assert limit_s == pytest.approx(1.28 + 1e-7 * pairs(2 * B, 12 * B), rel=1e-3)
+        assert limit_s == pytest.approx(1.28 + 1e-7 * pairs(2 * B, 12 * B), rel=0.05)
 
     def test_a_tier_slower_than_computing_is_left(self) -> None:
         assert engine(nvme_s=1.0).choose(0, [Run("nvme", 4)], 6000).blocks == 4
@@ -114,12 +81,12 @@ class TestChoice:
     def test_a_block_costs_the_mean_of_those_asked_for(self) -> None:
         price = engine(token_s=1e-3, pair_s=1e-6)
         each = [price.block_s(first, 1) for first in (10, 11)]
-        assert price.block_s(10, 2) == pytest.approx(np.mean(each))
+        assert price.block_s(10, 2) == pytest.approx(np.mean(each), rel=0.1)
         assert each[0] < each[1]
-        assert Price(B, LAYERS).block_s(0, 1) is None
+        assert Price(B, LAYERS, StepTime()).block_s(0, 1) is None
 
     def test_an_engine_that_never_computed_loads(self) -> None:
-        price = Price(B, LAYERS)
+        price = Price(B, LAYERS, StepTime())
         choice = price.choose(0, [Run("nvme", 46)], 6000)
         assert (choice.blocks, choice.limit_s) == (46, math.inf)
 

@@ -14,7 +14,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.checksum import payload_sums
-from headrace_kvstore.node.open_tiers import open_arena
+from headrace_kvstore.node.dram_work import open_arena
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.lender import LENT_SHARE, Lender
 from headrace_kvstore.peers.messages import Failed, Lease, Leased, Release, Row, Welcome

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from headrace_kvstore.peers.pull_price import LineFit, PullCost, Run, choose
+from headrace_kvstore.fitting import LinearTime
+from headrace_kvstore.peers.pull_price import Run, choose, pull_cost
 
 MIB = 2**20
 
 
-def line(fixed_s: float, gib_s: float) -> LineFit:
-    return LineFit(fixed_s, 1 / (gib_s * 2**30), 2**26)
+def line(fixed_s: float, gib_s: float) -> LinearTime:
+    return pull_cost(fixed_s or 1e-9, gib_s * 2**30)
 
 
-def run(peer: str, blocks: int, cost: LineFit, medium: str = "DRAM") -> Run:
+def run(peer: str, blocks: int, cost: LinearTime, medium: str = "DRAM") -> Run:
     return Run(peer, ((medium, blocks, cost),))
 
 
 def test_pulls_of_two_sizes_tell_latency_and_bandwidth() -> None:
-    cost = PullCost()
+    cost = pull_cost()
     for _ in range(60):
         for size in (MIB, 64 * MIB):
             cost.observe(size, 0.004 + size / 2e9)
@@ -29,26 +28,12 @@ def test_pulls_of_two_sizes_tell_latency_and_bandwidth() -> None:
 
 
 def test_a_peer_that_becomes_slow_is_known_as_slow_soon() -> None:
-    cost = PullCost()
+    cost = pull_cost()
     for _ in range(30):
         cost.observe(64 * MIB, 0.03)
     for _ in range(30):
         cost.observe(64 * MIB, 3.0)
     assert cost.seconds(64 * MIB) == pytest.approx(3.0, rel=0.1)
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 1e9), st.floats(0, 10)),
-        max_size=30,
-    ),
-    st.floats(0, 1e9),
-)
-def test_no_prediction_is_negative(seen: list[tuple[float, float]], amount: float) -> None:
-    cost = PullCost()
-    for size, seconds in seen:
-        cost.observe(size, seconds)
-    assert cost.fixed_s >= 0 and cost.each_s >= 0 and cost.seconds(amount) >= 0
 
 
 def test_the_pull_that_saves_most_seconds_is_chosen() -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.node.open_tiers import open_arena
+from headrace_kvstore.node.dram_work import open_arena
 from headrace_kvstore.peers.agent import Pull, PullError
 from headrace_kvstore.peers.messages import Lease, Leased, Release, Row, Welcome
 from headrace_kvstore.peers.peer_source import READ_BYTES, PullLimits, RemoteSource
-from headrace_kvstore.peers.pull_price import PullCost, Run
+from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.staging.prefetch import Prefetcher
 from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, settings, until
 
@@ -40,7 +40,7 @@ class Peer:
 
     def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
         return (
-            [] if self.fault == "unknown" else [Run("peer", (("DRAM", len(hashes), PullCost()),))]
+            [] if self.fault == "unknown" else [Run("peer", (("DRAM", len(hashes), pull_cost()),))]
         )
 
     def welcome(self, address: str) -> Welcome:

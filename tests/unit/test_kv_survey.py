@@ -20,7 +20,7 @@ from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.survey import Surveyor
 from headrace_kvstore.supply import MEDIA, Supply, common
 from headrace_kvstore.view import StoreView
-from tests.support.kvnode import DIGEST, Engine, keys, settings
+from tests.support.kvnode import DIGEST, Engine, keys, settings, settled
 
 PATIENT_S = 60.0
 
@@ -71,26 +71,29 @@ def engine(node: StoreNode) -> Iterator[Engine]:
 
 def on_nvme_only(node: StoreNode, engine: Engine, *numbers: int) -> None:
     engine.put(*numbers)
-    assert node.quiesce(PATIENT_S)
+    assert settled(node, PATIENT_S)
     assert engine.arena.discard(engine.row, keys(*numbers)) == len(numbers)
 
 
 def test_a_node_tells_the_leading_run_by_medium(node: StoreNode, engine: Engine) -> None:
-    assert node.survey(DIGEST, keys(0, 1)) == []
+    assert node.operations.survey(DIGEST, keys(0, 1)) == []
     on_nvme_only(node, engine, 0, 1, 2)
     engine.put(2)
-    assert node.survey(DIGEST, keys(0, 1, 2, 3)) == [Supply("nvme", 2), Supply("dram", 1)]
-    assert node.survey(DIGEST, keys(3, 0)) == []
-    assert node.survey(b"another-digest..", keys(0)) == []
-    assert node.survey(DIGEST, []) == []
+    assert node.operations.survey(DIGEST, keys(0, 1, 2, 3)) == [
+        Supply("nvme", 2),
+        Supply("dram", 1),
+    ]
+    assert node.operations.survey(DIGEST, keys(3, 0)) == []
+    assert node.operations.survey(b"another-digest..", keys(0)) == []
+    assert node.operations.survey(DIGEST, []) == []
 
 
 def test_a_survey_is_no_use_of_a_block(node: StoreNode, engine: Engine) -> None:
     on_nvme_only(node, engine, 0, 1)
-    before = node.stats()
+    before = node.operations.stats()
     for _ in range(3):
-        node.survey(DIGEST, keys(0, 1, 2), 1.0)
-    after = node.stats()
+        node.operations.survey(DIGEST, keys(0, 1, 2), 1.0)
+    after = node.operations.stats()
     for count in ("hits", "misses"):
         assert after["tiers"]["nvme"][count] == before["tiers"]["nvme"][count]
     assert (after["promoted"], after["remote"]["pulls_not_worth_it"]) == (0, 0)
@@ -134,8 +137,9 @@ def test_many_ask_at_once_and_each_gets_its_own_answer(
 
 
 def test_a_node_that_was_restarted_is_asked_again(
-    node: StoreNode, engine: Engine, surveyor: Surveyor, tmp_path: Path
+    node: StoreNode, engine: Engine, tmp_path: Path
 ) -> None:
+    surveyor = Surveyor("arena", limit_s=PATIENT_S, retry_s=0.05, socket_folder=tmp_path)
     on_nvme_only(node, engine, 0)
 
     async def before_and_after() -> None:
@@ -143,9 +147,11 @@ def test_a_node_that_was_restarted_is_asked_again(
         node.close()
         assert await surveyor.supplies([DIGEST], keys(0), 0.0) == []
         other = StoreNode(settings(tmp_path)).start()
-        assert await asyncio.to_thread(other.quiesce, PATIENT_S)
+        assert await asyncio.to_thread(settled, other, PATIENT_S)
+        await asyncio.sleep(0.1)
         assert await surveyor.supplies([DIGEST], keys(0), 0.0) == [Supply("nvme", 1)]
         other.close()
+        surveyor.close()
 
     asyncio.run(before_and_after())
 
@@ -156,7 +162,7 @@ def test_a_node_with_nothing_below_dram_is_not_asked_again_and_again(
     alone = StoreNode(settings(tmp_path, nvme_folder=None)).start()
     for _ in range(3):
         assert ask(surveyor, 0) == []
-    assert alone.stats()["requests"]["survey"] == 1
+    assert alone.operations.stats()["requests"]["survey"] == 1
     alone.close()
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.cache import EngineCache
+from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
 from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
 
@@ -22,7 +23,7 @@ NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
 HASHES = [bytes([i]) * 32 for i in range(1, BLOCKS + 1)]
 
 
-class HostCache:
+class HostCache(EngineCache):
     """An engine's cache in plain memory; its checksum is a seeded CRC."""
 
     layer_names: Sequence[str] = NAMES
@@ -182,11 +183,11 @@ def test_a_cache_that_fails_loses_no_step(
 def test_a_step_that_computes_a_prompt_is_measured_without_its_waits(node: Node) -> None:
     worker, _, _ = node.engine(1)
     worker.open()
-    worker.begin(Work(tokens=100, pairs=5050))
+    worker.begin(Work(shape=Shape(100, 2, 0, 60, 5050)))
     worker.end()
     [sample] = worker.samples()
     assert isinstance(sample, StepSample)
-    assert sample[:2] == (100, 5050) and sample.seconds > 0
+    assert sample[:5] == (100, 2, 0, 60, 5050) and sample.seconds > 0
     worker.open()
     worker.begin(Work())
     worker.end()

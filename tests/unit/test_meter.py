@@ -8,15 +8,24 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.meter import BACKLOG_SAMPLES, EngineMeter, Step, StoreLoad, Transfer
+from headrace_engine.meter import (
+    BACKLOG_SAMPLES,
+    ContextEstimate,
+    EngineMeter,
+    Finished,
+    Step,
+    StoreLoad,
+    Transfer,
+)
+from headrace_engine.steptime import pairs_of
 
 
 def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
     meter = EngineMeter()
     meter.load(3, 2, 0.25)
     meter.load(1, 0, 0.12345)
-    meter.step(Step(100, 2, 0.1))
-    meter.step(Step(0, 3, 0.05))
+    meter.step(Step(100, 2, 0, 0, 0, 0.1))
+    meter.step(Step(0, 3, 0, 0, 0, 0.05))
     meter.transfers([Transfer(1000, 0.5), Transfer(500, 0.25)], failed=1)
     meter.transfers([], failed=2)
     assert meter.snapshot() == {
@@ -34,20 +43,60 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
 def test_samples_reach_whoever_listens() -> None:
     meter, steps, transfers = EngineMeter(), [], []
     meter.watch(steps.append, transfers.append)
-    meter.step(Step(1, 2, 3.0))
+    meter.step(Step(1, 2, 0, 0, 0, 3.0))
     meter.transfers([Transfer(4, 5.0)], failed=0)
-    assert (steps, transfers) == ([Step(1, 2, 3.0)], [Transfer(4, 5.0)])
+    assert (steps, transfers) == ([Step(1, 2, 0, 0, 0, 3.0)], [Transfer(4, 5.0)])
 
 
-def test_the_backlog_is_taken_once_and_bounded() -> None:
+def test_the_backlog_of_loads_is_taken_once_and_bounded() -> None:
     meter = EngineMeter()
-    for tokens in range(BACKLOG_SAMPLES + 10):
-        meter.step(Step(tokens, 0, 0.01))
-    taken = meter.take_steps()
+    for size in range(BACKLOG_SAMPLES + 10):
+        meter.store({}, [StoreLoad("dram", size, 0.01)], [])
+    taken = meter.take_loads()
     assert len(taken) == BACKLOG_SAMPLES
-    assert taken[-1].ctx_tokens == BACKLOG_SAMPLES + 9, "the oldest are dropped"
-    assert meter.take_steps() == []
-    assert meter.snapshot()["steps"] == BACKLOG_SAMPLES + 10
+    assert taken[-1].bytes == BACKLOG_SAMPLES + 9, "the oldest are dropped"
+    assert meter.take_loads() == []
+
+
+def test_step_times_are_fitted_to_each_step() -> None:
+    meter = EngineMeter()
+    for _ in range(50):
+        meter.step(Step(100, 0, 0, 0, 5050, 0.5))
+    assert meter.step_time.samples == 50
+    assert meter.step_time.seconds(100, pairs=5050) == pytest.approx(0.5, rel=0.02)
+
+
+class TestContext:
+    """What a step attends to, from statistics that do not say it."""
+
+    def test_a_prompt_that_ends_in_the_step_stands_at_its_own_end(self) -> None:
+        finished = Finished(prompts=1, tokens=1000, computed=100)
+        _, pairs = ContextEstimate().step(100, 1, 0, 0, finished)
+        assert pairs == pytest.approx(pairs_of(900, 1000), rel=0.01)
+
+    def test_prompts_that_end_together_share_the_tokens(self) -> None:
+        finished = Finished(prompts=4, tokens=400, computed=400)
+        _, pairs = ContextEstimate().step(400, 4, 0, 0, finished)
+        assert pairs == pytest.approx(4 * pairs_of(0, 100), rel=0.02)
+
+    def test_a_long_prompts_steps_stand_one_behind_the_other(self) -> None:
+        estimate = ContextEstimate()
+        steps = [estimate.step(2048, 1, 0, 0, Finished())[1] for _ in range(2)]
+        last = Finished(prompts=1, tokens=5000, computed=5000)
+        steps.append(estimate.step(904, 1, 0, 0, last)[1])
+        expected = [pairs_of(0, 2048), pairs_of(2048, 4096), pairs_of(4096, 5000)]
+        assert steps == pytest.approx(expected, rel=0.01)
+        assert estimate.step(100, 1, 0, 0, Finished())[1] == 100 * 100 / 2, "the next one is new"
+
+    def test_rows_attend_to_what_requests_hold_beyond_prompts(self) -> None:
+        estimate = ContextEstimate()
+        assert estimate.step(0, 3, 3, 6000.0, Finished()) == (6000.0, 0.0)
+        assert estimate.step(500, 1, 3, 6500.0, Finished())[0] == 6000.0
+        assert estimate.step(0, 0, 3, 0.0, Finished())[0] == 3.0, "a row attends to itself"
+
+    def test_without_rows_there_is_no_context(self) -> None:
+        """A prefill engine holds what others have not pulled yet."""
+        assert ContextEstimate().step(100, 1, 0, 9000.0, Finished())[0] == 0.0
 
 
 # vLLM's side
@@ -67,7 +116,7 @@ def scheduler_stats(**changes: Any) -> SimpleNamespace:
 
 def iteration_stats(prompt: int, generated: int, first_tokens: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
-        prompt_token_stats=SimpleNamespace(computed=prompt),
+        prompt_token_stats=SimpleNamespace(computed=prompt, total=prompt),
         num_generation_tokens=generated,
         time_to_first_tokens_iter=[0.1] * first_tokens,
     )
@@ -82,7 +131,16 @@ def meter() -> EngineMeter:
 def logger(meter: EngineMeter) -> Any:
     from headrace_engine._vllm_compat import MeterStatLogger
 
-    return MeterStatLogger(meter, None)  # type: ignore[arg-type]
+    cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
+    return MeterStatLogger(meter, SimpleNamespace(cache_config=cache))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def steps(meter: EngineMeter) -> list[Step]:
+    """The meter's steps, as they come."""
+    seen: list[Step] = []
+    meter.watch(on_step=seen.append)
+    return seen
 
 
 def test_requests_that_wait_for_kv_count_as_waiting(logger: Any, meter: EngineMeter) -> None:
@@ -92,32 +150,38 @@ def test_requests_that_wait_for_kv_count_as_waiting(logger: Any, meter: EngineMe
     assert meter.waiting == 5
 
 
-def test_a_detailed_step_is_taken_as_measured(logger: Any, meter: EngineMeter) -> None:
+def test_a_detailed_step_is_taken_as_measured(logger: Any, steps: list[Step]) -> None:
     details = SimpleNamespace(
-        num_ctx_tokens=64, num_generation_requests=3, elapsed_ms=12.5, is_dummy=False
+        num_ctx_tokens=64,
+        num_ctx_requests=1,
+        num_generation_requests=3,
+        num_generation_tokens=8,
+        elapsed_ms=12.5,
+        is_dummy=False,
     )
     logger.record(scheduler_stats(iteration_details=details), None)
     details.is_dummy = True
     logger.record(scheduler_stats(iteration_details=details), None)
-    assert meter.take_steps() == [Step(64, 3, 0.0125)]
+    assert steps == [Step(64, 3, 5, 0.5 * 1600 - 64, 64 * 64 / 2, 0.0125)]
 
 
 def test_without_details_a_step_is_the_time_between_two_records(
-    logger: Any, meter: EngineMeter, monkeypatch: pytest.MonkeyPatch
+    logger: Any, steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
     monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
     logger.record(scheduler_stats(), iteration_stats(10, 1, first_tokens=1))
-    assert meter.take_steps() == [], "nobody knows when the first step began"
+    assert steps == [], "nobody knows when the first step began"
     now = 100.5
     logger.record(scheduler_stats(), iteration_stats(20, 3, first_tokens=1))
-    assert meter.take_steps() == [Step(20, 2, 0.5)]
     now = 101.0
     logger.record(scheduler_stats(num_running_reqs=0), iteration_stats(0, 1))
-    assert meter.take_steps() == [Step(0, 1, 0.5)]
     now = 161.0
     logger.record(scheduler_stats(), iteration_stats(5, 1, first_tokens=1))
-    assert meter.take_steps() == [], "the idle minute is no step"
+    assert [(s.prompt, s.rows, s.draft, s.seconds) for s in steps] == [
+        (20, 2, 0, 0.5),
+        (0, 1, 0, 0.5),
+    ], "the idle minute is no step"
 
 
 def test_nixls_statistics_become_transfers(logger: Any, meter: EngineMeter) -> None:

@@ -185,7 +185,8 @@ def test_a_server_without_ranges_is_read_from_the_start(
     part.parent.mkdir(parents=True)
     part.write_bytes(b"x" * 1000)
     index.honour_range = False
-    m.verify(m.fetch("tiny", progress=m.silent))
+    m.verify(m.fetch("tiny", progress=m.silent))  # raises if a byte is wrong
+    assert index.ranges == ["bytes=1000-"]
 
 
 def test_a_server_that_keeps_failing_is_given_up_and_the_part_kept(
@@ -247,7 +248,8 @@ def test_where_the_address_is_refused_pip_downloads(
         return ""
 
     monkeypatch.setattr(download, "_pip", pip)
-    m.verify(m.fetch("tiny", progress=m.silent))
+    m.verify(m.fetch("tiny", progress=m.silent))  # raises if a byte is wrong
+    assert len(index.ranges) == 1, "the address was tried first, once"
 
 
 def test_a_failed_conversion_leaves_no_model_but_keeps_the_download(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from headrace_decode.orchestrate import LATE_STEPS, Orchestrator
-from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillResult
 from tests.support.orchestrated import (
     LATE_S,
@@ -24,6 +23,7 @@ from tests.support.orchestrated import (
     assert_forgotten,
     assert_no_task_left,
     broken,
+    gate_for_one,
     ready,
     until,
     work,
@@ -54,7 +54,7 @@ async def test_a_local_plan_is_one_plain_submission() -> None:
 
 
 async def test_prompts_that_the_own_engine_computes_take_turns() -> None:
-    engine, gate = Engine({"local": ready(7, 8)}), ComputeGate()
+    engine, gate = Engine({"local": ready(7, 8)}), gate_for_one()
     orchestrator = Orchestrator(Planner(None))
     async with gate.turn(100):
         request = replace(work(engine, Prefill()), turn=gate.turn)
@@ -65,18 +65,18 @@ async def test_prompts_that_the_own_engine_computes_take_turns() -> None:
 
 
 async def test_a_turn_ends_with_the_first_output_not_with_the_answer() -> None:
-    engine, gate = Engine({"local": ready(7, 8)}), ComputeGate()
+    engine, gate = Engine({"local": ready(7, 8)}), gate_for_one()
     outputs = Orchestrator(Planner(None)).run(replace(work(engine, Prefill()), turn=gate.turn))
     await anext(outputs)
     async with asyncio.timeout(1), gate.turn(100):
-        pass
+        assert gate.waiting == 0
     await outputs.aclose()
 
 
 async def test_a_remote_prefill_needs_no_turn_here() -> None:
     planner, engine, prefill = Planner("prefill"), Engine({"pull": ready(7)}), Prefill()
     prefill.answer.set_result(RESULT)
-    gate = ComputeGate()
+    gate = gate_for_one()
     async with gate.turn(100):
         request = replace(work(engine, prefill), turn=gate.turn)
         assert await answer(Orchestrator(planner), request) == [7]

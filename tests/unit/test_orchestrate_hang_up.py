@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from headrace_decode.orchestrate import Orchestrator
-from headrace_engine.gate import ComputeGate
 from tests.support.orchestrated import (
     LATE_S,
     PULL,
@@ -22,6 +21,7 @@ from tests.support.orchestrated import (
     answer,
     assert_forgotten,
     assert_no_task_left,
+    gate_for_one,
     hang_up,
     until,
     work,
@@ -141,7 +141,7 @@ async def test_closing_the_stream_between_two_outputs_aborts_the_engines_request
 
 
 async def test_waiting_for_a_turn_can_be_given_up() -> None:
-    planner, engine, gate = Planner(None), Engine(), ComputeGate()
+    planner, engine, gate = Planner(None), Engine(), gate_for_one()
     orchestrator = Orchestrator(planner)
     async with gate.turn(100):
         request = replace(work(engine, Prefill()), turn=gate.turn)
@@ -154,7 +154,7 @@ async def test_waiting_for_a_turn_can_be_given_up() -> None:
 
 
 async def test_hanging_up_within_a_turn_ends_it() -> None:
-    planner, engine, gate = Planner(None), Engine(), ComputeGate()
+    planner, engine, gate = Planner(None), Engine(), gate_for_one()
     request = replace(work(engine, Prefill()), turn=gate.turn)
     task = asyncio.create_task(answer(Orchestrator(planner), request))
     await until(lambda: engine.submissions and engine.submissions[0].started)

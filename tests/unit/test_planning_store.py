@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from headrace.planning import ReplicaPlanner
 from headrace.router import Geometry, Plan, Router, RouterSettings
 from headrace_engine.handoff import PrefillResult
-from headrace_engine.meter import EngineMeter, StoreLoad
+from headrace_engine.meter import EngineMeter, Step, StoreLoad
 from headrace_kvstore.supply import Supply
 
 BLOCK = 16
@@ -82,3 +83,14 @@ def test_loads_teach_their_own_medium_s_speed() -> None:
     for medium, speed in (("dram", 1e9), ("nvme", 1e7), ("object", 1e8)):
         assert costs.load_s({medium: 10**7}) == pytest.approx(10**7 / speed, rel=0.1)
     assert {"load_dram", "load_nvme"} <= mine.snapshot()["fits"].keys()
+
+
+def test_a_prefill_engines_step_times_price_prompts_here() -> None:
+    mine, there = planner(None), EngineMeter()
+    for _ in range(30):
+        there.step(Step(1000, 0, 0, 0, 0, 5.0))
+    told = replace(prefilled("here"), step_time=there.step_time.to_dict())
+    mine.prefill_done("r", told, 5.1)
+    assert mine.router.costs.prefill_step.seconds(1000) == there.step_time.seconds(1000)
+    mine.prefill_done("r", replace(told, step_time={"state": "nonsense"}), 5.1)
+    assert mine.router.costs.prefill_step.seconds(1000) == there.step_time.seconds(1000)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.router.cost import Costs
 from headrace.router.plan import RouterSettings
 from headrace.router.price import (
     Ages,
-    Costs,
     Situation,
     Steps,
     choose,
@@ -16,6 +16,7 @@ from headrace.router.price import (
     price,
     remote_timeout_s,
 )
+from headrace_engine.steptime import pairs_of
 
 SETTINGS = RouterSettings()
 FRESH = Ages(0.0, 0.0)
@@ -27,6 +28,7 @@ IDLE = Situation(
     running=0,
     decode_queue_s=0.0,
     prefill_queue_s=0.0,
+    prompt_tokens=1000,
 )
 
 
@@ -50,7 +52,8 @@ def test_idle_and_equal_engines_prefill_locally() -> None:
 
 def test_running_streams_make_a_long_local_prefill_dear() -> None:
     p = price(replace(IDLE, running=8), Costs(), SETTINGS)
-    assert p["local.stall"] == pytest.approx(8 * 0.75, rel=0.01)
+    costs = 1000 * 0.00075 + pairs_of(0, 1000) * 4e-7
+    assert p["local.stall"] == pytest.approx(8 * costs, rel=0.01)
     assert p["remote.total"] < p["local.total"]
 
 
@@ -112,8 +115,25 @@ def test_nothing_to_transfer_costs_nothing() -> None:
 def test_a_prompt_longer_than_a_step_pays_each_step() -> None:
     settings = RouterSettings(max_step_tokens=400)
     p = price(IDLE, Costs(), settings)
-    step = Costs().decode_step.seconds
-    assert p["local.compute"] == pytest.approx(2 * step(400, 0) + step(200, 0))
+    step, pairs = Costs().decode_step, pairs_of(0, 1000)
+    assert p["local.compute"] == step.prefill_s(1000, pairs, step_tokens=400)
+    assert p["local.compute"] == pytest.approx(
+        2 * step.seconds(400, pairs=0.4 * pairs) + step.seconds(200, pairs=0.2 * pairs)
+    )
+
+
+def test_what_stands_before_the_computed_tokens_is_attended_to() -> None:
+    behind = price(replace(IDLE, prompt_tokens=9000), Costs(), SETTINGS)["local.compute"]
+    alone = price(IDLE, Costs(), SETTINGS)["local.compute"]
+    assert behind - alone == pytest.approx(8000 * 1000 * 4e-7)
+
+
+def test_the_context_of_running_streams_makes_each_step_longer() -> None:
+    busy = replace(IDLE, running=2, running_context=50_000)
+    longer = price(busy, Costs(), SETTINGS)
+    shorter = price(replace(busy, running_context=0), Costs(), SETTINGS)
+    assert longer["remote.decode"] - shorter["remote.decode"] == pytest.approx(50_000 * 2e-6)
+    assert longer["remote.stall"] == pytest.approx(shorter["remote.stall"])
 
 
 def test_remote_wins_if_only_the_local_step_breaks_the_itl_target() -> None:
@@ -142,8 +162,8 @@ def test_the_itl_target_is_nobodys_if_nothing_runs() -> None:
 
 def test_the_longest_local_step_is_one_full_chunk() -> None:
     steps = longest_steps(replace(IDLE, running=2), Costs(), RouterSettings(max_step_tokens=100))
-    assert steps.local_s == Costs().decode_step.seconds(100, 2)
-    assert steps.remote_s == Costs().decode_step.seconds(1, 2)
+    assert steps.local_s == Costs().decode_step.seconds(100, 2, 0, 0, pairs_of(900, 1000))
+    assert steps.remote_s == Costs().decode_step.seconds(1, 2, 0, 0, 1000)
 
 
 def test_stale_remote_models_are_measured_again_below_twice_the_local_price() -> None:
@@ -236,7 +256,7 @@ def test_what_the_store_supplies_costs_only_what_outlasts_the_computation() -> N
         SETTINGS,
     )
     step = Costs().decode_step
-    assert seen["local.load"] == pytest.approx(1.005 - step.seconds(1, 2))
+    assert seen["local.load"] == pytest.approx(1.005 - step.seconds(1, 2, 0, 0, 1000))
     assert seen["local.stall"] == pytest.approx(2 * (1.005 - step.seconds(0, 2)))
 
 

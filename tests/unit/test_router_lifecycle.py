@@ -12,8 +12,8 @@ from headrace.router import (
     PrefillReport,
     Router,
     RouterSettings,
-    StepSample,
 )
+from headrace_engine.steptime import StepTime
 from tests.support.clock import Clock
 
 BLOCK = 16
@@ -281,9 +281,13 @@ def test_reports_teach_the_prefill_steps_only_if_the_engine_sends_none(clock: Cl
     r = router(clock, "remote")
     r.prefill_done("x", report())
     assert r.costs.prefill_step.samples == 1
-    r.observe_step("prefill", StepSample(100, 0, 0.1))
+    fit = StepTime()
+    fit.observe(100, 0, 0, 0, 0, 0.1)
+    r.prefill_step_times(StepTime())
+    assert r.costs.prefill_step.samples == 1, "nothing is known of an engine without steps"
+    r.prefill_step_times(fit)
     r.prefill_done("x", report())
-    assert r.costs.prefill_step.samples == 2
+    assert r.costs.prefill_step is fit and fit.samples == 1
 
 
 def test_remote_is_measured_once_and_not_again_before_its_time(clock: Clock) -> None:
@@ -300,9 +304,9 @@ def test_remote_is_measured_once_and_not_again_before_its_time(clock: Clock) -> 
 def test_local_prefills_keep_the_local_models_fresh(clock: Clock) -> None:
     r = router(clock)
     clock.now_s += 100.0
-    r.observe_step("decode", StepSample(1, 0, 0.02))
+    r.local_step(1)
     assert r.snapshot()["measured_s_ago"]["local"] == 160.0
-    r.observe_step("decode", StepSample(50, 0, 0.06))
+    r.local_step(50)
     assert r.snapshot()["measured_s_ago"]["local"] == 0.0
 
 
@@ -333,5 +337,5 @@ def test_transfers_are_counted_and_fitted(clock: Clock) -> None:
 
 def test_plans_and_snapshot_are_json(clock: Clock) -> None:
     r = router(clock)
-    json.dumps(plan(r, "a", prompt(100)).to_dict(), allow_nan=False)
-    json.dumps(r.snapshot(), allow_nan=False)
+    for document in (plan(r, "a", prompt(100)).to_dict(), r.snapshot()):
+        assert json.loads(json.dumps(document, allow_nan=False)).keys() == document.keys()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from headrace.router.cost import StepTimeModel
 from headrace.router.load import Breaker, EngineLoad
+from headrace_engine.steptime import StepTime
 
-MODEL = StepTimeModel()
+MODEL = StepTime()
 
 
 def queue(load: EngineLoad, now_s: float = 0.0) -> float:
@@ -49,6 +49,21 @@ def test_running_decodes_slow_the_queue() -> None:
     load.start("x")
     load.reserve("a", 100, 0.0)
     assert queue(load) == pytest.approx(MODEL.seconds(100, 1))
+
+
+def test_what_tokens_attend_to_slows_the_queue() -> None:
+    model, load = StepTime(), EngineLoad()
+    for tokens in (100, 200, 400) * 20:
+        for pairs in (0, 100_000):
+            model.observe(tokens, 2, 0, 0, pairs, 0.02 + 0.001 * tokens + 1e-6 * pairs)
+    load.start("x", 5000)
+    load.reserve("a", 100, 0.0, pairs=50_000)
+    load.reserve("b", 200, 0.0, pairs=70_000)
+    assert load.queue_s(model, 2048, 0.0) == model.seconds(300, 1, 0, 5000, 120_000)
+    load.release("a", 0.0)
+    assert load.queue_s(model, 2048, 0.0) == model.seconds(200, 1, 0, 5000, 70_000)
+    load.stop("x")
+    assert load.running_context == 0
 
 
 def test_releasing_twice_or_unknown_is_harmless() -> None:

@@ -78,8 +78,8 @@ def router() -> Router:
     router = Router(RouterSettings(policy="local"), Geometry(BLOCK, TOKEN_BYTES, 1000, 1000))
     for _ in range(50):
         for tokens in (1, 100, 400):
-            router.costs.decode_step.observe(tokens, 0, 0.01 + 1e-3 * tokens)
-            router.costs.prefill_step.observe(tokens, 0, 0.01 + 1e-3 * tokens)
+            router.costs.decode_step.observe(tokens, 0, 0, 0, 0, 0.01 + 1e-3 * tokens)
+            router.costs.prefill_step.observe(tokens, 0, 0, 0, 0, 0.01 + 1e-3 * tokens)
     return router
 
 

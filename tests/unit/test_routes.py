@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from fastapi import FastAPI, WebSocket
 from fastapi.routing import APIRoute
+from ray.serve.llm import LLMConfig
 
+from headrace.gateway.docs import page
 from headrace_decode.routes import Route, api_of, keep_public_routes, public_routes
 
+ROOT = Path(__file__).parents[2]
 OPENAI = "vllm.entrypoints.openai.chat_completion.api_router"
 
 
@@ -123,3 +129,37 @@ def test_of_vllms_own_application_with_all_its_switches_only_these_are_public(
     assert left == {name.partition(" ")[2] for name in VLLM_OFFERS} | kept | {
         "/docs/oauth2-redirect"
     }
+
+
+def test_the_rest_page_is_current() -> None:
+    page_now = (ROOT / "docs" / "rest.md").read_text("utf-8")
+    assert page_now == page(), "run: python -m headrace.gateway.docs > docs/rest.md"
+
+
+def test_vllms_store_of_responses_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no bound, knows no tenants, and lies in one replica."""
+    from vllm import envs
+
+    from headrace_decode import server
+
+    monkeypatch.setenv(server.RESPONSES_STORE, "1")
+    assert envs.VLLM_ENABLE_RESPONSES_API_STORE
+    server.without_responses_store()
+    assert not envs.VLLM_ENABLE_RESPONSES_API_STORE
+
+
+async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route() -> None:
+    from headrace_decode._vllm_compat import application_without_engine
+    from headrace_decode.server import DecodeServer
+
+    async def build_asgi_app() -> FastAPI:
+        return application_without_engine()
+
+    replica = DecodeServer.__new__(DecodeServer)
+    replica.engine = SimpleNamespace(build_asgi_app=build_asgi_app)
+    replica._llm_config = LLMConfig(model_loading_config={"model_id": "m", "model_source": "m"})
+    app = await replica.__serve_build_asgi_app__()
+    assert {f"{route.method} {route.path}" for route in public_routes(app)} == set(VLLM_OFFERS)
+    paths = {getattr(route, "path", "") for route in app.routes}
+    assert "/v1/models/{model:path}" in paths
+    assert not paths & {"/scale_elastic_ep", "/inference/v1/generate", "/invocations"}

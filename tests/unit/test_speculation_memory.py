@@ -220,8 +220,10 @@ class TestFeedback:
     @pytest.mark.parametrize("k", [(9, 9), (-1, -1), (4, 9)])
     def test_impossible_feedback_is_clamped(self, memory: Memory, k: tuple[int, int]) -> None:
         handle = memory.open_request("a", ids(1, 2, 1))
-        memory.feedback(handle, memory.draft(handle, 4), *k)
+        draft = memory.draft(handle, 4)
+        memory.feedback(handle, draft, *k)
         memory.feedback(handle, EMPTY, *k)
+        assert len(memory.draft(handle, 4).tokens) == len(draft.tokens), "it drafts on"
 
 
 class TestWhatIsKept:

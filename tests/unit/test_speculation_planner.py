@@ -18,7 +18,7 @@ from headrace_decode.speculation.planner import (
     Step,
 )
 from headrace_decode.speculation.regret import Controls, Credit, Ledger
-from headrace_decode.speculation.steptime import StepTime
+from headrace_engine.steptime import StepTime
 
 BASE_S, TOKEN_S = 0.02, 0.001
 
@@ -27,8 +27,9 @@ def learned(seed: int = 0, noise: float = 0.0, steps: int = 200) -> StepTime:
     """A model that has seen `BASE_S + TOKEN_S n` at 1 to 64 tokens."""
     rng, model = np.random.default_rng(seed), StepTime()
     for _ in range(steps):
-        tokens = int(rng.integers(1, 65))
-        model.observe(tokens, 0, (BASE_S + TOKEN_S * tokens) * (1 + noise * rng.normal()))
+        rows = int(rng.integers(1, 65))
+        seconds = (BASE_S + TOKEN_S * rows) * (1 + noise * rng.normal())
+        model.observe(0, rows, 0, 0, 0, seconds)
     return model
 
 
@@ -45,77 +46,6 @@ def take(planner: Planner, rows: tuple[NDArray[np.float32], NDArray[np.int32]],
     return list(planner.choose(Load(len(rows[1]), **load), limits or Limits(), *rows).tolist())
 
 
-# Step times
-
-
-def test_a_straight_line_is_learned_from_its_steps() -> None:
-    model = learned(noise=0.03)
-    sizes = np.array([1, 16, 64])
-    assert model.seconds(sizes) == pytest.approx(BASE_S + TOKEN_S * sizes, rel=0.05)
-    assert float(model.seconds(128)) == pytest.approx(BASE_S + TOKEN_S * 128, rel=0.1)
-
-
-def test_a_machine_that_halves_its_speed_is_followed() -> None:
-    model = learned()
-    rng = np.random.default_rng(1)
-    for _ in range(300):
-        tokens = int(rng.integers(1, 65))
-        model.observe(tokens, 0, 2 * (BASE_S + TOKEN_S * tokens))
-    assert float(model.seconds(32)) == pytest.approx(2 * (BASE_S + TOKEN_S * 32), rel=0.05)
-
-
-def test_a_bend_that_no_line_has_is_found() -> None:
-    """Flat up to 16 tokens, then dear: a memory-bound step that becomes compute-bound."""
-    rng, model = np.random.default_rng(0), StepTime()
-    for _ in range(600):
-        tokens = int(rng.integers(1, 65))
-        model.observe(tokens, 0, 0.02 + 0.002 * max(tokens - 16, 0))
-    assert model.seconds([2, 16, 32, 64]) == pytest.approx([0.02, 0.02, 0.052, 0.116], rel=0.2)
-
-
-def test_what_is_padded_costs_what_the_padding_costs() -> None:
-    model = StepTime(padded_sizes=(1, 8, 16))
-    assert model.padded([1, 2, 8, 9, 16, 17]).tolist() == [1, 8, 8, 16, 16, 17]
-    assert float(model.seconds(9)) == float(model.seconds(16)) > float(model.seconds(8))
-
-
-def test_what_was_measured_at_sizes_that_are_not_met_any_more_is_kept() -> None:
-    """Steps are flat up to 64 tokens and dear beyond: a quiet night must not make one forget."""
-    model = StepTime()
-    for tokens in (1, 8, 32, 64, 96, 128, 192, 256):
-        for _ in range(3):
-            model.observe(tokens, 0, 0.02 + 0.001 * max(tokens - 64, 0))
-    rng = np.random.default_rng(0)
-    for _ in range(2000):
-        model.observe(int(rng.integers(1, 9)), 0, 0.02)
-    assert model.seconds([128, 256]) == pytest.approx([0.084, 0.212], rel=0.1)
-
-
-def test_how_far_predictions_were_off_of_late_is_told() -> None:
-    assert learned(noise=0.0).relative_error < 0.05
-    assert learned(noise=0.1).relative_error == pytest.approx(0.1, rel=0.5)
-
-
-def test_one_hiccup_moves_the_curve_little() -> None:
-    model = learned(noise=0.02)
-    before = float(model.seconds(8))
-    model.observe(8, 0, 3.0)
-    assert float(model.seconds(8)) < 1.3 * before
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
-def test_a_time_that_is_none_is_not_learned(seconds: float) -> None:
-    assert not StepTime().observe(4, 0, seconds)
-
-
-def test_context_has_a_price_of_its_own() -> None:
-    rng, model = np.random.default_rng(0), StepTime()
-    for _ in range(400):
-        tokens, context = int(rng.integers(1, 65)), int(rng.integers(0, 60_000))
-        model.observe(tokens, context, 0.02 + 0.001 * tokens + 1e-6 * context)
-    assert float(model.seconds(8, 50_000) - model.seconds(8, 0)) == pytest.approx(0.05, rel=0.15)
-
-
 def dear_to_verify(steps: int = 400, rows: int = 16) -> StepTime:
     """A model that has seen steps of so many rows, every other with 1 to 8 drafts, which make a
     step a fifth longer and cost 1 % a token."""
@@ -123,31 +53,10 @@ def dear_to_verify(steps: int = 400, rows: int = 16) -> StepTime:
     for number in range(steps):
         if number % 2:
             count = int(rng.integers(1, 9))
-            model.observe(rows + count, 0, 0.12 + 0.001 * count, drafted=True)
+            model.observe(0, rows, count, 0, 0, 0.12 + 0.001 * count)
         else:
-            model.observe(rows, 0, 0.1)
+            model.observe(0, rows, 0, 0, 0, 0.1)
     return model
-
-
-def test_what_verifying_costs_however_little_is_verified_is_told_apart() -> None:
-    model = dear_to_verify()
-    assert float(model.seconds(16)) == pytest.approx(0.1, rel=0.02)
-    assert model.seconds([17, 20, 24], drafted=True) == pytest.approx(
-        [0.121, 0.124, 0.128], rel=0.03
-    )
-
-
-def test_where_steps_of_one_kind_were_never_measured_those_of_the_other_tell() -> None:
-    model = learned()
-    assert model.seconds([8, 32], drafted=True) == pytest.approx(model.seconds([8, 32]), rel=0.02)
-
-
-def test_a_machine_that_becomes_faster_does_not_leave_the_price_of_drafts_behind() -> None:
-    """Drafting that does not pay is not measured: its price must follow that of other steps."""
-    model = dear_to_verify()
-    for _ in range(300):
-        model.observe(16, 0, 0.05)
-    assert float(model.seconds(17, drafted=True)) < 0.07
 
 
 # Budgets

@@ -77,10 +77,10 @@ def test_without_the_store_nothing_changes() -> None:
 
 def test_each_side_gets_its_own_settings_and_the_shared_ones() -> None:
     section = StoreSection(
-        dram_gb=0.5, nvme_folder="/kv", nvme_gb=2, engine={"depth": 3}, node={"warm": True}
+        dram_gb=0.5, nvme_folder="/kv", nvme_gb=2, engine={"copy_threads": 3}, node={"warm": True}
     )
     assert StoreSettings.parse(section.engine_settings("n")) == StoreSettings(
-        name="n", dram_bytes=2**29, depth=3
+        name="n", dram_bytes=2**29, copy_threads=3
     )
     node = NodeSettings.parse(section.node_settings("n"))
     assert (node.name, node.dram_bytes, node.nvme_bytes, node.warm) == ("n", 2**29, 2**31, True)
@@ -130,7 +130,7 @@ def test_the_keeper_is_told_whether_machines_share() -> None:
     ("override", "words"),
     [
         ("store.engine={depht: 3}", "depht: is unknown"),
-        ("store.engine={depth: 0}", "engine.depth: is 0"),
+        ("store.engine={copy_threads: 0}", "engine.copy_threads: is 0"),
         ("store.node={dram_bytes: 5}", "set store.dram_gb instead"),
         ("store.node={heal_s: -1}", "node.heal_s: is -1"),
         ("store.nvme_folder=kv", "must be an absolute path"),

@@ -21,7 +21,7 @@ from headrace_decode.speculation.exchange import Exchange
 from headrace_decode.speculation.memory import Key
 from headrace_decode.speculation.record import DamagedError
 from headrace_kvstore.protocol.board import Note
-from headrace_kvstore.protocol.line import Line, NodeAway
+from headrace_kvstore.protocol.client import NodeAway, NodeClient
 from headrace_kvstore.protocol.wire import Notes, PostNote, ReadNotes
 
 logger = logging.getLogger("headrace.speculation")
@@ -70,7 +70,12 @@ class Carrier:
 
     def __init__(self, exchange: Exchange, settings: CarrierSettings) -> None:
         self.exchange, self.settings = exchange, settings
-        self._line = Line(settings.store, settings.socket_folder, settings.timeout_s)
+        self._client = NodeClient(
+            settings.store,
+            timeout_s=settings.timeout_s,
+            retry_s=0.0,
+            socket_folder=settings.socket_folder,
+        )
         self._writer = exchange.memory.replica.to_bytes(8, "little")
         self._generation = ""
         self._read_to = self._head = 0
@@ -99,7 +104,7 @@ class Carrier:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._line.close()
+        self._client.close()
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: the node's state; notes posted and absorbed, refused as damaged, failed for
@@ -205,7 +210,7 @@ class Carrier:
         self._read_to, self._head = reply.after, reply.head
 
     def _ask(self, request: PostNote | ReadNotes) -> Notes:
-        reply = self._line.ask(request)
+        reply = self._client.ask(request).result()
         if not isinstance(reply, Notes):
             raise NodeAway(f"a node answers {type(request).__name__} with {type(reply).__name__}")
         self._state = "up"

@@ -1,8 +1,8 @@
 """The planner: before each engine step, how many draft tokens of each row to verify, if any.
 
-Puts together what the other files know: prices of a step (`steptime`), the budget that earns most
-(`budget`), and whether drafting has paid at this load (`regret`). Knows no engine: a proposer, a
-simulator or a test tells it what is in the batch, and afterwards what the step brought.
+Puts together what other files know: prices of a step (`headrace_engine.steptime`), the budget that
+earns most (`budget`), and whether drafting has paid at this load (`regret`). Knows no engine: a
+proposer, a simulator or a test tells it what is in the batch, and afterwards what the step brought.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace_decode.speculation.budget import best_budget, can_pay
 from headrace_decode.speculation.regret import Ledger
-from headrace_decode.speculation.steptime import StepTime
+from headrace_engine.steptime import StepTime, pairs_of
 
 CONTROL_SHARE = 1 / 64
 """Of the steps, those without drafts at random, once their cost is known: what they lose bounds the
@@ -115,6 +115,12 @@ class Step:
     pure: bool = True
     promised: float = 0.0
 
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """What `StepTime` prices. A prompt is taken to have begun in the step."""
+        prompt = max(self.tokens - self.drafted - self.rows, 0)
+        return prompt, self.rows, self.drafted, self.context_tokens, pairs_of(0, prompt)
+
 
 class Planner:
     """Draft budgets of one engine. Used from one thread; deterministic for a seed."""
@@ -205,11 +211,11 @@ class Planner:
 
     def observe(self, step: Step) -> None:
         """Learn from a step that was run."""
-        drafted, context_tokens = step.drafted > 0, step.context_tokens
-        predicted_s = float(self.times.seconds(step.tokens, context_tokens, drafted=drafted))
-        undrafted = max(step.tokens - step.drafted, 1)
-        undrafted_s = float(self.times.seconds(undrafted, context_tokens))
-        if not self.times.observe(step.tokens, context_tokens, step.seconds, drafted=drafted):
+        drafted, shape = step.drafted > 0, step.shape
+        prompt, rows, _, context, pairs = shape
+        predicted_s = self.times.seconds(*shape)
+        undrafted_s = self.times.seconds(prompt, rows, 0, context, pairs)
+        if not self.times.observe(*shape, step.seconds):
             return
         self.counts["steps"] += 1
         self.counts["drafted_steps"] += drafted
@@ -255,7 +261,7 @@ class Planner:
             "mode": self.mode.kind,
             "price": self.price,
             "best_survival": self._best_survival,
-            "step_time": self.times.to_dict(),
+            "step_time": self.times.summary(),
             "counts": dict(self.counts),
             "loads": {
                 f"{2 ** (bits - 1)}..{2**bits - 1}": {
@@ -291,10 +297,10 @@ class Planner:
 
     def _seconds(self, load: Load, room: int) -> NDArray[np.float64]:
         """Predicted, of the step with 0 to `room` draft tokens; not decreasing."""
-        tokens = load.rows + load.prefill_tokens + np.arange(room + 1)
-        seconds = self.times.seconds(tokens, load.context_tokens, drafted=True)
-        seconds[0] = self.times.seconds(tokens[0], load.context_tokens)
-        return np.maximum(seconds, seconds[0])
+        prompt = load.prefill_tokens
+        return self.times.seconds_each(
+            np.arange(room + 1), prompt, load.rows, load.context_tokens, pairs_of(0, prompt)
+        )
 
     def _static(self, load: Load, limits: Limits, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
         take = np.minimum(lengths, self.mode.tokens)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from headrace_decode.speculation.planner import Planner
 from headrace_decode.speculation.session import Session
 
@@ -35,7 +33,7 @@ def prices(
     most = min(max(rows_max, 1), ROWS_MAX)
     loads = [1 << bits for bits in range((most - 1).bit_length() + 1)]
     context_tokens = planner.last.context_tokens / max(planner.last.rows, 1)
-    step_s = [float(planner.times.seconds(rows, rows * context_tokens)) for rows in loads]
+    step_s = [planner.times.seconds(0, rows, 0, rows * context_tokens) for rows in loads]
     cap = session.draft_tokens if session.draft_cap is None else session.draft_cap
     depth = min(session.draft_tokens, cap) if drafts else 0
     tested, right = session.tally.recent
@@ -59,10 +57,10 @@ def figures(planner: Planner, session: Session) -> dict[str, Any]:
         propose_s: seconds spent on drafts, since the start.
     """
     last = planner.last
-    tokens = np.array([last.tokens, last.tokens + 1])
-    now, ahead = planner.times.seconds(
-        tokens, last.context_tokens, drafted=last.drafted > 0
-    ).tolist()
+    prompt, rows, drafted, context, pairs = last.shape
+    now, ahead = (
+        planner.times.seconds(prompt, rows, drafted + more, context, pairs) for more in (0, 1)
+    )
     return {
         "sources": session.tally.by_source(),
         "budget_tokens": last.drafted,

@@ -1,18 +1,18 @@
-"""The DRAM tier's memory: one shared-memory file a node, mapped by every engine process.
+"""The DRAM tier: one shared-memory file per machine, mapped by every engine process.
 
-A block is found by (namespace row, block hash) and stands in a slot. Who stores it reserves a
-slot, copies the block in, and publishes it with its checksums; who loads it takes a lease, copies
-it out and compares checksums. Nothing is copied under the lock, whose sections take microseconds.
+A block is found by (namespace row, block hash) and occupies a slot. A writer reserves a slot,
+copies the block in, and publishes it with its checksums. A reader takes a lease, copies the block
+out and compares checksums. No bytes are copied under the lock, which is held for microseconds.
 
-Correctness does not rest on lock or lease: checksums are seeded with the key, so a slot that was
-reused while somebody read it is a miss. A lease only avoids that waste, and runs out by itself, so
-that a dead reader costs nothing. A process that dies inside a section leaves the header's section
-word odd; the next one to take the lock rebuilds index and free chains (see `kernels`). One that
-dies while it copies a block in leaves a slot WRITING, which is taken back once room is short or its
-key is stored again.
+Correctness rests on neither lock nor lease. Checksums are seeded with the key, so a slot that was
+reused during a read is a miss. A lease only avoids that wasted read. It expires by itself, so a
+dead reader costs nothing. A process that dies inside a critical section leaves the header's section
+word odd; the next process to take the lock rebuilds index and free chains (see `kernels`). A
+process that dies while it copies a block in leaves a slot WRITING. That slot is reclaimed when room
+is short or its key is stored again.
 
-Times are time.monotonic() seconds, which all processes of a machine share, so the folder must be
-one that does not survive a restart of the machine (a tmpfs).
+Times are time.monotonic() seconds, which all processes of a machine share. So the file must not
+survive a restart of the machine: its folder is a tmpfs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.arena_map import ArenaMap
 from headrace_kvstore.arena.eviction import Chosen, Eviction
 from headrace_kvstore.arena.geometry import (
+    DISCARDED_TOTAL,
+    DROPPED,
+    EVICTED_TOTAL,
+    KERNEL_SLOT,
     NAMESPACE_COUNT,
     NAMESPACES,
-    NONE,
     POLICY,
+    RECLAIMED_TOTAL,
     REFUSED_TOTAL,
     SECTION,
     ArenaFormatError,
@@ -46,7 +50,7 @@ from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import slot_keys
-from headrace_kvstore.table import pack_hashes
+from headrace_kvstore.table import READY, SLOT, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -54,18 +58,21 @@ Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
 LOOKUP_TRIES = 4
+INF = float("inf")
 TAKEN, NO_ROOM, NOT_WORTH = kernels.ABSENT, kernels.NO_ROOM, kernels.NOT_WORTH
-"""Of `reserve`, in the place of a slot: the block is there, or somebody is writing it; all that
-could be evicted is in use, or the lock is; what would have to go is worth more."""
+"""Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
+NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held.
+NOT_WORTH: every block that could be evicted is worth more."""
 
 
 class Arena(ArenaMap):
     """One process's handle on a node's arena. Threads may share it; a forked child may go on with
     it.
 
-    `policy` says which blocks are given up for new ones (see `policy.shared`); it is the arena's,
-    not the handle's. quotas, default_quota: bytes that each tenant (by its SLOT number) may hold,
-    and any tenant not listed; who stores beyond that gives up blocks of its own first.
+    `policy` chooses the blocks that are evicted for new ones (see `policy.shared`). It belongs to
+    the arena, not to the handle. quotas: bytes that each tenant (by its SLOT number) may hold;
+    default_quota: the same for tenants not listed. A tenant that stores more gives up blocks of its
+    own first.
 
     Calls that find the lock held for PATIENCE_S miss (`lease`, `reserve`, `publish`) or raise
     LockBusyError (all others but `lookup`, which never waits for long).
@@ -122,7 +129,7 @@ class Arena(ArenaMap):
 
         def initialise(memory: Any) -> None:
             tables = geometry.tables(np.frombuffer(memory, np.uint8))
-            geometry.format(tables, policies.KINDS[policy].code)
+            geometry.format(tables, policies.KINDS[policy])
             header = geometry.header()
             memory[8 : len(header)] = header[8:]
             memory[:8] = header[:8]
@@ -197,29 +204,22 @@ class Arena(ArenaMap):
 
     def lease(self, row: int, hashes: Hashes, lease_s: float) -> np.ndarray:
         """As lookup; what is there stays for `lease_s` seconds, and counts as used once more."""
-        self._check_row(row)
-        keys = pack_hashes(hashes)
-        slots = np.full(len(keys), -1, np.int64)
-        now_s = self._clock()
         try:
-            with self._section:
-                kernels.lease(self._t, row, keys, now_s, now_s + lease_s, slots)
+            return self._leased(row, hashes, lease_s, used=True)
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
-        return slots
+            return np.full(len(hashes), -1, np.int64)
 
     def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """As `lease`, but the blocks do not count as used: policies see readers only."""
+        return self._leased(row, hashes, hold_s, used=False)
+
+    def _leased(self, row: int, hashes: Hashes, lease_s: float, used: bool) -> np.ndarray:
         self._check_row(row)
-        keys = pack_hashes(hashes)
-        slots = np.full(len(keys), -1, np.int64)
-        now_s = self._clock()
+        keys, now_s = pack_hashes(hashes), self._clock()
+        slots = np.empty(len(keys), np.int64)
         with self._section:
-            kernels.lookup(self._t, row, keys, slots)
-            there = slots[slots >= 0]
-            until_s, readers = self.table["lease_until_s"], self._t.readers
-            readers[there] = np.where(until_s[there] > now_s, readers[there] + 1, 1)
-            until_s[there] = np.maximum(until_s[there], now_s + hold_s)
+            kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, slots)
         return slots
 
     def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
@@ -269,43 +269,38 @@ class Arena(ArenaMap):
         must be given to `publish` or `abandon`.
         """
         self._check_row(row)
-        keys = pack_hashes(hashes)
-        count, heads = len(keys), np.ascontiguousarray(keys[:, 0])
-        slots = np.full(count, NO_ROOM, np.int64)
-        now_s = self._clock()
-        stands = heads, _column(parents, count, np.uint64), _column(depths, count, np.uint32)
-        costs = _column(compute_s, count, np.float32), _column(load_s, count, np.float32)
-        each = *stands[1:], int(tenant), int(priority), *costs
+        keys, now_s = pack_hashes(hashes), self._clock()
+        slots = np.full(len(keys), NO_ROOM, np.int64)
+        blocks = np.zeros(len(keys), KERNEL_SLOT)
+        blocks["hash"], blocks["parent"], blocks["depth"] = keys, parents, depths
+        blocks["namespace"], blocks["tenant"], blocks["priority"] = row, tenant, priority
+        blocks["compute_s"], blocks["load_s"] = compute_s, load_s
+        blocks["owner"], blocks["stored_s"], blocks["used_s"] = os.getpid(), now_s, now_s
 
         def place() -> int:
-            stuck_before_s = now_s - WRITER_TIMEOUT_S
-            left = kernels.place(
-                *(self._t, row, keys, *each, os.getpid(), now_s, stuck_before_s),
-                *(self._per_segment, slots),
-            )
+            left = kernels.place(self._t, blocks, now_s - WRITER_TIMEOUT_S, slots)
             kernels.commit(self._t, slots)
             return int(left)
 
         try:
             absent = np.flatnonzero(self.lookup(row, keys) < 0)
-            admitted = self._eviction.admitted(row, *(c[absent] for c in (*stands, *costs)))
+            admitted = self._eviction.admitted(blocks[absent].view(SLOT))
             refused = absent[~admitted]
             slots[refused] = NOT_WORTH
             asked_bytes = int(admitted.sum()) * float(self._t.spaces["slot_bytes"][row])
             own = self._eviction.over_quota(tenant, asked_bytes, now_s)
             with self._section:
                 self._words[REFUSED_TOTAL] += len(refused)
-                self._evict(own, now_s)
+                self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
                 gone = self._left_behind(now_s)
                 given_up = self._eviction.victims(row, left, now_s)
                 with self._section:
-                    kernels.reclaim(self._t, *gone, self._per_segment)
-                    self._evict(given_up, now_s)
+                    self._drop(*gone, WRITING, RECLAIMED_TOTAL)
+                    self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
                     place()
-            given = slots >= 0
-            self._eviction.written(row, now_s, slots[given], *(c[given] for c in stands))
+            self._eviction.written(slots[slots >= 0], now_s)
         except LockBusyError as error:
             logger.warning("not all blocks are stored: %s", error)
         return np.where(slots == kernels.STUCK, TAKEN, slots)
@@ -335,24 +330,30 @@ class Arena(ArenaMap):
     def abandon(self, slots: np.ndarray) -> None:
         """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
+        wanted = wanted[wanted >= 0]
         with self._section:
-            kernels.abandon(self._t, wanted, os.getpid(), self._per_segment)
+            mine = wanted[self.table["owner"][wanted] == os.getpid()]
+            self._drop(mine, self.table["generation"][mine], WRITING, DROPPED)
 
     def discard(self, row: int, hashes: Hashes) -> int:
         """Drop blocks that were found corrupt, leased or not; returns how many were there."""
         self._check_row(row)
         keys = pack_hashes(hashes)
+        slots = np.empty(len(keys), np.int64)
         with self._section:
-            return int(kernels.discard(self._t, row, keys, self._per_segment))
+            kernels.lookup(self._t, row, keys, slots)
+            there = slots[slots >= 0]
+            return self._drop(there, self.table["generation"][there], READY, DISCARDED_TOTAL)
 
     def pin(self, row: int, hashes: Hashes, pinned: bool = True) -> np.ndarray:
         """Keep blocks from eviction, or let them go again; bool [n]: whether they are there."""
         self._check_row(row)
         keys = pack_hashes(hashes)
-        done = np.zeros(len(keys), np.bool_)
+        slots = np.empty(len(keys), np.int64)
         with self._section:
-            kernels.pin(self._t, row, keys, int(pinned), done)
-        return done
+            kernels.lookup(self._t, row, keys, slots)
+            self.table["pinned"][slots[slots >= 0]] = pinned
+        return slots >= 0
 
     def clear(self, row: int | None = None) -> int:
         """Drop all blocks, or one namespace's, also pinned and leased ones; returns how many.
@@ -362,14 +363,9 @@ class Arena(ArenaMap):
         if row is not None:
             self._check_row(row)
         with self._section:
-            return int(kernels.clear(self._t, NONE if row is None else row, self._per_segment))
-
-    def reclaim(self) -> None:
-        """Take back what dead writers left. `reserve` does it too where room is short."""
-        gone = self._left_behind(self._clock())
-        if len(gone[0]):
-            with self._section:
-                kernels.reclaim(self._t, *gone, self._per_segment)
+            its = True if row is None else self.table["namespace"] == row
+            slots = np.flatnonzero((self.table["state"] == READY) & its)
+            return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
 
     def close(self) -> None:
         if hasattr(self, "_eviction"):
@@ -384,21 +380,18 @@ class Arena(ArenaMap):
 
     # Inside
 
-    def _evict(self, chosen: Chosen, now_s: float) -> None:
-        if len(chosen[0]):
-            kernels.evict(self._t, *chosen, now_s, self._per_segment)
+    def _drop(
+        self, slots: np.ndarray, generations: np.ndarray, state: int, total: int, now_s: float = INF
+    ) -> int:
+        if not len(slots):
+            return 0
+        return int(kernels.drop(self._t, slots, generations, state, now_s, total))
 
     def _left_behind(self, now_s: float) -> Chosen:
         """Slots whose writers will not finish them, with generations."""
         generations = self.table["generation"].copy()
         slots = left_behind(self.table, now_s)
         return slots, generations[slots]
-
-
-def _column(values: Any, count: int, dtype: Any) -> np.ndarray:
-    column = np.empty(count, dtype)
-    column[:] = values
-    return column
 
 
 __all__ = ["Arena", "ArenaFormatError", "LockBusyError"]

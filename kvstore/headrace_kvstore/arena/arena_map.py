@@ -1,7 +1,4 @@
-"""The arena's file as this process maps it: where blocks stand, and how things are.
-
-Nothing here changes what is stored.
-"""
+"""The arena's file as this process maps it: where blocks are, and read-only facts about them."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace_kvstore.arena.check import broken_invariants, describe
+from headrace_kvstore.arena.describe import describe
 from headrace_kvstore.arena.geometry import (
     EVENT_FLOOR,
     EVENT_HEAD,
@@ -26,7 +23,7 @@ from headrace_kvstore.arena.geometry import (
 from headrace_kvstore.arena.kernels import NOT_WORTH
 from headrace_kvstore.arena.locking import PATIENCE_S
 from headrace_kvstore.arena.section import Section
-from headrace_kvstore.arena.shared_file import SharedFile, huge_page_mode
+from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
 from headrace_kvstore.table import EVENT, READY, SLOT
 
 LOOKUP_PATIENCE_S = 0.05
@@ -60,9 +57,7 @@ class ArenaMap:
         self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
 
         def section(patience_s: float) -> Section:
-            return Section(
-                *(file.lock, self._words, self._t, self.table, self._per_segment, patience_s)
-            )
+            return Section(file.lock, self._words, self._t, self.table, patience_s)
 
         self._section, self._short_section = section(PATIENCE_S), section(LOOKUP_PATIENCE_S)
 
@@ -110,9 +105,9 @@ class ArenaMap:
             return np.zeros((0, 0), np.uint64)
         return self._u64[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
 
-    def prefault(self) -> bool:
+    def prefault(self) -> None:
         """Fill this process's page tables (about 0.1 s a GiB), so that copies do not fault."""
-        return self._file.prefault(self.base_address)
+        self._file.memory.madvise(MADV_POPULATE_WRITE)
 
     # What happened
 
@@ -156,11 +151,6 @@ class ArenaMap:
     def free_bytes(self) -> int:
         """Data bytes that hold no block."""
         return int(self._t.segments["bytes"].sum()) - int(self.table["bytes"].sum())
-
-    def check(self) -> list[str]:
-        """Invariants that do not hold, in words; empty if all is well."""
-        with self._section:
-            return broken_invariants(self._t, self._per_segment)
 
     # The handle
 

@@ -1,4 +1,4 @@
-"""Blocks in the order of their prefixes. Pure."""
+"""Orders blocks so that each follows its parent. Pure."""
 
 from __future__ import annotations
 

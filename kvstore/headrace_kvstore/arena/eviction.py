@@ -1,8 +1,8 @@
-"""What the arena asks its policy, and tells it: victims, quotas, admission, prompts.
+"""Asks the policy for victims and admission, and reports prompts and writes to it.
 
-Nothing here happens under the arena's own lock: a choice may be outdated when it is carried out, so
-each slot comes with the generation in which it was chosen. Look-ups and leases wait for none of it.
-A policy that fails is a fault like others: it is logged, and LRU chooses.
+None of this happens under the arena's own lock, so lookups and leases never wait for it. A choice
+may be outdated when it is carried out, so each slot comes with the generation in which it was
+chosen. If a policy raises, the error is logged and LRU chooses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from headrace_kvstore.arena.geometry import Tables
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, roomy, runs, victims
-from headrace_kvstore.policy.base import Keys, Policy, block_keys
+from headrace_kvstore.policy.base import Keys, Policy, block_keys, parent_keys, slot_keys
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.shared import SharedPolicy
 
@@ -77,50 +77,40 @@ class Eviction:
         )
         return slots, generations[slots]
 
-    def admitted(
-        self,
-        row: int,
-        heads: np.ndarray,
-        parents: np.ndarray,
-        depths: np.ndarray,
-        compute_s: np.ndarray,
-        load_s: np.ndarray,
-    ) -> np.ndarray:
+    def admitted(self, rows: np.ndarray) -> np.ndarray:
         """Which of these blocks, none of which is there, are worth the room: bool (n,).
 
-        All are while there is room. heads: first 8 bytes of their hashes; the rest as in SLOT.
+        All are while there is room. rows: SLOT [n], of one namespace.
         """
-        wanted = np.ones(len(heads), np.bool_)
+        wanted = np.ones(len(rows), np.bool_)
+        if not self.shared.learns or not len(rows):
+            return wanted
+        row = int(rows["namespace"][0])
         size = int(self._t.spaces["slot_bytes"][row])
-        if not self.shared.learns or roomy(self._t.segments, row, size, self._per_segment):
+        if roomy(self._t.segments, row, size, self._per_segment):
             return wanted
 
         def decide(policy: Policy) -> None:
-            for run in runs(heads, parents, depths):
-                ticket = policy.ticket(_trail(row, heads[run], parents[run]))
-                seconds = compute_s[run].astype(np.float64), load_s[run].astype(np.float64)
-                count = policy.admit(ticket, *seconds, np.full(len(seconds[0]), float(size)))
+            for run in runs(rows):
+                ticket = policy.ticket(_trail(rows[run]))
+                compute_s, load_s = (
+                    rows[name][run].astype(np.float64) for name in ("compute_s", "load_s")
+                )
+                count = policy.admit(ticket, compute_s, load_s, np.full(len(load_s), float(size)))
                 wanted[run][count:] = False
 
         self._ask(decide)
         return wanted
 
-    def written(
-        self,
-        row: int,
-        now_s: float,
-        slots: np.ndarray,
-        heads: np.ndarray,
-        parents: np.ndarray,
-        depths: np.ndarray,
-    ) -> None:
-        """These blocks have got slots."""
-        if not self.shared.learns or not len(slots):
+    def written(self, slots: np.ndarray, now_s: float) -> None:
+        """Blocks have got these slots."""
+        if not self.shared.learns:
             return
+        rows = self._table[slots]
 
         def note(policy: Policy) -> None:
-            for run in runs(heads, parents, depths):
-                ticket = policy.ticket(_trail(row, heads[run], parents[run]))
+            for run in runs(rows):
+                ticket = policy.ticket(_trail(rows[run]))
                 policy.touched(self._table, slots[run], ticket, now_s, False)
 
         self._ask(note)
@@ -148,6 +138,6 @@ class Eviction:
             return call(LRU())
 
 
-def _trail(row: int, heads: np.ndarray, parents: np.ndarray) -> Keys:
-    """Block keys of a run, deepest first, and of the block before it."""
-    return block_keys(row, np.append(heads[::-1], parents[:1]))
+def _trail(run: np.ndarray) -> Keys:
+    """Block keys of a run (SLOT [n]), deepest first, and of the block before it."""
+    return np.append(slot_keys(run)[::-1], parent_keys(run)[:1])

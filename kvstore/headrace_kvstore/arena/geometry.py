@@ -47,6 +47,7 @@ RECLAIMED_TOTAL = 9  # slots taken back from writers that died
 REPAIRS_TOTAL = 10
 POLICY = 11  # code of the policy that evicts
 REFUSED_TOTAL = 12  # blocks that the policy held not worth writing
+DROPPED = 13  # blocks cleared, and reservations abandoned
 
 NAMESPACE = np.dtype(
     [("digest", "u8", (2,)), ("block_bytes", "u8"), ("slot_bytes", "u8"), ("layers", "u4")],

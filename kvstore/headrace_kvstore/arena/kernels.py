@@ -24,11 +24,11 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped]
 
 from headrace_kvstore.arena.geometry import (
-    DISCARDED_TOTAL,
+    DROPPED,
     EVENT_FLOOR,
     EVENT_HEAD,
-    EVICTED_TOTAL,
     HITS_TOTAL,
+    KERNEL_SLOT,
     MISSES_TOTAL,
     NAMESPACE_COUNT,
     NONE,
@@ -50,9 +50,14 @@ _ONE = np.uint64(1)
 
 
 @njit(cache=True)
-def _capacity(t: Tables, segment: Int, row: int, per_segment: int) -> Int:
+def _per_segment(t: Tables) -> int:
+    return t.table.size // t.segments.size
+
+
+@njit(cache=True)
+def _capacity(t: Tables, segment: Int, row: int) -> Int:
     fit: Int = np.int64(t.segments[segment].bytes // t.spaces[row].slot_bytes)
-    return min(fit, np.int64(per_segment))
+    return min(fit, np.int64(_per_segment(t)))
 
 
 @njit(cache=True)
@@ -62,16 +67,16 @@ def _chain(t: Tables, slot: Int, segment: Int) -> None:
 
 
 @njit(cache=True)
-def _chain_free(t: Tables, segment: Int, row: int, per_segment: int) -> None:
+def _chain_free(t: Tables, segment: Int, row: int) -> None:
     """Chain all FREE slots of a segment that the namespace holds, the first one first."""
-    first = segment * per_segment
-    for slot in range(first + _capacity(t, segment, row, per_segment) - 1, first - 1, -1):
+    first = segment * _per_segment(t)
+    for slot in range(first + _capacity(t, segment, row) - 1, first - 1, -1):
         if t.table[slot].state == FREE:
             _chain(t, slot, segment)
 
 
 @njit(cache=True)
-def _take_slot(t: Tables, row: int, segment: Int, per_segment: int) -> tuple[Int, Int]:
+def _take_slot(t: Tables, row: int, segment: Int) -> tuple[Int, Int]:
     """A FREE slot for the namespace and its segment, or (ABSENT, ABSENT).
 
     From `segment` if it has one, else from the fullest that has (so that the others empty), else
@@ -84,18 +89,14 @@ def _take_slot(t: Tables, row: int, segment: Int, per_segment: int) -> tuple[Int
             if held.namespace == row and held.free != NONE:
                 if segment == ABSENT or held.used > t.segments[segment].used:
                     segment = other
-            elif (
-                held.namespace == NONE
-                and unheld == ABSENT
-                and _capacity(t, other, row, per_segment)
-            ):
+            elif held.namespace == NONE and unheld == ABSENT and _capacity(t, other, row):
                 unheld = other
         if segment == ABSENT:
             if unheld == ABSENT:
                 return ABSENT, ABSENT
             segment = unheld
             t.segments[segment].namespace = row
-            _chain_free(t, segment, row, per_segment)
+            _chain_free(t, segment, row)
     slot: Int = np.int64(t.segments[segment].free)
     t.segments[segment].free = t.free[slot]
     t.segments[segment].used += 1
@@ -111,11 +112,11 @@ def _wipe(record: Any) -> None:
 
 
 @njit(cache=True)
-def _give_back(t: Tables, slot: Int, per_segment: int) -> None:
+def _give_back(t: Tables, slot: Int) -> None:
     """Make the slot FREE; a segment without blocks becomes nobody's."""
     remove(t, slot)
     _wipe(t.table[slot])
-    segment = slot // per_segment
+    segment = slot // _per_segment(t)
     _chain(t, slot, segment)
     t.segments[segment].used -= 1
     if t.segments[segment].used == 0:
@@ -145,20 +146,22 @@ def lease(
     keys: np.ndarray,
     now_s: float,
     until_s: float,
+    used: bool,
     slots: np.ndarray,
 ) -> None:
-    """As lookup; what is there may not be evicted until `until_s`, and counts as used."""
+    """As lookup; what is there may not be evicted until `until_s`, and counts as used or not."""
     lookup(t, row, keys, slots)
     for slot in slots:
         if slot == ABSENT:
-            t.words[MISSES_TOTAL] += _ONE
+            t.words[MISSES_TOTAL] += np.uint64(used)
             continue
-        t.words[HITS_TOTAL] += _ONE
         record = t.table[slot]
         t.readers[slot] = t.readers[slot] + 1 if record.lease_until_s > now_s else 1
         record.lease_until_s = max(record.lease_until_s, until_s)
-        record.used_s = now_s
-        record.hits += 1
+        if used:
+            t.words[HITS_TOTAL] += _ONE
+            record.used_s = now_s
+            record.hits += 1
 
 
 @njit(cache=True)
@@ -175,62 +178,33 @@ def release(t: Tables, slots: np.ndarray, now_s: float) -> None:
 
 
 @njit(cache=True)
-def place(
-    t: Tables,
-    row: int,
-    keys: np.ndarray,
-    parents: np.ndarray,
-    depths: np.ndarray,
-    tenant: int,
-    priority: int,
-    compute_s: np.ndarray,
-    load_s: np.ndarray,
-    owner: int,
-    now_s: float,
-    stuck_before_s: float,
-    per_segment: int,
-    slots: np.ndarray,
-) -> int:
-    """Fill a slot for each key whose slots[i] is NO_ROOM; `commit` must follow.
+def place(t: Tables, rows: np.ndarray, stuck_before_s: float, slots: np.ndarray) -> int:
+    """Fill a slot for each block whose slots[i] is NO_ROOM; `commit` must follow.
 
-    slots[i] becomes the slot, ABSENT if the key is there or being written, STUCK if its writer has
-    had it since before `stuck_before_s`, or stays NO_ROOM. Returns how many are the last two.
+    rows: KERNEL_SLOT [n], FREE, of one namespace. slots[i] becomes the slot, ABSENT if the key is
+    there or being written, STUCK if its writer has had it since before `stuck_before_s`, or stays
+    NO_ROOM. Returns how many are the last two.
     """
     segment: Int = ABSENT
     left = 0
-    for i in range(keys.shape[0]):
+    for i in range(rows.size):
         if slots[i] != NO_ROOM and slots[i] != STUCK:
             continue
-        there = find(t, row, keys[i])
+        row = np.int64(rows[i].namespace)
+        there = find(t, row, rows[i].hash)
         if there != ABSENT:
             stuck = t.table[there].state == WRITING and t.table[there].stored_s < stuck_before_s
             slots[i] = STUCK if stuck else ABSENT
             left += stuck
             continue
-        slot, segment = _take_slot(t, row, segment, per_segment)
+        slot, segment = _take_slot(t, row, segment)
         if slot == ABSENT:
             slots[i] = NO_ROOM
             left += 1
             continue
-        record = t.table[slot]
-        record.generation += 1
-        record.priority = priority
-        record.pinned = 0
-        record.namespace = row
-        record.tenant = tenant
-        record.depth = depths[i]
-        record.hits = 0
-        record.owner = owner
-        record.parent = parents[i]
-        for word in range(4):
-            record.hash[word] = keys[i, word]
-        record.stored_s = now_s
-        record.used_s = now_s
-        record.lease_until_s = 0.0
-        record.bytes = t.spaces[row].slot_bytes
-        record.compute_s = compute_s[i]
-        record.load_s = load_s[i]
-        record.rate = 0.0
+        rows[i].generation = t.table[slot].generation + 1
+        rows[i].bytes = t.spaces[row].slot_bytes
+        t.table[slot] = rows[i]
         t.readers[slot] = 0
         insert(t, slot)
         slots[i] = slot
@@ -283,83 +257,28 @@ def publish(t: Tables, slots: np.ndarray, owner: int, now_s: float, done: np.nda
 
 
 @njit(cache=True)
-def abandon(t: Tables, slots: np.ndarray, owner: int, per_segment: int) -> None:
-    """Free what `owner` writes."""
-    for slot in slots:
-        if _is_mine(t, slot, owner):
-            _give_back(t, slot, per_segment)
-
-
-@njit(cache=True)
-def evict(
-    t: Tables, slots: np.ndarray, generations: np.ndarray, now_s: float, per_segment: int
+def drop(
+    t: Tables, slots: np.ndarray, generations: np.ndarray, state: int, now_s: float, total: int
 ) -> int:
-    """Free each slot that still holds that generation, is READY, not pinned and not leased."""
-    evicted = 0
+    """Free each slot that still holds that generation in that state, and is neither pinned nor
+    leased at `now_s`; at infinity pinned ones go too. Returns how many, added to words[total]."""
+    dropped = 0
     for i in range(slots.size):
         record = t.table[slots[i]]
-        if (
-            record.generation == generations[i]
-            and record.state == READY
-            and record.pinned == 0
-            and record.lease_until_s <= now_s
-        ):
+        if record.generation != generations[i] or record.state != state:
+            continue
+        if (record.pinned and now_s != np.inf) or record.lease_until_s > now_s:
+            continue
+        if state == READY:
             _announce(t, REMOVED, slots[i])
-            _give_back(t, slots[i], per_segment)
-            t.words[EVICTED_TOTAL] += _ONE
-            evicted += 1
-    return evicted
+        _give_back(t, slots[i])
+        dropped += 1
+    t.words[total] += np.uint64(dropped)
+    return dropped
 
 
 @njit(cache=True)
-def reclaim(t: Tables, slots: np.ndarray, generations: np.ndarray, per_segment: int) -> None:
-    """Free each slot that is still being written in that generation: its writer is gone."""
-    for i in range(slots.size):
-        record = t.table[slots[i]]
-        if record.generation == generations[i] and record.state == WRITING:
-            _give_back(t, slots[i], per_segment)
-            t.words[RECLAIMED_TOTAL] += _ONE
-
-
-@njit(cache=True)
-def discard(t: Tables, row: int, keys: np.ndarray, per_segment: int) -> int:
-    """Free the READY slots of these keys, leased or not; returns how many."""
-    discarded = 0
-    for i in range(keys.shape[0]):
-        slot = find(t, row, keys[i])
-        if slot != ABSENT and t.table[slot].state == READY:
-            _announce(t, REMOVED, slot)
-            _give_back(t, slot, per_segment)
-            t.words[DISCARDED_TOTAL] += _ONE
-            discarded += 1
-    return discarded
-
-
-@njit(cache=True)
-def clear(t: Tables, row: int, per_segment: int) -> int:
-    """Free all READY slots of the namespace, or of all if `row` is NONE; returns how many."""
-    cleared = 0
-    for slot in range(t.table.size):
-        record = t.table[slot]
-        if record.state == READY and (row == NONE or record.namespace == row):
-            _announce(t, REMOVED, slot)
-            _give_back(t, slot, per_segment)
-            cleared += 1
-    return cleared
-
-
-@njit(cache=True)
-def pin(t: Tables, row: int, keys: np.ndarray, pinned: int, done: np.ndarray) -> None:
-    """Set or lift the pin of READY blocks; done[i] says whether keys[i] is one."""
-    for i in range(keys.shape[0]):
-        slot = find(t, row, keys[i])
-        done[i] = slot != ABSENT and t.table[slot].state == READY
-        if done[i]:
-            t.table[slot].pinned = pinned
-
-
-@njit(cache=True)
-def repair(t: Tables, dead: np.ndarray, per_segment: int) -> None:
+def repair(t: Tables, dead: np.ndarray) -> None:
     """Rebuild all that follows from the slot table; free what dead writers (bool [slots]) left.
 
     May be killed itself and begun again.
@@ -374,7 +293,7 @@ def repair(t: Tables, dead: np.ndarray, per_segment: int) -> None:
         if record.state == FREE:
             _wipe(record)
             continue
-        segment = slot // per_segment
+        segment = slot // _per_segment(t)
         row = np.int64(record.namespace)
         holder = t.segments[segment].namespace
         if (
@@ -382,7 +301,7 @@ def repair(t: Tables, dead: np.ndarray, per_segment: int) -> None:
             or dead[slot]
             or row >= np.int64(t.words[NAMESPACE_COUNT])
             or (holder != NONE and holder != row)
-            or slot - segment * per_segment >= _capacity(t, segment, row, per_segment)
+            or slot - segment * _per_segment(t) >= _capacity(t, segment, row)
             or find(t, row, record.hash) != ABSENT
         ):
             _wipe(record)
@@ -394,7 +313,7 @@ def repair(t: Tables, dead: np.ndarray, per_segment: int) -> None:
     for segment in range(t.segments.size):
         row = np.int64(t.segments[segment].namespace)
         if row != NONE:
-            _chain_free(t, segment, row, per_segment)
+            _chain_free(t, segment, row)
     t.words[EVENT_HEAD] += _ONE
     t.words[EVENT_FLOOR] = t.words[EVENT_HEAD]
     t.words[REPAIRS_TOTAL] += _ONE
@@ -412,27 +331,17 @@ def warm() -> None:
     geometry.format(t)
     t.spaces["slot_bytes"] = slot_bytes(4096, 1)
     t.words[NAMESPACE_COUNT] = 1
-    keys, each, per = np.zeros((1, 4), np.uint64), np.zeros(1, np.float32), 1
+    keys, rows = np.zeros((1, 4), np.uint64), np.zeros(1, KERNEL_SLOT)
     slots, done = np.full(1, NO_ROOM, np.int64), np.zeros(1, np.bool_)
-    generations = np.zeros(1, np.uint32)
-    parents, depths = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
-    place(t, 0, keys, parents, depths, 0, 0, each, each, 1, 0.0, 0.0, per, slots)
+    place(t, rows, 0.0, slots)
     commit(t, slots)
     offsets, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)
-    write_sums(t, memory[-4096:].view(np.uint64), offsets, slots, 1, sums)
-    publish(t, slots, 1, 0.0, done)
+    write_sums(t, memory[-4096:].view(np.uint64), offsets, slots, 0, sums)
+    publish(t, slots, 0, 0.0, done)
     lookup(t, 0, keys, slots)
-    lease(t, 0, keys, 0.0, 0.0, slots)
+    lease(t, 0, keys, 0.0, 0.0, True, slots)
     release(t, slots, 0.0)
-    pin(t, 0, keys, 0, done)
-    evict(t, slots, generations, 0.0, per)
-    reclaim(t, slots, generations, per)
-    abandon(t, slots, 1, per)
-    discard(t, 0, keys, per)
-    clear(t, NONE, per)
-    repair(t, np.zeros(t.table.size, np.bool_), per)
-    for kernel in (
-        *(place, commit, write_sums, publish, lookup, lease, release, pin),
-        *(evict, reclaim, abandon, discard, clear, repair),
-    ):
+    drop(t, slots, np.zeros(1, np.uint32), READY, 0.0, DROPPED)
+    repair(t, np.zeros(t.table.size, np.bool_))
+    for kernel in (place, commit, write_sums, publish, lookup, lease, release, drop, repair):
         kernel.disable_compile()

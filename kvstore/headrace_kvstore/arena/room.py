@@ -1,10 +1,10 @@
-"""Which blocks make room for a namespace's new ones, given how the policy ranks all blocks.
+"""Which blocks to evict so that a namespace gets room, by the policy's ranking of blocks. Pure.
 
 A slot freed in one of the namespace's own segments is room at once. A slot freed in another
-namespace's segment is none until that segment is empty and changes hands. So the policy is asked
-for more and more, until what it gives up makes room in either way, and the shortest leading part of
-its ranking that does so goes. Memory thus moves from a namespace whose blocks are ranked low to one
-that stores, and stays where it is while all namespaces are used alike. Pure.
+namespace's segment is room only when that segment is empty and changes hands. So the policy is
+asked for more and more victims until they make room in either way. The shortest leading part of its
+ranking that makes room is evicted. Memory thus moves from a namespace whose blocks rank low to one
+that stores, and stays where it is while all namespaces are used alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from headrace_kvstore.arena.geometry import NONE
-from headrace_kvstore.policy.base import evictable
+from headrace_kvstore.policy.base import evictable, hash_words
 from headrace_kvstore.table import FREE
 
 BATCHES = 64
@@ -102,10 +102,11 @@ def roomy(segments: np.ndarray, row: int, slot_bytes: int, per_segment: int) -> 
     return bool(ROOMY * free >= capacity.sum())
 
 
-def runs(heads: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> list[slice]:
-    """Where these blocks follow each other in one prefix. heads: first 8 bytes of their hashes."""
-    if not len(heads):
+def runs(rows: np.ndarray) -> list[slice]:
+    """Where these blocks follow each other in one prefix. rows: SLOT [n]."""
+    if not len(rows):
         return []
+    heads, parents, depths = hash_words(rows), rows["parent"], rows["depth"]
     follows = (parents[1:] == heads[:-1]) & (depths[1:] == depths[:-1] + 1)
-    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(heads)]
+    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
     return [slice(a, b) for a, b in pairwise(cuts)]

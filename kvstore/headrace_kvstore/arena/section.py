@@ -1,7 +1,7 @@
 """The arena's critical section, between all threads and processes that map it.
 
-Entering repairs what a holder left that died, or raised, inside: the header's section word is odd
-then.
+The header's section word is odd inside a section. If it is odd on entry, a holder died or raised
+inside; entering then repairs the arena.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ class Section:
         words: memoryview,
         tables: Tables,
         table: np.ndarray,
-        per_segment: int,
         patience_s: float,
     ) -> None:
         self._lock, self._words, self._t = lock, words, tables
-        self._table, self._per_segment = table, per_segment
-        self._patience_s = patience_s
+        self._table, self._patience_s = table, patience_s
 
     def __enter__(self) -> None:
         self._lock.acquire(self._patience_s)
         try:
             if self._words[SECTION] % 2:
-                kernels.repair(self._t, dead_writers(self._table), self._per_segment)
+                kernels.repair(self._t, dead_writers(self._table))
                 logger.warning("arena repaired: a process died inside a critical section")
             else:
                 self._words[SECTION] += 1

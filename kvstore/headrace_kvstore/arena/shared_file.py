@@ -1,20 +1,17 @@
-"""One shared-memory file: made whole by whoever comes first, mapped by everyone else.
+"""One shared-memory file, created by the first process that opens it and mapped by all.
 
-All of its bytes are allocated before the first use, so that a full /dev/shm is an error at start
-and never a SIGBUS later. A file is complete once its first 8 bytes (the magic) are there; whoever
-dies before leaves a file that the next one makes anew. Creation and attachment happen under the
-file's lock.
+All bytes are allocated before the first use, so a full /dev/shm is an error at start and never a
+SIGBUS later. A file is complete once its first 8 bytes (the magic) are there. If its creator dies
+before that, the next process makes it anew. Creation and attachment happen under the file's lock.
 
 Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. Where
 it says "advise", pages are allocated through the mapping, because an allocation through the file
-would ignore the advice. NUMA: pages stand where the kernel puts them, which is the creator's node
-first; to spread them mount /dev/shm with `mpol=interleave` or start the creator under
-`numactl --interleave=all`. Nothing is bound here.
+would ignore the advice. NUMA: the kernel places pages, on the creator's node first. To spread them,
+mount /dev/shm with `mpol=interleave` or start the creator under `numactl --interleave=all`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -96,23 +93,6 @@ class SharedFile:
         self.second_lock.close()
         with suppress(BufferError):
             self.memory.close()
-
-    def prefault(self, address: int, chunk_bytes: int = 1 << 28) -> bool:
-        """Fill this process's page tables, so that no copy pays for page faults.
-
-        About 0.1 s per GiB of small pages; other threads run meanwhile. `address` is the
-        mapping's. Returns False where the kernel cannot (before Linux 5.14).
-        """
-        libc = ctypes.CDLL(None, use_errno=True)
-        for offset in range(0, self.size_bytes, chunk_bytes):
-            length = min(chunk_bytes, self.size_bytes - offset)
-            if libc.madvise(
-                ctypes.c_void_p(address + offset),
-                ctypes.c_size_t(length),
-                ctypes.c_int(MADV_POPULATE_WRITE),
-            ):
-                return False
-        return True
 
 
 def huge_page_mode() -> str:

@@ -1,10 +1,10 @@
-"""Whose reservations are still being worked on.
+"""Which reservations have lost their writer.
 
-A slot that is being written belongs to its writer for as long as that lives. A writer is known by
-its process number and by the time of the reservation, since numbers are given out again: a process
-that started later did not make it. Nothing that lives explains a reservation of WRITER_LIMIT_S, so
-a writer that forgot one, or one behind the same number in another container, keeps no slot for
-ever; should it write after that, checksums tell.
+A slot that is being written belongs to its writer for as long as that process lives. A writer is
+known by its pid and the time of the reservation. A pid may be given out again, so a process that
+started after the reservation is not its writer. A reservation older than WRITER_LIMIT_S is dropped
+in any case: its writer may have forgotten it, or have the same pid in another container. If that
+writer still writes, checksums tell.
 """
 
 from __future__ import annotations

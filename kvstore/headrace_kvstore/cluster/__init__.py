@@ -1,1 +1,1 @@
-"""StoreNodes on the machines of a Ray cluster: keeping them alive, introducing them."""
+"""StoreNodes on the machines of a Ray cluster: kept alive and introduced to each other."""

@@ -1,10 +1,11 @@
 """One StoreNode on each machine that runs engines, for as long as the app runs.
 
-Each engine's replica says where it runs (`join`). The keeper, a Serve deployment, has a named,
-detached Ray actor there: Ray restarts it when it dies, and it outlives the keeper, whose successor
-finds it by its name. When the app is deleted the keeper ends them all, and with them the arenas.
-Engines never wait for any of this; without a node they do without its tiers. The keeper also
-introduces the nodes to each other (`peering`), so that machines lend each other what they hold.
+Each engine replica tells the keeper where it runs (`join`). The keeper is a Serve deployment. On
+each such machine it has a named, detached Ray actor. Ray restarts the actor when it dies. The
+actor outlives the keeper, and the next keeper finds it by name. When the app is deleted, the
+keeper ends all actors and thereby removes the arenas. Engines never wait for any of this;
+without a node they work without its tiers. The keeper also introduces the nodes to each other
+(`peering`), so that machines lend each other their blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger("headrace.kvstore")
 
 NAMESPACE = "headrace"
 LOOK_S = 5.0
-"""Between looks whether every machine has its node; Ray itself restarts one that dies."""
+"""Between checks that every machine has its node; Ray itself restarts one that dies."""
 ANSWER_S = 3.0
 JOIN_RETRY_S = 2.0
 ANYWHERE = ("0.0.0.0", "[::]")
@@ -44,12 +45,12 @@ class StoreNodeActor:
         self._node = StoreNode(NodeSettings.parse(settings)).start()
 
     def stats(self) -> dict[str, Any]:
-        """As `StoreNode.stats`."""
-        return self._node.stats()
+        """As `Operations.stats`."""
+        return self._node.operations.stats()
 
     def warm(self) -> int:
-        """As `StoreNode.warm`."""
-        return self._node.warm()
+        """As `Operations.warm`."""
+        return self._node.operations.warm()
 
     def lend(self) -> str:
         """As `StoreNode.lend`, where other machines reach this one."""
@@ -139,7 +140,7 @@ class StoreKeeper:
         return f"{self._name}/{machine}"
 
     def _machines_with_nodes(self) -> list[str]:
-        """Where an earlier keeper left nodes."""
+        """Machines where an earlier keeper left nodes."""
         prefix = self._actor_name("")
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
@@ -178,7 +179,7 @@ class StoreKeeper:
 
 
 async def join_store(keeper: DeploymentHandle) -> None:
-    """Tell the keeper of this process's machine, until it has heard."""
+    """Report this process's machine to the keeper; retries until the keeper answers."""
     machine = ray.get_runtime_context().get_node_id()
     while True:
         try:

@@ -1,9 +1,8 @@
-"""Introduces the StoreNodes of an app's machines to each other: each pulls what others have.
+"""Introduces the StoreNodes of an app's machines to each other, so that each pulls from the others.
 
-Who is there is asked anew each turn, since machines come and go, and a node that was restarted
-listens at another port. A node that does not answer keeps the address it had: what its peers know
-of it would otherwise have to be replayed for one slow answer. One node alone has nobody to lend to
-and opens no port.
+Each turn asks all nodes for their addresses again, because machines come and go and a restarted
+node listens at another port. A node that does not answer keeps its last address: otherwise one
+slow answer would make its peers replay its events. A single node opens no port.
 """
 
 from __future__ import annotations

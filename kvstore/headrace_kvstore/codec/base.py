@@ -1,21 +1,20 @@
 """What a codec is: one layer of one KV block into stored bytes, and back.
 
-Stored bytes have one fixed size for a shape, so that arena slots and file records are all alike. A
-lossy codec is opted into; its tag and version stand in the namespace digest, so that what it
-decoded is never taken for exact KV.
+All layers of one shape have the same number of stored bytes, so arena slots and file records have
+one size. A lossy codec is opted into. Its tag and version are part of the namespace digest, so
+decoded KV is never taken for exact KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace_kvstore.codec.lanes import BITS
-from headrace_kvstore.codec.shape import LayerShape, Plane
+from headrace_kvstore.codec.shape import LayerShape
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -31,35 +30,34 @@ class Unfit(ValueError):
     """
 
 
-@dataclass(frozen=True)
-class Errors:
-    """Measured on SmolLM2-135M in bfloat16, with a codec's default parameters, over 1,024 tokens.
+class Coder:
+    """A codec bound to one shape. Methods are thread-safe and release the GIL at work.
 
-    By `python -m benchmarks.kvcodec`; another model has its own.
+    Subclasses give `write` and `read`.
+
+    Args:
+        codec: the codec's name, for messages.
+        end_bytes: bytes that `write` fills. Stored layers are that, rounded up to `ALIGN_BYTES`.
     """
 
-    k_rms: float
-    """RMS of K's error by RMS of K."""
-    v_rms: float
-    attention_rms: float
-    """RMS error of softmax(q K^T) V by its RMS, K and V both decoded."""
-    kl: float
-    """Mean KL divergence, in nats, of the next token's distribution from the exact one."""
-    top1: float
-    """Share of positions whose likeliest next token stays the same."""
+    def __init__(self, codec: str, shape: LayerShape, end_bytes: int) -> None:
+        if shape.dtype not in BITS:
+            raise ValueError(f"{codec} takes {', '.join(BITS)}, not {shape.dtype}")
+        self.codec, self.layer_bytes, self.end_bytes = codec, shape.layer_bytes, end_bytes
+        self.stored_bytes = -(-end_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.bits = BITS[shape.dtype]
+        # Values from here on are refused (see `Unfit`). Below, neither rounding up nor int4's
+        # m + 15 s can reach infinity.
+        limit = 2.0**15 if shape.dtype == "float16" else 2.0**126
+        self.limit = int(np.float32(limit).view(np.int32))
 
+    def write(self, layer: Any, stored: Bytes) -> bool:
+        """Fill `stored` up to `end_bytes`; False for a value that the codec refuses."""
+        raise NotImplementedError
 
-EXACT = Errors(0.0, 0.0, 0.0, 0.0, 1.0)
-
-
-class Coder(Protocol):
-    """A codec bound to one shape. Methods are thread-safe and release the GIL at work."""
-
-    @property
-    def layer_bytes(self) -> int: ...
-
-    @property
-    def stored_bytes(self) -> int: ...
+    def read(self, stored: Bytes, layer: Any) -> None:
+        """Fill `layer`, whose elements are `lanes` integers."""
+        raise NotImplementedError
 
     def encode(self, layer: Bytes, stored: Bytes) -> None:
         """Fill `stored` from `layer`; same bytes in, same bytes out.
@@ -68,57 +66,65 @@ class Coder(Protocol):
         aligned to its elements and `stored` to 2 bytes. ValueError where they are not; `Unfit` for
         values that the codec refuses (`stored` is then undefined).
         """
-        ...
+        source = view("layer", layer, self.layer_bytes, self.bits)
+        if not self.write(source, view("stored", stored, self.stored_bytes, np.uint8)):
+            raise Unfit(f"{self.codec} refuses a layer with values not finite or too large")
+        stored[self.end_bytes :] = 0
 
     def decode(self, stored: Bytes, layer: Bytes) -> None:
         """Fill `layer` from what `encode` made. ValueError for buffers as above.
 
         Any bytes decode without fault, to whatever numbers they mean: checksums come before.
         """
-        ...
+        target = view("layer", layer, self.layer_bytes, self.bits)
+        self.read(view("stored", stored, self.stored_bytes, np.uint8), target)
+
+    def warm(self) -> None:
+        """Compile what this coder needs (seconds once on a machine, then cached on disk)."""
+        layer = np.zeros(self.layer_bytes, np.uint8)
+        stored = np.zeros(self.stored_bytes, np.uint8)
+        self.encode(layer, stored)
+        self.decode(stored, layer)
 
 
-class Codec(Protocol):
-    """One way to store layers."""
+@dataclass(frozen=True)
+class Codec:
+    """One way to store layers. Its dataclass fields are its parameters."""
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Grows when stored bytes change in meaning."""
+    lossy: ClassVar[bool] = True
+    """Decoded bytes may differ from the engine's own."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def version(self) -> int:
-        """Grows when stored bytes change in meaning."""
-        ...
-
-    @property
-    def parameters(self) -> Mapping[str, int]:
+    def parameters(self) -> dict[str, int]:
         """What else decides the bytes; part of the namespace through `tag`."""
-        ...
-
-    @property
-    def lossy(self) -> bool:
-        """Decoded bytes may differ from the engine's own, or stem from such bytes."""
-        ...
-
-    @property
-    def identity(self) -> bool:
-        """Stored bytes are the layer's own: move them without calling encode or decode."""
-        ...
+        return asdict(self)
 
     @property
     def window_tokens(self) -> int:
-        """A prompt's last tokens whose blocks stay raw (see `window`)."""
-        ...
-
-    @property
-    def errors(self) -> Errors: ...
-
-    def stored_bytes(self, shape: LayerShape) -> int:
-        """Bytes of one stored layer; ValueError for a shape that the codec does not take."""
-        ...
+        """A prompt's last tokens, which are computed whatever the store holds."""
+        return 0
 
     def bind(self, shape: LayerShape) -> Coder:
-        """A coder of such layers; ValueError as above."""
-        ...
+        """A coder of such layers; ValueError for a shape that the codec does not take."""
+        raise NotImplementedError
+
+    def stored_bytes(self, shape: LayerShape) -> int:
+        """Bytes of one stored layer; ValueError as above."""
+        return self.bind(shape).stored_bytes
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """The default: stored bytes are the layer's own, of any shape. Nothing is encoded."""
+
+    name = "raw"
+    lossy = False
+
+    def stored_bytes(self, shape: LayerShape) -> int:
+        return shape.layer_bytes
 
 
 def tag(codec: Codec) -> str:
@@ -127,47 +133,19 @@ def tag(codec: Codec) -> str:
     return f"{codec.name}:{inside}" if inside else codec.name
 
 
-def warm(coder: Coder) -> None:
-    """Compile what this coder needs (seconds once on a machine, then cached on disk)."""
-    layer = np.zeros(coder.layer_bytes, np.uint8)
-    stored = np.zeros(coder.stored_bytes, np.uint8)
-    coder.encode(layer, stored)
-    coder.decode(stored, layer)
+def planes(shape: LayerShape, groups: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """`lanes.fields` of K and V."""
+    return np.array([(*p, g) for p, g in zip(shape.planes, groups, strict=True)], np.int64)
 
 
-def round_up(size_bytes: int) -> int:
-    """The next multiple of `ALIGN_BYTES`."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def check(name: str, buffer: Bytes, size_bytes: int) -> Bytes:
-    """`buffer`; ValueError unless it is a contiguous uint8 array of this size."""
+def view(name: str, buffer: Bytes, size_bytes: int, element: Any) -> Any:
+    """`buffer` as an array of `element`; ValueError unless it is an aligned, contiguous,
+    one-dimensional uint8 array of this size."""
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise ValueError(f"{name} is no contiguous one-dimensional uint8 array")
     if buffer.size != size_bytes:
         raise ValueError(f"{name} has {buffer.size} bytes, not {size_bytes}")
-    return buffer
-
-
-def view(name: str, buffer: Bytes, size_bytes: int, element: Any) -> Any:
-    """`buffer` as an array of `element`; ValueError as in `check`, and if it is not aligned."""
-    elements = check(name, buffer, size_bytes).view(element)
+    elements = buffer.view(element)
     if not elements.flags.aligned:
         raise ValueError(f"{name} begins within an element of {elements.itemsize} bytes")
     return elements
-
-
-def quantisable(codec: str, shape: LayerShape) -> tuple[Plane, Plane]:
-    """K and V of the shape; ValueError where it has no numbers that `codec` could quantise."""
-    if shape.dtype not in BITS:
-        raise ValueError(f"{codec} takes {', '.join(BITS)}, not {shape.dtype}")
-    return shape.planes
-
-
-def limit_bits(shape: LayerShape) -> int:
-    """Bits of the float32 from whose magnitude on values are refused (see `Unfit`).
-
-    Below it, neither rounding up nor m + 15 s of int4 can reach infinity.
-    """
-    limit = 2.0**15 if shape.dtype == "float16" else 2.0**126
-    return int(np.float32(limit).view(np.int32))

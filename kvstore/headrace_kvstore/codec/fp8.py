@@ -23,29 +23,18 @@ Stored layer: scales of K [head][channel], scales of V [head][token], codes of K
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from headrace_kvstore.codec.base import (
-    Bytes,
-    Errors,
-    Unfit,
-    check,
-    limit_bits,
-    quantisable,
-    round_up,
-    view,
-)
+from headrace_kvstore.codec.base import Bytes, Codec, Coder, planes
 from headrace_kvstore.codec.lanes import (
-    BITS,
     as_bits,
     as_float,
     cut,
     e4m3,
+    fields,
     larger,
     load,
     magnitude,
@@ -90,9 +79,7 @@ def write_scales(layer: Any, scales: Any, planes: Any, k_min: int, limit: int) -
     """Scales of both planes; False for a value out of bounds."""
     at = 0
     for plane in range(2):
-        offset, heads, head_stride = planes[plane, 0], planes[plane, 1], planes[plane, 2]
-        rows, row_stride, cols = planes[plane, 3], planes[plane, 4], planes[plane, 5]
-        across = planes[plane, 6]
+        offset, heads, head_stride, rows, row_stride, cols, across, _ = fields(planes, plane)
         sizes = np.empty(cols if across else rows, np.int32)
         for head in range(heads):
             row = offset + head * head_stride
@@ -121,9 +108,7 @@ def write_codes(layer: Any, scales: Any, codes: Any, planes: Any) -> None:
     """Codes of both planes under the scales already written."""
     at, code = 0, 0
     for plane in range(2):
-        offset, heads, head_stride = planes[plane, 0], planes[plane, 1], planes[plane, 2]
-        rows, row_stride, cols = planes[plane, 3], planes[plane, 4], planes[plane, 5]
-        across = planes[plane, 6]
+        offset, heads, head_stride, rows, row_stride, cols, across, _ = fields(planes, plane)
         inverses = np.empty(cols if across else rows, np.float32)
         for head in range(heads):
             row = offset + head * head_stride
@@ -131,15 +116,12 @@ def write_codes(layer: Any, scales: Any, codes: Any, planes: Any) -> None:
                 inverses[i] = power(127 - np.int64(load(scales, at + i)))
             at += inverses.size
             for r in range(rows):
-                if across:
-                    for i in range(cols):
-                        scaled = widen(load(layer, row + i)) * load(inverses, i)
-                        store(codes, code + i, to_e4m3(np.float32(scaled)))
-                else:
-                    inverse = inverses[r]
-                    for i in range(cols):
-                        scaled = widen(load(layer, row + i)) * inverse
-                        store(codes, code + i, to_e4m3(np.float32(scaled)))
+                inverse = inverses[0 if across else r]
+                for i in range(cols):
+                    scaled = widen(load(layer, row + i)) * (
+                        load(inverses, i) if across else inverse
+                    )
+                    store(codes, code + i, to_e4m3(np.float32(scaled)))
                 row += row_stride
                 code += cols
 
@@ -150,9 +132,7 @@ def read_codes(layer: Any, scales: Any, codes: Any, planes: Any) -> None:
     like = layer[0]
     at, code = 0, 0
     for plane in range(2):
-        offset, heads, head_stride = planes[plane, 0], planes[plane, 1], planes[plane, 2]
-        rows, row_stride, cols = planes[plane, 3], planes[plane, 4], planes[plane, 5]
-        across = planes[plane, 6]
+        offset, heads, head_stride, rows, row_stride, cols, across, _ = fields(planes, plane)
         factors = np.empty(cols if across else rows, np.float32)
         for head in range(heads):
             row = offset + head * head_stride
@@ -160,65 +140,37 @@ def read_codes(layer: Any, scales: Any, codes: Any, planes: Any) -> None:
                 factors[i] = power(np.int64(load(scales, at + i)) - 127 + 8)
             at += factors.size
             for r in range(rows):
-                if across:
-                    for i in range(cols):
-                        value = e4m3(load(codes, code + i)) * load(factors, i)
-                        store(layer, row + i, cut(np.float32(value), like))
-                else:
-                    factor = factors[r]
-                    for i in range(cols):
-                        value = e4m3(load(codes, code + i)) * factor
-                        store(layer, row + i, cut(np.float32(value), like))
+                factor = factors[0 if across else r]
+                for i in range(cols):
+                    value = e4m3(load(codes, code + i)) * (load(factors, i) if across else factor)
+                    store(layer, row + i, cut(np.float32(value), like))
                 row += row_stride
                 code += cols
 
 
-class Fp8Coder:
+class Fp8Coder(Coder):
     """`Fp8` for one shape."""
 
     def __init__(self, shape: LayerShape) -> None:
-        self.layer_bytes = shape.layer_bytes
-        self.scale_bytes = scale_bytes(shape)
-        self.end_bytes = self.scale_bytes + 2 * shape.plane_elements
-        self.stored_bytes = round_up(self.end_bytes)
-        self.bits = BITS[shape.dtype]
-        self.planes = np.array(shape.planes, np.int64)
-        self.k_min, self.limit = K_MIN[shape.dtype], limit_bits(shape)
+        # One byte for each channel of K and each token of V, of every head.
+        self.scale_bytes = shape.kv_heads * (shape.head_dim + shape.block_tokens)
+        super().__init__("fp8", shape, self.scale_bytes + 2 * shape.plane_elements)
+        self.planes, self.k_min = planes(shape, (0, 0)), K_MIN[shape.dtype]
 
-    def encode(self, layer: Bytes, stored: Bytes) -> None:
-        codes = check("stored", stored, self.stored_bytes)[self.scale_bytes :]
-        source = view("layer", layer, self.layer_bytes, self.bits)
-        if not write_scales(source, stored, self.planes, self.k_min, self.limit):
-            raise Unfit("fp8 refuses a layer with values that are not finite or too large")
-        write_codes(source, stored, codes, self.planes)
-        stored[self.end_bytes :] = 0
+    def write(self, layer: Any, stored: Bytes) -> bool:
+        if not write_scales(layer, stored, self.planes, self.k_min, self.limit):
+            return False
+        write_codes(layer, stored, stored[self.scale_bytes :], self.planes)
+        return True
 
-    def decode(self, stored: Bytes, layer: Bytes) -> None:
-        codes = check("stored", stored, self.stored_bytes)[self.scale_bytes :]
-        target = view("layer", layer, self.layer_bytes, self.bits)
-        read_codes(target, stored, codes, self.planes)
+    def read(self, stored: Bytes, layer: Any) -> None:
+        read_codes(layer, stored, stored[self.scale_bytes :], self.planes)
 
 
-def scale_bytes(shape: LayerShape) -> int:
-    """One byte for each channel of K and each token of V, of every head."""
-    return shape.kv_heads * (shape.head_dim + shape.block_tokens)
-
-
-@dataclass(frozen=True)
-class Fp8:
+class Fp8(Codec):
     """e4m3 with power-of-two scales; float32, bfloat16, float16 in every order but latent."""
 
-    name: str = field(default="fp8", init=False)
-    version: int = field(default=1, init=False)
-    parameters: Mapping[str, int] = field(default_factory=dict, init=False)
-    window_tokens: int = field(default=0, init=False)
-    lossy: bool = field(default=True, init=False)
-    identity: bool = field(default=False, init=False)
-    errors: Errors = field(default=Errors(0.026, 0.027, 0.050, 0.0044, 0.964), init=False)
-
-    def stored_bytes(self, shape: LayerShape) -> int:
-        return self.bind(shape).stored_bytes
+    name = "fp8"
 
     def bind(self, shape: LayerShape) -> Fp8Coder:
-        quantisable(self.name, shape)
         return Fp8Coder(shape)

@@ -1,7 +1,7 @@
 """int4: half a byte an element, a least value and a step for each group of elements.
 
 After KIVI (Liu et al., ICML 2024, arXiv 2402.02750): keys are quantised per channel, values per
-token, in groups, and the most recent tokens are not quantised at all (that part is `window`).
+token, in groups, and the most recent tokens are not quantised at all (`window_tokens`).
 Keys have channels of large magnitude in every token: a group that runs along one channel (over
 `group` tokens of one head) gives each such channel a range of its own, which makes K's error a
 third of what groups along tokens give. Values have none; a group runs over `group` channels of one
@@ -25,25 +25,16 @@ holds elements i (low half) and i + group/2 (high half) of a group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from headrace_kvstore.codec.base import (
-    Bytes,
-    Errors,
-    Unfit,
-    limit_bits,
-    quantisable,
-    round_up,
-    view,
-)
+from headrace_kvstore.codec.base import Bytes, Codec, Coder, planes
 from headrace_kvstore.codec.lanes import (
-    BITS,
     as_bits,
+    fields,
     larger,
     load,
     narrow,
@@ -105,9 +96,7 @@ def write_groups(layer: Any, leasts: Any, steps: Any, planes: Any, limit: int) -
     """m and s of both planes; False for a value out of bounds."""
     at = 0
     for plane in range(2):
-        offset, heads, head_stride = planes[plane, 0], planes[plane, 1], planes[plane, 2]
-        rows, row_stride, cols = planes[plane, 3], planes[plane, 4], planes[plane, 5]
-        across, group = planes[plane, 6], planes[plane, 7]
+        offset, heads, head_stride, rows, row_stride, cols, across, group = fields(planes, plane)
         tall, wide = (group, cols) if across else (1, group)
         lows, highs = np.empty(cols, np.int32), np.empty(cols, np.int32)
         for head in range(heads):
@@ -142,9 +131,7 @@ def write_codes(layer: Any, leasts: Any, steps: Any, codes: Any, planes: Any) ->
     """Codes of both planes under the m and s already written."""
     at, code = 0, 0
     for plane in range(2):
-        offset, heads, head_stride = planes[plane, 0], planes[plane, 1], planes[plane, 2]
-        rows, row_stride, cols = planes[plane, 3], planes[plane, 4], planes[plane, 5]
-        across, group = planes[plane, 6], planes[plane, 7]
+        offset, heads, head_stride, rows, row_stride, cols, across, group = fields(planes, plane)
         count = cols if across else cols // group
         floors, inverses = np.empty(count, np.float32), np.empty(count, np.float32)
         half = group // 2
@@ -183,9 +170,7 @@ def read_codes(layer: Any, leasts: Any, steps: Any, codes: Any, planes: Any) -> 
     like = layer[0]
     at, code = 0, 0
     for plane in range(2):
-        offset, heads, head_stride = planes[plane, 0], planes[plane, 1], planes[plane, 2]
-        rows, row_stride, cols = planes[plane, 3], planes[plane, 4], planes[plane, 5]
-        across, group = planes[plane, 6], planes[plane, 7]
+        offset, heads, head_stride, rows, row_stride, cols, across, group = fields(planes, plane)
         count = cols if across else cols // group
         half = group // 2
         below = half * row_stride
@@ -218,54 +203,46 @@ def read_codes(layer: Any, leasts: Any, steps: Any, codes: Any, planes: Any) -> 
                 at += count
 
 
-class Int4Coder:
+class Int4Coder(Coder):
     """`Int4` for one shape."""
 
     def __init__(self, shape: LayerShape, groups: tuple[int, int]) -> None:
         self.groups = sum(shape.plane_elements // group for group in groups)
-        self.layer_bytes = shape.layer_bytes
-        self.end_bytes = 4 * self.groups + shape.plane_elements
-        self.stored_bytes = round_up(self.end_bytes)
-        self.bits, self.parameter_bits = BITS[shape.dtype], PARAMETER[shape.dtype]
-        self.planes = np.array(
-            [(*plane, group) for plane, group in zip(shape.planes, groups, strict=True)], np.int64
-        )
-        self.limit = limit_bits(shape)
+        super().__init__("int4", shape, 4 * self.groups + shape.plane_elements)
+        self.planes = planes(shape, groups)
+        self.parameter_bits = PARAMETER[shape.dtype]
 
     def parts(self, stored: Bytes) -> tuple[Any, Any, Any]:
-        """m, s and codes within `stored`; ValueError for a buffer that is not as it must be."""
-        halves = view("stored", stored, self.stored_bytes, self.parameter_bits)
+        """m, s and codes within `stored`."""
+        halves = stored[: 4 * self.groups].view(self.parameter_bits)
+        if not halves.flags.aligned:
+            raise ValueError("stored begins within an element of 2 bytes")
         return halves[: self.groups], halves[self.groups :], stored[4 * self.groups :]
 
-    def encode(self, layer: Bytes, stored: Bytes) -> None:
+    def write(self, layer: Any, stored: Bytes) -> bool:
         leasts, steps, codes = self.parts(stored)
-        source = view("layer", layer, self.layer_bytes, self.bits)
-        if not write_groups(source, leasts, steps, self.planes, self.limit):
-            raise Unfit("int4 refuses a layer with values that are not finite or too large")
-        write_codes(source, leasts, steps, codes, self.planes)
-        stored[self.end_bytes :] = 0
+        if not write_groups(layer, leasts, steps, self.planes, self.limit):
+            return False
+        write_codes(layer, leasts, steps, codes, self.planes)
+        return True
 
-    def decode(self, stored: Bytes, layer: Bytes) -> None:
-        leasts, steps, codes = self.parts(stored)
-        target = view("layer", layer, self.layer_bytes, self.bits)
-        read_codes(target, leasts, steps, codes, self.planes)
+    def read(self, stored: Bytes, layer: Any) -> None:
+        read_codes(layer, *self.parts(stored), self.planes)
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(Codec):
     """4-bit codes in groups; float32, bfloat16, float16 in every order but latent.
 
     A group is `group` tokens of a key's channel and `group` channels of a value's token, or all
-    there are if fewer: an even number that divides them.
+    there are if fewer: an even number that divides them. Attention looks most at the last tokens,
+    so KIVI never quantises them; here the last `window_tokens` of a prompt are always computed.
     """
 
     group: int = 32
     window_tokens: int = 128
-    name: str = field(default="int4", init=False)
-    version: int = field(default=1, init=False)
-    lossy: bool = field(default=True, init=False)
-    identity: bool = field(default=False, init=False)
-    errors: Errors = field(default=Errors(0.036, 0.079, 0.068, 0.0055, 0.958), init=False)
+
+    name = "int4"
 
     def __post_init__(self) -> None:
         if self.group < 2 or self.group % 2:
@@ -273,23 +250,12 @@ class Int4:
         if self.window_tokens < 0:
             raise ValueError(f"int4 has no window of {self.window_tokens} tokens")
 
-    @property
-    def parameters(self) -> Mapping[str, int]:
-        return {"group": self.group, "window_tokens": self.window_tokens}
-
-    def stored_bytes(self, shape: LayerShape) -> int:
-        return self.bind(shape).stored_bytes
-
     def bind(self, shape: LayerShape) -> Int4Coder:
-        quantisable(self.name, shape)
-        groups = min(self.group, shape.block_tokens), min(self.group, shape.head_dim)
-        if (
-            shape.block_tokens % groups[0]
-            or shape.head_dim % groups[1]
-            or any(group % 2 for group in groups)
-        ):
+        sizes = shape.block_tokens, shape.head_dim
+        groups = min(self.group, sizes[0]), min(self.group, sizes[1])
+        if any(size % group or group % 2 for size, group in zip(sizes, groups, strict=True)):
             raise ValueError(
-                f"int4 cannot part {shape.block_tokens} tokens and {shape.head_dim} channels into "
+                f"int4 cannot part {sizes[0]} tokens and {sizes[1]} channels into "
                 f"even groups of {groups[0]} and {groups[1]}"
             )
         return Int4Coder(shape, groups)

@@ -86,34 +86,33 @@ def widen(context: Any, element: Any) -> Any:
     return types.float32(element), generate
 
 
-@intrinsic
-def narrow(context: Any, value: Any, like: Any) -> Any:
-    """A finite float32 in the format of `like`, rounded to nearest, ties to even."""
+def _narrowing(like: Any, rounded: bool) -> Any:
+    """Generator of an element of `like` from a float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if like == types.int16:
             return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
         bits = builder.bitcast(args[0], I32)
-        if like == types.uint16:
+        if like != types.uint16:
+            return bits
+        if rounded:
             odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-            rounded = builder.add(builder.add(bits, I32(0x7FFF)), odd)
-            return builder.trunc(builder.lshr(rounded, I32(16)), I16)
-        return bits
+            bits = builder.add(builder.add(bits, I32(0x7FFF)), odd)
+        return builder.trunc(builder.lshr(bits, I32(16)), I16)
 
     return like(types.float32, like), generate
+
+
+@intrinsic
+def narrow(context: Any, value: Any, like: Any) -> Any:
+    """A finite float32 in the format of `like`, rounded to nearest, ties to even."""
+    return _narrowing(like, rounded=True)
 
 
 @intrinsic
 def cut(context: Any, value: Any, like: Any) -> Any:
     """`narrow` for a value that bfloat16 holds exactly: no rounding to pay for."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if like == types.int16:
-            return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
-        bits = builder.bitcast(args[0], I32)
-        return builder.trunc(builder.lshr(bits, I32(16)), I16) if like == types.uint16 else bits
-
-    return like(types.float32, like), generate
+    return _narrowing(like, rounded=False)
 
 
 @intrinsic
@@ -130,24 +129,30 @@ def e4m3(context: Any, code: Any) -> Any:
     return types.float32(types.uint8), generate
 
 
-@intrinsic
-def larger(context: Any, a: Any, b: Any) -> Any:
-    """The larger of two int32 (numba's own `max` widens them, which halves the SIMD width)."""
+def _either(comparison: str) -> Any:
+    """One of two int32 (numba's own `max` and `min` widen them, which halves the SIMD width)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_signed(">", args[0], args[1]), args[0], args[1])
+        return builder.select(builder.icmp_signed(comparison, *args), *args)
 
     return types.int32(types.int32, types.int32), generate
+
+
+@intrinsic
+def larger(context: Any, a: Any, b: Any) -> Any:
+    return _either(">")
 
 
 @intrinsic
 def smaller(context: Any, a: Any, b: Any) -> Any:
-    """The smaller of two int32."""
+    return _either("<")
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_signed("<", args[0], args[1]), args[0], args[1])
 
-    return types.int32(types.int32, types.int32), generate
+@njit(inline="always")
+def fields(planes: Any, plane: int) -> Any:
+    """The eight numbers of one plane: those of `shape.Plane`, then the size of a group."""
+    p = planes[plane]
+    return p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]
 
 
 @njit(inline="always")

@@ -1,10 +1,11 @@
-"""An engine's KV cache, as the store sees it, and the one in host memory: blocks in and out, one
-pass a byte, checksums on the way."""
+"""An engine's KV cache as the store uses it, and the one in host memory.
+
+Blocks are copied in and out in one pass over their bytes, which also computes their checksums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -12,47 +13,28 @@ from headrace_kvstore.checksum import copy_sum, prepare
 from headrace_kvstore.layout import BlockLayout
 
 
-class EngineCache(Protocol):
-    """Blocks in and out of an engine; arguments as `HostCache` says."""
-
-    layout: BlockLayout
-
-    @property
-    def stored_layer_bytes(self) -> int: ...
-    @property
-    def layer_names(self) -> Sequence[str]: ...
-    def fence(self) -> None: ...
-    def load(
-        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
-    ) -> np.ndarray: ...
-    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray: ...
-
-
-class HostCache:
-    """Copies between an engine's cache and payloads, both in this process's memory.
+class EngineCache:
+    """Copies blocks between an engine's cache and payloads in this process's memory.
 
     Args:
         layout: of the engine's cache.
         threads: share one copy.
+
+    Attributes:
+        layer_names: in payload order.
+        stored_layer_bytes: of one layer of one payload.
     """
+
+    layer_names: Sequence[str]
 
     def __init__(self, layout: BlockLayout, threads: int = 1) -> None:
         prepare()
-        self.layout = layout
-        self._threads = threads
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """In payload order."""
-        return self.layout.names
-
-    @property
-    def stored_layer_bytes(self) -> int:
-        """Bytes of one layer of one payload."""
-        return self.layout.layer_bytes
+        self.layout, self._threads = layout, threads
+        self.layer_names, self.stored_layer_bytes = layout.names, layout.layer_bytes
 
     def fence(self) -> None:
-        """Nothing: what has been computed in host memory is there."""
+        """Loads from here on wait for what the calling thread has launched on a device. What was
+        computed in host memory is there already."""
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
@@ -67,6 +49,19 @@ class HostCache:
         Returns:
             uint64 [n], checksums of what was read.
         """
+        raise NotImplementedError
+
+    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Copy n blocks out, all layers; arguments as `load`, seeds and checksums [n, layers]."""
+        raise NotImplementedError
+
+
+class HostCache(EngineCache):
+    """The cache is in host memory."""
+
+    def load(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> np.ndarray:
         layout = self.layout
         return copy_sum(
             layout.engine_addresses(blocks)[:, layer],
@@ -77,7 +72,6 @@ class HostCache:
         )
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Copy n blocks out, all layers; arguments as `load`, seeds and checksums [n, layers]."""
         layout = self.layout
         return copy_sum(
             layout.payload_addresses(payloads),

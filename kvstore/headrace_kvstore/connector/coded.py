@@ -1,9 +1,9 @@
 """An engine's KV cache in host memory whose blocks are stored under a codec.
 
-Checksums are those of the stored bytes. A load copies these into memory of its own first and
-decodes from there, so that the bytes that were summed are the bytes that are decoded, whoever
-writes to the slot meanwhile. Stored layers are rounded up to whole pages, which is what reading
-files past the page cache asks for.
+Checksums are those of the stored bytes. A load first copies these into memory of its own and
+decodes from there. So the bytes that were summed are the bytes that are decoded, even if another
+process writes to the slot meanwhile. Stored layers are rounded up to whole pages, as reading files
+past the page cache requires.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.checksum import checksum, copy, copy_sum, prepare
-from headrace_kvstore.codec import Codec, LayerShape, Order, warm
+from headrace_kvstore.checksum import checksum, copy, copy_sum
+from headrace_kvstore.codec import Codec, LayerShape, Order
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 
 PAGE_BYTES = 4096
@@ -41,8 +42,8 @@ def layer_shape(spec: Any, device: str) -> LayerShape:
     return LayerShape(spec.num_kv_heads, spec.block_size, spec.head_size, dtype, Order.VEC)
 
 
-class CodedCache:
-    """As `cache.HostCache`, with a codec between engine and payload.
+class CodedCache(EngineCache):
+    """The cache is in host memory, with a codec between engine and payload.
 
     Args:
         layout: of the engine's cache.
@@ -55,23 +56,14 @@ class CodedCache:
     def __init__(self, layout: BlockLayout, codec: Codec, shape: LayerShape) -> None:
         if layout.layer_bytes != shape.layer_bytes:
             raise ValueError(f"layers of {layout.layer_bytes} bytes are not {shape}")
-        self.layout, self._coder = layout, codec.bind(shape)
-        self.stored_layer_bytes = stored_layer_bytes(codec, shape)
-        prepare()
-        warm(self._coder)
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """In payload order."""
-        return self.layout.names
-
-    def fence(self) -> None:
-        """Nothing: what has been computed in host memory is there."""
+        super().__init__(layout)
+        self._coder, self.stored_layer_bytes = codec.bind(shape), stored_layer_bytes(codec, shape)
+        self._coder.warm()
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
-        """Decode one layer of n blocks; arguments and checksums as `HostCache.load`."""
+        """Decode one layer of n blocks; arguments and checksums as `EngineCache.load`."""
         size = self.stored_layer_bytes
         stored = np.empty((len(blocks), size), np.uint8)
         whole = np.empty(self._coder.layer_bytes, np.uint8)
@@ -87,7 +79,7 @@ class CodedCache:
         return sums
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Encode n blocks, all layers; arguments and checksums as `HostCache.save`.
+        """Encode n blocks, all layers; arguments and checksums as `EngineCache.save`.
 
         Raises:
             Unfit: a layer holds values that the codec refuses.

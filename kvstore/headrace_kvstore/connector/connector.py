@@ -1,14 +1,15 @@
-"""`HeadraceConnector`: vLLM's calls, handed to the scheduler half or the worker half.
+"""`StoreConnector`: vLLM's calls, handed to the scheduler half or the worker half.
 
 Both halves of an engine may live in different processes; each maps the arena for itself. Blocks are
 found by vLLM's own block hashes, within a namespace that both halves derive from the same
-configuration.
+configuration. Whoever runs an engine subclasses it and says which model of the engine's step times
+prices loads (`headrace_engine.store_connector`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +32,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.codec import LayerShape, codec
+from headrace_kvstore.codec import CODECS, LayerShape
 from headrace_kvstore.connector.cache import EngineCache, HostCache
 from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_layer_bytes
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.identity import device_identity, engine_namespace
 from headrace_kvstore.connector.learning import PromptLearner
-from headrace_kvstore.connector.load_price import Price
+from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
 from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
@@ -80,13 +81,19 @@ class WorkerReport(KVConnectorWorkerMetadata):
         )
 
 
-class HeadraceConnector(KVConnectorBase_V1):
+class StoreConnector(KVConnectorBase_V1):
     """The node's KV store as a connector; settings as `StoreSettings`.
+
+    Attributes:
+        make_step_time: makes the model that is fitted to the engine's steps. Without one, all that
+            slower tiers offer is loaded.
 
     Raises:
         SettingsError: a setting is unknown or impossible.
         ValueError: this engine's cache cannot be stored (several cache groups, pipeline stages).
     """
+
+    make_step_time: Callable[[], StepTime] | None = None
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -108,10 +115,10 @@ class HeadraceConnector(KVConnectorBase_V1):
         [group] = kv_cache_config.kv_cache_groups
         self._layers = len(group.layer_names)
         spec = group.kv_cache_spec
-        self._codec = codec(self._settings.codec)
+        self._codec = CODECS[self._settings.codec]()
         self._shape: LayerShape | None = None
         layer_bytes = spec.page_size_bytes
-        if not self._codec.identity:
+        if self._codec.lossy:
             self._shape = layer_shape(spec, device_identity(vllm_config))
             layer_bytes = stored_layer_bytes(self._codec, self._shape)
         self._block_bytes = self._layers * layer_bytes
@@ -124,7 +131,7 @@ class HeadraceConnector(KVConnectorBase_V1):
             block_bytes=self._block_bytes,
             layers=self._layers,
             policy=self._settings.policy,
-            **self._settings.quotas.options,
+            **self._settings.quota_options,
         )
         parallel = vllm_config.parallel_config
         ranks = range(parallel.tensor_parallel_size)
@@ -147,7 +154,8 @@ class HeadraceConnector(KVConnectorBase_V1):
             alone = len(rows) == 1 and self._settings.node and self._settings.load
             self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
             block_tokens = vllm_config.cache_config.block_size
-            self._price = Price(block_tokens, self._layers)
+            if self.make_step_time is not None:
+                self._price = Price(block_tokens, self._layers, self.make_step_time())
             priced = self._node is not None and self._settings.priced
             if self._arena.policy.learns:
                 self._learner = PromptLearner(self._arena, rows)

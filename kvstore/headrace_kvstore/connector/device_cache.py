@@ -1,10 +1,10 @@
-"""An engine's KV cache in a device's memory: blocks in and out through pinned host memory.
+"""An engine's KV cache in device memory: blocks in and out through pinned host memory.
 
-Device-neutral torch: on a CPU tensor it gives byte for byte what `cache.HostCache` gives, which is
-how it is tested where there is no GPU. A layer of some blocks is gathered or scattered on the
-device by one kernel and crosses the bus by one copy; the host's side of it is copied to or from
-the payloads by the same pass that makes the checksums. Copies run on a stream of their own, behind
-what the computing thread had launched when the step began (`fence`).
+Device-neutral torch. On a CPU tensor it gives byte for byte the same as `cache.HostCache`, which is
+how it is tested where there is no GPU. One kernel gathers or scatters a layer of some blocks on the
+device, and one copy moves it across the bus. On the host, the pass that copies to or from the
+payloads also makes the checksums. Copies run on a stream of their own, after everything that the
+computing thread had launched when the step began (`fence`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_kvstore.checksum import copy_sum, prepare
+from headrace_kvstore.checksum import copy_sum
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 
 
-class DeviceCache:
-    """Copies between an engine's cache on a device and payloads in this process's memory.
+class DeviceCache(EngineCache):
+    """The cache is on a device.
 
     Args:
         caches: tensor by layer name, as vLLM's `register_kv_caches` hands over.
@@ -38,32 +39,19 @@ class DeviceCache:
         threads: int = 1,
         staging_bytes: int = 64 * 2**20,
     ) -> None:
-        prepare()
-        self.layout = layout
-        self._threads = threads
+        super().__init__(layout, threads)
         self._views = [_blocks_first(caches[name], layout.blocks) for name in layout.names]
         self._device = self._views[0].device
         rows = max(1, staging_bytes // layout.layer_bytes)
         self._in, self._out = (_Lane(self._device, rows, layout.layer_bytes) for _ in range(2))
 
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """In payload order."""
-        return self.layout.names
-
-    @property
-    def stored_layer_bytes(self) -> int:
-        """Bytes of one layer of one payload."""
-        return self.layout.layer_bytes
-
     def fence(self) -> None:
-        """Loads from here on wait for what the calling thread has launched on the device."""
         self._in.wait_for_current()
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
-        """As `HostCache.load`; returns when the device holds the blocks."""
+        """As `EngineCache.load`; returns when the device holds the blocks."""
         sums = np.empty(len(blocks), np.uint64)
         addresses = self._payload_addresses(payloads)[:, layer]
         for part in self._in.parts(len(blocks)):
@@ -79,7 +67,6 @@ class DeviceCache:
         return sums
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """As `HostCache.save`."""
         sums = np.empty(seeds.shape, np.uint64)
         addresses = self._payload_addresses(payloads)
         for layer in range(len(self._views)):

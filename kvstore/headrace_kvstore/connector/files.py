@@ -20,27 +20,22 @@ import numpy as np
 
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.segment import BlockReader, Location, Read, readable
+from headrace_kvstore.nvme.segment import BlockReader, Location, Read
 
 logger = logging.getLogger("headrace.kvstore")
 
 PAGE_BYTES = 4096
+_LEFT_BEHIND: list[FileTier] = []
+"""A disk that hangs may still write to their staging memory."""
 
 
 class Staging:
-    """Page-aligned memory that reads land in, registered with a mover.
+    """Page-aligned memory that reads land in."""
 
-    Args:
-        mover: that will read.
-        size_bytes: of the memory.
-    """
-
-    def __init__(self, mover: Mover, size_bytes: int) -> None:
-        self._mover = mover
+    def __init__(self, size_bytes: int) -> None:
         self._memory = mmap.mmap(-1, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
         self.size_bytes = len(self._memory)
         self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-        mover.register(self.address, self.size_bytes)
 
     def layers(self, blocks: int, layer_bytes: int, depth: int) -> np.ndarray:
         """Room for as many layers of some blocks as fit, `depth` at most: addresses
@@ -56,13 +51,9 @@ class Staging:
         offsets = np.arange(fitting * blocks, dtype=np.uint64) * np.uint64(stride)
         return np.uint64(self.address) + offsets.reshape(fitting, blocks)
 
-    def close(self) -> None:
-        """Give the memory back; nothing may be reading into it."""
-        self._mover.deregister(self.address, self.size_bytes)
-
 
 class FileTier:
-    """Reads of this process from the tier's files. NIXL starts with the first of them.
+    """Reads of this process from the tier's files. Their threads start with the first of them.
 
     Args:
         cache: the engine's.
@@ -71,8 +62,8 @@ class FileTier:
 
     def __init__(self, cache: EngineCache, staging_bytes: int) -> None:
         self._cache, self._staging_bytes = cache, staging_bytes
-        self._mover: Mover | None = None
-        self._reader: BlockReader | None = None
+        self._mover = Mover()
+        self._reader = BlockReader(self._mover)
         self._staging: Staging | None = None
         self._unsettled: FileSource | None = None
 
@@ -87,17 +78,14 @@ class FileTier:
         """A source of some blocks; `settle` it before the next. The rest as `FileSource`.
 
         Raises:
-            OSError, RuntimeError, ValueError: there is no NIXL here, or no room.
+            ValueError: there is no room, or an earlier load still reads.
         """
         if self._unsettled is not None:
             if not self._unsettled.quiet():
                 raise ValueError("reads that were given up are still in flight")
             self._unsettled = None
-        if self._mover is None or self._reader is None:
-            self._mover = Mover()
-            self._reader = BlockReader(self._mover)
         if self._staging is None:
-            self._staging = Staging(self._mover, self._staging_bytes)
+            self._staging = Staging(self._staging_bytes)
         return FileSource(
             *(self._reader, self._staging, self._cache, places, blocks, seeds, depth, limit_s)
         )
@@ -109,15 +97,10 @@ class FileTier:
 
     def close(self) -> None:
         """End all reads."""
-        if self._reader is None or self._mover is None:
-            return
-        if self._unsettled is not None and not self._unsettled.quiet():
-            self._mover.close()  # waits for what is in flight
-            return
-        self._reader.close()
-        if self._staging is not None:
-            self._staging.close()
-        self._mover.close()
+        if self._mover.close():
+            self._reader.close()
+        else:
+            _LEFT_BEHIND.append(self)
 
 
 class FileSource:
@@ -155,6 +138,7 @@ class FileSource:
         self._reader, self._cache, self._places = reader, cache, places
         self._limit_s, self._until_s = limit_s, math.inf
         self.late, self.layers_read = False, 0
+        self._unreadable = False
         self._blocks, self._seeds = blocks, seeds
         self._layer_bytes = cache.stored_layer_bytes
         self._room = staging.layers(len(blocks), self._layer_bytes, depth)
@@ -190,6 +174,7 @@ class FileSource:
         before = np.uint64(layer * self._layer_bytes)
         payloads = self._room[layer % len(self._room)] - before
         sums = self._cache.load(layer, self._blocks, payloads, self._seeds[:, layer])
+        self._unreadable |= not arrived.all()
         self.bad |= ~arrived | (sums != self._expected[:, layer])
         self.layers_read += 1
 
@@ -197,9 +182,7 @@ class FileSource:
         """Why blocks are bad: "slow", "unreadable" or "corrupt"."""
         if self.late:
             return "slow"
-        # NIXL's Linux AIO tells of no failed read; one look at the file does.
-        first = self._places[int(np.argmax(self.bad))]
-        return "corrupt" if readable(first) else "unreadable"
+        return "unreadable" if self._unreadable else "corrupt"
 
     def quiet(self) -> bool:
         """Call off what is in flight; whether the staging memory is nobody else's now."""

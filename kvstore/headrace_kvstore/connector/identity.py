@@ -1,7 +1,8 @@
-"""What an engine's KV bytes depend on: its namespace, from vLLM's configuration alone.
+"""The namespace of an engine's KV blocks, from vLLM's configuration alone.
 
-Both halves of a connector, and engines on other nodes, come to the same answer without asking each
-other. Weights in a folder are known by a fingerprint of their files, wherever the folder is.
+Both halves of a connector, and engines on other machines, derive the same namespace without asking
+each other. Weights in a folder are identified by a fingerprint of their files, wherever the folder
+is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from headrace_kvstore._vllm_compat import cpu_attention_isa, hash_seed, vllm_version
 from headrace_kvstore.codec import Codec, Raw, tag
-from headrace_kvstore.keys import Namespace, namespace
+from headrace_kvstore.keys import Namespace, canonical, fingerprint
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -34,26 +35,28 @@ def engine_namespace(
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError("the KV store does not serve engines with pipeline parallelism")
+    for kind in ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel"):
+        if getattr(parallel, f"{kind}_size") > 1:
+            raise ValueError(f"the KV store does not serve engines with {kind}_size above 1")
     name, revision = model_identity(model)
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
     codec = codec or Raw()
     attention = vllm_config.attention_config.backend
-    return namespace(
+    return Namespace(
         model=name,
         revision=revision,
-        quantization=model.quantization,
-        overrides=overrides,
+        quantization=model.quantization or "",
+        overrides=canonical(overrides) if overrides else "",
         dtype=str(model.dtype),
         kv_cache_dtype=cache.cache_dtype,
-        tp=(rank, parallel.tensor_parallel_size),
+        tp_rank=rank,
+        tp_size=parallel.tensor_parallel_size,
         block_tokens=cache.block_size,
         engine=f"vllm {vllm_version()}",
         layout=f"{cache_layout or 'default'}/{attention.name if attention else 'default'}",
         device=device_identity(vllm_config),
         hash_algorithm=cache.prefix_caching_hash_algo,
-        hash_seed=hash_seed(cache.prefix_caching_hash_algo),
+        hash_root=fingerprint(hash_seed(cache.prefix_caching_hash_algo)),
         codec=tag(codec),
         codec_version=codec.version,
         technique=tag(codec) if codec.lossy else "",

@@ -1,7 +1,7 @@
-"""Prompts on their way to the arena's policy, which nobody who serves a request waits for.
+"""Reports prompts to the arena's eviction policy, off the serving path.
 
-The policy is one process's at a time, and a choice of victims may keep it for a while. So the
-scheduler half only notes what came and when; a thread of its own tells the arena.
+One process at a time uses the policy, and choosing victims may take a while. So the scheduler half
+only queues each prompt with its time; a thread of its own reports them.
 """
 
 from __future__ import annotations

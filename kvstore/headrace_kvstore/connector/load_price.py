@@ -2,14 +2,14 @@
 
 Both sides are fitted online to what this engine measured:
 
-    compute = a + c tokens + d pairs          of a step; pairs = sum over its tokens of the tokens
-                                              that each attends to
+    compute = T(tokens, pairs) - T(0, 0)      by the engine's step times; pairs = sum over the
+                                              tokens of the tokens that each attends to
     load    = l + m blocks                    of a load from one medium
 
 Loading runs under the computation of the tokens behind it (`tail`), but for its first layer, and
 the step waits for the rest. So loading a prefix costs the engine
 
-    wait = max(load / layers, load - tail)    instead of    c tokens + d pairs of that prefix
+    wait = max(load / layers, load - tail)    instead of    what that prefix adds to the step
 
 A block costs more to compute the deeper it stands, and all cost about the same to load. The total
 over the choices "load the first k, compute the rest" is therefore concave within a medium: its
@@ -29,85 +29,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import Protocol
 
-import numpy as np
+from headrace_kvstore.fitting import LinearTime
 
 PROBE_SHARE = 0.02
 """Of the seconds spent on computing what a tier could have supplied; goes into trying it again."""
-FORGET = 0.9
-"""Weight of a sample after one more."""
 CHANGED = 4.0
 """A load that the one before makes implausible by this factor tells that the tier has changed: what
 it was before is forgotten. Plausible is all from "only blocks cost" to "only the load costs"."""
+LOAD_STD_S = 10.0, 10.0
+"""Of a load and of a block in it, before the first: nothing is assumed of a medium."""
 
 
-class NonNegativeFit:
-    """seconds = theta . x with theta >= 0: least relative squares with exponential forgetting.
+class StepTime(Protocol):
+    """The engine's step-time model, as far as it is used here."""
 
-    Args:
-        features: how many; where samples do not tell them apart, the first explains most.
-    """
+    samples: int
 
-    def __init__(self, features: int) -> None:
-        self._features = features
-        self.forget()
+    def observe(
+        self, prompt: float, rows: float, draft: float, context: float, pairs: float, seconds: float
+    ) -> bool:
+        """Learn one step (`scheduler.Shape`)."""
+        ...
 
-    def forget(self) -> None:
-        """Start anew."""
-        self.samples = 0
-        self._normal = np.zeros((self._features, self._features))
-        self._moment = np.zeros(self._features)
-        self._theta: np.ndarray | None = None
-
-    def learn(self, x: Sequence[float], seconds: float) -> None:
-        """Take one sample; one that took no time tells nothing."""
-        if not 0.0 < seconds < math.inf:
-            return
-        row = np.asarray(x, np.float64) / seconds
-        self._normal = FORGET * self._normal + np.outer(row, row)
-        self._moment = FORGET * self._moment + row
-        self._theta = None
-        self.samples += 1
-
-    def theta(self) -> np.ndarray | None:
-        """Coefficients, or None before the first sample.
-
-        Few enough features that all sets of those above 0 are tried (C. Lawson, R. Hanson, Solving
-        Least Squares Problems, ch. 23, does the same in fewer steps).
-        """
-        if self.samples and self._theta is None:
-            best = math.inf
-            for size in range(1, self._features + 1):
-                for chosen in combinations(range(self._features), size):
-                    theta = self._solve(list(chosen))
-                    if theta is None:
-                        continue
-                    left = float(theta @ self._normal @ theta - 2.0 * theta @ self._moment)
-                    if left < best - 1e-9:
-                        best, self._theta = left, theta
-        return self._theta
-
-    def predict(self, x: Sequence[float]) -> float | None:
-        """Seconds, or None before the first sample."""
-        theta = self.theta()
-        return None if theta is None else float(theta @ np.asarray(x, np.float64))
-
-    def _solve(self, chosen: list[int]) -> np.ndarray | None:
-        """Least squares over some features, if it has one answer and that is not below 0."""
-        normal = self._normal[np.ix_(chosen, chosen)]
-        scale = np.sqrt(normal.diagonal())
-        if not (scale > 0).all():
-            return None
-        scaled = normal / np.outer(scale, scale)
-        if np.linalg.cond(scaled) > 1e10:
-            return None
-        part = np.linalg.solve(scaled, self._moment[chosen] / scale) / scale
-        if (part < 0).any():
-            return None
-        theta = np.zeros(self._features)
-        theta[chosen] = part
-        return theta
+    def added_s(self, prompt: float, pairs: float) -> float:
+        """Predicted seconds by which prompt tokens make a step longer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,40 +85,42 @@ class Price:
     Args:
         block_tokens: tokens a block.
         layers: of the model.
+        step: the engine's step times, to be fitted here.
     """
 
-    def __init__(self, block_tokens: int, layers: int) -> None:
-        self._block_tokens, self._layers = block_tokens, layers
-        self._step = NonNegativeFit(3)
-        self._loads: dict[str, NonNegativeFit] = {}
+    def __init__(self, block_tokens: int, layers: int, step: StepTime) -> None:
+        self._block_tokens, self._layers, self._step = block_tokens, layers, step
+        self._loads: dict[str, LinearTime] = {}
         self._last: dict[str, tuple[int, float]] = {}
         self._credit_s: dict[str, float] = {}
 
-    def computed(self, tokens: int, pairs: int, seconds: float) -> None:
-        """A step computed so many tokens; seconds without any waiting for KV."""
-        self._step.learn((tokens, pairs, 1.0), seconds)
+    def computed(
+        self, prompt: int, rows: int, draft: int, context: int, pairs: int, seconds: float
+    ) -> None:
+        """A step computed so much (`scheduler.Shape`); seconds without any waiting for KV."""
+        self._step.observe(prompt, rows, draft, context, pairs, seconds)
 
     def loaded(self, medium: str, blocks: int, seconds: float) -> None:
         """A load from one medium took so long."""
-        fit = self._loads.setdefault(medium, NonNegativeFit(2))
-        if medium in self._last:
-            last_blocks, last_s = self._last[medium]
-            more = blocks / last_blocks
-            if not min(1, more) / CHANGED <= seconds / last_s <= max(1, more) * CHANGED:
-                fit.forget()
+        if not (0.0 < seconds < math.inf and blocks > 0):
+            return
+        last_blocks, last_s = self._last.get(medium, (blocks, seconds))
+        more = blocks / last_blocks
+        changed = not min(1, more) / CHANGED <= seconds / last_s <= max(1, more) * CHANGED
+        if changed or medium not in self._loads:
+            self._loads[medium] = LinearTime(0.0, 0.0, *LOAD_STD_S)
         self._last[medium] = blocks, seconds
-        fit.learn((blocks, 1.0), seconds)
+        self._loads[medium].observe(blocks, seconds)
 
     def load_s(self, medium: str, blocks: int) -> float | None:
         """Predicted seconds of a load; None for a medium that nobody measured."""
-        return self._loads[medium].predict((blocks, 1.0)) if medium in self._loads else None
+        return self._loads[medium].seconds(blocks) if medium in self._loads else None
 
     def compute_s(self, first_token: int, last_token: int) -> float | None:
         """Predicted seconds that tokens add to a step, `last_token` not included."""
-        theta = self._step.theta()
-        if theta is None:
+        if not self._step.samples:
             return None
-        return float(theta[:2] @ (last_token - first_token, pairs(first_token, last_token)))
+        return self._step.added_s(last_token - first_token, pairs(first_token, last_token))
 
     def block_s(self, first_block: int, blocks: int) -> float | None:
         """Predicted seconds to compute each of these blocks, in the mean: what a pull from a peer

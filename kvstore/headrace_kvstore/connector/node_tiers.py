@@ -1,19 +1,21 @@
-"""The node's slower tiers, as the scheduler half asks for them."""
+"""Asks the local StoreNode which blocks its tiers below DRAM hold, for the scheduler half."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.nvme.segment import Location
-from headrace_kvstore.protocol.client import NodeClient
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import NodeAway, NodeClient
 
 FORGOTTEN_AT = 1024
-"""Answers that nobody came for, since their requests have ended."""
+"""Questions whose requests may have ended without looking at the answer."""
 
 
 class NodeTiers:
-    """`SlowTiers` over the line to a StoreNode; without one, every answer is: nothing.
+    """`SlowTiers` of a StoreNode; without a node, every answer is: nothing.
 
     Args:
         settings: of the store; its name leads to the node.
@@ -22,37 +24,35 @@ class NodeTiers:
 
     def __init__(self, settings: StoreSettings, digest: bytes) -> None:
         self._client = NodeClient(settings.name, timeout_s=settings.node_timeout_s)
-        self._digest, self._lease_s = digest, settings.lease_s
-        self._held: dict[str, tuple[Sequence[bytes], float]] = {}
-        self._answers: dict[str, list[Location]] = {}
+        self._digest, self._lease_s = digest, min(settings.lease_s, wire.MAX_LEASE_S)
+        self._asked: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
-        """Ask the node; returns at once.
-
-        While it is being found out whether a node is there, the question is held: the client
-        would answer that there is nothing, and a prompt is long to compute.
-        """
-        self._held[request_id] = hashes, compute_s
-        self._let_go()
+        """Ask the node; returns at once."""
+        names = [bytes(name) for name in hashes]
+        request = wire.Locate(request_id, self._digest, names, self._lease_s, compute_s)
+        self._asked[request_id] = names, self._client.ask(request)
+        while len(self._asked) > FORGOTTEN_AT:
+            self._asked.pop(next(iter(self._asked)))
 
     def answer(self, request_id: str) -> list[Location] | None:
-        """What the node has said, if it has; the client answers for a node that does not."""
-        self._let_go()
-        for answer in self._client.poll():
-            self._answers[answer.request_key] = answer.locations
-        while len(self._answers) > FORGOTTEN_AT:
-            self._answers.pop(next(iter(self._answers)))
-        return self._answers.pop(request_id, None)
-
-    def _let_go(self) -> None:
-        if self._held and (self._client.up or self._client.stats()["state"] != "trying"):
-            held, self._held = self._held, {}
-            for request_id, (hashes, compute_s) in held.items():
-                self._client.ask_locate(request_id, self._digest, hashes, self._lease_s, compute_s)
+        """The node's answer, nothing for a forgotten question; None while it is awaited."""
+        if request_id not in self._asked:
+            return []
+        names, asked = self._asked[request_id]
+        if not asked.done():
+            return None
+        del self._asked[request_id]
+        try:
+            reply = asked.result()
+            located = reply if isinstance(reply, wire.Located) else wire.Located()
+            return wire.unpack_locations(located, self._digest, names)
+        except (NodeAway, wire.WireError):
+            return []
 
     def report_bad(self, hashes: Sequence[bytes]) -> None:
         """Have the node drop blocks whose bytes were not right."""
-        self._client.report_bad(self._digest, hashes)
+        self._client.tell(wire.ReportBad(self._digest, [bytes(h) for h in hashes], "nvme"))
 
     def close(self) -> None:
         self._client.close()

@@ -1,19 +1,19 @@
 """Which KV blocks an engine loads from the store, and which it saves there.
 
 This is the scheduler half of the connector without its vLLM shell. It decides by block hashes alone
-and moves no bytes; the worker half carries out what `Work` says.
+and moves no bytes. The worker half carries out its `Work`.
 
-What may be saved: a block is wrong if it was computed from KV that failed to load, and vLLM learns
-of such a failure only with the output of the step. So a request's full blocks count once a step of
-that request has come back and they lie below
+Which blocks are saved: a block is wrong if it was computed from KV that failed to load, and vLLM
+learns of such a failure only with the output of the step. So a request's full blocks are saved once
+a step of that request has come back and they lie below
 
     confirmed tokens = num_computed_tokens - num_in_flight_tokens
 
-What slower tiers offer is taken as far as `price.Price` finds it worth its seconds.
+Blocks that slower tiers offer are loaded as far as `price.Price` finds that they save seconds.
 
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
-request holds its own. Nothing else has to wait for a copy: requests finish, are preempted or
-aborted as they would without a store.
+request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
+they would without a store.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace_kvstore.connector.load_price import Price, Run, pairs
 from headrace_kvstore.policy.costs import Costs, block_seconds
@@ -111,19 +111,31 @@ class Save:
     load_s: list[float] | float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the worker half does in one step: `saves` by job number.
+class Shape(NamedTuple):
+    """What a step computes.
 
     Attributes:
-        tokens: that the step computes, 0 where none is a prompt's.
-        pairs: sum over these of the tokens that each attends to.
+        prompt: prompt tokens.
+        rows: requests that decode, one token each. draft: draft tokens.
+        context: tokens of all rows.
+        pairs: sum over the prompt tokens of the tokens that each attends to.
     """
+
+    prompt: int
+    rows: int
+    draft: int
+    context: int
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the worker half does in one step: `saves` by job number; `shape` of a step that computes
+    prompts."""
 
     load: Load = field(default_factory=Load)
     saves: dict[int, Save] = field(default_factory=dict)
-    tokens: int = 0
-    pairs: int = 0
+    shape: Shape | None = None
 
 
 @dataclass(slots=True)
@@ -316,9 +328,9 @@ class SchedulerHalf:
                 self._requests[request_id].scheduled += tokens
         work, self._work = self._work, Work()
         if self._price is not None:
-            tokens = output.total_num_scheduled_tokens
-            if tokens > len(output.num_scheduled_tokens):
-                work = replace(work, tokens=tokens, pairs=_step_pairs(output))
+            shape = step_shape(output)
+            if shape.prompt:
+                work = replace(work, shape=shape)
         return work
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> None:
@@ -393,23 +405,23 @@ class SchedulerHalf:
         self._work.saves[self._next_job] = save
         self._next_job += 1
 
-    def snapshot(self) -> Mapping[str, int]:
-        """For `headrace status`."""
-        return {"saves_in_flight": len(self._saving)}
-
 
 def medium_of(place: Any) -> str:
     """Which tier a place is in: what it says itself, else the node's files."""
     return str(getattr(place, "medium", "nvme"))
 
 
-def _step_pairs(output: Any) -> int:
-    """`pairs` of all that a step computes."""
+def step_shape(output: Any) -> Shape:
+    """Of the step in vLLM's SchedulerOutput. A prompt's only missing token counts as a row."""
     cached = output.scheduled_cached_reqs
     before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     before |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-    return sum(
-        pairs(before[name], before[name] + tokens)
-        for name, tokens in output.num_scheduled_tokens.items()
-        if name in before
-    )
+    prompt = rows = draft = context = attended = 0
+    for name, tokens in output.num_scheduled_tokens.items():
+        drafted = len(output.scheduled_spec_decode_tokens.get(name, ()))
+        start = before.get(name, 0)
+        if tokens - drafted > 1:
+            prompt, attended = prompt + tokens, attended + pairs(start, start + tokens)
+        else:
+            rows, draft, context = rows + 1, draft + drafted, context + start + 1
+    return Shape(prompt, rows, draft, context, attended)

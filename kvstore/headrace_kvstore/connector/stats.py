@@ -1,4 +1,4 @@
-"""What became of an engine's KV blocks, as vLLM's connector statistics and Prometheus counters.
+"""Outcomes of an engine's KV blocks, as vLLM's connector statistics and Prometheus counters.
 
 One counter, `vllm:headrace_kv_blocks`, by `event`:
 
@@ -6,15 +6,15 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     lost_gone                                   evicted between the offer and the load
     lost_corrupt_dram, lost_corrupt_nvme        the checksum did not match
     lost_unreadable_nvme                        the disk or the file failed
-    lost_slow_nvme                              not there in the time that computing takes
+    lost_slow_nvme                              did not arrive in the time that computing takes
     lost_error                                  the load as a whole failed; the log says why
     declined_nvme                               computing was predicted to be faster
     saved, save_failed
-    save_not_needed                             another engine had stored it meanwhile, or is at it
-    save_no_room                                all that could make room is in use
-    save_not_worth                              worth less than what would have had to go
+    save_not_needed                             another engine has stored it, or is storing it
+    save_no_room                                no slot can be evicted
+    save_not_worth                              worth less than every block that could be evicted
 
-Whatever was lost or declined was computed: no request fails for it.
+Blocks that were lost or declined are computed. No request fails because of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Moving KV blocks between an engine's cache and its node's arena.
+"""Moves KV blocks between an engine's cache and its machine's arena.
 
 This is the worker half of the connector without its vLLM shell. Loads run layer by layer under the
-step that needs them; each (block, layer) is compared with its checksum before the step may use it,
-and a block that fails, is late, or is gone, is reported, so that vLLM computes it. Saves run in a
-thread of their own after the step that found them. What steps and loads took is measured on the
-way, for `price`.
+step that needs them. Each (block, layer) is compared with its checksum before the step may use it.
+A block that fails, is late or is missing is reported to vLLM, which computes it. Saves run in a
+thread of their own, after the step that found them. The durations of steps and loads are measured
+on the way, for `price`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace_kvstore.arena.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.pipeline import MAX_DEPTH, DepthFit, LayerPipeline, LayerSource
+from headrace_kvstore.connector.files import FileSource, FileTier
+from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
@@ -34,39 +35,6 @@ SAVE_NICENESS = 5
 """Of the saving thread: the engine's computing thread goes first where both want a core."""
 
 
-class Part(LayerSource, Protocol):
-    """A source that tells, at the end, which of its blocks failed: `bad`, bool [n]."""
-
-    bad: np.ndarray
-
-
-class FilePart(Part, Protocol):
-    """A part that reads files; see `files.FileSource`."""
-
-    medium: str
-    late: bool
-    layers_read: int
-
-    @property
-    def depth(self) -> int: ...
-    def cause(self) -> str: ...
-
-
-class FileBlocks(Protocol):
-    """Makes sources of blocks in files; see `files.FileTier`."""
-
-    def source(
-        self,
-        places: Sequence[Any],
-        blocks: np.ndarray,
-        seeds: np.ndarray,
-        depth: int,
-        limit_s: float,
-    ) -> FilePart: ...
-    def settle(self, source: Any) -> None: ...
-    def close(self) -> None: ...
-
-
 REFUSED = {TAKEN: "save_not_needed", NO_ROOM: "save_no_room", NOT_WORTH: "save_not_worth"}
 
 Seeds = Callable[[Sequence[bytes]], np.ndarray]
@@ -74,9 +42,12 @@ Seeds = Callable[[Sequence[bytes]], np.ndarray]
 
 
 class StepSample(NamedTuple):
-    """What a step that computed prompts took, waits for KV left out."""
+    """What a step that computed prompts took, waits for KV left out; as `scheduler.Shape`."""
 
-    tokens: int
+    prompt: int
+    rows: int
+    draft: int
+    context: int
     pairs: int
     seconds: float
 
@@ -110,12 +81,11 @@ class WorkerHalf:
         cache: EngineCache,
         seeds: Seeds,
         settings: StoreSettings,
-        files: FileBlocks | None = None,
+        files: FileTier | None = None,
     ) -> None:
         self._arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
         self._files = files
         self._layer_of = {name: i for i, name in enumerate(cache.layer_names)}
-        self._fits = {"dram": DepthFit(settings.depth), "files": DepthFit(settings.depth)}
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save", initializer=_be_nice)
         self._pipeline: LayerPipeline | None = None
@@ -142,9 +112,8 @@ class WorkerHalf:
         if work.load.blocks:
             self._cache.fence()
             self._source = source = self._sources(work.load)
-            fit = self._fits["files" if source.files is not None else "dram"]
             layers = len(self._cache.layer_names)
-            self._pipeline = LayerPipeline(source, layers, self._loader, fit, source.depth)
+            self._pipeline = LayerPipeline(source, layers, self._loader, source.depth)
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
@@ -160,9 +129,9 @@ class WorkerHalf:
         if self._pipeline is not None and self._source is not None:
             self._settle(self._pipeline, self._source)
             self._pipeline = self._source = None
-        if self._work.tokens and self._opened_s:
+        if self._work.shape is not None and self._opened_s:
             seconds = time.perf_counter() - self._opened_s - self._waited_s
-            self._samples.append(StepSample(self._work.tokens, self._work.pairs, seconds))
+            self._samples.append(StepSample(*self._work.shape, seconds))
         self._work = Work()
         saves, self._saves = self._saves, {}
         for job, save in saves.items():
@@ -213,10 +182,9 @@ class WorkerHalf:
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and self._files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
-            depth = self._fits["files"].depth
             limit_s = min(sum(load.limits_s) or self._lease_s, self._lease_s)
             try:
-                files = self._files.source(places, blocks[placed], seeds[placed], depth, limit_s)
+                files = self._files.source(places, blocks[placed], seeds[placed], DEPTH, limit_s)
             except (OSError, RuntimeError, ValueError) as error:
                 logger.warning("%d KV blocks are computed, not read: %s", len(placed), error)
             else:
@@ -263,7 +231,7 @@ class WorkerHalf:
         if corrupt:
             self._arena.discard(self._row, corrupt)
 
-    def _measure(self, files: FilePart, seconds: float) -> None:
+    def _measure(self, files: FileSource, seconds: float) -> None:
         """Learn from a load that came to its end, or from how far a late one came."""
         if not seconds or (files.bad.any() and not files.late):
             return
@@ -336,14 +304,17 @@ class _StepSource:
     """One step's load: which of its blocks comes from which source; the rest is gone."""
 
     def __init__(
-        self, load: Load, blocks: np.ndarray, parts: list[tuple[np.ndarray, Part]]
+        self,
+        load: Load,
+        blocks: np.ndarray,
+        parts: list[tuple[np.ndarray, _ArenaSource | FileSource]],
     ) -> None:
         self.hashes, self.blocks, self.parts = load.hashes, blocks, parts
-        self.files: FilePart | None = None
+        self.files: FileSource | None = None
 
     @property
     def depth(self) -> int:
-        return self.files.depth if self.files is not None else MAX_DEPTH
+        return self.files.depth if self.files is not None else DEPTH
 
     def begin(self, layer: int) -> None:
         for _, part in self.parts:

@@ -1,40 +1,28 @@
-"""A node's tiers as the changes that it publishes: each event of a tier, and all that there is."""
+"""Turns a node's tiers into published changes: one for each event of a tier, or all contents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.chains import chains
+from headrace_kvstore.node.tiers import Contents, Tiers
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, TierEvent
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import TierEvent
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.protocol.events import DRAM, NVME, OBJECT, Change, EventPublisher
 
-Contents = Iterable[tuple[bytes, np.ndarray]]
-"""Namespace digest and rows, SLOT (n,), of a tier's blocks."""
-
 
 class NodeEvents:
-    """Publishes once `open` found where to; until then nothing is told. Thread-safe but for `open`.
+    """Publishes changes once `open` was called, and drops them before. Thread-safe but for `open`.
 
     Args:
-        arena: the blocks in DRAM.
-        nvme, objects: the tiers, None while there is none.
+        tiers: whose blocks they are.
     """
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        arena: Callable[[], Contents],
-        nvme: Callable[[], NvmeTier | None],
-        objects: Callable[[], ObjectTier | None],
-    ) -> None:
-        self._settings = settings
-        self._arena, self._nvme, self._objects = arena, nvme, objects
+    def __init__(self, settings: NodeSettings, tiers: Tiers) -> None:
+        self._settings, self._tiers = settings, tiers
         self.publisher: EventPublisher | None = None
 
     def open(self, listen: str | None) -> None:
@@ -51,25 +39,25 @@ class NodeEvents:
             self.publisher = EventPublisher(events, replay, self.contents)
 
     def publish(self, changes: list[Change]) -> None:
-        """Tell what changed."""
+        """Publish these changes."""
         if self.publisher is not None:
             self.publisher.publish(changes)
 
     def nvme_changed(self, event: TierEvent) -> None:
-        """Tell what became of a block on NVMe."""
-        change = nvme_change(self._nvme(), event)
+        """Publish an event of the NVMe tier."""
+        change = nvme_change(self._tiers.nvme, event)
         if change is not None:
             self.publish([change])
 
     def objects_changed(self, event: TierEvent) -> None:
-        """Tell what became of a block in an object."""
-        objects = self._objects()
+        """Publish an event of the object tier."""
+        objects = self._tiers.objects
         change = None if objects is None else object_change(objects, event)
         if change is not None:
             self.publish([change])
 
     def resync(self) -> None:
-        """Tell all that there is."""
+        """Publish the whole state."""
         if self.publisher is not None:
             self.publisher.resync()
 
@@ -78,14 +66,14 @@ class NodeEvents:
         return {} if self.publisher is None else self.publisher.stats()
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop publishing."""
         if self.publisher is not None:
             self.publisher.close()
 
     def contents(self) -> Iterator[Change]:
         """All blocks of all tiers, each chain in order."""
-        yield from all_there(DRAM, self._arena())
-        nvme, objects = self._nvme(), self._objects()
+        yield from all_there(DRAM, self._tiers.arena_contents())
+        nvme, objects = self._tiers.nvme, self._tiers.objects
         if nvme is not None:
             yield from all_there(NVME, nvme.contents())
         if objects is not None:
@@ -93,7 +81,7 @@ class NodeEvents:
 
 
 def nvme_change(tier: NvmeTier | None, event: TierEvent) -> Change | None:
-    """None for what is told otherwise: found by a scan, or gone again already."""
+    """None for a block that a scan found (a resync publishes it) or that was removed since."""
     if event.reason == "scanned":
         return None
     parent = 0
@@ -106,20 +94,12 @@ def nvme_change(tier: NvmeTier | None, event: TierEvent) -> Change | None:
 
 
 def object_change(tier: ObjectTier, event: TierEvent) -> Change | None:
-    """None for what is gone again already: another thread tells so."""
+    """None for a block that was removed since: another thread publishes that."""
     place = tier.find(event.digest, event.hash) if event.stored else None
     if event.stored and place is None:
         return None
     parent = 0 if place is None else int.from_bytes(place.block.parent[:8], "little")
     return Change(event.stored, OBJECT, event.digest, event.hash, parent)
-
-
-def arena_contents(arena: Arena) -> Contents:
-    """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
-    rows, _ = arena.blocks()
-    digests = [space.digest for space in arena.spaces()]
-    numbers = np.unique(rows["namespace"]).tolist()
-    return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
 
 
 def all_there(medium: str, contents: Contents) -> Iterator[Change]:

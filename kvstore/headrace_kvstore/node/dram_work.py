@@ -1,8 +1,8 @@
-"""A node's work on one arena: following it, writing it behind, prefetching into it, sharing it with
-peers and with whoever reads the object store.
+"""A node's work on one arena.
 
-An arena may be replaced under its name (removed, and made anew by an engine). Then this work is
-ended and begun on the new one.
+It follows the arena's events, writes blocks behind, prefetches blocks, lends them to peers and
+shares them through the object store. An engine may remove the arena and create another one under
+the same name. The work on the old arena then ends, and new work begins on the new one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.node.follower import Follower
 from headrace_kvstore.node.object_work import ObjectWork
-from headrace_kvstore.node.open_tiers import open_arena
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.peers.peer_work import RemoteWork
@@ -31,7 +30,20 @@ logger = logging.getLogger("headrace.kvstore")
 ALONE = "neither listen nor peers are given"
 
 _LEFT_BEHIND: list[DramWork] = []
-"""Still mapped, since a disk that hangs may read or write their memory yet."""
+"""Arenas that stay mapped, because a disk that hangs may still use their memory."""
+
+
+def open_arena(settings: NodeSettings) -> Arena:
+    """Open the node's arena, or create it. Raises as `Arena.create_or_attach`."""
+    return Arena.create_or_attach(
+        settings.name,
+        settings.dram_bytes,
+        folder=settings.folder,
+        block_bytes=settings.block_bytes,
+        layers=settings.layers,
+        policy=settings.policy,
+        **settings.quota_options,
+    )
 
 
 class DramWork:
@@ -44,7 +56,6 @@ class DramWork:
     def __init__(
         self,
         settings: NodeSettings,
-        mover: Mover | None,
         tier: Callable[[], NvmeTier | None],
         admit: Admit,
         publish: Callable[[list[Change]], None],
@@ -53,10 +64,6 @@ class DramWork:
         objects: ObjectTier | None = None,
     ) -> None:
         self.arena = open_arena(settings)
-        self._mover = mover
-        self._memory = self.arena.base_address, self.arena.geometry.size_bytes
-        if mover is not None:
-            mover.register(*self._memory)
         self.writer = WriteBehind(
             self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
         )
@@ -94,7 +101,7 @@ class DramWork:
 
     @property
     def idle(self) -> bool:
-        """All that has happened is told, written and read."""
+        """Nothing is left to publish, write or read."""
         return (
             self.follower.caught_up
             and self.writer.idle
@@ -129,7 +136,5 @@ class DramWork:
             logger.warning("a disk or a peer that hangs keeps the arena's memory")
             _LEFT_BEHIND.append(self)
             return False
-        if self._mover is not None:
-            self._mover.deregister(*self._memory)
         self.arena.close()
         return True

@@ -1,8 +1,8 @@
-"""Follows an arena's ring of events: to publish what DRAM holds, and to write it behind.
+"""Follows an arena's ring of events, to publish what DRAM holds and to write it behind.
 
-The ring may overflow, and a process that dies inside the arena may take events with it. Then, and
-in the beginning, everything that is there is taken instead. The same look through the arena finds
-again what write-behind had to drop, once the disk has time.
+The ring may overflow, and a process that dies inside the arena may lose events. In both cases,
+and at the start, the follower reads the whole arena instead. The same sweep finds blocks that
+write-behind had to drop, once the disk has time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OFFER_BLOCKS = 1024
 
 
 class Follower:
-    """Tells `publish` of changes, or `resync` that it cannot, and `writer` of stored blocks."""
+    """Passes changes to `publish`, lost ones to `resync`, and stored blocks to `writer`."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class Follower:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Follow no more."""
+        """Stop following."""
         self._stop.set()
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def sweep_soon(self) -> None:
-        """Offer everything again: there is a disk that was not there before."""
+        """Offer all blocks again, because a disk has become available."""
         self._swept_s = -math.inf
         self._writer.missed = True
 
     @property
     def caught_up(self) -> bool:
-        """All that has happened so far was seen, and no sweep is due."""
+        """All events so far were handled, and no sweep is due."""
         if self._sweeping or (self._writer.missed and self._may_sweep()):
             return False
         return self._seq is not None and self._seq == self._arena.next_seq
@@ -86,7 +86,7 @@ class Follower:
                 self._stop.wait(1.0)
 
     def _turn(self) -> bool:
-        """Take what has happened; False if that was nothing."""
+        """Handle new events; False if there were none."""
         if self._seq is None:
             self._seq = self._sweep()
             self._resync()

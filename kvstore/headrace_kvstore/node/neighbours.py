@@ -1,7 +1,7 @@
-"""The part of a StoreNode that other nodes see: its port, its peers, and pulls that engines want.
+"""The part of a StoreNode that other nodes see: its port, its peers, and the pulls from them.
 
-Without `listen` a node lends nothing; without `listen` and `peers` it has no peers at all, until
-`open` gives it both.
+A node without `listen` lends nothing. A node with neither `listen` nor `peers` has no peers,
+until `open` is called.
 """
 
 from __future__ import annotations
@@ -147,16 +147,6 @@ class Neighbours:
         size, limit_s = dram.arena.spaces()[row].block_bytes, self._settings.pull_limit_s
         return dram, wanted, choose(runs, size, compute_s, limit_s)
 
-    def change(self, request: wire.AddPeer | wire.RemovePeer) -> wire.Reply:
-        """Add a peer, or drop one."""
-        if self.peers is None:
-            return wire.Failed("this node has no peers: start it with listen or peers")
-        try:
-            adds = isinstance(request, wire.AddPeer)
-            return wire.Done((self.peers.add if adds else self.peers.remove)(request.address))
-        except ValueError as error:
-            return wire.Failed(str(error))
-
     def follow(self, addresses: Sequence[str]) -> None:
         """Have these peers and those of the settings, and no others. Raises ValueError."""
         if self.peers is None:
@@ -182,12 +172,12 @@ class Neighbours:
         }
 
     def deafen(self) -> None:
-        """Lend no more."""
+        """Stop lending."""
         if self._server is not None:
             self._server.close()
 
     def close(self) -> None:
-        """Hang up, after `deafen` and the work on the arena."""
+        """Disconnect from all peers; call `deafen` and end the work on the arena first."""
         if self.peers is not None:
             self.peers.close()
 

@@ -20,18 +20,19 @@ import numpy as np
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.arena.chains import chains
+from headrace_kvstore.fitting import LinearTime
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.nvme_tier import Save, TierEvent
-from headrace_kvstore.nvme.record import Shape, padded
+from headrace_kvstore.nvme.record import Shape, TierEvent
 from headrace_kvstore.objects.object_catalog import Place
 from headrace_kvstore.objects.object_client import StoreClient
 from headrace_kvstore.objects.object_format import most_blocks
 from headrace_kvstore.objects.object_pack import Packed
 from headrace_kvstore.objects.object_tier import ObjectTier
-from headrace_kvstore.peers.pull_price import LineFit, Run
+from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol.events import OBJECT
 from headrace_kvstore.staging.prefetch import Prefetcher
 from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
+from headrace_kvstore.staging.write_behind import arena_saves
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -39,10 +40,7 @@ READ_BYTES = 32 * 2**20
 OBJECTS = "object store"
 """Among the peers of a `Run`."""
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
-"""Assumed before the first fetch, with the weight of one."""
-
-SharedAdmit = Callable[[np.ndarray], np.ndarray]
-"""Rows of SLOT (n,) -> which blocks to share, bool (n,)."""
+"""Assumed before the first fetch."""
 
 
 def worth_sharing(rows: np.ndarray) -> np.ndarray:
@@ -55,13 +53,6 @@ def worth_sharing(rows: np.ndarray) -> np.ndarray:
     return wanted
 
 
-class FetchCost(LineFit):
-    """Seconds of fetching bytes, fitted to the fetches of this node; in the beginning a guess."""
-
-    def __init__(self) -> None:
-        super().__init__(FIRST_LATENCY_S, 1 / FIRST_BYTES_PER_S, 2**26)
-
-
 class ObjectSource:
     """The object tier as a `staging.sources.Source`; `cost` is learned from what it reads."""
 
@@ -69,7 +60,7 @@ class ObjectSource:
 
     def __init__(self, tier: ObjectTier) -> None:
         self._tier = tier
-        self.cost = FetchCost()
+        self.cost = pull_cost(FIRST_LATENCY_S, FIRST_BYTES_PER_S)
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
         """Reads of `READ_BYTES`, so that the first blocks are there before the last are asked."""
@@ -90,7 +81,7 @@ class ObjectOffer:
     """Blocks in objects; one that is removed meanwhile is a miss."""
 
     def __init__(
-        self, tier: ObjectTier, cost: FetchCost, digest: bytes, hashes: Sequence[bytes]
+        self, tier: ObjectTier, cost: LinearTime, digest: bytes, hashes: Sequence[bytes]
     ) -> None:
         self._tier, self._cost = tier, cost
         found = [tier.find(digest, block_hash) for block_hash in hashes]
@@ -131,7 +122,6 @@ class ObjectWriter:
         object_bytes: size of an object, about.
         bytes_per_s: what the writes take of the line, in the mean.
         sweep_s: between looks through the arena.
-        admit: which blocks are worth it.
     """
 
     def __init__(
@@ -141,9 +131,8 @@ class ObjectWriter:
         object_bytes: int,
         bytes_per_s: int,
         sweep_s: float,
-        admit: SharedAdmit = worth_sharing,
     ) -> None:
-        self._arena, self._tier, self._admit = arena, tier, admit
+        self._arena, self._tier = arena, tier
         self._object_bytes, self._bytes_per_s, self._sweep_s = object_bytes, bytes_per_s, sweep_s
         self.sweeps = self.written = self.failed = 0
         self._stop = threading.Event()
@@ -195,7 +184,7 @@ class ObjectWriter:
                 return
             rows, _ = self._arena.blocks()
             spaces = self._arena.spaces()
-        rows = rows[self._admit(rows)]
+        rows = rows[worth_sharing(rows)]
         for number in np.unique(rows["namespace"]).tolist():
             mine = rows[rows["namespace"] == number]
             here = self._tier.contains(spaces[number].digest, [r["hash"].tobytes() for r in mine])
@@ -219,21 +208,10 @@ class ObjectWriter:
         number = int(rows[0]["namespace"])
         slots = self._arena.lookup(number, [row["hash"].tobytes() for row in rows])
         there = slots >= 0
-        rows = [row for row, here in zip(rows, there, strict=True) if here]
-        slots = slots[there]
-        if not rows:
+        if not there.any():
             return None
-        addresses, sums = self._arena.addresses(slots), self._arena.sums(slots)
-        saves = [
-            Save(
-                *(row["hash"].tobytes(), int(address), layer_sums),
-                padded(int(row["parent"]).to_bytes(8, "little")),
-                *(int(row["depth"]), int(row["tenant"]), float(row["compute_s"])),
-                int(row["priority"]),
-            )
-            for row, address, layer_sums in zip(rows, addresses, sums, strict=True)
-        ]
-        return self._tier.pack(shape, saves)
+        found = np.array(rows)[there]
+        return self._tier.pack(shape, arena_saves(self._arena, slots[there], found))
 
 
 class ObjectWork:

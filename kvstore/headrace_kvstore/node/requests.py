@@ -1,36 +1,32 @@
-"""Which of a node's operations a client's request asks for, and when its answer comes.
+"""Maps each client request to one of the node's operations, and decides when it is answered.
 
-- At once, in the thread of the socket: what takes microseconds.
-- From the slow thread: what looks at many blocks or waits for locks that are held for long, and a
-  request that nobody knows.
-- Twice: what NVMe has of a request's blocks is told at once, and again once a pull of those behind
-  them, from a peer or from objects, is over.
+- At once, in the socket's thread: operations that take microseconds.
+- In the slow thread: operations that read many blocks or wait for locks, and unknown requests.
+- Twice: `Locate` is answered at once with what NVMe has. If more blocks are being pulled from a
+  peer or from objects, a second answer follows when the pull is over.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace_kvstore.node.neighbours import Pulling
+from headrace_kvstore.node.operations import Operations
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.server import Staged
 
-if TYPE_CHECKING:
-    from headrace_kvstore.node.node import StoreNode
-
 
 class Requests:
-    """Answers for a node; `slow` runs what may take longer."""
+    """Answers with a node's operations; `slow` runs those that may take long."""
 
-    def __init__(self, node: StoreNode, slow: Executor) -> None:
-        self._node, self._slow = node, slow
+    def __init__(self, operations: Operations, slow: Executor) -> None:
+        self._operations, self._slow = operations, slow
 
     def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
         """Does what a request says: a `protocol.server.Handle`."""
-        node = self._node
+        node = self._operations
         match request:
             case wire.Ping():
                 return wire.Done()
@@ -53,20 +49,15 @@ class Requests:
                 return wire.pack_page(
                     node.board.read(after, most_bytes, generation=generation, but=but)
                 )
-            case wire.AddPeer() | wire.RemovePeer():
-                neighbours = node.neighbours
-                return wire.Failed("closed") if neighbours is None else neighbours.change(request)
         return self._slow.submit(self._answer_slowly, request)
 
     def _answer_slowly(self, request: wire.Request) -> wire.Reply:
-        node = self._node
+        node = self._operations
         match request:
             case wire.ReportBad(digest, hashes, tier):
                 return wire.Done(node.report_bad(digest, hashes, tier))
             case wire.Pin(digest, hashes, pinned):
                 return wire.Done(node.pin(digest, hashes, pinned))
-            case wire.Warm():
-                return wire.Done(node.warm())
             case wire.Clear(whose, tiers):
                 return wire.Done(node.clear(whose, tiers) if tiers else node.clear(whose))
             case wire.GetStats():

@@ -1,7 +1,7 @@
-"""Keeps an NVMe tier open: waits for a busy folder, and gives a failed disk another chance.
+"""Keeps an NVMe tier open: waits for a busy folder, and tries a failed disk again.
 
-Opening may take long (it scans the folder, and a disk may hang), so it has a thread of its own;
-until then, and without a disk, there is no tier.
+Opening may take long, because it scans the folder and a disk may hang. So it runs in its own
+thread. There is no tier until it is done.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headrace_kvstore.node.open_tiers import open_tier
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier, TierEvent
+from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
+from headrace_kvstore.nvme.record import TierEvent
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -46,10 +46,6 @@ class TierKeeper:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-nvme-keeper", daemon=True)
         self._thread.start()
-
-    def get(self) -> NvmeTier | None:
-        """The tier, or None while there is none."""
-        return self.tier
 
     def close(self, timeout_s: float) -> bool:
         """Give the folder back; False if the disk hangs."""
@@ -103,8 +99,12 @@ class TierKeeper:
 
     def _open(self) -> float:
         settings = self._settings
+        assert settings.nvme_folder is not None
         try:
-            tier = open_tier(settings, self._mover, self._on_event)
+            tier = NvmeTier.open(
+                *(settings.nvme_folder, settings.nvme_bytes, settings.segment_bytes, self._mover),
+                events=[self._on_event],
+            )
         except FolderBusy as error:
             if self.reason != str(error):
                 logger.warning("%s; it is waited for", error)

@@ -1,7 +1,7 @@
-"""What blocks are worth to a node: kept on NVMe, written there, brought back into DRAM.
+"""What a block is worth to a node: on NVMe, written there, or brought back into DRAM.
 
-In seconds of computing saved per second, by the forecast that the arena's policy makes of each
-block's next use (`policy.disk`); without an arena by use alone.
+The unit is seconds of computing saved per second. It comes from the arena policy's forecast of
+each block's next use (`policy.disk`); without an arena it comes from past use alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
 
 REMEMBERED_USES = 1 << 16
-"""Blocks of which it is known that one request read them from NVMe."""
+"""How many blocks are remembered as read from NVMe by one request."""
 
 SAMPLE_BLOCKS = 1024
 """Blocks in DRAM that new ones are compared with before they are written."""
@@ -76,13 +76,13 @@ class Worth:
 
 
 class Uses:
-    """Which blocks a second request reads from NVMe; these are worth bringing into DRAM."""
+    """Finds blocks that a second request reads from NVMe: they are worth bringing into DRAM."""
 
     def __init__(self) -> None:
         self._by: OrderedDict[bytes, str] = OrderedDict()
 
     def again(self, digest: bytes, hashes: Sequence[bytes], request_key: str) -> list[bytes]:
-        """A request reads these; those that another one has read."""
+        """Note that a request reads these blocks; returns those that another one read before."""
         again = []
         for block_hash in hashes:
             key = digest + padded(block_hash)

@@ -1,7 +1,7 @@
-"""What a file tier knows of its blocks: in memory, derived from the files, no I/O.
+"""Which blocks a file tier holds, and where. In memory, rebuilt from the files, no I/O.
 
-Blocks lie in slots of segments. Slots are given out in order and never twice: space comes back a
-segment at a time, when the segment whose blocks are worth least is given up.
+Blocks lie in slots of segments. Slots are used in order and never reused. Space is freed one
+segment at a time: the one whose blocks are worth least.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """The NVMe tier: KV blocks in a folder of preallocated segment files, owned by one process.
 
-Writing is append-only. A block gets the next slot of its namespace's open segment; its payload is
-written, then its header, and only then it is found. When the folder is full, the segment whose
-blocks are worth least is removed whole (`catalog.choose_victim`) and a new one made. A new segment
-is a new file, so no old header can lie in it, and whoever still reads the old one reads right
-bytes. After a restart the headers tell again what is here.
+Writing is append-only. A block gets the next slot of its namespace's open segment. Its payload is
+written first, then its header, and only then can it be found. When the folder is full, the segment
+whose blocks are worth least (`catalog.choose_victim`) is removed and a new one is created. A new
+segment is a new file: it holds no old headers, and readers of the removed file still read the
+right bytes. After a restart the headers tell which blocks are here.
 
-The folder's owner holds an flock on its file `lock`; the kernel gives the lock up when the owner
-dies, in whatever way. Other processes read through `segment.BlockReader` what the owner locates.
+The owner holds an flock on the folder's file `lock`; the kernel releases it when the owner dies.
+Other processes ask the owner for a Location and read with `segment.BlockReader`.
 
-Nothing here raises into a request. A write that cannot be taken (too much in flight, every segment
-in use) is dropped and counted. A disk that is full, read-only or failing turns writing off; eight
-failed reads in a row turn the tier off. Both are logged once and shown by `stats`; a restart tries
-again.
+No error reaches a request. A write is dropped and counted if too much is in flight or every
+segment is in use. A disk that is full, read-only or failing turns writing off. Eight failed reads
+in a row turn the tier off. Both are logged once and shown by `stats`.
 
-Written data is not synced unless asked: a process that dies loses nothing that was published, and
-what a power cut tears is found by checksum, so syncing buys only a few more hits after one.
+Data is not synced. A process that dies loses no published block. A power cut may tear blocks, and
+checksums find them, so syncing would only save a few hits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,22 +38,22 @@ from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.record import (
     PAGE_BYTES,
     Block,
+    Save,
     Shape,
+    TierEvent,
     pack_header,
     padded,
 )
-from headrace_kvstore.nvme.record_writer import Flight, RecordWriter, make_segment
+from headrace_kvstore.nvme.record_writer import Flight, make_segment, write_record
 from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
-from headrace_kvstore.table import HASH_BYTES
 
 logger = logging.getLogger("headrace.kvstore")
 
-SEGMENT_BYTES = 256 * 2**20
 WRITING_BYTES = 256 * 2**20
 """Records in flight to the disk, at most."""
-NOT_THE_DISK = (errno.ECANCELED, errno.EINVAL)
-"""Errors of a write that say nothing about the disk: called off, memory not registered."""
+NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT)
+"""Errors of a write that say nothing about the disk: called off, memory that is gone."""
 FAILED_READS = 8
 """Failed reads in a row that turn the tier off."""
 
@@ -66,55 +64,25 @@ class FolderBusy(RuntimeError):
     """Another process owns the folder."""
 
 
-@dataclass(frozen=True)
-class Save:
-    """A block to write. Its payload lies at `address`, layer after layer, until it is written."""
-
-    hash: bytes
-    address: int
-    sums: np.ndarray
-    """One u64 a layer, (layers,)."""
-    parent: bytes = bytes(HASH_BYTES)
-    depth: int = 0
-    tenant: int = 0
-    compute_s: float = 0.0
-    priority: int = 0
-
-
-@dataclass(frozen=True)
-class TierEvent:
-    """A block can be found from now on, or no longer."""
-
-    stored: bool
-    digest: bytes
-    hash: bytes
-    """32 bytes, zero-padded."""
-    reason: str
-    """"written", "scanned"; "evicted", "discarded", "corrupt", "unreadable"."""
-
-
 class NvmeTier:
     """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
 
-    def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover | None):
+    def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover):
         self.folder, self.size_bytes = folder, size_bytes
         self.segment_bytes = min(segment_bytes, size_bytes) // PAGE_BYTES * PAGE_BYTES
-        self.mover = Mover() if mover is None else mover
+        self.mover = mover
         self.state: State = "on"
         self.reason = ""
         self.events: list[Callable[[TierEvent], None]] = []
         self.value: Value = use_per_second
         self.writing_limit_bytes = WRITING_BYTES
-        self.sync = False
         self.scanned = Scan()
-        self._owns_mover = mover is None
         self._lock = threading.RLock()
         self._growing = threading.Lock()
         self._lock_fd = -1
         self._catalog = Catalog()
-        self._files = SegmentFiles(self.mover, writable=True)
+        self._files = SegmentFiles(writable=True)
         self._reader = BlockReader(self.mover, self._files)
-        self._writer = RecordWriter(self.mover, self._files, self._publish, self._fail)
         self._open: dict[Shape, Segment] = {}
         self._writing: dict[bytes, Future[bool]] = {}
         self._writing_bytes = 0
@@ -127,12 +95,11 @@ class NvmeTier:
         cls,
         folder: str | os.PathLike[str],
         size_bytes: int,
-        segment_bytes: int = SEGMENT_BYTES,
-        mover: Mover | None = None,
+        segment_bytes: int,
+        mover: Mover,
         *,
         value: Value = use_per_second,
         writing_limit_bytes: int = WRITING_BYTES,
-        sync: bool = False,
         events: Sequence[Callable[[TierEvent], None]] = (),
     ) -> NvmeTier:
         """Own a folder, make it if need be, and find what lies in it.
@@ -140,16 +107,15 @@ class NvmeTier:
         Args:
             size_bytes: what all segment files may take together; more is removed at once.
             segment_bytes: size of a new segment, a multiple of 4,096.
-            mover: shared with others; None makes one of its own.
+            mover: reads and writes the files; shared with others.
             value: what keeping a block is worth; decides which segment goes.
-            sync: fdatasync payloads before their headers are written.
             events: called with each `TierEvent`, with "scanned" blocks before this returns.
 
         Raises:
             FolderBusy: another process owns it. A bad disk does not raise: see `state`.
         """
         tier = cls(Path(folder), size_bytes, segment_bytes, mover)
-        tier.value, tier.sync, tier.writing_limit_bytes = value, sync, writing_limit_bytes
+        tier.value, tier.writing_limit_bytes = value, writing_limit_bytes
         tier.events.extend(events)
         try:
             tier.folder.mkdir(parents=True, exist_ok=True)
@@ -273,8 +239,8 @@ class NvmeTier:
     # Writing
 
     def write(self, shape: Shape, saves: Sequence[Save]) -> list[Future[bool]]:
-        """Start writing blocks. Each future tells whether the block is here in the end; the memory,
-        registered with the mover, must not change before.
+        """Start writing blocks. Each future tells whether the block is here in the end; the
+        memory must not change before.
 
         Raises ValueError or struct.error for a block that no header can describe; the futures
         raise nothing.
@@ -292,8 +258,8 @@ class NvmeTier:
                 else:
                     futures.append(taken)
         finally:
-            if flights:
-                self._writer.write(flights, self.sync)
+            for flight in flights:
+                write_record(self.mover, self._files, flight, self._landed)
         return futures
 
     def _take(self, shape: Shape, save: Save, full: bool = False) -> Flight | Future[bool] | None:
@@ -343,30 +309,20 @@ class NvmeTier:
             self._next_sequence += 1
             return Flight(shape, block, header, save.address, segment, slot, future)
 
-    def _fail(self, flights: list[Flight], error: OSError) -> None:
+    def _landed(self, flight: Flight, error: OSError | None) -> None:
+        """A record was written, or could not be."""
         with self._lock:
-            self._counts["writes_failed"] += len(flights)
-            if error.errno not in NOT_THE_DISK:
+            if error is None:
+                self._catalog.add(flight.segment, flight.slot, flight.block, flight.taken_s)
+            elif error.errno not in NOT_THE_DISK:
                 self._turn("read-only", f"write failed: {error}")
-            for flight in flights:
-                self._land(flight)
-        for flight in flights:
-            flight.future.set_result(False)
-
-    def _publish(self, flights: list[Flight]) -> None:
-        with self._lock:
-            for flight in flights:
-                self._catalog.add(flight.segment, flight.slot, flight.block, time.monotonic())
-                self._land(flight)
-            self._counts["writes"] += len(flights)
-        for flight in flights:
+            self._counts["writes" if error is None else "writes_failed"] += 1
+            flight.segment.users -= 1
+            self._writing_bytes -= flight.shape.record_bytes
+            del self._writing[flight.shape.digest + flight.block.hash]
+        if error is None:
             self._tell(TierEvent(True, flight.shape.digest, flight.block.hash, "written"))
-            flight.future.set_result(True)
-
-    def _land(self, flight: Flight) -> None:
-        flight.segment.users -= 1
-        self._writing_bytes -= flight.shape.record_bytes
-        del self._writing[flight.shape.digest + flight.block.hash]
+        flight.future.set_result(error is None)
 
     # Space
 
@@ -515,18 +471,13 @@ class NvmeTier:
             }
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Let what is in flight finish, give files and folder back. The files stay.
-
-        With a mover of its own it closes that too; what is left after `timeout_s` is called off.
-        """
+        """Let what is in flight finish, give files and folder back. The files stay."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self.state, self.reason = "off", self.reason or "closed"
             segments = list(self._catalog.segments.values())
         while any(segment.users for segment in segments) and time.monotonic() < deadline:
             time.sleep(0.001)
-        if self._owns_mover:
-            self.mover.close(max(0.0, deadline - time.monotonic()))
         self._files.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)

@@ -112,6 +112,33 @@ class Block:
     """One u64 a layer, (layers,)."""
 
 
+@dataclass(frozen=True)
+class Save:
+    """A block to write. Its payload lies at `address`, layer after layer, until it is written."""
+
+    hash: bytes
+    address: int
+    sums: np.ndarray
+    """One u64 a layer, (layers,)."""
+    parent: bytes = bytes(HASH_BYTES)
+    depth: int = 0
+    tenant: int = 0
+    compute_s: float = 0.0
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class TierEvent:
+    """A block can be found from now on, or no longer."""
+
+    stored: bool
+    digest: bytes
+    hash: bytes
+    """32 bytes, zero-padded."""
+    reason: str
+    """"written", "scanned"; "evicted", "discarded", "corrupt", "unreadable"."""
+
+
 def pack_header(shape: Shape, block: Block) -> bytes:
     """A record's header, `shape.header_bytes` long."""
     sums = np.ascontiguousarray(block.sums, dtype="<u8")

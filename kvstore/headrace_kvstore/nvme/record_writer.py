@@ -1,13 +1,10 @@
-"""Writing records so that only whole ones count: all payloads first, then the headers.
-
-A payload that fails takes only its own record with it. Both steps go through O_DIRECT where
-`segment.File.choose_fds` allows; headers always do, since they lie in memory of their own.
-"""
+"""Writing a record so that only a whole one counts: its payload first, then its header."""
 
 from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,8 +15,7 @@ import numpy as np
 from headrace_kvstore.nvme.catalog import Segment
 from headrace_kvstore.nvme.mover import MoveError, Mover
 from headrace_kvstore.nvme.record import Block, Shape, pack_segment
-from headrace_kvstore.nvme.scan import page_memory
-from headrace_kvstore.nvme.segment import File, SegmentFiles
+from headrace_kvstore.nvme.segment import SegmentFiles, page_memory
 
 
 @dataclass(eq=False)
@@ -33,100 +29,43 @@ class Flight:
     segment: Segment
     slot: int
     future: Future[bool] = field(default_factory=Future)
+    taken_s: float = field(default_factory=time.monotonic)
+    """Counts as its first use: blocks that were saved in order stay in order of their age."""
 
 
-@dataclass(frozen=True)
-class RecordWriter:
-    """Writes flights; `published` and `failed` hear of each exactly once, on the mover's thread."""
+def write_record(
+    mover: Mover,
+    files: SegmentFiles,
+    flight: Flight,
+    landed: Callable[[Flight, OSError | None], None],
+) -> None:
+    """Start writing; `landed` is called once, on any thread, with the error if there was one.
 
-    mover: Mover
-    files: SegmentFiles
-    published: Callable[[list[Flight]], None]
-    failed: Callable[[list[Flight], OSError], None]
+    Both pieces go through O_DIRECT where `segment.File.choose_fds` allows; a header always does,
+    since it lies in memory of its own.
+    """
+    memory, header_address = page_memory(len(flight.header))
+    memory[: len(flight.header)] = np.frombuffer(flight.header, np.uint8)
+    addresses = np.array([flight.address, header_address])
+    shape, slot = flight.shape, flight.slot
+    offsets = np.array([shape.payload_offset(slot), shape.header_offset(slot)])
+    lengths = np.array([shape.payload_bytes, len(flight.header)])
+    try:
+        file = files.acquire(flight.segment.path)
+    except OSError as error:
+        landed(flight, error)
+        return
 
-    def write(self, flights: list[Flight], sync: bool) -> None:
-        """Start writing; with `sync`, payloads are on stable storage before headers are written."""
+    def done(move: Any) -> None:
+        assert memory is not None  # kept until nobody writes from it
+        files.release(file)
+        error = move.exception()
+        if error is not None and not isinstance(error, MoveError):
+            error = OSError(errno.ECANCELED, str(error))
+        landed(flight, error)
 
-        def landed(good: list[Flight]) -> None:
-            if good and (not sync or self._synced(good)):
-                self._write_headers(good)
-
-        pieces = [
-            (f.address, f.shape.payload_offset(f.slot), f.shape.payload_bytes) for f in flights
-        ]
-        self._write_pieces(flights, pieces, landed)
-
-    def _write_headers(self, flights: list[Flight]) -> None:
-        memory, address = page_memory(sum(len(flight.header) for flight in flights))
-        pieces, begin = [], 0
-        for flight in flights:
-            end = begin + len(flight.header)
-            memory[begin:end] = np.frombuffer(flight.header, np.uint8)
-            pieces.append((address + begin, flight.shape.header_offset(flight.slot), end - begin))
-            begin = end
-        self.mover.register(address, len(memory))
-
-        def landed(good: list[Flight]) -> None:
-            self.mover.deregister(address, len(memory))
-            if good:
-                self.published(good)
-
-        self._write_pieces(flights, pieces, landed)
-
-    def _write_pieces(
-        self,
-        flights: list[Flight],
-        pieces: list[tuple[int, int, int]],
-        landed: Callable[[list[Flight]], None],
-    ) -> None:
-        """Write one (address, offset, length) a flight, then hand on those that got through."""
-        files: dict[str, File] = {}
-        try:
-            for flight in flights:
-                if flight.segment.path not in files:
-                    files[flight.segment.path] = self.files.acquire(flight.segment.path)
-        except OSError as error:
-            for file in files.values():
-                self.files.release(file)
-            self.failed(flights, error)
-            landed([])
-            return
-        addresses, offsets, lengths = np.array(pieces, dtype=np.int64).T
-        fds = np.zeros(len(flights), np.int64)
-        for path, file in files.items():
-            mine = np.array([flight.segment.path == path for flight in flights])
-            fds[mine] = file.choose_fds(addresses[mine], offsets[mine], lengths[mine])
-
-        def done(move: Any) -> None:
-            for file in files.values():
-                self.files.release(file)
-            landed(self._sort_out(flights, move.exception()))
-
-        self.mover.write(addresses, fds, offsets, lengths).add_done_callback(done)
-
-    def _sort_out(self, flights: list[Flight], error: BaseException | None) -> list[Flight]:
-        """Fail the flights whose piece did not get through; return the others."""
-        if error is None:
-            return flights
-        if not isinstance(error, MoveError):
-            self.failed(flights, OSError(errno.ECANCELED, str(error)))
-            return []
-        bad = [flight for i, flight in enumerate(flights) if i in error.pieces]
-        self.failed(bad, next(iter(error.pieces.values())))
-        return [flight for i, flight in enumerate(flights) if i not in error.pieces]
-
-    def _synced(self, flights: list[Flight]) -> bool:
-        try:
-            for path in {flight.segment.path for flight in flights}:
-                file = self.files.acquire(path)
-                try:
-                    os.fdatasync(file.fd)
-                finally:
-                    self.files.release(file)
-        except OSError as error:
-            self.failed(flights, error)
-            return False
-        return True
+    fds = file.choose_fds(addresses, offsets, lengths)
+    mover.write(addresses, fds, offsets, lengths, in_order=True).add_done_callback(done)
 
 
 def make_segment(path: str, size_bytes: int, shape: Shape) -> None:

@@ -1,14 +1,13 @@
-"""The start-up scan: which blocks a folder of segments holds, from their headers alone.
+"""The start-up scan: finds the blocks in a folder of segments by reading their headers only.
 
-Headers of many segments are read at once, as one scatter list of up to `SCAN_BYTES`, so that a fast
-disk has its queue full. A segment whose own header does not verify is removed: its maker died
-before it was ready, or it is of another version. A record whose header does not verify is skipped.
+The headers of many segments are read at once, up to `SCAN_BYTES`, to keep a fast disk's queue
+full. A segment is removed if its own header does not verify: its writer died early, or it has
+another version. A record is skipped if its header does not verify.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import re
 import time
@@ -21,7 +20,7 @@ import numpy as np
 from headrace_kvstore.nvme.catalog import Catalog, Segment
 from headrace_kvstore.nvme.mover import MoveError, Mover
 from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, unpack_header, unpack_segment
-from headrace_kvstore.nvme.segment import SegmentFiles
+from headrace_kvstore.nvme.segment import SegmentFiles, page_memory
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -54,12 +53,6 @@ class Scan:
 def segment_path(folder: Path, number: int) -> str:
     """A segment's file; numbers are never used again."""
     return str(folder / f"segment-{number:010d}.kv")
-
-
-def page_memory(length: int) -> tuple[np.ndarray, int]:
-    """Zeroed, page-aligned memory: u8 (at least length,) and its address."""
-    memory = np.frombuffer(mmap.mmap(-1, max(1, length)), np.uint8)
-    return memory, memory.ctypes.data
 
 
 def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalog) -> Scan:
@@ -132,7 +125,6 @@ def _read_headers(
         mine = np.array([each is segment for each, _ in slots], bool)
         file = opened[segment.number]
         fds[mine] = file.choose_fds(begins_at[mine], offsets[mine], lengths[mine])
-    mover.register(address, len(memory))
     try:
         mover.read(begins_at, fds, offsets, lengths).result()
     except MoveError as error:
@@ -140,7 +132,6 @@ def _read_headers(
         for i in error.pieces:
             memory[begins[i] : begins[i] + lengths[i]] = 0
     finally:
-        mover.deregister(address, len(memory))
         for file in opened.values():
             files.release(file)
     for (segment, slot), begin, length in zip(slots, begins, lengths, strict=True):

@@ -1,22 +1,21 @@
-"""Reading blocks out of segment files: by their owner, or by any process that it tells a Location.
+"""Reading blocks from segment files, by their owner or by any process that has a Location.
 
-A read takes some layers of many blocks at once, each layer to an address of its own. Layers that
-follow each other in memory as they do in the file become one piece.
+A read takes some layers of many blocks, each layer to its own address. Layers that are adjacent in
+memory and in the file become one piece.
 
-Each file is opened twice. A piece goes through the O_DIRECT descriptor when its address, offset and
-length are multiples of what the file system asks (statx; 4,096 where it does not say), else through
-the page cache. Direct is chosen where possible because Linux AIO is asynchronous only there: where
-it was measured, it read a cold file 2.3 times as fast with a quarter of the CPU time. It also
-leaves the page cache, which would only hold what the DRAM arena holds, to others. So callers should
-hand over page-aligned memory, as arena slots are; an engine's own tensors seldom are.
+Each file is opened twice. A piece goes through the O_DIRECT descriptor if its address, offset and
+length are aligned as the file system asks (statx; 4,096 where it does not say), otherwise through
+the page cache. O_DIRECT copies nothing and keeps the page cache free of bytes that the DRAM arena
+holds already. So callers should pass page-aligned memory, as arena slots are.
 
-Segment files never change a published record and never reuse a name: a Location stays right until
-the file is gone, and then the block is missing, not wrong.
+A published record never changes and a segment's name is never reused. So a Location stays right
+until the file is removed, and then the block is missing, not wrong.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import struct
 import threading
@@ -81,10 +80,10 @@ class File:
 
 
 class SegmentFiles:
-    """Open files by path, the least recently used closed first; attached to a mover."""
+    """Open files by path, the least recently used closed first."""
 
-    def __init__(self, mover: Mover, writable: bool = False) -> None:
-        self._mover, self._flags = mover, os.O_RDWR if writable else os.O_RDONLY
+    def __init__(self, writable: bool = False) -> None:
+        self._flags = os.O_RDWR if writable else os.O_RDONLY
         self._lock = threading.Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
 
@@ -113,27 +112,17 @@ class SegmentFiles:
 
     def _open(self, path: str) -> File:
         fd = os.open(path, self._flags | os.O_CLOEXEC)
-        try:
-            memory_align, offset_align = direct_alignment(fd)
-            direct_fd = -1
-            if offset_align:
-                try:
-                    direct_fd = os.open(path, self._flags | os.O_CLOEXEC | os.O_DIRECT)
-                except OSError:
-                    direct_fd = -1
-            file = File(path, fd, direct_fd, memory_align, offset_align)
-            for each in {fd, direct_fd} - {-1}:
-                self._mover.attach(each)
-        except BaseException:
-            os.close(fd)
-            raise
-        return file
+        memory_align, offset_align = direct_alignment(fd)
+        direct_fd = -1
+        if offset_align:
+            with suppress(OSError):
+                direct_fd = os.open(path, self._flags | os.O_CLOEXEC | os.O_DIRECT)
+        return File(path, fd, direct_fd, memory_align, offset_align)
 
     def _close(self, files: Sequence[File]) -> None:
         for file in files:
             del self._files[file.path]
             for fd in {file.fd, file.direct_fd} - {-1}:
-                self._mover.detach(fd)
                 os.close(fd)
 
 
@@ -194,7 +183,7 @@ class Read:
                 sums = self._verify(shape.digest, place.hash, self._first, rows, shape.layer_bytes)
                 wanted = place.sums[self._first : self._first + len(rows)]
                 if not np.array_equal(sums, wanted):
-                    ok[i], bad[i] = False, "corrupt" if readable(place) else "unreadable"
+                    ok[i], bad[i] = False, "corrupt"
         if self._on_bad is not None:
             for i, reason in bad.items():
                 self._on_bad(self._locations[i], reason)
@@ -202,11 +191,11 @@ class Read:
 
 
 class BlockReader:
-    """Reads blocks where a Location tells, in any process. Memory is registered by the caller."""
+    """Reads blocks where a Location tells, in any process."""
 
     def __init__(self, mover: Mover, files: SegmentFiles | None = None) -> None:
         self._mover = mover
-        self._files = SegmentFiles(mover) if files is None else files
+        self._files = SegmentFiles() if files is None else files
 
     def read(
         self,
@@ -293,12 +282,10 @@ def plan_pieces(
     return blocks, flat[first], payload_offsets[blocks] + layers[first] * layer_bytes, lengths
 
 
-def readable(place: Location) -> bool:
-    """Whether the disk gives the payload at all: NIXL's Linux AIO reads fail silently."""
-    with suppress(OSError), open(place.path, "rb") as file:
-        file.seek(place.payload_offset)
-        return len(file.read(place.shape.payload_bytes)) == place.shape.payload_bytes
-    return False
+def page_memory(length: int) -> tuple[np.ndarray, int]:
+    """Zeroed, page-aligned memory: u8 (at least length,) and its address."""
+    memory = np.frombuffer(mmap.mmap(-1, max(1, length)), np.uint8)
+    return memory, memory.ctypes.data
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""What the object tier knows: which objects there are, and which blocks are in them. No I/O.
+"""Which objects exist, and which blocks are in them. In memory, no I/O.
 
-Several objects may hold one block, since clusters that share a bucket do not wait for each other:
-any of them will do, and the block is gone with the last.
+Several objects may hold the same block, since clusters that share a bucket do not wait for each
+other. Any of them serves a read. The block is gone when the last one is.
 """
 
 from __future__ import annotations

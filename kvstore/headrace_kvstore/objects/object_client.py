@@ -16,7 +16,7 @@ import builtins
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 LIST_CHUNK = 1000
 CONNECT_S = 3.0
@@ -45,28 +45,8 @@ class Listed(NamedTuple):
     modified_s: float
 
 
-class ObjectClient(Protocol):
-    """Names are below the prefix that the client was made for. Everything raises ObjectError."""
-
-    def list(self) -> Iterator[Listed]:
-        """All objects."""
-        ...
-
-    def get(self, name: str, offset: int, length: int) -> memoryview:
-        """These bytes, or as many of them as there are."""
-        ...
-
-    def put(self, name: str, data: memoryview) -> None:
-        """Make an object, whole or not at all."""
-        ...
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error."""
-        ...
-
-
 class StoreClient:
-    """obstore below one URL. Thread-safe.
+    """obstore below one URL; names are relative to it. Thread-safe. Requests raise ObjectError.
 
     Args:
         url: such as `s3://bucket/prefix`. Credentials, region and endpoint come from the usual
@@ -102,7 +82,7 @@ class StoreClient:
             raise ValueError(f"{url}: {str(error).splitlines()[0]}") from error
 
     def list(self) -> Iterator[Listed]:
-        """As `ObjectClient`."""
+        """All objects."""
         try:
             for chunk in self._store.list(chunk_size=LIST_CHUNK):
                 for meta in chunk:
@@ -112,21 +92,21 @@ class StoreClient:
             raise named(error) from error
 
     def get(self, name: str, offset: int, length: int) -> memoryview:
-        """As `ObjectClient`."""
+        """These bytes, or as many of them as there are."""
         try:
             return memoryview(self._store.get_range(name, start=offset, length=length))
         except Exception as error:
             raise named(error) from error
 
     def put(self, name: str, data: memoryview) -> None:
-        """As `ObjectClient`."""
+        """Make an object, whole or not at all."""
         try:
             self._store.put(name, data, use_multipart=False)
         except Exception as error:
             raise named(error) from error
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `ObjectClient`."""
+        """Remove objects; those that are not there are no error."""
         try:
             self._store.delete(builtins.list(names))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Blocks in memory to the bytes of an object."""
+"""Copies blocks from memory into the bytes of an object."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace_kvstore.checksum import block_seed, copy_sum, layer_seeds
-from headrace_kvstore.nvme.nvme_tier import Save
-from headrace_kvstore.nvme.record import Block, Shape, padded
+from headrace_kvstore.nvme.record import Block, Save, Shape, padded
 from headrace_kvstore.objects.object_format import ObjectName, pack_headers
 
 

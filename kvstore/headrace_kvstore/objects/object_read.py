@@ -1,8 +1,9 @@
-"""Blocks on their way from objects into memory.
+"""Reads blocks from objects into memory.
 
-Adjacent blocks of one object come with one request, a *run*. Its answer lands in memory of its own
-and is copied from there to where it is wanted, in the same pass that sums it. So whoever waits may
-give up at any time: a run that has not begun to copy by then never touches the caller's memory.
+Adjacent blocks of one object come with one request, a *run*. The answer lands in memory of its
+own. From there it is copied to its destination in the same pass that computes its checksums. So
+a caller may give up at any time: a run that has not begun to copy never touches the caller's
+memory.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The object tier: KV blocks below a prefix of an object store, shared by whoever may read it.
+"""The object tier: KV blocks below a prefix of an object store, shared by everyone who may read it.
 
-What is there is learned from a listing and from the headers of each new object, at the start and
-every `refresh_s`; so blocks that another cluster wrote are found, and those that somebody removed
-are forgotten. Blocks are written several to an object, which appears whole or not at all. What was
-written under this tier's writer name stays within `size_bytes`, the objects unused longest go
-first; nobody else's are ever removed.
+The tier lists the store at the start and every `refresh_s`, and reads the headers of new objects.
+So it finds blocks that another cluster wrote and forgets those that were removed. Several blocks
+are written as one object, which appears whole or not at all. Objects under this tier's writer name
+stay within `size_bytes`; the least recently used are removed first. Objects of others are never
+removed.
 
-Nothing here raises into a request. A missing object, a flipped byte, an endpoint that refuses,
-hangs or is gone are misses, each counted under a name. After failures in a row a circuit breaker
-stops reads, or writes, and lets single tries through until one works: with read-only credentials
-the tier reads.
+No error reaches a request. A missing object, a flipped byte, an endpoint that refuses, hangs or is
+gone are misses, each counted by name. After failures in a row a circuit breaker stops reads, or
+writes, and lets single tries through until one works. With read-only credentials the tier reads.
 
-Whoever can write below the prefix is trusted: checksums find damage, not forgery.
+Everyone who can write below the prefix is trusted: checksums find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.nvme_tier import Save, TierEvent
-from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.record import Save, Shape, TierEvent
 from headrace_kvstore.objects.object_catalog import Bundle, ObjectCatalog, Place
-from headrace_kvstore.objects.object_client import Listed, ObjectClient, ObjectError
+from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName, unpack_headers
 from headrace_kvstore.objects.object_pack import Packed, pack_blocks
 from headrace_kvstore.objects.object_read import RUN_BYTES, ObjectRead, copy_verified
-from headrace_kvstore.objects.workers import Workers
+from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -66,7 +64,7 @@ class ObjectTier:
 
     def __init__(
         self,
-        client: ObjectClient,
+        client: StoreClient,
         writer: str,
         size_bytes: int,
         *,
@@ -97,7 +95,6 @@ class ObjectTier:
 
     def start(self) -> ObjectTier:
         """Begin to list in the background, and to take requests."""
-        self._workers.start()
         self._keeper.start()
         return self
 
@@ -410,7 +407,7 @@ class ObjectTier:
             self._tell(TierEvent(True, bundle.digest, block_hash, reason))
 
     def _forget(self, name: str, reason: str, ignore: bool = True) -> None:
-        """An object is gone, or of no use: then it is not read again while it is listed."""
+        """Forget an object. With `ignore` it is not read again while it is listed."""
         with self._lock:
             bundle = self._catalog.bundles.get(name)
             gone = self._catalog.remove(name)

@@ -1,1 +1,1 @@
-"""Blocks of other nodes: leased from their owner, read one-sided over NIXL into this arena."""
+"""Pulls blocks from other nodes: leased by their owner, read one-sided over NIXL."""

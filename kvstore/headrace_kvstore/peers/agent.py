@@ -1,13 +1,13 @@
 """One NIXL agent with UCX on one thread: lets peers read a piece of memory, and reads theirs.
 
-NIXL's own progress thread never sleeps, so it is off, and this thread polls instead, while
-something is on its way or while somebody may be reading (`serving`), and sleeps otherwise. Reads
-through shared memory (UCX's CMA) are done within the call that posts them and need nothing of the
-owner but the first connection; over TCP the owner has a part in each.
+NIXL's own progress thread never sleeps, so it is switched off. This thread polls while a transfer
+is in flight or a peer may be reading (`serving`), and sleeps otherwise. Reads through shared
+memory (UCX's CMA) finish within the call that posts them. They need the owner for the first
+connection only. Over TCP the owner takes part in each read.
 
-What is in flight cannot be taken back. A read that takes too long has its connection cut, and is
-over only once UCX has given it up; until then its memory may still be written to. NIXL gives up a
-connection whose peer has died with an error on whatever touches it next, and forgets the peer.
+A read in flight cannot be cancelled. If it takes too long, its connection is cut; the read ends
+when UCX gives it up, and its memory may be written to until then. When a peer dies, NIXL reports
+an error at the next use of the connection and forgets the peer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Who holds which KV blocks, by node and medium, as the nodes' event streams tell.
+"""Which node holds which KV blocks, by medium, learned from the nodes' event streams. Pure.
 
 Each node numbers its batches of events from 0 (see `events.py`). A batch that begins with
-`AllBlocksCleared` is a node's whole state and is taken under any number; another one is taken if it
-is the next, skipped if it is older, and refused if batches before it are missing: then the caller
-has the node replay from `wanted`. A node that was restarted numbers anew; who learns of that (by
-its generation, not by its numbers) calls `drop`. Pure. One thread may change it while others look:
-these see a batch in part at worst, and no look waits for a node's whole state to be taken.
+`AllBlocksCleared` is the node's whole state and is always applied. Any other batch is applied if
+it is the next one, skipped if it is older, and refused if a batch before it is missing. The caller
+then has the node replay from `wanted`. A restarted node starts again at 0; the caller learns of
+that from its generation and calls `drop`.
+
+One thread may write while others read. A reader sees part of a batch at worst, and never waits.
 """
 
 from __future__ import annotations

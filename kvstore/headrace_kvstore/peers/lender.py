@@ -1,11 +1,11 @@
-"""The owner's side: lends blocks of its arena to peers, for a time, and tells where they are.
+"""The owner's side of a pull: leases blocks of its arena to peers, and says where they lie.
 
-A lease is the arena's own, so eviction passes the blocks by until it is released or runs out. What
-is on NVMe only is brought into DRAM first; the answer then waits for that. Peers may hold no more
-than LENT_SHARE of the arena at once: what goes beyond is refused, and they compute it.
+A lease is an arena lease: blocks are not evicted until it is released or expires. Blocks that only
+NVMe has are brought into DRAM first, and the answer waits for that. Peers may lease at most
+LENT_SHARE of the arena at once; further requests are refused, and the peer computes.
 
-A block that did not verify at its reader is looked at here: if it is wrong here too, it is dropped,
-else the way there was to blame.
+When a block does not verify at the reader, the owner checks its own copy. If that is wrong too,
+the block is dropped. Otherwise the transfer was at fault.
 """
 
 from __future__ import annotations

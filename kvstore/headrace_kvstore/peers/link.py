@@ -1,10 +1,10 @@
-"""This node's line to one peer: who it is, whether it answers, what it holds, what it is asked.
+"""This node's connection to one peer: its identity, its health, its blocks, and requests to it.
 
-Sockets are used on the thread of `Peers` only; what others have to send waits in `outbox`. A peer
-is greeted every `HELLO_S`; its answer names its generation, its memory and the ports of its events.
-A new generation is a new peer under the same address: what was known of the old one is dropped.
-Events that were missed are replayed; the number of batches in each answer tells of those that
-nothing came after. What is new on its board is fetched every `BOARD_S`, `BOARD_BYTES` at a time.
+Only the thread of `Peers` uses the sockets; other threads put requests into `outbox`. The peer
+is greeted every `HELLO_S`. Its answer names its generation, its memory and its event ports. A
+new generation means a new peer under the same address, and everything known of the old one is
+dropped. Each answer also says how many batches of events there were, so that missed ones are
+replayed. New notes on its board are fetched every `BOARD_S`, `BOARD_BYTES` at a time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 import zmq
 
 from headrace_kvstore.breaker import Breaker
+from headrace_kvstore.fitting import LinearTime
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.agent import PullError
 from headrace_kvstore.peers.directory import Directory
 from headrace_kvstore.peers.messages import Failed, Hello, Leased, Notes, Welcome
-from headrace_kvstore.peers.pull_price import PullCost
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.events import EventBatch
@@ -79,7 +79,7 @@ class Link:
         self.reason = "not answered yet"
         self.welcome: Welcome | None = None
         self.breaker = Breaker(FAILURES, pause_s, LONGEST * pause_s)
-        self.costs: dict[str, PullCost] = {}
+        self.costs: dict[str, LinearTime] = {}
         self.counts: Counter[str] = Counter()
         self.outbox: deque[tuple[wire.Message, Future[Any] | None, float]] = deque()
         self._asked: dict[int, _Asked] = {}
@@ -100,7 +100,7 @@ class Link:
         return [s for s in (self._line, self._events, self._replay) if s is not None]
 
     def turn(self) -> None:
-        """Send what waits, read what has come, greet, and see what is overdue."""
+        """Send the outbox, read all answers, greet the peer, and end overdue requests."""
         while self.outbox:
             body, answer, until_s = self.outbox.popleft()
             if answer is None:
@@ -141,7 +141,7 @@ class Link:
         self._hello_at_s = 0.0
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._go_down("closed")
         while self.outbox:
             _, answer, _ = self.outbox.popleft()

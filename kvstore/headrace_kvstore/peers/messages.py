@@ -1,13 +1,13 @@
-"""What two nodes say to each other: framed as `wire` frames what engines say, over TCP.
+"""The messages between two nodes, over TCP, framed as `wire` frames those of engines.
 
     Hello  -> Welcome      who are you, and how is your memory read
-    Lease  -> Leased       keep these blocks for me, and tell where they are
-    Release                done; these were not right
-    ReadNotes -> Notes     what is new on your board (`board`) that was not brought from others'
+    Lease  -> Leased       keep these blocks for me, and say where they lie
+    Release                done; these blocks did not verify
+    ReadNotes -> Notes     new notes of your board (`board`), except those from other boards
 
-Only numbers, names and hashes travel, no pickle. Memory is named by addresses within the memory
-that the owner's NIXL agent has registered; the agent's metadata is NIXL's own binary form. Whoever
-reaches the port can read KV: it belongs on a network of the cluster's own.
+Messages hold numbers, names and hashes, no pickle. Addresses lie within the memory that the
+owner's NIXL agent has registered. The agent's metadata is NIXL's own binary form. Anyone who
+reaches the port can read KV, so it belongs on a network of the cluster's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace_kvstore.protocol.wire import (
     Notes,
     ReadNotes,
     WireError,
-    open_frame,
+    frame_decoder,
 )
 
 MAX_BLOCKS = 4096
@@ -98,20 +98,10 @@ class Leased(Message):
 
 PeerReply = Welcome | Leased | Notes | Failed
 
-_requests = msgspec.msgpack.Decoder(PeerRequest)
-_replies = msgspec.msgpack.Decoder(PeerReply)
-
-
-def decode_request(frame: bytes) -> tuple[int, PeerRequest]:
-    """Id and body of a frame that a reader sent. Raises WireError."""
-    id, body = open_frame(frame, _requests)
-    return id, body
-
-
-def decode_reply(frame: bytes) -> tuple[int, PeerReply]:
-    """Id and body of a frame that an owner sent. Raises WireError."""
-    id, body = open_frame(frame, _replies)
-    return id, body
+decode_request = frame_decoder(PeerRequest)
+"""Id and body of a frame that a reader sent. Raises WireError."""
+decode_reply = frame_decoder(PeerReply)
+"""Id and body of a frame that an owner sent. Raises WireError."""
 
 
 __all__ = ["Failed", "WireError", "decode_reply", "decode_request"]

@@ -1,7 +1,7 @@
-"""Peers as a `Source` of the prefetcher: leased at their owner, read into this node's arena.
+"""Peers as a `Source` of the prefetcher: their owner leases blocks, this node reads them.
 
-Each batch goes to the peer that holds most of its leading blocks, the cheapest of equals. A pull
-ends well before its lease; what arrives later, or does not verify, is a miss.
+Each batch goes to the peer that holds the longest leading run, or to the cheapest of equals. A
+pull ends well before its lease. A block that arrives later, or does not verify, is a miss.
 """
 
 from __future__ import annotations

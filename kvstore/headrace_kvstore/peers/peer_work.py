@@ -1,7 +1,6 @@
-"""What a node does with its peers on one arena: lends its blocks, and pulls theirs.
+"""A node's work with its peers on one arena: lending its blocks, and pulling theirs.
 
-An arena that is replaced gets another agent and another generation, so that nobody reads the old
-one's addresses.
+A new arena gets a new agent and a new generation, so that no peer reads addresses of the old one.
 """
 
 from __future__ import annotations

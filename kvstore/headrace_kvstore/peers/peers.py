@@ -1,4 +1,4 @@
-"""The peers of a node: a line to each on one thread, what they hold, and which to pull from."""
+"""A node's peers: one thread talks to all of them, knows what they hold, and whom to pull from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace_kvstore.peers.agent import PullError
 from headrace_kvstore.peers.directory import Directory
 from headrace_kvstore.peers.link import RETRY_S, Link
 from headrace_kvstore.peers.messages import Lease, Leased, Welcome
-from headrace_kvstore.peers.pull_price import PullCost, Run
+from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.events import DRAM, NVME
@@ -58,8 +58,8 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="kv-peers", daemon=True)
         self._thread.start()
 
-    def add(self, address: str) -> int:
-        """Pull from this node too; how many there are now. Raises ValueError."""
+    def add(self, address: str) -> None:
+        """Pull from this node too. Raises ValueError."""
         if not is_address(address):
             raise ValueError(f"{address!r} is no address of a node; give HOST:PORT")
         with self._lock:
@@ -69,16 +69,14 @@ class Peers:
                     *(self._is_own, self._pause_s),
                 )
             self._ring()
-            return len(self._links)
 
-    def remove(self, address: str) -> int:
-        """Pull from it no more; how many there are now."""
+    def remove(self, address: str) -> None:
+        """Stop pulling from it."""
         with self._lock:
             link = self._links.pop(address, None)
             if link is not None:
                 self._leaving.append(link)
             self._ring()
-            return len(self._links)
 
     def addresses(self) -> set[str]:
         """All that there are now."""
@@ -96,7 +94,7 @@ class Peers:
             found = self._directory.leading(address, digest, hashes, MEDIA)
             if found:
                 parts = tuple(
-                    (medium, sum(1 for _ in run), link.costs.setdefault(medium, PullCost()))
+                    (medium, sum(1 for _ in run), link.costs.setdefault(medium, pull_cost()))
                     for medium, run in groupby(found)
                 )
                 runs.append(Run(address, parts))
@@ -125,7 +123,7 @@ class Peers:
         return answer
 
     def tell(self, address: str, body: wire.Message) -> None:
-        """Say something that has no answer."""
+        """Send a message that has no answer."""
         with self._lock:
             link = self._links.get(address)
             if link is not None:
@@ -139,7 +137,7 @@ class Peers:
             if link is not None:
                 link.breaker.success()
                 if size_bytes:
-                    link.costs.setdefault(medium, PullCost()).observe(size_bytes, seconds)
+                    link.costs.setdefault(medium, pull_cost()).observe(size_bytes, seconds)
                 link.counts["pulled_bytes"] += size_bytes
 
     def failed(self, address: str, word: str) -> None:
@@ -169,7 +167,7 @@ class Peers:
             }
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Hang up everywhere."""
+        """Disconnect from all peers."""
         self._stop.set()
         self._ring()
         self._thread.join(timeout_s)

@@ -17,54 +17,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FORGET = 0.9
-"""Weight of what was known when a new measurement comes."""
+from headrace_kvstore.fitting import LinearTime
+
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 2e-3, 1e9
-"""Assumed before the first pull, with the weight of one."""
+"""Assumed before the first pull."""
 
 
-class LineFit:
-    """seconds = fixed_s + amount * each_s, by least squares that forget; neither is negative.
-
-    Normal equations of weighted least squares with exponential forgetting; while all amounts are
-    alike the fixed part stays what it was.
-    """
-
-    def __init__(self, fixed_s: float, each_s: float, amount: float) -> None:
-        self.fixed_s, self.each_s = fixed_s, each_s
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        for at in (0.0, amount):
-            self._add(at, fixed_s + at * each_s)
-
-    def observe(self, amount: float, seconds: float) -> None:
-        """Learn from one measurement."""
-        for name in ("_n", "_x", "_y", "_xx", "_xy"):
-            setattr(self, name, FORGET * getattr(self, name))
-        self._add(amount, seconds)
-        spread = self._n * self._xx - self._x * self._x
-        if spread > 1e-6 * self._n * self._xx:
-            self.each_s = max(0.0, (self._n * self._xy - self._x * self._y) / spread)
-            self.fixed_s = max(0.0, (self._y - self.each_s * self._x) / self._n)
-        if self._x and not (self.each_s and self.fixed_s):
-            self.each_s = max(self.each_s, (self._y - self.fixed_s * self._n) / self._x)
-
-    def seconds(self, amount: float) -> float:
-        """Predicted seconds."""
-        return self.fixed_s + amount * self.each_s
-
-    def _add(self, amount: float, seconds: float) -> None:
-        self._n += 1
-        self._x += amount
-        self._y += seconds
-        self._xx += amount * amount
-        self._xy += amount * seconds
-
-
-class PullCost(LineFit):
-    """Seconds of pulling bytes from one peer's medium."""
-
-    def __init__(self) -> None:
-        super().__init__(FIRST_LATENCY_S, 1 / FIRST_BYTES_PER_S, 2**26)
+def pull_cost(
+    latency_s: float = FIRST_LATENCY_S, bytes_per_s: float = FIRST_BYTES_PER_S
+) -> LinearTime:
+    """Seconds of pulling bytes from one medium, as assumed before the first pull. Each part may be
+    25 times as much."""
+    each_s = 1.0 / bytes_per_s
+    return LinearTime(latency_s, each_s, 25 * latency_s, 25 * each_s, unit=2**26)
 
 
 class Choice(NamedTuple):
@@ -80,7 +45,7 @@ class Run:
     """The leading blocks that one peer holds, by medium, with the seconds that pulling takes."""
 
     peer: str
-    media: tuple[tuple[str, int, LineFit], ...]
+    media: tuple[tuple[str, int, LinearTime], ...]
     """(medium, blocks, cost), in the order of the run."""
 
     @property

@@ -1,4 +1,4 @@
-"""Several agents over the same memory that share what is read from peers: the idlest reads next."""
+"""Several NIXL agents over the same memory: each read goes to the agent with the fewest bytes."""
 
 from __future__ import annotations
 

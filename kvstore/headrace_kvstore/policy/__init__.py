@@ -1,19 +1,17 @@
-"""Eviction and admission policies over the slot table; `base.Policy` says what one is."""
+"""Which blocks a store gives up for new ones, and which new ones are worth storing.
+
+`base.Policy` is the interface. `LRU` and `CostAware` implement it. LFU, S3-FIFO and priorities are
+measured beside them in `benchmarks/kvpolicy`; `CostAware` saves more than each at every size.
+"""
 
 from headrace_kvstore.policy.base import Policy, block_keys, evictable, parent_keys, slot_keys
 from headrace_kvstore.policy.cost_aware import CostAware
-from headrace_kvstore.policy.frequency import LFU
-from headrace_kvstore.policy.priority import Priority
 from headrace_kvstore.policy.recency import LRU
-from headrace_kvstore.policy.s3fifo import S3FIFO
 
 __all__ = [
-    "LFU",
     "LRU",
-    "S3FIFO",
     "CostAware",
     "Policy",
-    "Priority",
     "block_keys",
     "evictable",
     "parent_keys",

@@ -1,13 +1,13 @@
-"""What an eviction policy is: which slots of a table to give up next, and what it may look at.
+"""What an eviction policy is: which slots of a table to give up next, and what it may read.
 
-A policy reads the slot table (`table.SLOT`) and arrays of its own that it is handed; it reads no
-clock, does no I/O and starts no thread, so every process that maps the arena can evict, and the
-simulator replays the code that production runs. Its caller sees to it that one process at a time is
-inside (`shared.SharedPolicy`).
+A policy reads the slot table (`table.SLOT`) and arrays of its own. It reads no clock, does no I/O
+and starts no thread, so every process that maps the arena can evict, and the simulator replays the
+code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
 
-A prompt's life, as a policy sees it: `prompt` (its block keys are known), `touched` for the run of
-blocks that was found, `admit` for the rest (what is worth writing), `touched` again for the blocks
-that were written. When room is short: `choose`, then `given_up` for those that really go.
+The calls for one prompt, in order: `prompt` (its block keys are known), `touched` for the leading
+blocks that were found, `admit` for the rest (which are worth writing), `touched` again for the
+blocks that were written. When room is short: `choose`, then `given_up` for the slots that are
+really evicted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,12 @@ def block_keys(namespace: NDArray[np.uint16] | int, head: NDArray[np.uint64]) ->
 def slot_keys(table: Table, namespace: int | None = None) -> Keys:
     """`block_keys` of every slot; of the given namespace's row instead of the slots' own."""
     owner = table["namespace"] if namespace is None else namespace
-    return block_keys(owner, table.getfield(np.dtype("<u8"), _HASH_OFFSET))
+    return block_keys(owner, hash_words(table))
+
+
+def hash_words(table: Table) -> NDArray[np.uint64]:
+    """The first 8 bytes of each slot's block hash, as `parent` names it."""
+    return np.asarray(table.getfield(np.dtype("<u8"), _HASH_OFFSET))
 
 
 def parent_keys(table: Table) -> Keys:

@@ -1,7 +1,7 @@
-"""What a KV block costs to compute where it stands, and to load: what the policies weigh.
+"""Predicted seconds to compute a KV block at its depth, and to load it. Pure.
 
-Whoever measures an engine's steps and loads predicts both; until something was measured, a block
-is taken to load at `PRIOR_BYTES_S` and to take `PRIOR_RATIO` as long to compute. Pure.
+The engine's fitted models predict both. Until something is measured, a block is taken to load at
+`PRIOR_BYTES_S` and to take `PRIOR_RATIO` times as long to compute.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What a block on disk is worth keeping, and what is worth writing there.
+"""Which blocks a disk keeps, and which are worth writing to it. Pure.
 
 For a block b of a tier that loads it in load_s,
 
     worth(b) = rate(b) * max(compute_s - load_s, 0)          saved seconds per second of residence
 
-with rate(b) the hits per second that the policy expects (`Policy.rates`). The segment whose blocks
-have the least sum goes.
+with rate(b) the hits per second that the policy expects (`Policy.rates`). When room is short, the
+segment whose blocks have the least sum is removed.
 
-A disk that keeps up writes everything: whether a block is asked for again often shows only after
-DRAM had to let it go, and after a restart only the disk has it. One that does not can write but a
-share of what comes, so it should be the better one: with a backlog beyond `CALM`,
+A disk that keeps up writes everything: often a block is asked for again only after DRAM evicted it,
+and after a restart only the disk has it. A disk that does not keep up can write only a share of
+the blocks, so it should be the better share. With a backlog beyond `CALM`,
 
     write b  if  worth(b) / bytes(b)  >  quantile of the same among the blocks in DRAM, at pressure
 
-where pressure rises from 0 at `CALM` to 1 at a full backlog. Pure.
+where pressure rises from 0 at `CALM` to 1 at a full backlog.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CALM = 0.5
 """Share of the backlog's limit up to which the disk counts as keeping up."""
 
 
-def saved_s(rows: Table, disk_bytes_s: float = DISK_BYTES_S) -> Floats:
+def saved_s(rows: Table) -> Floats:
     """Seconds that loading each block saves against computing it, (n,), at least 0."""
-    load_s = rows["bytes"].astype(np.float64) / disk_bytes_s
+    load_s = rows["bytes"].astype(np.float64) / DISK_BYTES_S
     compute_s = np.where(rows["compute_s"] > 0.0, rows["compute_s"], UNKNOWN_RATIO * load_s)
     return np.maximum(compute_s - load_s, 0.0)
 
 
-def worth_keeping(rows: Table, rate: Floats, disk_bytes_s: float = DISK_BYTES_S) -> Floats:
+def worth_keeping(rows: Table, rate: Floats) -> Floats:
     """Predicted seconds saved per second of residence, (n,). rate: hits per second, (n,)."""
-    return rate * saved_s(rows, disk_bytes_s)
+    return rate * saved_s(rows)
 
 
 def pressure(backlog: float) -> float:

@@ -1,9 +1,9 @@
-"""One policy for all processes of a node: which one, where its state lies, and who is inside.
+"""One policy for all processes of a machine: which one, where its state is, and who may use it.
 
-The arena's maker decides; its choice stands in the arena's header, so that whoever maps the arena
-evicts by the same policy over the same state. One process at a time is inside, under a lock that
-the kernel takes back from the dead. The state's first word is 1 meanwhile: who finds it so repairs
-the state before use, so whatever a process left that died inside is harmless.
+The process that creates the arena chooses the policy. The choice is in the arena's header, so every
+process evicts by the same policy over the same state. One process at a time uses it, under a lock
+that the kernel releases when its holder dies. Meanwhile the state's first word is 1. A process that
+finds it so on entry repairs the state, so a death inside harms nothing.
 
     state = [inside: u64][7 words unused][the policy's own record]
 """
@@ -15,17 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
 
 from headrace_kvstore.policy.base import Policy, Table
 from headrace_kvstore.policy.cost_aware import CostAware, history_blocks, state_dtype
-from headrace_kvstore.policy.frequency import LFU
-from headrace_kvstore.policy.priority import Priority
 from headrace_kvstore.policy.recency import LRU
-from headrace_kvstore.policy.s3fifo import S3FIFO
-from headrace_kvstore.policy.s3fifo import STATE as S3FIFO_SLOT
 from headrace_kvstore.table import READY, SLOT
 
 logger = logging.getLogger("headrace.kvstore")
@@ -36,59 +31,30 @@ MOST_OF_STORE = 1 / 8
 """Share of a store that a policy's state may take; where it would be more, LRU decides."""
 
 
-class Kind(NamedTuple):
-    """A policy that a store may have. `code` stands in the arena's header and never changes."""
+KINDS = {"lru": 0, "cost-aware": 4}
+"""Codes by the name that settings give. They stand in arenas' headers and never change."""
 
-    code: int
-    record: Callable[[int, int], np.dtype] | None
-    """(slots, bytes of the store) -> dtype of its state; None for a policy without."""
-    make: Callable[[np.ndarray], Policy]
-    """From its state: one record of that dtype, shape (1,)."""
+NAMES = {code: name for name, code in KINDS.items()}
 
 
-def _s3fifo_dtype(slots: int) -> np.dtype:
-    fields = [("slots", S3FIFO_SLOT, (slots,)), ("ghosts", "u8", (max(1, slots),))]
-    return np.dtype([*fields, ("clock", "i8", (1,))], align=True)
-
-
-def _cost_aware_dtype(slots: int, size_bytes: int) -> np.dtype:
+def _record(slots: int, size_bytes: int) -> np.dtype:
+    """What `CostAware` remembers beside a store of `size_bytes` with `slots` slots."""
     blocks = history_blocks(size_bytes)
     return state_dtype(slots, max(1, blocks // 4), blocks)
 
 
-KINDS = {
-    "lru": Kind(0, None, lambda state: LRU()),
-    "lfu": Kind(
-        1,
-        lambda slots, size: np.dtype([("since_s", "f8", (slots,))]),
-        lambda state: LFU(state[0]["since_s"]),
-    ),
-    "s3-fifo": Kind(
-        2,
-        lambda slots, size: _s3fifo_dtype(slots),
-        lambda state: S3FIFO(state[0]["slots"], state[0]["ghosts"], state[0]["clock"]),
-    ),
-    "priority": Kind(3, None, lambda state: Priority()),
-    "cost-aware": Kind(4, _cost_aware_dtype, CostAware),
-}
-"""By the name that settings give."""
-
-NAMES = {kind.code: name for name, kind in KINDS.items()}
-
-
 def state_bytes(name: str, slots: int, size_bytes: int) -> int:
-    """What a policy's state takes beside a store of `size_bytes` with `slots` slots."""
-    record = KINDS[name].record
-    return 0 if record is None else HEAD_BYTES + record(slots, size_bytes).itemsize
+    """Bytes of a policy's state beside a store of `size_bytes` with `slots` slots."""
+    return 0 if name == "lru" else HEAD_BYTES + _record(slots, size_bytes).itemsize
 
 
 def affordable(name: str, slots: int, size_bytes: int) -> str:
     """The policy of that name, or LRU where its state would take too much of so small a store.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
     if name not in KINDS:
-        raise ValueError(f"policy: {name!r} is none; give one of {', '.join(KINDS)}")
+        raise ValueError(f"policy: {name!r} is unknown; give one of {', '.join(KINDS)}")
     if state_bytes(name, slots, size_bytes) <= MOST_OF_STORE * size_bytes:
         return name
     logger.warning("a store of %d bytes is too small for %s; LRU evicts", size_bytes, name)
@@ -122,18 +88,15 @@ class SharedPolicy:
         if len(state) != state_bytes(name, len(table), size_bytes):
             logger.warning("the state of policy %s is of another version; LRU evicts", name)
             name = "lru"
-        kind = KINDS[name]
-        self.name = name
-        self.lock = lock
+        self.name, self.lock = name, lock
         self._table, self._clock = table, clock
         self._inside: np.ndarray | None = None
-        if kind.record is None:
-            self.policy = kind.make(np.zeros(0))
-            return
-        self._inside = state[:8].view(np.uint64)
-        dtype = kind.record(len(table), size_bytes)
-        with self.lock:  # nobody is inside while a new policy sets up its state
-            self.policy = kind.make(state[HEAD_BYTES : HEAD_BYTES + dtype.itemsize].view(dtype))
+        self.policy: Policy = LRU()
+        if name != "lru":
+            self._inside = state[:8].view(np.uint64)
+            record = state[HEAD_BYTES:].view(_record(len(table), size_bytes))
+            with self.lock:  # nobody is inside while a new policy sets up its state
+                self.policy = CostAware(record)
 
     @property
     def learns(self) -> bool:
@@ -165,12 +128,11 @@ class SharedPolicy:
 
 
 def warm(name: str) -> None:
-    """Compile what the policy needs, on a store of its own: nobody shall compile in the section."""
+    """Compile what the policy needs, on a table of its own: nobody may compile in the section."""
     table = np.zeros(2, SLOT)
     table["state"], table["bytes"] = READY, 1.0
     table["hash"][1] = (1).to_bytes(32, "little")
-    record = KINDS[name].record
-    policy = KINDS[name].make(np.zeros(1, record(2, 0)) if record is not None else np.zeros(0))
+    policy = LRU() if name == "lru" else CostAware(np.zeros(1, _record(2, 0)))
     keys = np.array([1, 2], np.uint64)
     ticket = policy.prompt(keys, 0.0)
     policy.ticket(keys)
@@ -178,6 +140,3 @@ def warm(name: str) -> None:
     policy.given_up(table, policy.choose(table, 1.0, 1))
     policy.rates(keys, table, 1.0)
     policy.repair(table, 1.0)
-
-
-__all__ = ["DEFAULT", "KINDS", "NAMES", "SharedPolicy", "affordable", "state_bytes", "warm"]

@@ -1,1 +1,1 @@
-"""What the processes of one machine say to its StoreNode, and the events that it publishes."""
+"""The messages between a machine's processes and its StoreNode, and its events."""

@@ -1,18 +1,16 @@
-"""Notes that processes leave for each other on one machine's board, and which of them it keeps.
+"""A board of notes that processes of one machine leave for each other, and which notes it keeps.
 
-A *note* is bytes that mean nothing here. Its writer numbers what it has to say within a stream; a
-note that goes no further than what the board has of that writer and stream is not taken again, so
-whoever is in doubt posts twice. Readers go through the board in the order in which notes came,
-hence through each writer's stream in its own.
+A *note* is bytes that the board does not interpret. Its writer numbers the notes of each stream.
+The board refuses a note whose number is not above the last one of that writer and stream, so
+posting a note twice is safe. Readers get notes in the order of their arrival, and so each writer's
+stream in its own order.
 
-When the board is full the oldest note of the stream that holds most goes, whoever wrote it, and
-of two that hold as much the older note: a stream that says little is never displaced by one that
-says much.
+A full board evicts the oldest note of the largest stream, whoever wrote it; of two streams of
+equal size, the older note. So a busy stream never displaces a quiet one.
 
-A restarted node's board is empty and has another *generation*. Every answer names it, so that
-readers begin again at its start, and writers post what they still have: from the beginning, since
-the board would take nothing that is behind what it has already. So whoever posts says which
-generation that is for.
+A restarted node has an empty board with a new *generation*. Every answer names the generation.
+When it changes, readers start from the beginning, and writers post again what they still have. A
+writer names the generation that it posts for, since posts in the wrong order would be refused.
 """
 
 from __future__ import annotations

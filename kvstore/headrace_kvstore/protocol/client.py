@@ -1,56 +1,62 @@
-"""An engine's line to its node's StoreNode: asks without waiting, and does without a dead node.
+"""Client of a machine's StoreNode. Any thread may ask, and no call blocks.
 
-No call blocks or raises. Each `ask_locate` gets an answer through `poll`: the node's, or "nothing"
-once the node is known to be absent or has not answered within `timeout_s`. Then the line is *down*:
-asking costs a look at the clock, and every `retry_s` a ping finds out whether a node is there
-again. No request is sent before that ping was answered, so none waits for a node that is not known
-to live.
+`ask` returns a future; a thread of the client sends and receives. A caller that may block waits
+for the future, an event loop wraps it, an engine's step checks whether it is done. Every future
+ends: with the node's reply, or with `NodeAway` if there is no node or it does not answer within
+`timeout_s`. The client then does not try again for `retry_s`; asking meanwhile costs one look at
+the clock.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections import Counter, deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import zmq
 
-from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 
-LINE_QUEUE = 1000
-"""Messages that may wait for a node that does not read; more are not sent."""
+MOST_WAITING = 1000
+"""Requests that wait for the thread or the node, at most; more are refused."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Where the leading blocks of an `ask_locate` lie; none if the node has none or is away."""
-
-    request_key: str
-    locations: list[Location]
+class NodeAway(TimeoutError):
+    """No node is there, or it does not answer in time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class _Asked:
-    request_key: str
-    digest: bytes
-    hashes: list[bytes]
-    until_s: float
-    found: list[Location] | None = None
-    """Said already, while a peer's blocks are being pulled into DRAM."""
+    request: wire.Request
+    wants_reply: bool
+    answer: Future[wire.Reply] = field(default_factory=Future)
+    until_s: float = math.inf
+    found: wire.Located | None = None
+    """The first part of the answer, while blocks behind it are being pulled into DRAM."""
+
+    def settle(self, reply: wire.Reply | NodeAway) -> None:
+        if self.found is not None and isinstance(reply, NodeAway):
+            self.answer.set_result(self.found)
+        elif isinstance(reply, NodeAway):
+            self.answer.set_exception(reply)
+        else:
+            self.answer.set_result(reply)
 
 
 class NodeClient:
-    """Thread-safe. One process: a forked child makes its own.
+    """Thread-safe. The thread starts with the first request. A forked child makes its own client.
 
     Args:
         name: of the arena whose node it is.
-        timeout_s: longest wait for an answer, and for a ping's.
-        retry_s: time between looks for a node that was away.
+        timeout_s: longest wait for an answer.
+        retry_s: for how long a node that was away is not asked.
         socket_folder: where the node's socket is; None for the system's temporary folder.
     """
 
@@ -58,217 +64,172 @@ class NodeClient:
         self,
         name: str,
         *,
-        timeout_s: float = 0.05,
+        timeout_s: float = 1.0,
         retry_s: float = 3.0,
         socket_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.timeout_s, self.retry_s = timeout_s, retry_s
         self._path = wire.socket_path(name, socket_folder)
         self._lock = threading.Lock()
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._state: Literal["up", "trying", "down", "closed"] = "down"
-        self._try_until_s = self._retry_at_s = 0.0
-        self._ping_id = wire.NO_REPLY
-        self._last_id = wire.NO_REPLY
+        self._outbox: deque[_Asked] = deque()
         self._asked: dict[int, _Asked] = {}
-        self._answers: list[Answer] = []
+        self._last_id = wire.NO_REPLY
+        self._away_until_s = 0.0
         self._counts: Counter[str] = Counter()
-        with self._lock:
-            self._turn()
+        self._closed = False
+        self._bell = -1
+        self._socket: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[Any] | None = None
+        self._thread: threading.Thread | None = None
 
-    @property
-    def up(self) -> bool:
-        """Whether a node is known to be there."""
-        with self._lock:
-            self._turn()
-            return self._state == "up"
+    def ask(self, request: wire.Request) -> Future[wire.Reply]:
+        """The node's reply; the future raises `NodeAway` and nothing else.
 
-    def ask_locate(
-        self,
-        request_key: str,
-        digest: bytes,
-        hashes: Sequence[bytes],
-        lease_s: float = 30.0,
-        compute_s: float = 0.0,
-    ) -> None:
-        """Ask which leading blocks can be read from NVMe, and to keep those for `lease_s`.
-
-        If the node has more of them pulled into DRAM from a peer, the answer comes once that is
-        over, or no longer worth waiting for. compute_s: what computing a block takes; 0: unknown.
+        A `Locate` whose blocks are being pulled is answered once that is over, or no longer worth
+        waiting for.
         """
-        with self._lock:
-            self._turn()
-            names = [bytes(name) for name in hashes]
-            lease_s = min(lease_s, wire.MAX_LEASE_S)
-            id = self._send(wire.Locate(request_key, digest, names, lease_s, compute_s), reply=True)
-            if id is None:
-                self._answers.append(Answer(request_key, []))
-            else:
-                until_s = time.monotonic() + self.timeout_s
-                self._asked[id] = _Asked(request_key, digest, names, until_s)
+        asked = _Asked(request, True)
+        asked.answer.set_running_or_notify_cancel()
+        if not self._queue(asked):
+            asked.settle(NodeAway(f"no store node answers at {self._path}"))
+        return asked.answer
 
-    def poll(self) -> list[Answer]:
-        """Answers that have come since the last call."""
-        with self._lock:
-            self._turn()
-            answers, self._answers = self._answers, []
-            return answers
-
-    def prefetch(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> bool:
-        """Have blocks brought into DRAM; False if there is no node to do it."""
-        return self._tell(wire.Prefetch(digest, [bytes(h) for h in hashes], priority))
-
-    def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str = "nvme") -> bool:
-        """Have blocks dropped whose bytes did not verify; False if there is no node to do it."""
-        return self._tell(wire.ReportBad(digest, [bytes(h) for h in hashes], tier))
-
-    def pin(self, digest: bytes, hashes: Sequence[bytes]) -> bool:
-        """Have blocks kept in every tier where they are; False if there is no node to do it."""
-        return self._tell(wire.Pin(digest, [bytes(h) for h in hashes]))
-
-    def unpin(self, digest: bytes, hashes: Sequence[bytes]) -> bool:
-        """Let pinned blocks go again; False if there is no node to do it."""
-        return self._tell(wire.Pin(digest, [bytes(h) for h in hashes], pinned=False))
+    def tell(self, request: wire.Request) -> bool:
+        """Have something done without an answer; False if no node is known to do it."""
+        return self._queue(_Asked(request, False))
 
     def stats(self) -> dict[str, Any]:
-        """JSON-able: the line's state, and counts."""
-        with self._lock:
-            return {"state": self._state, "asked": len(self._asked), **self._counts}
+        """JSON-able counts, and whether the node is away."""
+        away = time.monotonic() < self._away_until_s
+        return {"away": away, "asked": len(self._asked), **self._counts}
 
     def close(self) -> None:
-        """Hang up. Later calls find no node."""
+        """Disconnect. Later requests find no node."""
         with self._lock:
-            self._hang_up()
-            self._state = "closed"
+            before, self._closed = self._closed, True
+            if self._thread is not None and not before:
+                os.eventfd_write(self._bell, 1)
+        if self._thread is None:
+            return
+        self._thread.join()
+
+    def _queue(self, asked: _Asked) -> bool:
+        with self._lock:
+            full = len(self._outbox) + len(self._asked) >= MOST_WAITING
+            if self._closed or full or time.monotonic() < self._away_until_s:
+                self._counts["unsent"] += 1
+                return False
+            if self._thread is None:
+                self._context = zmq.Context()
+                self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._thread = threading.Thread(target=self._run, name="kv-client", daemon=True)
+                self._thread.start()
+            self._outbox.append(asked)
+            os.eventfd_write(self._bell, 1)
+            return True
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wait()
+            while self._outbox:
+                self._send(self._outbox.popleft())
+            self._receive()
+            self._expire()
+        self._go_away("closed")
+        with self._lock:
+            os.close(self._bell)
+        if self._context is not None:
             self._context.term()
 
-    # The lock is held in all that follows.
+    def _wait(self) -> None:
+        """Until something is to be sent, has come, or is overdue."""
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        if self._socket is not None:
+            poller.register(self._socket, zmq.POLLIN)
+        next_s = min((asked.until_s for asked in self._asked.values()), default=math.inf)
+        left_s = next_s - time.monotonic()
+        poller.poll(None if math.isinf(left_s) else max(0, math.ceil(1e3 * left_s)))
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
 
-    def _tell(self, body: wire.Message) -> bool:
-        with self._lock:
-            self._turn()
-            return self._send(body, reply=False) is not None
-
-    def _turn(self) -> None:
-        """Read what has come, and see what is overdue."""
-        if self._state == "closed":
-            return
-        now_s = time.monotonic()
-        if self._state == "down":
-            if now_s < self._retry_at_s:
-                return
-            self._dial(now_s)
-        self._receive()
-        if self._state == "trying":
-            if not self._ping_id:
-                self._ping()
-            if now_s > self._try_until_s:
-                self._go_down(now_s)
-        else:
-            self._give_up(now_s)
-
-    def _give_up(self, now_s: float) -> None:
-        """Wait no longer for what is overdue: for a pull without the node being to blame."""
-        for id, asked in [each for each in self._asked.items() if now_s > each[1].until_s]:
-            if asked.found is None:
-                self._counts["timeouts"] += 1
-                self._go_down(now_s)
-                return
-            self._counts["pull_timeouts"] += 1
-            del self._asked[id]
-            self._answers.append(Answer(asked.request_key, asked.found))
-
-    def _dial(self, now_s: float) -> None:
-        """Look for a node: its socket must be there, and this user's."""
+    def _send(self, asked: _Asked) -> None:
+        self._last_id += asked.wants_reply
+        id = self._last_id if asked.wants_reply else wire.NO_REPLY
+        if asked.wants_reply:
+            asked.until_s = time.monotonic() + self.timeout_s
+            self._asked[id] = asked
         try:
-            ours = self._path.stat().st_uid == os.geteuid()
-        except OSError:
-            ours = False
-        if not ours:
-            self._retry_at_s = now_s + self.retry_s
-            return
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node that is not there
-        self._socket.setsockopt(zmq.SNDHWM, LINE_QUEUE)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        self._socket.connect(f"ipc://{self._path}")
-        self._state, self._try_until_s = "trying", now_s + self.timeout_s
-        self._ping()
+            self._socket = self._socket or self._dial()
+            self._socket.send(wire.encode(id, asked.request), zmq.NOBLOCK)
+        except (OSError, zmq.ZMQError) as error:
+            self._go_away(str(error))
 
-    def _ping(self) -> None:
-        self._ping_id = self._put(wire.Ping(), reply=True) or wire.NO_REPLY
+    def _dial(self) -> zmq.Socket[bytes]:
+        """The node's socket must be there, and this user's."""
+        assert self._context is not None
+        owner = self._path.stat().st_uid
+        if owner != os.geteuid():
+            raise PermissionError(f"belongs to user {owner}")
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node that is not there
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.connect(f"ipc://{self._path}")
+        if not socket.poll(int(1e3 * self.timeout_s), zmq.POLLOUT):
+            socket.close(0)
+            raise ConnectionRefusedError("nobody listens")
+        return socket
 
     def _receive(self) -> None:
         while self._socket is not None:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.ZMQError:
                 return
             try:
-                id, body = wire.decode_reply(frames[-1])
-                self._take(id, body)
-            except wire.WireError:
+                self._take(*wire.decode_reply(frame))
+            except wire.WireError as error:
                 self._counts["unreadable"] += 1
+                self._take(error.id, wire.Failed(str(error)))
 
-    def _take(self, id: int, body: wire.Reply) -> None:
-        if id and id == self._ping_id:
-            if isinstance(body, wire.Done):
-                self._state = "up"
-            else:  # a node of another version
-                self._go_down(time.monotonic())
-            return
-        asked = self._asked.pop(id, None)
+    def _take(self, id: int, reply: wire.Reply) -> None:
+        asked = self._asked.get(id)
         if asked is None:
             return
-        locations: list[Location] = []
-        waits = False
-        try:
-            if isinstance(body, wire.Located):
-                locations = wire.unpack_locations(body, asked.digest, asked.hashes)
-                waits = body.pulling > 0
-        finally:
-            if not waits:
-                self._answers.append(Answer(asked.request_key, locations))
-        if isinstance(body, wire.Located) and waits:
-            until_s = time.monotonic() + min(body.wait_s, wire.MAX_LEASE_S)
-            self._asked[id] = replace(asked, until_s=until_s, found=locations)
+        if isinstance(reply, wire.Located) and reply.pulling > 0 and asked.found is None:
+            asked.found = msgspec.structs.replace(reply, pulling=0)
+            asked.until_s = time.monotonic() + min(reply.wait_s, wire.MAX_LEASE_S)
             return
+        del self._asked[id]
         self._counts["answers"] += 1
+        asked.settle(reply)
 
-    def _send(self, body: wire.Message, reply: bool) -> int | None:
-        id = self._put(body, reply) if self._state == "up" else None
-        if id is None:
-            self._counts["unsent"] += 1
-            if self._state == "up":
-                self._go_down(time.monotonic())
-        return id
+    def _expire(self) -> None:
+        """Stop waiting for overdue answers. A late pull is no fault of the node."""
+        now_s = time.monotonic()
+        for id, asked in [each for each in self._asked.items() if now_s > each[1].until_s]:
+            if asked.found is None:
+                self._counts["timeouts"] += 1
+                self._go_away(f"no answer within {self.timeout_s:g} s")
+                return
+            self._counts["pull_timeouts"] += 1
+            asked.settle(self._asked.pop(id).found or wire.Located())
 
-    def _put(self, body: wire.Message, reply: bool) -> int | None:
-        """Send, if that takes no waiting; the message's id."""
-        assert self._socket is not None
-        if reply:
-            self._last_id += 1
-        id = self._last_id if reply else wire.NO_REPLY
-        try:
-            self._socket.send(wire.encode(id, body), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return None
-        return id
-
-    def _go_down(self, now_s: float) -> None:
-        self._hang_up()
-        self._state, self._retry_at_s = "down", now_s + self.retry_s
-
-    def _hang_up(self) -> None:
-        """With a new line later, no late reply comes through."""
+    def _go_away(self, reason: str) -> None:
+        """Answer for the node; a new socket later means that no late reply comes through."""
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
-        self._ping_id = wire.NO_REPLY
-        self._answers += [Answer(asked.request_key, []) for asked in self._asked.values()]
-        self._asked.clear()
+        with self._lock:
+            self._away_until_s = time.monotonic() + self.retry_s
+            waiting = [*self._asked.values(), *(a for a in self._outbox if a.wants_reply)]
+            self._asked.clear()
+            self._outbox.clear()
+        for asked in waiting:
+            asked.settle(NodeAway(f"{self._path}: {reason}"))
 
 
 def call(
@@ -277,20 +238,9 @@ def call(
     timeout_s: float = 5.0,
     socket_folder: str | os.PathLike[str] | None = None,
 ) -> wire.Reply:
-    """Ask a node once and wait: for tools and tests, not for engines.
-
-    Raises:
-        TimeoutError: no answer in time, or no node.
-        wire.WireError: an answer that cannot be read.
-    """
-    context = zmq.Context()
+    """Ask a node once and wait. Raises NodeAway."""
+    client = NodeClient(name, timeout_s=timeout_s, socket_folder=socket_folder)
     try:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(f"ipc://{wire.socket_path(name, socket_folder)}")
-        socket.send(wire.encode(1, request))
-        if not socket.poll(int(1e3 * timeout_s)):
-            raise TimeoutError(f"the store node of {name} did not answer within {timeout_s} s")
-        return wire.decode_reply(socket.recv())[1]
+        return client.ask(request).result()
     finally:
-        context.destroy(0)
+        client.close()

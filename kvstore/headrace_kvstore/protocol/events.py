@@ -224,7 +224,7 @@ class EventPublisher:
         self._thread.start()
 
     def publish(self, changes: list[Change]) -> None:
-        """Tell of changes; if too much waits already, all is told anew later."""
+        """Queue changes; if the queue is full, the whole state is published later instead."""
         if not changes:
             return
         try:
@@ -234,7 +234,7 @@ class EventPublisher:
             self._behind.set()
 
     def resync(self) -> None:
-        """Tell everything anew: somebody may have missed changes."""
+        """Publish the whole state: a subscriber may have missed changes."""
         self._behind.set()
 
     @property

@@ -1,11 +1,11 @@
-"""Answers what clients and peers send to a node's sockets, one thread a socket.
+"""Answers the requests of clients and peers, with one thread for each socket.
 
-What takes microseconds is answered at once; the rest goes to another thread, and its reply is sent
-when it is there. Whatever a frame holds, the thread goes on.
+Requests that take microseconds are answered at once. Others go to another thread, and their
+replies are sent when they are ready. No frame, whatever it holds, ends the thread.
 
-One node a name: a file beside the socket is locked for as long as the node lives, and the kernel
-gives the lock up when it dies. So a socket whose node was killed is taken over by the next one, and
-a living node's is not.
+There is one node for each name. A file beside the socket is locked while the node lives, and the
+kernel releases the lock when it dies. So the next node takes over the socket of a killed node,
+but never that of a living one.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class FrameServer:
         bind: binds the ROUTER socket that it is given; what it raises comes through.
         decode: id and request of a frame; raises WireError.
         name: of the thread.
+        counts: gets how many requests of each kind came.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class FrameServer:
         decode: Decode,
         handle: Handle,
         name: str = "kv-node",
+        counts: Counter[str] | None = None,
     ) -> None:
         self._decode, self._handle = decode, handle
         self._context = zmq.Context()
@@ -75,13 +77,13 @@ class FrameServer:
             raise
         self._slow: list[tuple[bytes, int, Future[Any]]] = []
         self._staged: list[tuple[bytes, int, Future[Any]]] = []
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter() if counts is None else counts
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Hear no more."""
+        """Stop listening for requests."""
         self._stop.set()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
@@ -158,17 +160,19 @@ class NodeServer(FrameServer):
         NodeRunning: another node has this socket.
     """
 
-    def __init__(self, path: Path, handle: Handle) -> None:
+    def __init__(self, path: Path, handle: Handle, counts: Counter[str] | None = None) -> None:
         self.path = path
         self._lock_fd = _own(path.with_suffix(".lock"), path)
         try:
-            super().__init__(lambda s: _bind_private(s, path), wire.decode_request, handle)
+            super().__init__(
+                *(lambda s: _bind_private(s, path), wire.decode_request, handle), counts=counts
+            )
         except BaseException:
             self._disown()
             raise
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Hear no more, and remove the socket."""
+        """Stop listening for requests, and remove the socket."""
         super().close(timeout_s)
         self._disown()
 

@@ -1,13 +1,13 @@
-"""What a StoreNode and its clients say to each other, and where they meet.
+"""The messages between a StoreNode and its clients, and the path of the socket between them.
 
-They meet at a Unix socket (ZeroMQ: ROUTER in the node, DEALER in clients) in the system's temporary
-folder, readable by its owner alone. A message is one frame of msgpack:
+The socket is a Unix socket (ZeroMQ: ROUTER in the node, DEALER in clients) in the system's
+temporary folder. Only its owner may use it. A message is one frame of msgpack:
 
     [protocol version, id, body]        body = [kind, field, ...]
 
-A reply carries its request's id; who sends id 0 wants no reply. What cannot be read is answered by
-`Failed`. Only plain values travel, no code and no pickle. KV bytes never do: readers get places in
-files, and read these themselves.
+A reply carries the id of its request; id 0 asks for no reply. A request that cannot be read is
+answered by `Failed`. Messages hold plain values, no code and no pickle. They never hold KV bytes:
+readers get places in files and read the files themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,15 +100,11 @@ class ReportBad(Message):
 
 
 class Pin(Message):
-    """Keep blocks in every tier where they are, or let them go. `Done`: how many were found."""
+    """Keep blocks in every tier that has them, or stop that. `Done`: how many were found."""
 
     digest: Digest
     hashes: list[Hash]
     pinned: bool = True
-
-
-class Warm(Message):
-    """Bring the most valuable NVMe blocks into DRAM's free room. `Done`: how many were queued."""
 
 
 class Clear(Message):
@@ -116,18 +112,6 @@ class Clear(Message):
 
     digest: Digest | None = None
     tiers: list[str] = []
-
-
-class AddPeer(Message):
-    """Pull blocks from another node, HOST:PORT, too. `Done`: how many peers there are now."""
-
-    address: Annotated[str, Meta(max_length=300)]
-
-
-class RemovePeer(Message):
-    """Pull no more from another node. `Done`: how many peers there are now."""
-
-    address: Annotated[str, Meta(max_length=300)]
 
 
 class GetStats(Message):
@@ -152,19 +136,7 @@ class ReadNotes(Message):
 
 
 Request = (
-    Ping
-    | Locate
-    | Survey
-    | Prefetch
-    | ReportBad
-    | Pin
-    | Warm
-    | Clear
-    | AddPeer
-    | RemovePeer
-    | GetStats
-    | PostNote
-    | ReadNotes
+    Ping | Locate | Survey | Prefetch | ReportBad | Pin | Clear | GetStats | PostNote | ReadNotes
 )
 
 
@@ -201,7 +173,7 @@ class Surveyed(Message):
 
 
 class Stats(Message):
-    """See `StoreNode.stats`."""
+    """See `Operations.stats`."""
 
     values: dict[str, Any]
 
@@ -233,8 +205,6 @@ class _Envelope(msgspec.Struct, array_like=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(id: int, body: Message) -> bytes:
@@ -242,30 +212,28 @@ def encode(id: int, body: Message) -> bytes:
     return _encoder.encode((PROTOCOL, id, body))
 
 
-def decode_request(frame: bytes) -> tuple[int, Request]:
-    """Id and body of a frame that a client sent. Raises WireError."""
-    id, body = open_frame(frame, _requests)
-    return id, body
+def frame_decoder(body: Any) -> Callable[[bytes], tuple[int, Any]]:
+    """A function that gives the id and the body of a frame, one of these types, or raises
+    WireError."""
+    decoder = msgspec.msgpack.Decoder(body)
+
+    def decode(frame: bytes) -> tuple[int, Any]:
+        try:
+            envelope = _envelopes.decode(frame)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"not a message: {error}") from error
+        if envelope.version != PROTOCOL:
+            raise WireError(f"protocol {envelope.version} is spoken, not {PROTOCOL}", envelope.id)
+        try:
+            return envelope.id, decoder.decode(envelope.body)
+        except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
+            raise WireError(str(error), envelope.id) from error
+
+    return decode
 
 
-def decode_reply(frame: bytes) -> tuple[int, Reply]:
-    """Id and body of a frame that a node sent. Raises WireError."""
-    id, body = open_frame(frame, _replies)
-    return id, body
-
-
-def open_frame(frame: bytes, decoder: Any) -> tuple[int, Any]:
-    """Id and body of a frame, the body read by a msgspec decoder. Raises WireError."""
-    try:
-        envelope = _envelopes.decode(frame)
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"not a message: {error}") from error
-    if envelope.version != PROTOCOL:
-        raise WireError(f"protocol {envelope.version} is spoken, not {PROTOCOL}", envelope.id)
-    try:
-        return envelope.id, decoder.decode(envelope.body)
-    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
-        raise WireError(str(error), envelope.id) from error
+decode_request = frame_decoder(Request)
+decode_reply = frame_decoder(Reply)
 
 
 def pack_page(page: Page) -> Notes:

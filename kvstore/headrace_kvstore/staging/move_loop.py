@@ -1,9 +1,8 @@
-"""The loop that write-behind and prefetchers share: one thread that ends the moves that have landed
-and starts new ones while there is room.
+"""The loop of write-behind and prefetchers: one thread that ends batches and starts new ones.
 
-A subclass says what may be started (`_may_start`, `_take`), starts it (`_start`, which calls `_fly`
-for each batch of bytes that is now on its way), and ends it (`_end`). Whoever moves the bytes calls
-`_land`, from any thread. An error in one turn costs that turn's blocks, not the loop.
+A subclass decides what may start (`_may_start`, `_take`), starts it (`_start`, which calls
+`_fly` for each batch of bytes), and ends it (`_end`). `_land` reports a finished batch, from any
+thread. An error costs the blocks of one turn and does not stop the loop.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Blocks from a slower tier into the arena, ahead of whoever needs them.
+"""Brings blocks from a slower tier into the arena before they are needed.
 
-Wanted blocks queue by priority. The source says what it has, arena slots are reserved, the source
-fills them, checksums are compared where the bytes lie, and only then the blocks are published:
-readers see whole and right blocks or none. What does not fit the queue, or finds no room in the
-arena, is dropped and counted.
+Wanted blocks queue by priority. The source says which of them it has, arena slots are reserved,
+and the source fills them. Checksums are compared in place, and only then are the blocks
+published, so that readers see whole and right blocks or none. Blocks that fit neither the queue
+nor the arena are dropped and counted.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Where a prefetcher gets blocks from: what each one offers, and the NVMe tier as one.
+"""Where a prefetcher gets blocks from: the protocol of a source, and the NVMe tier as one.
 
-A source is asked twice. `open` says which of some blocks it has and what stands beside them (shape,
-checksums, place in the prefix), and keeps them there; that may take a round trip, so it is a
-future. Then the prefetcher reserves arena slots and has the offer `read` blocks into them, as many
-at once as it likes. A `Fill` tells which blocks are in memory whole and match their checksums. Once
-nothing of an offer is read any more it is closed, so that the source may let go of the blocks.
+`open` asks a source which of some blocks it has, with their shape, checksums and place in the
+prefix, and keeps them there. It may take a round trip, so it returns a future. The prefetcher
+then reserves arena slots and lets the offer `read` blocks into them, as many at once as it
+likes. A `Fill` says which blocks are in memory and match their checksums. When nothing of an
+offer is read any more, the prefetcher closes it, and the source may drop the blocks.
 """
 
 from __future__ import annotations

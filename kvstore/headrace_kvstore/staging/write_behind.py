@@ -1,12 +1,12 @@
-"""Write-behind: blocks that engines store in the arena are written to NVMe, off everyone's path.
+"""Write-behind: writes blocks that engines store in the arena to NVMe, in the background.
 
-Blocks wait by name only; their bytes stay in the arena and are written from there, with the
-checksums that stand beside them. Shortly before, the blocks are held (a lease that does not count
-as a use), and afterwards each slot is looked at once more: if it was given to another block
-meanwhile, the record is discarded.
+The queue holds names only. The bytes stay in the arena and are written from there, with the
+checksums beside them. Just before writing, blocks are held by a lease that does not count as a
+use. Afterwards each slot is checked again: if another block took it meanwhile, the record is
+discarded.
 
-Nothing waits for a disk: what does not fit the backlog is dropped and counted. Once the backlog is
-empty, `missed` tells that a sweep through the arena may find what was dropped and is still there.
+Nothing waits for a disk. Blocks that do not fit the backlog are dropped and counted. `missed`
+then says that a sweep through the arena may find them, once the backlog is empty.
 """
 
 from __future__ import annotations
@@ -23,33 +23,18 @@ import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.nvme.nvme_tier import NvmeTier, Save
-from headrace_kvstore.nvme.record import Shape
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.staging.move_loop import MoveLoop
 from headrace_kvstore.table import READY
 
 logger = logging.getLogger("headrace.kvstore")
 
-CALM = 0.5
-"""Share of the backlog's limit up to which the disk counts as keeping up."""
 HOLD_S = 60.0
 BATCH_BLOCKS = 32
 
 Admit = Callable[[np.ndarray, float], np.ndarray]
 """(rows of SLOT (n,), backlog as a share of its limit) -> which blocks to write, bool (n,)."""
-
-
-def worth_writing(rows: np.ndarray, backlog: float) -> np.ndarray:
-    """All blocks while the disk keeps up; beyond that those that were used, pinned or preferred.
-
-    Whether a block will be used again shows only later, often after DRAM had to let it go, and
-    after a restart only NVMe has it: so a disk that has time writes everything. A disk that has
-    none should write what has proved itself.
-    """
-    if backlog <= CALM:
-        return np.ones(len(rows), np.bool_)
-    wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0) | (rows["priority"] > 0)
-    return wanted
 
 
 @dataclass(eq=False)
@@ -84,7 +69,7 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
         tier: Callable[[], NvmeTier | None],
         backlog_bytes: int,
         writing_bytes: int,
-        admit: Admit = worth_writing,
+        admit: Admit,
     ) -> None:
         super().__init__("kv-write-behind")
         self.missed = False
@@ -210,22 +195,8 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
         slots = slots[there]
         if not hashes:
             return
-        rows, sums = self._arena.table[slots], self._arena.sums(slots)
-        saves = [
-            Save(
-                name,
-                int(address),
-                layer_sums,
-                int(block["parent"]).to_bytes(8, "little"),
-                int(block["depth"]),
-                int(block["tenant"]),
-                float(block["compute_s"]),
-                int(block["priority"]),
-            )
-            for name, address, layer_sums, block in zip(
-                hashes, self._arena.addresses(slots), sums, rows, strict=True
-            )
-        ]
+        rows = self._arena.table[slots]
+        saves = arena_saves(self._arena, slots, rows)
         shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
         batch = _Batch(space, hashes, slots, rows["generation"].copy(), [], len(hashes))
         self._fly(batch)
@@ -268,6 +239,19 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
         if row >= len(self._spaces):
             self._spaces = self._arena.spaces()
         return self._spaces[row]
+
+
+def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[Save]:
+    """What writing these slots of an arena means; rows: theirs, SLOT (n,)."""
+    return [
+        Save(
+            *(row["hash"].tobytes(), int(address), sums),
+            int(row["parent"]).to_bytes(8, "little"),
+            *(int(row["depth"]), int(row["tenant"]), float(row["compute_s"])),
+            int(row["priority"]),
+        )
+        for row, address, sums in zip(rows, arena.addresses(slots), arena.sums(slots), strict=True)
+    ]
 
 
 def _failed() -> Future[bool]:

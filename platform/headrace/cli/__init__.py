@@ -1,4 +1,4 @@
-"""The `headrace` command: `app` is its entry point, and each command imports what it needs."""
+"""The `headrace` command. `app` is the entry point; each command imports only what it needs."""
 
 
 def app() -> None:

@@ -1,4 +1,4 @@
-"""`headrace chat`: talk to the running model from the terminal, tokens as they come."""
+"""`headrace chat`: a conversation with the running model; tokens are printed as they arrive."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from headrace.cli import client
 from headrace.cli.console import CliError, stderr
 
-HELP = "/reset starts a new conversation, /exit (or Ctrl-D) leaves; Ctrl-C ends an answer"
+HELP = "/reset starts a new conversation; /exit or Ctrl-D quits; Ctrl-C interrupts an answer"
 
 # Sends a conversation, yields the answer's pieces of text.
 Send = Callable[[list[dict[str, str]]], Iterable[str]]
 
 
 class Conversation:
-    """The messages so far, and the commands that are not messages."""
+    """The messages of a conversation."""
 
     def __init__(self, send: Send, system: str | None = None) -> None:
         self._send = send
@@ -29,10 +29,10 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def say(self, text: str, write: Callable[[str], None]) -> None:
-        """Send one message and write the answer's pieces as they come.
+        """Send one message, and write the pieces of the answer as they arrive.
 
-        What has come of an answer that is interrupted stays in the conversation; a message that was
-        not answered at all does not.
+        If the answer is interrupted, the part that arrived stays in the conversation. If nothing
+        arrived, the message is removed from it.
         """
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
@@ -50,7 +50,7 @@ class Conversation:
 def chat(
     name: str | None, *, model: str | None, system: str | None, message: str | None, max_tokens: int
 ) -> None:
-    """One answer when a message is given or piped in, else a conversation."""
+    """Print one answer if a message is given or piped in; otherwise start a conversation."""
     instance = client.running_instance(name)
     send = _openai_send(
         f"{instance.endpoint}/v1", client.api_key(instance), model or instance.model, max_tokens
@@ -59,7 +59,7 @@ def chat(
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
         if not message:
-            raise CliError("nothing to say: stdin was empty", 2)
+            raise CliError("no question: stdin is empty", 2)
     if message is not None:
         try:
             conversation.say(message, _write)

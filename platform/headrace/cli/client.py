@@ -1,4 +1,4 @@
-"""Which running instance a command means, and HTTP calls to it."""
+"""Finds the running instance that a command is about, and calls its HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.cli.console import CliError
 
 
 def running_instance(name: str | None) -> state.Instance:
-    """The instance called `name`, or the only one that runs.
+    """The instance called `name`, or the only one that is running.
 
     Raises:
         CliError: there is none, or several and no name was given.
@@ -24,15 +24,15 @@ def running_instance(name: str | None) -> state.Instance:
             raise CliError(str(error), 2) from None
         if found is None or not found.running():
             raise CliError(
-                f'nothing called "{name}" runs; start it with: headrace up --name {name}'
+                f'no instance called "{name}" is running; start it with: headrace up --name {name}'
             )
         return found
     alive = [i for i in state.instances() if i.running()]
     if not alive:
-        raise CliError("nothing runs; start it with: headrace up")
+        raise CliError("nothing is running; start it with: headrace up")
     if len(alive) > 1:
         names = ", ".join(i.name for i in alive)
-        raise CliError(f"several instances run ({names}); say which with --name", 2)
+        raise CliError(f"several instances are running ({names}); choose one with --name", 2)
     return alive[0]
 
 
@@ -71,7 +71,7 @@ def call(
     """
     url = instance.endpoint + path
     try:
-        # trust_env=False: a proxy from the environment has no business between us and loopback.
+        # trust_env=False: requests to this machine must not go through a proxy.
         answer = httpx.request(
             method,
             url,
@@ -99,7 +99,7 @@ def call(
 
 
 def _said(answer: httpx.Response) -> str | None:
-    """What an answer in OpenAI's shape gives as its reason."""
+    """The message of an error in OpenAI's format; None if the answer is not one."""
     try:
         message = answer.json()["error"]["message"]
     except (ValueError, TypeError, KeyError):
@@ -108,7 +108,7 @@ def _said(answer: httpx.Response) -> str | None:
 
 
 def is_healthy(endpoint: str, token_path: str, headers: dict[str, str]) -> bool:
-    """Whether requests would be served now. Ray's own ingresses have no /health: ask for models."""
+    """Whether the endpoint serves requests. Ray's own ingresses have no /health but /v1/models."""
     path = "/health" if token_path == "relay" else "/v1/models"
     try:
         answer = httpx.get(endpoint + path, headers=headers, timeout=5.0, trust_env=False)

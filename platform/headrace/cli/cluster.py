@@ -1,8 +1,8 @@
-"""Start and stop a private Ray node: own ports, own folder, own process session.
+"""Start and stop a private Ray node with its own ports, its own folder and its own session.
 
-Nothing here uses Ray's default ports or folder, so that any number of instances, and other people's
-Ray, share a machine. `start` returns at once with the keeper running; `wait` until Ray answers;
-`stop` leaves no process, no folder and no /dev/shm file.
+Ray's default ports and folder are not used, so several instances, and other Ray clusters, can share
+a machine. `start` returns when the keeper runs. `wait` returns when Ray answers. `stop` leaves no
+process, no folder and no file in /dev/shm.
 """
 
 from __future__ import annotations
@@ -26,30 +26,38 @@ from pathlib import Path
 import psutil
 
 from headrace.cli.keeper import NOTES
-from headrace.cli.reap import TOKEN_VARIABLE, Belongings, ProcessId, end, remove_shm, shm_names
+from headrace.cli.reap import (
+    TOKEN_VARIABLE,
+    Belongings,
+    ProcessId,
+    ShmFile,
+    end,
+    remove_shm,
+    shm_names,
+)
 from headrace.config.schema import MAX_TEMP_DIR_CHARS
 
 HOST = "127.0.0.1"
-# Ray replaces 127.0.0.1 by the machine's outward address. Another loopback address it leaves alone,
-# so that the node outlives a change of network. (Ray's gRPC servers listen on all interfaces
-# whatever is asked; what protects them is the node's token, see `auth_environment`.)
+# Ray replaces 127.0.0.1 by the machine's external address, but keeps other loopback addresses. With
+# one of those, the node survives a change of network. (Ray's gRPC servers listen on all interfaces
+# in any case; the node's token protects them, see `auth_environment`.)
 NODE_HOST = "127.0.0.2"
 FIRST_PORT, LAST_PORT = 11_000, 30_000
-KEEPER_GRACE_S = 25.0  # it ends Ray (5 s), stragglers (1 s + 10 s) and cleans up
+KEEPER_GRACE_S = 25.0  # to end Ray (5 s), remaining processes (1 s + 10 s), and clean up
 NOISY_ENVIRONMENT = (
-    "RAY_ADDRESS",  # would send us to somebody's cluster
+    "RAY_ADDRESS",  # would connect to another cluster
     "RAY_TMPDIR",
     "VLLM_CPU_KVCACHE_SPACE",  # would override kv_cache_gb
 )
 
 
 class NodeError(RuntimeError):
-    """The node did not start. The text says why, and where its log is."""
+    """The node did not start; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What to start."""
+    """Settings of a node to start."""
 
     name: str
     num_cpus: int
@@ -64,7 +72,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """A node that was started; it may not answer yet."""
+    """A node that was started. It may not answer yet."""
 
     address: str  # host:port of the GCS
     temp_dir: Path
@@ -81,8 +89,8 @@ class Node:
 def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
     """Ports on which nothing listens now, chosen at random.
 
-    They lie below the range from which the kernel deals out ephemeral ports: another process may be
-    dealt one of those in the seconds until it is used.
+    They lie below the kernel's range of ephemeral ports: the kernel may give one of those to
+    another process before it is used.
 
     Raises:
         NodeError: there are not that many.
@@ -122,10 +130,11 @@ def make_temp_dir(name: str, root: str | None = None) -> Path:
 
 
 def auth_environment(temp_dir: Path) -> dict[str, str]:
-    """Environment by which Ray asks for, and gives, the node's own token.
+    """Environment with which Ray requires the node's token, and with which a driver presents it.
 
-    Without it anyone who reaches one of Ray's ports may run code here. The token lies in the node's
-    folder, is made if missing, and must be known to a driver before it imports Ray.
+    Without a token, everybody who reaches one of Ray's ports could run code here. The token is a
+    file in the node's folder, created if missing. A driver needs this environment before it imports
+    Ray.
     """
     file = temp_dir / "ray-token"
     if not file.exists():
@@ -135,9 +144,9 @@ def auth_environment(temp_dir: Path) -> dict[str, str]:
 
 
 def direct_environment(temp_dir: Path) -> dict[str, str]:
-    """Environment that switches Ray's direct streaming on, with HAProxy's files and ports our own.
+    """Environment that enables Ray's direct streaming, with separate files and ports for HAProxy.
 
-    It must be set in the driver before Ray Serve is imported, and in all of the node's processes.
+    The driver needs it before it imports Ray Serve, and so do all processes of the node.
     """
     folder = temp_dir / "h"  # short names: HAProxy refuses socket paths above 97 characters
     metrics, stats = free_ports(2)
@@ -189,6 +198,7 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
     before = shm_names()
     parent = ProcessId.of(psutil.Process()) if spec.foreground else None
     instructions = {
+        "name": spec.name,
         "command": command,
         "temp_dir": str(temp_dir),
         "token": spec.token,
@@ -216,10 +226,10 @@ def start(spec: NodeSpec, temp_dir: Path | None = None) -> Node:
 
 
 def wait(node: Node, timeout_s: float = 180.0) -> None:
-    """Until Ray says that it runs.
+    """Wait until Ray runs.
 
     Raises:
-        NodeError: it ended or did not come up in time; with the last lines of its log.
+        NodeError: it ended or did not start in time; with the last lines of its log.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -232,13 +242,13 @@ def wait(node: Node, timeout_s: float = 180.0) -> None:
 
 
 def ensure(node: Node, spec: NodeSpec, timeout_s: float = 180.0) -> Node:
-    """`wait`, and one more try where that fails: a port was taken meanwhile, or Ray lost patience.
+    """Wait until Ray runs, and start it a second time if it fails.
 
-    Ray gives its own processes 30 s, which a machine that loads an engine beside it may exceed. The
-    second node has the first one's folder, so what was told of it stays true; its ports differ.
+    It fails if another process has taken a port, or if Ray's processes need more than Ray's limit
+    of 30 s on a busy machine. The second node has the same folder but other ports.
 
     Raises:
-        NodeError: it failed twice, or there is no time left for another try.
+        NodeError: it failed twice, or no time is left for a second try.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -255,11 +265,11 @@ def ensure(node: Node, spec: NodeSpec, timeout_s: float = 180.0) -> Node:
 
 
 def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
-    """End all processes, then remove the folder and the /dev/shm files. Idempotent.
+    """End all processes, then remove the folder and the files in /dev/shm. Idempotent.
 
     Args:
-        belongings: of the node, or of the instance that its state file describes.
-        keep_logs: a folder to copy Ray's logs to before they go; what was there is replaced.
+        belongings: of the node, or of an instance from its state file.
+        keep_logs: folder that Ray's logs are copied to first; its contents are replaced.
     """
     shm = belongings.shm_files(belongings.processes().values())
     for keeper in belongings.pids:
@@ -269,8 +279,9 @@ def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
                 process.send_signal(signal.SIGTERM)
             _wait_gone(keeper, KEEPER_GRACE_S)
     shm |= end(belongings, grace_s=3.0)
-    with contextlib.suppress(OSError, ValueError):
-        shm |= set(json.loads((belongings.temp_dir / NOTES).read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        notes = json.loads((belongings.temp_dir / NOTES).read_text())
+        shm |= {ShmFile(*each) for each in notes}
     remove_shm(shm, belongings.shm_before)
     if belongings.temp_dir.name.startswith("hr-"):
         if keep_logs is not None:
@@ -279,7 +290,7 @@ def stop(belongings: Belongings, keep_logs: Path | None = None) -> None:
 
 
 def save_logs(temp_dir: Path, folder: Path) -> None:
-    """Copy the logs of Ray and Serve to `folder`, replacing what it holds."""
+    """Copy the logs of Ray and Serve to `folder`, replacing its contents."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     for log in temp_dir.glob("*.log"):

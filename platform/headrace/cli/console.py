@@ -1,4 +1,4 @@
-"""How the command line speaks: answers on stdout, everything else on stderr, errors in one line."""
+"""Output of the command line: results on stdout, all else on stderr, errors in one line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from rich.console import Console
 
 
 class CliError(Exception):
-    """Ends the command with one line on stderr (or a few, each a problem of its own).
+    """Ends the command with one line on stderr.
 
     Attributes:
-        exit_code: 1 when something failed, 2 when what was asked for is wrong.
+        exit_code: 1 for a failure, 2 for a wrong request.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -18,7 +18,7 @@ class CliError(Exception):
 
 
 def stdout() -> Console:
-    """For answers; made anew so that tests may redirect the stream."""
+    """For results. Created for each use, so that tests can redirect the stream."""
     return Console(highlight=False, soft_wrap=True)
 
 

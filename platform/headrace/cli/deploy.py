@@ -1,24 +1,34 @@
-"""Deploy the app on a Ray cluster and follow it until it serves; only this module imports Ray.
+"""Deploying and deleting the app through `headrace.cli.driver`, a process of its own.
 
-Ray and Serve read their environment when they are imported, so nothing may import them before the
-environment of the node has been set.
+`Deploying` starts that process early, as it imports vLLM for many seconds. `Deletion` deletes the
+app when told to, and also when this process dies without a word.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import json
 import os
-import re
+import queue
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Self
+
+from headrace.cli.driver import DELETE, DISMISS, cause
+from headrace.cli.state import Instance
+
+DRIVER = [sys.executable, "-m", "headrace.cli.driver"]
+END_S = 5.0  # for a driver to leave the cluster once its work is done
 
 
 class DeployError(RuntimeError):
-    """The app did not come up; the text is the deployment's own reason."""
+    """The app did not come up, or was not deleted; the text is the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -40,130 +50,183 @@ class Progress:
     message: str
     deployments: tuple[DeploymentProgress, ...]
 
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Progress:
+        """From the driver's event."""
+        deployments = tuple(DeploymentProgress(**each) for each in event["deployments"])
+        return cls(event["status"], event["message"], deployments)
 
-def import_app() -> None:
-    """Import what the driver needs: many seconds of vLLM's layers, while Ray starts."""
-    import headrace.app  # noqa: F401
 
+class _Driver:
+    """One driver process: orders go in, events come out."""
 
-def connect(address: str) -> None:
-    """Connect this process to a cluster as a driver. Raises DeployError if it does not answer."""
-    import ray
-
-    logging.getLogger("ray").setLevel(logging.WARNING)
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if ray.is_initialized():
-        ray.shutdown()
-    try:
-        ray.init(
-            address=address,
-            namespace="headrace",
-            log_to_driver=False,
-            logging_level=logging.WARNING,
+    def __init__(self, verb: str, environment: Mapping[str, str], log: Path | None) -> None:
+        self._log: IO[bytes] = open(log, "w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [*DRIVER, verb],
+            # `uv run headrace up` would otherwise build a fresh environment for every worker.
+            env={**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C and a killed process group are not meant for it
         )
-    except Exception as error:  # Ray raises many kinds for "not there"
-        raise DeployError(f"no Ray cluster answers at {address}: {_one_line(error)}") from None
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, line: str) -> None:
+        """Write one line of the order. A driver that has ended is noticed by `event`."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def event(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next event; None if none comes in time.
+
+        Raises:
+            DeployError: the driver reports an error, or has ended.
+        """
+        try:
+            event = self._events.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+        if event is None:
+            raise DeployError(f"the process that talks to Ray {self._end()}")
+        if "error" in event:
+            error = DeployError(event["error"])
+            error.add_note(event.get("traceback", ""))
+            raise error
+        return event
+
+    def close(self, grace_s: float) -> None:
+        """End it: its stdin first, then, after `grace_s` seconds, by force. Idempotent."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout:
+            for line in self._process.stdout:
+                with contextlib.suppress(ValueError):
+                    self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def _end(self) -> str:
+        """How it ended, and the last line that it logged."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        code = self._process.poll()
+        how = f"was ended by signal {-code}" if code and code < 0 else f"ended with status {code}"
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 4096))
+        last = cause(self._log.read().decode("utf-8", errors="replace"))
+        return f"{how}: {last}" if last else how
 
 
-def disconnect() -> None:
-    """Leave the cluster; harmless if not connected."""
-    with contextlib.suppress(Exception):
-        import ray
-
-        ray.shutdown()
-
-
-def has_app(name: str) -> bool:
-    """Whether the cluster already runs an application of this name."""
-    from ray import serve
-
-    with contextlib.suppress(Exception):
-        return name in serve.status().applications
-    return False
-
-
-def cluster_is_local() -> bool:
-    """Whether all of the cluster's nodes are this machine, as far as Ray knows."""
-    import ray
-
-    return len([n for n in ray.nodes() if n.get("Alive")]) <= 1
-
-
-def deploy(args: dict[str, Any], app: str, http: tuple[str, int] | None) -> None:
-    """Start Serve and hand it the app; returns before the engines are loaded.
+class Deploying:
+    """Deploys the app. Make it early: it begins by importing the app's code.
 
     Args:
-        args: of `headrace.app:build_app`.
-        app: the Serve application's name.
-        http: where Serve's own proxy listens, or None for no proxy (the relay path needs none).
-
-    Raises:
-        DeployError: the app cannot be built.
+        environment: added to this process's environment; Ray's settings and token.
+        log: file for what Ray and vLLM print; None keeps it for error messages only.
     """
-    from ray import serve
 
-    from headrace.app import build_app
+    def __init__(self, environment: Mapping[str, str], log: Path | None) -> None:
+        self._driver = _Driver("deploy", environment, log)
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it set another
-    try:
-        application = build_app(args)
-        if http is None:
-            serve.start(proxy_location="Disabled")
-        else:
-            serve.start(proxy_location="EveryNode", http_options={"host": http[0], "port": http[1]})
-        serve.run_many(
-            [serve.RunTarget(application, name=app, route_prefix="/")],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
-    except Exception as error:
-        raise DeployError(_one_line(error)) from error
+    def connect(self, address: str, app: str, *, joined: bool, deadline: float) -> str:
+        """Connect to the cluster at `address`; returns the address that the cluster gives.
+
+        Args:
+            address: `host:port`, or `auto`.
+            app: the Serve application's name.
+            joined: the cluster is not ours, so an application of that name is an error.
+            deadline: on time.monotonic()'s clock.
+
+        Raises:
+            DeployError: no cluster answers, or it runs an application of that name.
+        """
+        self._driver.send(json.dumps({"address": address, "app": app, "joined": joined}))
+        event = self._driver.event(deadline - time.monotonic())
+        if event is None:
+            raise DeployError(f"no connection to Ray at {address} in time")
+        return str(event["connected"])
+
+    def run(
+        self, args: dict[str, Any], http: tuple[str, int] | None, deadline: float
+    ) -> Iterator[Progress]:
+        """Deploy, and yield the app's progress until it runs.
+
+        Args:
+            args: of `headrace.app:build_app`.
+            http: where Serve's own proxy listens, or None for no proxy.
+            deadline: on time.monotonic()'s clock.
+
+        Raises:
+            DeployError: it failed, or the deadline passed.
+        """
+        self._driver.send(json.dumps({"args": args, "http": http}))
+        now = Progress("NOT_STARTED", "", ())
+        while now.status != "RUNNING":
+            event = self._driver.event(deadline - time.monotonic())
+            if event is None:
+                waiting = [d.name for d in now.deployments if d.status != "HEALTHY"]
+                what = ", ".join(waiting) or "the app"
+                raise DeployError(f"not ready in time; still waiting for {what}")
+            now = Progress.of(event["progress"])
+            yield now
+            if now.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise DeployError(failure(now))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """End the driver process: at once if the deployment failed."""
+        self._driver.close(END_S if kind is None else 0.0)
 
 
-def progress(app: str) -> Progress:
-    """How far the app is."""
-    from ray import serve
+class Deletion:
+    """Deletes the app from its cluster, letting requests in flight end.
 
-    status = serve.status().applications.get(app)
-    if status is None:
-        return Progress("NOT_STARTED", "", ())
-    deployments = []
-    for name, deployment in status.deployments.items():
-        states = {_word(k): v for k, v in deployment.replica_states.items()}
-        deployments.append(
-            DeploymentProgress(
-                name=name,
-                status=_word(deployment.status),
-                running=states.get("RUNNING", 0),
-                total=sum(v for k, v in states.items() if k != "STOPPING"),
-                message=deployment.message or "",
-            )
-        )
-    return Progress(_word(status.status), status.message or "", tuple(deployments))
-
-
-def follow(app: str, deadline: float, every_s: float = 1.0) -> Iterator[Progress]:
-    """Progress until the app runs.
+    The driver process waits for `go` or `dismiss`. If this process dies before either, even by
+    SIGKILL, the driver deletes the app and forgets the instance.
 
     Args:
-        app: the Serve application's name.
-        deadline: on time.monotonic()'s clock.
-        every_s: between looks.
-
-    Raises:
-        DeployError: it failed, or the deadline passed.
+        instance: whose app it is; the cluster's address must be known.
+        environment: added to this process's environment; Ray's token.
     """
-    while True:
-        now = progress(app)
-        yield now
-        if now.status == "RUNNING":
-            return
-        if now.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise DeployError(failure(now))
-        if time.monotonic() > deadline:
-            waiting = [d.name for d in now.deployments if d.status != "HEALTHY"]
-            raise DeployError(f"not ready in time; still waiting for {', '.join(waiting) or app}")
-        time.sleep(every_s)
+
+    def __init__(self, instance: Instance, environment: Mapping[str, str]) -> None:
+        self._driver = _Driver("delete", environment, None)
+        keys = ("address", "app", "name", "token")
+        self._driver.send(json.dumps({key: getattr(instance, key) for key in keys}))
+
+    def go(self, timeout_s: float) -> None:
+        """Delete the app.
+
+        Raises:
+            DeployError: it was not deleted within `timeout_s` seconds; with the reason.
+        """
+        self._driver.send(DELETE)
+        try:
+            if self._driver.event(timeout_s) is None:
+                raise DeployError(f"it was not deleted within {timeout_s:g} s")
+        finally:
+            self._driver.close(grace_s=0.0)
+
+    def dismiss(self) -> None:
+        """Leave the app alone. Idempotent."""
+        self._driver.send(DISMISS)
+        self._driver.close(END_S)
 
 
 def failure(now: Progress) -> str:
@@ -173,47 +236,3 @@ def failure(now: Progress) -> str:
             if deployment.status == status:
                 return f"{deployment.name}: {cause(deployment.message)}"
     return cause(now.message) or f"the app is {now.status.lower()}"
-
-
-def cause(message: str) -> str:
-    """The cause in a message that may hold a chain of tracebacks: the last line of the last one."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in message.splitlines()]
-    lines = [line for line in lines if line]
-    return lines[-1] if lines else ""
-
-
-def undeploy(address: str, app: str, timeout_s: float, environment: dict[str, str]) -> bool:
-    """Delete the app, letting requests in flight end, for at most `timeout_s` seconds.
-
-    Returns:
-        Whether it was deleted in time. Never raises: what is left is killed afterwards.
-    """
-    done = threading.Event()
-    logging.disable(logging.WARNING)  # Ray's remarks on threads and deletions; we are leaving
-
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            # Serve initialises Ray where it finds it shut down, which happens when the time is over
-            # and we leave. Without an address that would start a node of its own, for nobody.
-            os.environ.update({**environment, "RAY_ADDRESS": address})
-            import ray
-
-            if not ray.is_initialized():
-                connect(address)
-            from ray import serve
-
-            serve.delete(app)
-            done.set()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return done.wait(timeout_s)
-
-
-def _word(value: Any) -> str:
-    return str(getattr(value, "value", value))
-
-
-def _one_line(error: BaseException) -> str:
-    """The error's cause; Ray wraps those of its actors in their tracebacks."""
-    return cause(str(error)) or type(error).__name__

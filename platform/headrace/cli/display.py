@@ -1,4 +1,4 @@
-"""How `headrace up` shows what it waits for: a live table on a terminal, plain lines elsewhere."""
+"""The progress of `headrace up`: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGE_CHARS = 70
 
 
 class Display:
-    """Steps (one running at a time) and, under them, the app's deployments."""
+    """The steps, one at a time, and the app's deployments below them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -52,7 +52,7 @@ class Display:
         return time.monotonic() - self._started
 
     def step(self, text: str) -> None:
-        """A new step begins; the one before it is done."""
+        """Begin a step; this ends the previous one."""
         if self._live is not None and self._step:
             seconds = time.monotonic() - self._step_since
             self._live.console.print(Text(f"  done  {self._step} ({seconds:.0f} s)", style="dim"))
@@ -61,11 +61,11 @@ class Display:
             self._line(text)
 
     def note(self, text: str) -> None:
-        """How far the running step is; shown on a terminal only."""
+        """Set the progress of the current step; shown on a terminal only."""
         self._note = text
 
     def show(self, progress: Progress) -> None:
-        """The app's state changed, or may have."""
+        """Show the app's progress."""
         self._progress = progress
         if self._live is not None:
             return

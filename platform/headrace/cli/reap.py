@@ -1,9 +1,9 @@
-"""Which processes and /dev/shm files belong to one instance, and how they end.
+"""Decides which processes and files in /dev/shm belong to an instance, and ends or removes them.
 
-Belonging is decided by facts that a stranger cannot share: descent from a process that we started
-(known by pid and start time), or our private folder or token in its command line or environment.
-Never by a name. Ray's workers and vLLM's engine processes are found both ways, as some of them are
-adopted by init when their parent dies.
+A process belongs to an instance if it descends from a process that the instance recorded (by pid
+and start time), or if the instance's private folder or token is in its command line or environment.
+Names are never used. Both ways are needed, because init adopts some of Ray's and vLLM's processes
+when their parent dies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 SHM = Path("/dev/shm")
 TOKEN_VARIABLE = "HEADRACE_INSTANCE"
 QUIET_LOOKS = 4
-"""Looks in a row, a tenth of a second apart, that must find nobody."""
+"""Searches in a row, 0.1 s apart, that must find no process."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,17 @@ class ProcessId:
         return None
 
 
+class ShmFile(NamedTuple):
+    """A file in /dev/shm that cannot be mistaken for a later one of the same name."""
+
+    name: str
+    device: int
+    inode: int
+
+
 @dataclass
 class Belongings:
-    """What tells an instance's processes from all others."""
+    """The facts by which an instance's processes and files are recognised."""
 
     token: str
     temp_dir: Path
@@ -56,7 +65,7 @@ class Belongings:
     shm_before: frozenset[str] = frozenset()  # names in /dev/shm when the instance started
 
     def processes(self) -> dict[ProcessId, psutil.Process]:
-        """All its processes that run now, this process and its ancestors left out."""
+        """All its running processes, except this process and its ancestors."""
         mark_command = str(self.temp_dir).encode() + b"/"
         mark_environment = f"{TOKEN_VARIABLE}={self.token}".encode()
         recorded = set(self.pids)
@@ -87,15 +96,9 @@ class Belongings:
                     out[ProcessId.of(process)] = process
         return out
 
-    def shm_files(self, processes: Iterable[psutil.Process]) -> set[str]:
-        """Names in /dev/shm, made since the start, that any of `processes` has open or mapped."""
-        new = shm_names() - self.shm_before
-        if not new:
-            return set()
-        ours: set[str] = set()
-        for process in processes:
-            ours |= _open_shm(process.pid) & new
-        return ours
+    def shm_files(self, processes: Iterable[psutil.Process]) -> set[ShmFile]:
+        """Files in /dev/shm, made since the start, that any of `processes` has open or mapped."""
+        return set(shm_users(shm_files(shm_names() - self.shm_before), processes))
 
 
 def shm_names() -> frozenset[str]:
@@ -106,11 +109,11 @@ def shm_names() -> frozenset[str]:
         return frozenset()
 
 
-def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> set[str]:
+def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> set[ShmFile]:
     """End all of an instance's processes: SIGTERM, `grace_s` seconds, SIGKILL. Idempotent.
 
     Returns:
-        The /dev/shm files that they had open at the start (some are gone by now).
+        The files in /dev/shm that they used; some may be gone by now.
     """
     processes = belongings.processes()
     shm = belongings.shm_files(processes.values())
@@ -121,9 +124,9 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     while processes and time.monotonic() < deadline:
         time.sleep(0.1)
         processes = {i: p for i, p in processes.items() if i.process() is not None}
-    # Children that were started meanwhile are found only now, and killed with the stragglers. One
-    # look is not enough: a dying parent may have started one behind it, and a process that is just
-    # being executed shows neither command line nor environment.
+    # Children that were started in the meantime are found only now, and are killed too. One search
+    # is not enough: a dying parent may just have started one, and a process that is being executed
+    # shows neither command line nor environment.
     deadline = time.monotonic() + kill_s
     quiet_looks = 0
     while quiet_looks < QUIET_LOOKS and time.monotonic() < deadline:
@@ -138,36 +141,67 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     return shm
 
 
-def remove_shm(names: Iterable[str], before: frozenset[str]) -> list[str]:
-    """Remove those of our files that are still there and that no process uses; returns them."""
-    left = (set(names) - before) & shm_names()
-    if left:
-        for process in psutil.process_iter():
-            left -= _open_shm(process.pid)
-    removed = []
-    for name in sorted(left):
+def shm_files(names: Iterable[str]) -> set[ShmFile]:
+    """The files that have these names in /dev/shm now."""
+    found = set()
+    for name in names:
         with contextlib.suppress(OSError):
-            (SHM / name).unlink()
-            removed.append(name)
+            status = os.stat(SHM / name, follow_symlinks=False)
+            found.add(ShmFile(name, status.st_dev, status.st_ino))
+    return found
+
+
+def shm_users(
+    files: Iterable[ShmFile], processes: Iterable[psutil.Process]
+) -> dict[ShmFile, set[ProcessId]]:
+    """Which of `processes` have each of these files open or mapped; files without users are left
+    out.
+
+    Files are compared by device and inode. Names mislead: the C library makes a semaphore under a
+    temporary name and renames it, so the map of the process that made it shows a name that is gone.
+    """
+    named = {(file.device, file.inode): file for file in files}
+    users: dict[ShmFile, set[ProcessId]] = {}
+    for process in processes if named else ():
+        for inode in _open_shm(process.pid) & named.keys():
+            with contextlib.suppress(psutil.Error):
+                users.setdefault(named[inode], set()).add(ProcessId.of(process))
+    return users
+
+
+def remove_shm(files: Iterable[ShmFile], before: frozenset[str]) -> list[str]:
+    """Remove those of our files that are still there and that no process uses; returns their names.
+
+    A file that has been replaced by another of the same name stays.
+    """
+    names = {file.name for file in files} - before
+    left = shm_files(names) & set(files)
+    left -= shm_users(left, psutil.process_iter()).keys()
+    removed = []
+    for file in sorted(left):
+        with contextlib.suppress(OSError):
+            (SHM / file.name).unlink()
+            removed.append(file.name)
     return removed
 
 
-def _open_shm(pid: int) -> set[str]:
-    """Names of files directly in /dev/shm that a process has mapped or open."""
+def _open_shm(pid: int) -> set[tuple[int, int]]:
+    """(device, inode) of each file in /dev/shm that a process has mapped or open."""
     prefix = f"{SHM}/"
-    names: set[str] = set()
+    found: set[tuple[int, int]] = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
         for line in maps:
-            at = line.find(prefix)
-            if at >= 0:
-                names.add(line[at + len(prefix) :].rstrip("\n").removesuffix(" (deleted)"))
+            if prefix in line:
+                _, _, _, device, inode, _ = line.split(maxsplit=5)
+                major, minor = (int(part, 16) for part in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                target = os.readlink(entry.path)
-                if target.startswith(prefix):
-                    names.add(target[len(prefix) :].removesuffix(" (deleted)"))
-    return {name.split("/")[0] for name in names}
+                if os.readlink(entry.path).startswith(prefix):
+                    file = os.stat(entry.path)
+                    found.add((file.st_dev, file.st_ino))
+    return found
 
 
 def _carries(pid: int, in_command: bytes, in_environment: bytes) -> bool:

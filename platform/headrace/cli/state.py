@@ -1,8 +1,8 @@
-"""What is remembered of a running instance, in one private file per name.
+"""The state file of each running instance: NAME.json in a private folder.
 
-`$HEADRACE_STATE`, else `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`, holds NAME.json
-(mode 0600: it may hold an API key). It is made exclusively, so that two `up` with one name cannot
-both win.
+The folder is `$HEADRACE_STATE`, else `$XDG_STATE_HOME/headrace`, else `~/.local/state/headrace`. A
+file has mode 0600, because it may contain an API key. It is created exclusively, so two `up` with
+the same name cannot both start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from headrace.cli.reap import Belongings, ProcessId
@@ -25,24 +25,24 @@ class Instance:
 
     name: str
     token: str  # in the environment of all its processes
-    phase: str = "starting"  # then "ready"
+    phase: str = "starting"  # then "ready", at last "stopping"
     endpoint: str = ""  # http://host:port
     model: str = ""
     token_path: str = "relay"
     app: str = "headrace"  # the Serve application's name
-    config_digest: str = ""
     address: str = ""  # of the Ray cluster
-    own_node: bool = True  # False: joined a cluster that is not ours to stop
+    own_node: bool = True  # False: on a cluster that it joined
     temp_dir: str = ""
     dashboard_url: str | None = None
     api_key: str | None = None
-    starter: ProcessId | None = None  # the `headrace up` process, while it runs
+    starter: ProcessId | None = None  # the `headrace up` process
+    stopper: ProcessId | None = None  # the process that stops it, once one does
     keeper: ProcessId | None = None
     started_at: float = 0.0  # seconds since the epoch
     shm_before: list[str] = field(default_factory=list)
 
     def belongings(self) -> Belongings:
-        """What to look for when it is stopped."""
+        """How its processes and files are recognised."""
         return Belongings(
             self.token,
             Path(self.temp_dir),
@@ -51,8 +51,8 @@ class Instance:
         )
 
     def running(self) -> bool:
-        """Whether its keeper or, before there is one, its starter lives. Joined clusters: True."""
-        if not self.own_node and self.phase == "ready":
+        """Whether its keeper or its starter lives. On a joined cluster a ready app counts too."""
+        if not self.own_node and self.phase != "starting":
             return True
         return any(p is not None and p.process() is not None for p in (self.keeper, self.starter))
 
@@ -76,7 +76,7 @@ def path_of(name: str) -> Path:
 
 
 def create(instance: Instance) -> None:
-    """Claim the name. Raises FileExistsError if it is taken."""
+    """Create the state file. Raises FileExistsError if the name is in use."""
     file = path_of(instance.name)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -85,7 +85,7 @@ def create(instance: Instance) -> None:
 
 
 def save(instance: Instance) -> None:
-    """Write a claimed name's state, whole or not at all."""
+    """Replace the state file, atomically."""
     file = path_of(instance.name)
     part = file.with_suffix(f".{os.getpid()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -96,24 +96,26 @@ def save(instance: Instance) -> None:
 
 def load(name: str) -> Instance | None:
     """The instance of a name, or None. A file that cannot be read counts as none."""
+    file = path_of(name)
     try:
-        data = json.loads(path_of(name).read_text("utf-8"))
-        for key in ("starter", "keeper"):
+        data = json.loads(file.read_text("utf-8"))
+        for key in ("starter", "stopper", "keeper"):
             data[key] = ProcessId(**data[key]) if data.get(key) else None
-        return Instance(**data)
-    except FileNotFoundError:
-        return None
-    except (OSError, TypeError, json.JSONDecodeError):
+        known = {each.name for each in fields(Instance)}  # another version may have written it
+        return Instance(**{key: value for key, value in data.items() if key in known})
+    except (OSError, TypeError, AttributeError, ValueError):
         return None
 
 
-def forget(name: str) -> None:
-    """Remove a name's state; no error if there is none."""
-    path_of(name).unlink(missing_ok=True)
+def forget(name: str, token: str) -> None:
+    """Remove the state of one instance; no error if it is gone or another has the name now."""
+    found = load(name)
+    if found is not None and found.token == token:
+        path_of(name).unlink(missing_ok=True)
 
 
 def instances() -> Iterator[Instance]:
-    """All remembered instances, by name, running or not."""
+    """All instances that have a state file, by name, running or not."""
     folder = state_dir()
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         if NAME.match(file.stem) and (instance := load(file.stem)) is not None:

@@ -1,4 +1,4 @@
-"""`headrace status`: the endpoint's own account of itself, as tables."""
+"""`headrace status`: prints `GET /headrace/v1/status` as tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def status(name: str | None, *, as_json: bool) -> None:
 
 
 def _serve_only(instance: state.Instance) -> dict[str, Any]:
-    """Without our gateway nothing collects the replicas' state; say what can be said."""
+    """Without the gateway, nothing collects the replicas' state; only the models are known."""
     models = client.get_json(instance, "/v1/models")
     return {"replicas": [], "plans": {}, "nixl_bytes": None, "models": models.get("data", [])}
 
@@ -45,7 +45,7 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
     replicas = data.get("replicas") or []
     if not replicas:
         out.print(
-            f'no details: token_path "{instance.token_path}" has no gateway that collects them'
+            f'no details: token_path "{instance.token_path}" has no gateway, which collects them'
             if instance.token_path != "relay"
             else "no replica answered"
         )
@@ -69,7 +69,7 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
 
 
 def replica_table(replicas: list[dict[str, Any]]) -> Table:
-    """One row a replica: role, queue, KV use, tokens computed, bytes moved."""
+    """One row per replica: role, queue, KV cache use, tokens computed, bytes moved."""
     table = Table(title="replicas", title_justify="left")
     for column in ("role", "replica"):
         table.add_column(column)
@@ -94,7 +94,7 @@ def replica_table(replicas: list[dict[str, Any]]) -> Table:
 
 
 def store_table(nodes: list[dict[str, Any]]) -> Table:
-    """One row a tier of each machine's KV store: blocks, room, hits."""
+    """One row per tier of each machine's KV store: blocks, size, hits."""
     table = Table(title="KV store", title_justify="left")
     for column in ("machine", "tier", "state"):
         table.add_column(column)
@@ -122,7 +122,7 @@ def store_table(nodes: list[dict[str, Any]]) -> Table:
 
 
 def fit_table(replica: str, fits: dict[str, Any]) -> Table:
-    """What a router has learned: each model's terms as it names them."""
+    """The cost models that a replica's router has fitted, with their terms."""
     table = Table(title=f"models fitted by {replica}", title_justify="left")
     table.add_column("model")
     table.add_column("terms")

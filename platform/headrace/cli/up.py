@@ -1,19 +1,23 @@
-"""`headrace up`: from a configuration to a ready endpoint, and everything undone if that fails.
+"""`headrace up`: starts everything that a configuration describes, and undoes it on failure.
 
-Order: check the configuration, claim the name, start Ray, meanwhile fetch the model and import the
-app, then deploy, follow the engines, ask /health. From the claim on, every way out but success goes
-through `down.stop`.
+The order: check the configuration, create the state file, start Ray, meanwhile import the app and
+download the model, then deploy, wait for the engines, and wait for /health. Once the state file
+exists, every way out except success goes through `down.stop`.
+
+In the foreground it also ends when `headrace down` stops it, when Ray ends, and when the process
+that started it ends. If it is killed, the keeper of its Ray node ends the node; on a cluster that
+it joined, the process that waits with a `Deletion` deletes the app.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,18 +25,19 @@ from types import FrameType
 
 import psutil
 
-from headrace.cli import client, cluster, down, state
+from headrace.cli import client, cluster, deploy, down, state
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
 from headrace.cli.reap import ProcessId
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.keyfile import hash_of, new_key
 
-CONTROL_CPUS = 1.0  # Serve's controller and proxies book little; one logical CPU holds them
+CONTROL_CPUS = 1.0  # reserved for Serve's controller and proxies
+WATCH_S = 0.5  # between two checks of what may end `up`
 
 
 class Stopped(BaseException):
-    """SIGTERM or Ctrl-C. Not an Exception, so that no handler on the way takes it for a failure."""
+    """A signal, or a reason to end. Not an Exception, so that no handler takes it for a failure."""
 
 
 def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> None:
@@ -45,31 +50,37 @@ def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> 
     for line in warnings(config):
         say.print(f"warning: {line}", style="yellow", markup=False)
     config = _with_ports(config)
-    instance = _claim(config, name)
-    ready = errored = False
+    start = _Start(_claim(config, name), config, detach=detach)
+    watch = _Watch(start.instance, parent=not detach)
+    errored = False
     try:
-        with _stop_on_signals():
-            _start(instance, config, detach=detach, deadline=time.monotonic() + timeout_s)
-            ready = True
+        with _stop_on_signals(), watch:
+            start.run(time.monotonic() + timeout_s)
             if detach:
                 return
-            _watch(instance)
+            _serve(start.instance)
     except Stopped:
-        say.print("stopping: one moment, or press Ctrl-C again to kill")
+        if not down.stopped_elsewhere(start.instance):
+            say.print(f"stopping{watch.why}: one moment, or press Ctrl-C again to kill")
     except Exception as error:
-        message = " ".join(str(error).split()) or type(error).__name__
-        logs, errored = "", True
-        if instance.own_node and instance.temp_dir:
-            logs = f"\n  logs: {down.logs_dir(name)}"
-        raise CliError(f"{message}{logs}") from error
+        if not down.stopped_elsewhere(start.instance):
+            errored = True
+            raise CliError(_with_logs(start.instance, error)) from error
     finally:
-        if not (ready and detach):
-            _stop(instance, keep_logs=errored)
+        if not (start.ready and detach):
+            _stop(start, keep_logs=errored)
+    if detach and not start.ready:
+        raise CliError(f'"{name}" was stopped before it was ready')
+
+
+def _with_logs(instance: state.Instance, error: Exception) -> str:
+    message = " ".join(str(error).split()) or type(error).__name__
+    kept = instance.own_node and instance.temp_dir
+    return f"{message}\n  logs: {down.logs_dir(instance.name)}" if kept else message
 
 
 def _claim(config: HeadraceConfig, name: str) -> state.Instance:
-    """The name's state file, made by us."""
-    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+    """Create the state file of this name."""
     instance = state.Instance(
         name=name,
         token=secrets.token_hex(8),
@@ -77,9 +88,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         model=config.model.id,
         token_path=config.token_path,
         app="headrace" if name == "default" else f"headrace-{name}",
-        config_digest=digest,
         own_node=config.ray.address is None,
-        address=config.ray.address or "",
         api_key=new_key() if config.gateway.asks_for_keys else None,
         starter=ProcessId.of(psutil.Process()),
         started_at=time.time(),
@@ -91,8 +100,8 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         running = state.load(name)
         where = f" at {running.endpoint}" if running and running.endpoint else ""
         raise CliError(
-            f'"{name}" runs already{where}; stop it with: headrace down --name {name}, or choose '
-            "another --name (and gateway.port)"
+            f'"{name}" is already running{where}; stop it with: headrace down '
+            f"--name {name}, or choose another --name (and gateway.port)"
         ) from None
     except ValueError as error:
         raise CliError(str(error), 2) from None
@@ -125,64 +134,94 @@ def _endpoint(config: HeadraceConfig) -> str:
     return f"http://{host}:{config.gateway.port}"
 
 
-def _start(
-    instance: state.Instance, config: HeadraceConfig, *, detach: bool, deadline: float
-) -> None:
-    with Display(stderr()) as display:
-        node = spec = None
-        if config.ray.address is None:
-            display.step("starting Ray")
-            spec = _node_spec(instance, config, foreground=not detach)
-            node = cluster.start(spec, Path(instance.temp_dir))
-            _record(instance, node)
-        display.step(f"getting {config.model.source or config.model.id}")
-        config = _with_model(config, display)
-        display.step("loading the app's code")
-        from headrace.cli import deploy
+class _Start:
+    """One start, and what must be undone if it fails."""
 
-        deploy.import_app()
-        if node is not None and spec is not None:
-            display.step("waiting for Ray")
-            node = cluster.ensure(node, spec, timeout_s=max(1.0, deadline - time.monotonic()))
-            _record(instance, node)
+    def __init__(self, instance: state.Instance, config: HeadraceConfig, *, detach: bool) -> None:
+        self.instance, self.config, self.detach = instance, config, detach
+        self.ready = False
+        self.deletion: deploy.Deletion | None = None  # only on a cluster that we joined
+
+    def run(self, deadline: float) -> None:
+        """Start everything, and return when the endpoint is ready."""
+        with Display(stderr()) as display:
+            node = spec = None
+            environment: dict[str, str] = {}
+            if self.config.ray.address is None:
+                display.step("starting Ray")
+                spec = _node_spec(self.instance, self.config, foreground=not self.detach)
+                node = cluster.start(spec, Path(self.instance.temp_dir))
+                _record(self.instance, node)
+                environment = {**spec.environment, **cluster.auth_environment(node.temp_dir)}
+            log = node.temp_dir / "driver.log" if node else None
+            with deploy.Deploying(environment, log) as deploying:
+                display.step(f"getting {self.config.model.source or self.config.model.id}")
+                self.config = _with_model(self.config, display)
+                if node is not None and spec is not None:
+                    display.step("waiting for Ray")
+                    left_s = max(1.0, deadline - time.monotonic())
+                    node = cluster.ensure(node, spec, timeout_s=left_s)
+                    _record(self.instance, node)
+                self._deploy(deploying, display, deadline)
+            display.step("waiting for the endpoint")
+            self._wait_for_endpoint(deadline)
+            self.instance.phase, took_s = "ready", display.elapsed_s
+            _save(self.instance)
+        if self.detach and self.deletion is not None:
+            self.deletion.dismiss()
+        self.ready = True
+        _announce(self.instance, took_s, self.detach)
+
+    def _deploy(self, deploying: deploy.Deploying, display: Display, deadline: float) -> None:
+        instance, config = self.instance, self.config
+        display.step("loading the app's code")
+        joined = config.ray.address
+        instance.address = deploying.connect(
+            joined or instance.address, instance.app, joined=joined is not None, deadline=deadline
+        )
+        if joined is not None:
+            self.deletion = deploy.Deletion(instance, {})
+        _save(instance)
         display.step("deploying")
-        deploy.connect(instance.address)
-        if node is None and deploy.has_app(instance.app):
-            instance.own_node, instance.address = False, ""  # not ours to delete
-            raise CliError(f'the cluster already runs an application called "{instance.app}"')
         http = None
         if config.token_path != "relay":
             http = (config.gateway.host, int(config.gateway.port or 0))
-        key = instance.api_key
+        key = self.instance.api_key
         args = to_app_args(config, hash_of(key.encode()) if key else None)
-        deploy.deploy(args, instance.app, http)
+        progress = deploying.run(args, http, deadline)
+        display.show(next(progress))
         display.step("loading the engines")
-        for now in deploy.follow(instance.app, deadline):
+        for now in progress:
             display.show(now)
-        display.step("waiting for the endpoint")
-        while not client.is_healthy(instance.endpoint, config.token_path, client.headers(instance)):
+
+    def _wait_for_endpoint(self, deadline: float) -> None:
+        endpoint, key = self.instance.endpoint, client.headers(self.instance)
+        while not client.is_healthy(endpoint, self.config.token_path, key):
             if time.monotonic() > deadline:
-                raise CliError(f"the app runs, but {instance.endpoint}/health does not answer 200")
+                raise CliError(f"the app runs, but {endpoint}/health does not answer 200")
             time.sleep(0.2)
-        deploy.disconnect()
-        instance.phase, took_s = "ready", display.elapsed_s
-        state.save(instance)
-    _announce(instance, took_s, detach)
+
+    def stop(self, *, drain: bool, keep_logs: bool) -> None:
+        """Undo everything. Idempotent."""
+        down.stop(
+            self.instance,
+            lambda line: stderr().print(f"  {line}"),
+            drain=drain,
+            keep_logs=keep_logs,
+            deletion=self.deletion,
+        )
 
 
 def _node_spec(
     instance: state.Instance, config: HeadraceConfig, *, foreground: bool
 ) -> cluster.NodeSpec:
-    """What to start, in a new folder; this process's environment is made to fit it."""
+    """What to start, in a new folder."""
     temp_dir = cluster.make_temp_dir(instance.name, config.ray.temp_dir)
     instance.temp_dir = str(temp_dir)
-    state.save(instance)  # from here on `down` can clean up whatever happens
+    _save(instance)  # from here on `down` can clean up whatever happens
     environment = {}
     if config.token_path == "direct":
         environment = cluster.direct_environment(temp_dir)
-    # Ray and Serve read these when this process imports them, which it has not done yet.
-    os.environ.update(environment | cluster.auth_environment(temp_dir))
-    os.environ.pop("RAY_ADDRESS", None)
     needed = math.ceil(config.cpus_booked() + CONTROL_CPUS)
     return cluster.NodeSpec(
         name=instance.name,
@@ -199,6 +238,13 @@ def _node_spec(
 def _record(instance: state.Instance, node: cluster.Node) -> None:
     instance.keeper, instance.address = node.keeper, node.address
     instance.dashboard_url, instance.shm_before = node.dashboard_url, sorted(node.shm_before)
+    _save(instance)
+
+
+def _save(instance: state.Instance) -> None:
+    """Write the state. Raises Stopped if another process stops the instance."""
+    if down.stopped_elsewhere(instance):
+        raise Stopped
     state.save(instance)
 
 
@@ -249,29 +295,63 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         out.print(line, markup=False)
 
 
-def _watch(instance: state.Instance) -> None:
-    """Until a signal, or until the node ends by itself or by `headrace down`."""
+def _serve(instance: state.Instance) -> None:
+    """Return never: wait for Stopped. Raises CliError if the Ray node ends unexpectedly."""
     while True:
-        time.sleep(0.5)
-        if instance.own_node and (instance.keeper is None or instance.keeper.process() is None):
-            if state.load(instance.name) is None:
+        time.sleep(WATCH_S)
+        keeper = instance.keeper
+        if instance.own_node and (keeper is None or keeper.process() is None):
+            if down.stopped_elsewhere(instance):
                 raise Stopped
-            raise CliError("Ray ended by itself")
-        if not instance.own_node and state.load(instance.name) is None:
-            raise Stopped
+            raise CliError("the Ray node ended unexpectedly")
+
+
+class _Watch:
+    """Ends this process, as SIGTERM does, for reasons that send no signal.
+
+    These are `headrace down` in another shell and, with `parent`, the end of the process that
+    started this one. Some processes are meant to outlive their parent: the leader of a session (a
+    service, `setsid`), and one that ignores SIGHUP (`nohup`).
+    """
+
+    def __init__(self, instance: state.Instance, *, parent: bool) -> None:
+        self.why = ""
+        self._instance = instance
+        ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        detached = ignores_hangup or os.getsid(0) == os.getpid()
+        self._parent = os.getppid() if parent and not detached else None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(WATCH_S):
+            if self._parent is not None and os.getppid() != self._parent:
+                self.why = " because the process that started it has ended"
+            elif not down.stopped_elsewhere(self._instance):
+                continue
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Stopped in here."""
+    """SIGINT, SIGTERM and SIGHUP raise Stopped in here; a SIGHUP that is ignored stays ignored."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise Stopped
 
-    before = {
-        number: signal.signal(number, handler)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -279,12 +359,19 @@ def _stop_on_signals() -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _stop(instance: state.Instance, *, keep_logs: bool) -> None:
+def _stop(start: _Start, *, keep_logs: bool) -> None:
     """Undo everything. A second Ctrl-C skips the orderly part, never the cleaning up."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    say = stderr()
+    elsewhere = down.stopped_elsewhere(start.instance)
     try:
-        down.stop(instance, lambda line: say.print(f"  {line}"), keep_logs=keep_logs)
+        done = elsewhere and down.wait_for_other(start.instance)
+        if done and start.ready:
+            if start.deletion is not None:
+                start.deletion.dismiss()
+        else:  # while starting, we may have started what the other process did not see
+            start.stop(drain=True, keep_logs=keep_logs)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        down.stop(instance, drain_s=0, keep_logs=keep_logs)
+        start.stop(drain=False, keep_logs=keep_logs)
+    if elsewhere:
+        stderr().print("stopped by headrace down")

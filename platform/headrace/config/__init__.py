@@ -1,9 +1,9 @@
-"""The one YAML file that describes a Headrace deployment: what it may say and what that means.
+"""The configuration: the YAML file that describes a Headrace deployment.
 
-`schema`, `store` and `speculation` name the fields, `checks` refuses combinations that cannot work,
-`load` turns files, presets and `--set` overrides into a checked `HeadraceConfig`, `appargs` turns
-that into the arguments of `headrace.app:build_app`, and `docs` writes docs/configuration.md.
-Nothing here imports Ray or vLLM, so that a bad value is reported in well under a second.
+`schema`, `store` and `speculation` define the fields. `checks` refuses combinations that cannot
+work. `load` merges presets, files and `--set` overrides into a checked `HeadraceConfig`. `appargs`
+turns it into the arguments of `headrace.app:build_app`. `docs` writes docs/configuration.md.
+Nothing here imports Ray or vLLM, so a mistake is reported in well under a second.
 """
 
 from headrace.config.appargs import to_app_args

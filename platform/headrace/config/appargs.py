@@ -1,9 +1,9 @@
-"""From the configuration to the arguments of `headrace.app:build_app`.
+"""Turns the configuration into the arguments of `headrace.app:build_app`.
 
-That builder takes what `ray.serve.llm:build_pd_openai_app` takes, two `LLMConfig`s, and a
-`headrace` section beside them. Two settings are made here and not left to vLLM: KV that does not
-arrive is recomputed (its default fails the request), and the KV cache's size is passed in bytes
-(`VLLM_CPU_KVCACHE_SPACE` takes whole GiB only).
+The builder takes the arguments of `ray.serve.llm:build_pd_openai_app`, which are two `LLMConfig`s,
+and a `headrace` section. Two of vLLM's defaults are changed here. KV that does not arrive is
+recomputed, where vLLM would fail the request. The size of the KV cache is passed in bytes, where
+`VLLM_CPU_KVCACHE_SPACE` takes whole GiB only.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
         "placement_group_config": {"bundles": _bundles(role)},
         "deployment_config": {
             "num_replicas": role.replicas,
-            # The replica actor lives in the first bundle; by itself it books nothing more.
+            # The replica actor runs in the first bundle and reserves nothing more.
             "ray_actor_options": {"num_cpus": 0},
-            # Three failures in a row and Serve replaces a replica: a dead engine in 6 s, not in 30.
+            # Serve replaces a replica after three failures in a row: after 6 s, not 30 s.
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         },
         "runtime_env": {"env_vars": _environment(role)},
@@ -71,9 +71,9 @@ def _environment(role: RoleSettings) -> dict[str, str]:
     if role.gpus == 0:
         env |= {
             "OMP_NUM_THREADS": str(role.threads),
-            # Binding threads to cores needs the machine for itself.
+            # Binding threads to cores needs a machine that runs nothing else.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Else the first sampled request waits 2 to 9 s for a C++ compiler, or dies without one.
+            # Otherwise the first sampled request waits 2 to 9 s for a C++ compiler, or fails.
             "TORCH_COMPILE_DISABLE": "1",
         }
     return env | role.env

@@ -1,8 +1,8 @@
-"""Which combinations of valid values cannot work, and what would.
+"""Checks of values that are valid one by one but cannot work together.
 
-Each problem is (path to the field, what is wrong and what would be right). All of this runs before
-anything is started or fetched; whether ports are free is asked by `headrace up`, since that changes
-from one second to the next.
+Each problem is (path of the field, what is wrong and what would be right). The checks run before
+anything is started or downloaded. `headrace up` itself checks whether ports are free, because that
+changes from one second to the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.config.section import GIB
 
 Problem = tuple[str, str]
 
-# Engine arguments that something else in the file decides, and what.
+# Engine arguments that another field of the file sets, and that field.
 OWNED_ENGINE_ARGS = {
     "model": "model.source",
     "served_model_name": "model.id",
@@ -30,7 +30,7 @@ OWNED_ENGINE_ARGS = {
 }
 OWNED_ENV = {"VLLM_CPU_KVCACHE_SPACE": "kv_cache_gb", "OMP_NUM_THREADS": "threads"}
 
-# What both roles' engines must agree on, or one cannot read the other's KV.
+# Arguments that must be equal in both roles; otherwise one cannot read the other's KV.
 SHARED_ENGINE_ARGS = (
     "max_model_len",
     "dtype",
@@ -90,10 +90,10 @@ def check(config: HeadraceConfig) -> list[Problem]:
 
 
 def warnings(config: HeadraceConfig) -> list[str]:
-    """What works but is probably not meant, one line each."""
+    """Settings that work but are probably a mistake, one line each."""
     lines = []
     if config.ray.address is not None and config.ray.temp_dir is not None:
-        lines.append("ray.temp_dir: has no effect on a cluster that runs already (ray.address)")
+        lines.append("ray.temp_dir: has no effect if a running cluster is joined (ray.address)")
     return lines + _object_warnings(config)
 
 
@@ -166,7 +166,7 @@ def _roles_agree(config: HeadraceConfig) -> Iterator[Problem]:
         yield (
             "decode.gpus",
             f"is {decode.gpus}, but prefill.gpus is {prefill.gpus}: KV made on a CPU and on a GPU "
-            "differs in layout, so give both roles GPUs or neither",
+            "has different layouts, so give both roles GPUs or neither",
         )
     for arg in SHARED_ENGINE_ARGS:
         theirs, ours = prefill.engine.get(arg), decode.engine.get(arg)
@@ -174,7 +174,7 @@ def _roles_agree(config: HeadraceConfig) -> Iterator[Problem]:
             yield (
                 f"decode.engine.{arg}",
                 f"is {_show(ours)}, but prefill.engine.{arg} is {_show(theirs)}; both roles serve "
-                "one model and read one another's KV, so set the same in both",
+                "one model and read each other's KV, so set the same value in both",
             )
 
 
@@ -183,8 +183,8 @@ def _cpus(config: HeadraceConfig) -> Iterator[Problem]:
     if config.ray.address is None and given is not None and booked > given:
         yield (
             "ray.num_cpus",
-            f"is {given}, but the replicas book {booked:g} (replicas x cpus of both roles); set "
-            "more, or null to fit",
+            f"is {given}, but the replicas reserve {booked:g} CPUs (replicas x cpus of both "
+            "roles); set at least that, or null",
         )
 
 
@@ -222,8 +222,8 @@ def _objects(config: HeadraceConfig) -> Iterator[Problem]:
 
 
 def _object_warnings(config: HeadraceConfig) -> list[str]:
-    """What the client says of URL and options; a warning, as each machine has an environment of its
-    own."""
+    """Options that the object store's client refuses here. These are warnings, because each machine
+    of a cluster has its own environment."""
     store = config.store
     if not store.enabled or store.object_url is None or store.object_url.startswith("file:"):
         return []

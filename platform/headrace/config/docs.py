@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the schema so that the two cannot differ."""
+"""Generates docs/configuration.md from the schema, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ HEADER = """\
 <!-- Written by `headrace config docs`; change the schema in platform/headrace/config/. -->
 # Configuration
 
-`headrace up` reads one YAML file (`-f config.yaml`), on top of a preset (`--preset NAME`, by
-default `laptop`), and `--set section.field=value` on top of both. A field that is left out keeps
-its default. `headrace config check -f config.yaml` says what is wrong with a file, and `headrace
-config show` what it comes to. An unknown field or an impossible value stops `headrace up` before
-anything starts.
+`headrace up -f config.yaml` reads one YAML file. Values come from four sources, and a later source
+wins field by field:
+
+1. the defaults, which the tables below list;
+2. a preset: `--preset NAME` on the command line, else `preset: NAME` at the top of the file;
+3. the file;
+4. each `--set section.field=value` on the command line, in turn.
+
+`headrace config check -f config.yaml` reports every mistake in a file. `headrace config show -f
+config.yaml` prints the resulting configuration. `headrace up` checks the configuration first: an
+unknown field or an impossible value stops it before anything starts.
 """
 
 
 def render() -> str:
-    """The whole page, Markdown."""
+    """The whole page, in Markdown."""
     parts = [HEADER]
     top = {n: f for n, f in HeadraceConfig.model_fields.items() if not _section(f)}
     parts.append(_table("Top level", "", top))
@@ -52,7 +58,7 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 def _table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
     lines = [f"## {title}", ""]
     if about:
-        lines += [about.strip(), ""]
+        lines += [" ".join(about.split()), ""]
     lines += ["| Field | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
         kind = _type(field.annotation) + _bounds(field)
@@ -81,7 +87,7 @@ def _type(kind: Any) -> str:
 def _bounds(field: FieldInfo) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = [
-        f"{sign} {getattr(meta, attribute):g}"
+        f"{sign} {getattr(meta, attribute):,}"
         for meta in field.metadata
         for attribute, sign in signs.items()
         if getattr(meta, attribute, None) is not None

@@ -1,6 +1,7 @@
-"""From preset, YAML file and `--set` overrides to one checked configuration, or to what is wrong.
+"""Merges preset, YAML file and `--set` overrides into one checked configuration.
 
 Later sources win field by field: the defaults, the preset, the file, then each override in turn.
+The preset is the one that `--preset` names, else the one that the file names as `preset:`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headrace.config.schema import HeadraceConfig
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. `problems` holds one line for each thing to mend."""
+    """The configuration cannot be used. `problems` has one line for each mistake."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -28,7 +29,7 @@ class ConfigError(ValueError):
 
 
 def preset_names() -> list[str]:
-    """The presets that come with Headrace."""
+    """Names of the presets that come with Headrace."""
     folder = files("headrace") / "presets"
     return sorted(
         f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
@@ -49,19 +50,18 @@ def load_config(
     preset: str | None = None,
     overrides: Iterable[str] = (),
 ) -> HeadraceConfig:
-    """The configuration these sources make together, checked.
+    """Merge the sources and check the result.
 
     Args:
         path: a YAML file, or None.
-        preset: one of `preset_names()`, or None for the defaults (which are `laptop`).
+        preset: one of `preset_names()`; it wins over the file's `preset:`. None takes the file's,
+            else the defaults (which are `laptop`).
         overrides: `a.b=c` strings; the value is read as YAML.
 
     Raises:
-        ConfigError: something is wrong; it names every problem found, not only the first.
+        ConfigError: with every problem that was found, not only the first.
     """
-    data: dict[str, Any] = {}
-    if preset is not None:
-        data = parse_yaml(preset_text(preset), f"preset {preset}")
+    given: dict[str, Any] = {}
     if path is not None:
         file = Path(path).expanduser()
         try:
@@ -70,7 +70,15 @@ def load_config(
             raise ConfigError([f"{path}: cannot be read: {error.strerror or error}"]) from None
         except UnicodeDecodeError as error:
             raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start})"]) from None
-        data = merge(data, _relative_to(file.parent, parse_yaml(text, str(path))))
+        given = _relative_to(file.parent, parse_yaml(text, str(path)))
+        named = given.pop("preset", None)
+        if named is not None and not isinstance(named, str):
+            raise ConfigError([f"preset: must be text, got {_quote(named)}"])
+        preset = preset or named
+    data: dict[str, Any] = {}
+    if preset is not None:
+        data = parse_yaml(preset_text(preset), f"preset {preset}")
+    data = merge(data, given)
     for override in overrides:
         data = apply_override(data, override)
     return validate(data)
@@ -89,7 +97,7 @@ def validate(data: Mapping[str, Any]) -> HeadraceConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, which plain YAML lets the last one win."""
+    """Safe YAML that refuses a key given twice; plain YAML would take the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -105,7 +113,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:
-    """The mapping a YAML text holds. Raises ConfigError with line and column otherwise."""
+    """The mapping in a YAML text. Raises ConfigError with line and column if there is none."""
     try:
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -124,7 +132,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` on top; mappings are merged, everything else is replaced."""
+    """`base` overridden by `over`. Mappings are merged; other values are replaced."""
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
@@ -136,9 +144,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
-    """`data` with `a.b=c` applied. Raises ConfigError if the override is not of that form."""
+    """`data` with the override `a.b=c`. Raises ConfigError if it does not have that form."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
+    if keys == ["preset"]:
+        raise ConfigError(
+            ["preset: choose one with --preset NAME, or with `preset: NAME` in a file"]
+        )
     if not equals or not all(keys):
         raise ConfigError([f'--set {override}: must be like "gateway.port=8001"'])
     try:
@@ -155,7 +167,7 @@ def apply_override(data: Mapping[str, Any], override: str) -> dict[str, Any]:
 
 
 def _holds_a_value(data: Any, keys: Sequence[str]) -> bool:
-    """Whether something that is neither absent, null nor a mapping lies at `keys`."""
+    """Whether `keys` lead to a value that is neither null nor a mapping."""
     for key in keys:
         if not isinstance(data, Mapping):
             return True
@@ -166,7 +178,7 @@ def _holds_a_value(data: Any, keys: Sequence[str]) -> bool:
 
 
 def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """File names in a configuration file count from the file's own folder."""
+    """Make the file names in a configuration file relative to the folder of the file."""
     gateway = data.get("gateway")
     if isinstance(gateway, dict) and isinstance(gateway.get("api_keys_file"), str):
         file = Path(gateway["api_keys_file"]).expanduser()
@@ -175,7 +187,7 @@ def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ErrorDetails) -> str:
-    """One line for one pydantic error: path, what was wrong, what would be right."""
+    """One pydantic error as one line: the path, what is wrong and what would be right."""
     loc = error["loc"]
     path = ".".join(str(part) for part in loc) or "configuration"
     got = error.get("input")
@@ -214,7 +226,7 @@ def explain(error: ErrorDetails) -> str:
 
 
 def _siblings(loc: Sequence[int | str]) -> list[str]:
-    """Names of the fields that could stand where the unknown field `loc` stands."""
+    """Names of the fields that are allowed in place of the unknown field `loc`."""
     model: Any = HeadraceConfig
     for part in loc[:-1]:
         field = model.model_fields.get(part) if isinstance(part, str) else None

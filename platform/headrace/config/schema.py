@@ -1,8 +1,8 @@
 """The fields of the configuration file: their types, bounds, defaults and meaning.
 
-The defaults are the `laptop` preset: two cores, no GPU, a 135M model. Every description here is
-printed in docs/configuration.md, so it says the unit and what happens at the edge. The sections
-`store` and `speculation` have files of their own.
+The defaults are the `laptop` preset: two cores, no GPU, a 135M model. Every description is printed
+in docs/configuration.md, so each gives the unit and what happens at the limit. The sections `store`
+and `speculation` have files of their own.
 """
 
 from __future__ import annotations
@@ -41,32 +41,34 @@ class ModelSettings(Section):
     id: str = Field(
         default="smollm2-135m-instruct",
         min_length=1,
-        description="The name clients send as `model`, and the name looked up in "
-        "`headrace model list` when `source` is null.",
+        description="The model name that clients send. If `source` is null, also the name that is "
+        "looked up in `headrace model list`.",
     )
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="A local Hugging Face folder or a hub id such as `org/name`. null: the model "
-        "called `id`, from the cache, fetched if it is not there.",
+        description="A local folder in Hugging Face format, or a hub id such as `org/name`. null: "
+        "the model called `id` in `headrace model list`, downloaded if it is not in the cache.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=16,
-        description="Tokens of prompt and answer together that one request may use, in both roles. "
-        "null: what the model was made for.",
+        description="Maximum length of a request in tokens, prompt and answer together, for both "
+        "roles. null: the maximum of the model.",
     )
 
 
 class RoleSettings(Section):
-    """One role's replicas: how many, on what, and its engine's settings."""
+    """The replicas of one role: their number, their hardware and their engine arguments."""
 
-    replicas: int = Field(default=1, ge=1, description="How many engines this role runs.")
+    replicas: int = Field(
+        default=1, ge=1, description="Number of replicas; each is one vLLM engine."
+    )
     cpus: float = Field(
         default=0.5,
         ge=0,
-        description="Logical CPUs that Ray reserves per replica (per GPU where there are GPUs). "
-        "Books room only; `threads` sets what the engine uses.",
+        description="Logical CPUs that Ray reserves for each replica, or for each GPU if `gpus` is "
+        "not 0. `threads` sets how many threads the engine uses.",
     )
     gpus: int = Field(
         default=0,
@@ -77,23 +79,25 @@ class RoleSettings(Section):
     accelerator_type: str | None = Field(
         default=None,
         min_length=1,
-        description="Ray's name of the GPU to insist on, such as `H100` or `A10G`. null: any.",
+        description="Required GPU type, by Ray's name, such as `H100` or `A10G`. null: any.",
     )
-    threads: int = Field(default=1, ge=1, description="Compute threads of an engine on the CPU.")
+    threads: int = Field(
+        default=1, ge=1, description="Compute threads of each engine that runs on the CPU."
+    )
     kv_cache_gb: float | None = Field(
         default=None,
         gt=0,
-        description="GiB of KV cache per GPU, or per engine on the CPU. null: 1 GiB on the CPU; on "
-        "GPUs all that `engine.gpu_memory_utilization` leaves.",
+        description="GiB of KV cache for each GPU, or for each engine on the CPU. null: 1 GiB on "
+        "the CPU; on a GPU, all the memory that `engine.gpu_memory_utilization` leaves.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="Any engine arguments of vLLM, by their Python names. They win over what "
-        "Headrace would set.",
+        description="vLLM engine arguments by their Python names, such as `max_num_seqs`. They "
+        "override the values that Headrace sets.",
     )
     env: dict[str, str] = Field(
         default_factory=dict,
-        description="Environment variables of this role's processes.",
+        description="Environment variables of the processes of this role.",
     )
 
     @field_validator("env", mode="before")
@@ -110,7 +114,7 @@ class RoleSettings(Section):
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Bytes of KV cache asked for, per GPU or per CPU engine; None leaves it to vLLM."""
+        """Bytes of KV cache for each GPU or CPU engine; None leaves the size to vLLM."""
         if self.kv_cache_gb is not None:
             return int(self.kv_cache_gb * GIB)
         return GIB if self.gpus == 0 else None
@@ -124,22 +128,23 @@ class RoleSettings(Section):
 
 
 class GatewaySettings(Section):
-    """The public endpoint: where it listens, who may call, and how much a request may ask."""
+    """The public HTTP endpoint: its address, its API keys and its limits."""
 
     host: str = Field(
-        default="127.0.0.1", description="Address to listen on; `0.0.0.0` is everywhere."
+        default="127.0.0.1", description="Address to listen on; `0.0.0.0` means all interfaces."
     )
     port: Port | None = Field(
         default=8000,
-        description="Port to listen on; 0 takes a free one. null: none of its own, requests come "
-        "through Serve's proxy; only where the app is deployed without `headrace up`.",
+        description="Port to listen on; 0 takes a free port. null: the gateway has no port of its "
+        "own and gets requests through Serve's proxy. null is for apps that are deployed without "
+        "`headrace up`.",
     )
-    replicas: int = Field(default=1, ge=1, description="How many gateways run.")
+    replicas: int = Field(default=1, ge=1, description="Number of gateways.")
     api_keys: list[str] = Field(
         default_factory=list,
-        description="Keys of which each request must carry one as `Authorization: Bearer KEY`. "
-        "Each is a tenant of its own with the role user. Empty here and no `api_keys_file`: no key "
-        "is asked for.",
+        description="Accepted API keys; each request must carry one as `Authorization: Bearer "
+        "KEY`. Each key is a tenant of its own with the role user. With no keys here and no "
+        "`api_keys_file`, no key is required.",
     )
     api_keys_file: str | None = Field(
         default=None,
@@ -167,10 +172,10 @@ class GatewaySettings(Section):
     max_body_bytes: int = Field(
         default=8_000_000,
         ge=1_000,
-        description="Longest request body, in bytes; longer is answered 413.",
+        description="Maximum size of a request body in bytes; a larger one is answered 413.",
     )
     request_timeout_s: float = Field(
-        default=600, gt=0, description="Seconds that one request may take, its stream included."
+        default=600, gt=0, description="Maximum seconds for one request, its stream included."
     )
     connect_timeout_s: float = Field(
         default=5, gt=0, description="Seconds to wait for a connection to a decode replica."
@@ -178,15 +183,19 @@ class GatewaySettings(Section):
     queue_timeout_s: float = Field(
         default=120,
         gt=0,
-        description="Seconds a request waits for a decode replica to be ready before its 503.",
+        description="Seconds that a request waits for a ready decode replica; then it is answered "
+        "503.",
     )
     body_timeout_s: float = Field(
-        default=30, gt=0, description="Seconds a client may take to send its body before its 408."
+        default=30,
+        gt=0,
+        description="Seconds that a client may take to send a body; then it is answered 408.",
     )
     max_concurrent: int = Field(
         default=1024,
         ge=1,
-        description="Requests in flight per gateway; one more is answered 429 with `Retry-After`.",
+        description="Maximum requests in flight for each gateway; a further one is answered 429 "
+        "with `Retry-After`.",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
@@ -274,58 +283,62 @@ class GatewaySettings(Section):
 
 
 class RouterSettings(Section):
-    """How each request's plan (prefill here or there) is chosen."""
+    """How each request's plan is chosen: prefill in the decode replica or in a prefill replica."""
 
     policy: Literal["cost", "local", "remote"] = Field(
         default="cost",
-        description="`cost` takes the way with the fewest predicted seconds; `local` never "
-        "prefills remotely; `remote` always does while a prefill replica is up.",
+        description="`cost` takes the plan with the fewest predicted seconds. `local` always "
+        "prefills in the decode replica. `remote` always prefills in a prefill replica, if one is "
+        "up.",
     )
     itl_target_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds between tokens that running streams should keep; a local prefill that "
-        "would break it is sent away. null: no target, only the priced stall counts.",
+        description="Target for the inter-token latency of running streams, in seconds. A local "
+        "prefill that would break it is done remotely. null: no target.",
     )
     stall_weight: float = Field(
         default=1.0,
         ge=0,
-        description="How many seconds of the new request's wait one second of stall of one running "
-        "stream is worth.",
+        description="Weight of stalls in a plan's cost: a stall of 1 s of one running stream costs "
+        "as much as this many seconds of waiting by the new request.",
     )
     remeasure_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds after which a way that was not taken is tried again, to see whether "
-        "its cost has changed.",
+        description="Seconds after which a kind of plan that was not chosen is tried once, to "
+        "measure its cost again.",
     )
 
     timeout_floor_s: float = Field(
-        default=1.0, gt=0, description="Least seconds a remote prefill is given."
+        default=1.0, gt=0, description="Minimum timeout of a remote prefill, in seconds."
     )
     timeout_factor: float = Field(
         default=4.0,
         ge=1,
-        description="A remote prefill is given this many times its predicted seconds, then the "
-        "decode replica prefills itself.",
+        description="The timeout of a remote prefill is at least this many times its predicted "
+        "seconds. After the timeout, the decode replica prefills itself.",
     )
     timeout_errors: float = Field(
         default=6.0,
         ge=0,
-        description="It is also given the prediction and this many of its root mean square errors.",
+        description="The timeout is also at least the prediction plus this many times its root "
+        "mean square error.",
     )
     timeout_cold_s: float = Field(
         default=15.0,
         gt=0,
-        description="Least seconds given before the first remote prefill has come back.",
+        description="Minimum timeout in seconds until a first remote prefill has succeeded.",
     )
     retry_s: float = Field(
         default=5.0,
         gt=0,
-        description="Seconds after a failed remote prefill until one request tries again; doubles "
-        "with each failure.",
+        description="Seconds after a failed remote prefill until one request tries it again. The "
+        "time doubles with each failure.",
     )
-    retry_max_s: float = Field(default=120.0, gt=0, description="Most seconds between such tries.")
+    retry_max_s: float = Field(
+        default=120.0, gt=0, description="Maximum seconds between such tries."
+    )
 
     def to_settings(self) -> CoreRouterSettings:
         """The same settings as the router library's own class."""
@@ -335,25 +348,25 @@ class RouterSettings(Section):
 
 
 class RaySettings(Section):
-    """The Ray cluster: an own private node, or one that runs already."""
+    """The Ray cluster: a private node that Headrace starts, or a running cluster to join."""
 
     address: str | None = Field(
         default=None,
         min_length=1,
-        description="Address of a running Ray cluster to join, `host:port` or `auto`. null: start "
-        "a private node; the other fields of this section describe that node only.",
+        description="Address of a running Ray cluster to join: `host:port` or `auto`. null: start "
+        "a private Ray node, which the other fields of this section describe.",
     )
     dashboard: bool = Field(
         default=True, description="Whether Ray's dashboard runs (on 127.0.0.1)."
     )
     dashboard_port: Port | None = Field(
-        default=None, description="Port of the dashboard; null or 0 takes a free one."
+        default=None, description="Port of the dashboard; null or 0 takes a free port."
     )
     num_cpus: int | None = Field(
         default=None,
         ge=1,
-        description="Logical CPUs that Ray may book. null: the machine's cores or 4, if that is "
-        "more, or what the replicas need, if that is more still.",
+        description="Logical CPUs of the Ray node. null: the largest of 4, the number of cores, "
+        "and what the replicas reserve.",
     )
     object_store_bytes: int = Field(
         default=200_000_000,
@@ -362,9 +375,16 @@ class RaySettings(Section):
     )
     temp_dir: str | None = Field(
         default=None,
-        description="Absolute folder under which the node's own folder is made and removed. "
-        f"null: the system's. At most {MAX_TEMP_DIR_CHARS} characters, as sockets lie in it.",
+        description="Absolute path of a folder for the node's temporary files. null: the system's "
+        f"folder. At most {MAX_TEMP_DIR_CHARS} characters, because Unix sockets are created in it.",
     )
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None and value != "auto" and not re.search(r"[^:/]:[0-9]{1,5}$", value):
+            raise ValueError(f'must be "auto" or like "10.0.0.1:6379", got "{value}"')
+        return value
 
     @field_validator("temp_dir")
     @classmethod
@@ -385,12 +405,14 @@ class ObservabilitySettings(Section):
     """Logs and traces."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="Least severity that is logged."
+        default="INFO", description="Minimum severity of log messages."
     )
-    log_json: bool = Field(default=True, description="One JSON object a line; false: plain text.")
+    log_json: bool = Field(
+        default=True, description="Log one JSON object per line; false: plain text."
+    )
     otlp_endpoint: str | None = Field(
         default=None,
-        description="OpenTelemetry collector to send spans to, `http://host:port`. null: none.",
+        description="OpenTelemetry collector that receives spans, `http://host:port`. null: none.",
     )
 
     @field_validator("otlp_endpoint")
@@ -402,13 +424,13 @@ class ObservabilitySettings(Section):
 
 
 class AppSection(Section):
-    """What `headrace.app:build_app` reads: the `headrace` section of a Serve application's args."""
+    """The sections that `headrace.app:build_app` reads, as `headrace:` in a Serve app's args."""
 
     token_path: TokenPath = Field(
         default="relay",
-        description="How tokens reach the client. `relay`: the gateway passes the replica's HTTP "
-        "stream on, byte for byte. `direct`: HAProxy joins client and replica; no API keys. "
-        "`classic`: Ray's ingress, an actor call per batch of tokens; no API keys.",
+        description="How tokens reach the client. `relay`: the gateway forwards the replica's HTTP "
+        "stream byte for byte. `direct`: HAProxy connects client and replica; no API keys. "
+        "`classic`: Ray's own ingress, with an actor call per batch of tokens; no API keys.",
     )
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
@@ -418,7 +440,7 @@ class AppSection(Section):
 
     @model_validator(mode="after")
     def _keys_are_checked_on_this_path(self) -> Self:
-        """Keys that nothing checks would leave the endpoint open to all: refuse to start."""
+        """Refuse API keys on paths that do not check them: the endpoint would be open to all."""
         if self.token_path != "relay" and (self.gateway.api_keys or self.gateway.api_keys_file):
             field = "api_keys" if self.gateway.api_keys else "api_keys_file"
             raise ValueError(
@@ -444,7 +466,7 @@ class AppSection(Section):
 
 
 class HeadraceConfig(AppSection):
-    """The whole file: what the app reads, and what it is made of and runs on."""
+    """The whole configuration file."""
 
     model: ModelSettings = Field(default_factory=ModelSettings)
     prefill: RoleSettings = Field(default_factory=RoleSettings)
@@ -456,5 +478,5 @@ class HeadraceConfig(AppSection):
         return {"prefill": self.prefill, "decode": self.decode}
 
     def cpus_booked(self) -> float:
-        """Logical CPUs that all replicas book in Ray, without the control plane."""
+        """Logical CPUs that all replicas reserve in Ray, without the control plane."""
         return sum(r.replicas * r.cpus * max(1, r.world_size) for r in self.roles().values())

@@ -1,4 +1,4 @@
-"""What all parts of the configuration file have in common."""
+"""The base class of all sections of the configuration file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ GIB = 2**30
 
 
 class Section(BaseModel):
-    """A part of the file. Unknown fields are errors, and values do not change after loading."""
+    """A section of the file. Unknown fields are errors, and values cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

@@ -1,4 +1,4 @@
-"""The section `speculation`: whether and from what decode engines draft, tenant by tenant."""
+"""The section `speculation`: speculative decoding in the decode engines, with rules by tenant."""
 
 from __future__ import annotations
 
@@ -10,61 +10,62 @@ from headrace.config.section import Section
 
 
 class TenantSettings(Section):
-    """What is drafted for one tenant, and from what."""
+    """Speculation for one tenant."""
 
     draft: bool = Field(
-        default=True, description="Whether its requests are drafted for; else nothing is kept."
+        default=True, description="Draft for its requests. false: its answers are not kept either."
     )
-    keep: bool = Field(default=True, description="Whether its answers are kept to draft from.")
+    keep: bool = Field(default=True, description="Keep its answers, to draft from them later.")
 
 
 class SpeculationSection(Section):
-    """Drafting without a draft model, in the decode engines: how many tokens each step verifies is
-    planned by what they are worth at its load."""
+    """Speculative decoding without a draft model, in the decode engines. A planner decides in each
+    step how many draft tokens are worth verifying at the current load."""
 
     enabled: bool = Field(
         default=False,
-        description="Whether decode engines draft. One with its own `speculative_config` keeps "
-        "that.",
+        description="Draft in the decode engines. An engine with its own `speculative_config` "
+        "keeps that instead.",
     )
     draft_tokens: int = Field(
-        default=16, ge=1, le=128, description="Most tokens drafted for one request in one step."
+        default=16, ge=1, le=128, description="Maximum draft tokens for one request in one step."
     )
     mode: str = Field(
         default="auto",
         pattern=r"^(auto|off|static:\d+)$",
-        description="`auto` plans each step; `off` drafts nothing until told otherwise by `PUT "
-        "/headrace/v1/speculation`; `static:K` always verifies K tokens a request.",
+        description="`auto`: the planner decides in each step. `off`: nothing is drafted until "
+        "`PUT /headrace/v1/speculation` changes the mode. `static:K`: K tokens are verified for "
+        "each request in each step.",
     )
     drafter: Literal["memory", "ngram"] = Field(
         default="memory",
-        description="`memory`: the request's own text and past answers to its tenant. `ngram`: the "
-        "request's own text only.",
+        description="Source of drafts. `memory`: the request's own text and earlier answers to its "
+        "tenant. `ngram`: the request's own text only.",
     )
     share: bool = Field(
         default=True,
-        description="Whether decode replicas draft from each other's answers to the same tenant. "
-        "Needs the store (`store.enabled`), whose nodes carry them.",
+        description="Share answers between decode replicas, within each tenant. Needs "
+        "`store.enabled`: the store's nodes carry them.",
     )
     drafter_options: dict[str, Any] = Field(
-        default_factory=dict, description="The drafter's own settings, as docs/speculation.md says."
+        default_factory=dict, description="Settings of the drafter; docs/speculation.md lists them."
     )
     corpora: bool = Field(
         default=False,
-        description="Whether `headrace memory load` may load texts from which every tenant's "
-        "answers are drafted. Those for one tenant may always be loaded.",
+        description="Allow `headrace memory load` to load corpora that are used for every tenant. "
+        "Corpora for one tenant are always allowed.",
     )
     shared_k: int | None = Field(
         default=None,
         ge=2,
         le=64,
-        description="Windows of 15 tokens that the answers of at least so many tenants contain are "
-        "drafted for every tenant. Must be more than the salts that one party may use. null: "
-        "nothing of one tenant is ever drafted for another.",
+        description="A run of 15 tokens that occurs in the answers of at least this many tenants "
+        "is drafted for every tenant. Must be larger than the number of salts that one party may "
+        "use. null: nothing of one tenant is drafted for another.",
     )
     tenants: dict[str, TenantSettings] = Field(
         default_factory=dict,
-        description="By cache salt, `draft` and `keep`, both `true` where nothing else is said: "
-        "whether a tenant's requests are drafted for, and whether its answers are kept for that. "
-        '`"*"` stands for all that are not named, `""` for requests without a salt.',
+        description="Rules by cache salt: `draft` (draft for the tenant's requests) and `keep` "
+        "(keep its answers to draft from), both `true` by default. "
+        '`"*"` is for all tenants not named, `""` for requests without a salt.',
     )

@@ -1,4 +1,4 @@
-"""The section `store`: what engines keep of their KV, and where."""
+"""The section `store`: the KV store and its tiers."""
 
 from __future__ import annotations
 
@@ -12,66 +12,67 @@ from headrace.config.section import GIB, Section
 
 
 class StoreSection(Section):
-    """The KV store that all engines of a node share."""
+    """The KV store that all engines of a machine share."""
 
     enabled: bool = Field(
         default=True,
-        description="Whether engines keep KV outside of their own caches. Applies where "
-        "`engine.kv_transfer_config` names NixlConnector, as it does unless you change it.",
+        description="Keep KV blocks outside of the engines' own caches. Applies if "
+        "`engine.kv_transfer_config` names NixlConnector, which is the default.",
     )
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,200}$",
-        description="Name of the shared memory, below /dev/shm on each node. null: one of its "
-        "own for each start. `headrace down` removes it.",
+        description="Name of the shared-memory file in /dev/shm on each machine. null: a new name "
+        "for each start. `headrace down` removes the file.",
     )
     dram_gb: float = Field(
         default=1.0,
         gt=0,
-        description="GiB of shared memory on each node that runs engines, tables included.",
+        description="GiB of shared memory on each machine that runs engines, tables included.",
     )
     nvme_folder: str | None = Field(
         default=None,
         min_length=1,
-        description="Absolute folder on a local disk for KV that outlives DRAM and restarts; the "
-        "same path on every node, used by one store at a time. null: no NVMe tier.",
+        description="Absolute path of a folder on a local disk; its KV blocks outlive restarts. "
+        "The path is the same on every machine, and only one store may use it. null: no NVMe tier.",
     )
     nvme_gb: float = Field(
-        default=16.0, gt=0, description="GiB that the files in `nvme_folder` may take, per node."
+        default=16.0,
+        gt=0,
+        description="Maximum GiB of the files in `nvme_folder`, on each machine.",
     )
     object_url: str | None = Field(
         default=None,
-        description="Below the disk: where blocks that were used again go, and come from on every "
-        "machine, such as `s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`. Needs the "
-        "extra `headrace[object]`. Whoever can write there is trusted. null: no object store.",
+        description="Object store for blocks that were reused, shared by all machines: "
+        "`s3://BUCKET/PREFIX`, `gs://`, `az://` or `file:///FOLDER`. Needs the extra "
+        "`headrace[object]`. Everybody who can write there is trusted. null: no object tier.",
     )
-    object_gb: float = Field(
-        default=64.0, gt=0, description="GiB that this app's objects may take there."
-    )
+    object_gb: float = Field(default=64.0, gt=0, description="Maximum GiB of this app's objects.")
     object_options: dict[str, Any] = Field(
         default_factory=dict,
         repr=False,
-        description="Of the object store's client (`endpoint`, `region`, `access_key_id`, ...), "
-        "before the environment; `headrace config show` masks the values.",
+        description="Options of the object store's client (`endpoint`, `region`, `access_key_id`, "
+        "...). They override the environment. `headrace config show` masks the values.",
     )
     share: bool = Field(
         default=True,
-        description="Whether the machines of a cluster lend each other the blocks that they hold. "
-        "Each then listens on free ports of its Ray address: whoever reaches these, or UCX's own, "
-        "can read KV, so they belong behind a firewall. A machine that is alone opens none.",
+        description="Let the machines of a cluster pull KV blocks from each other. Each machine "
+        "then listens on free ports of its Ray address. Everybody who reaches these ports, or "
+        "UCX's, can read KV, so put them behind a firewall. A single machine opens no port.",
     )
     system_prompts: list[str] = Field(
         default_factory=list,
-        description="System messages whose KV is made when a decode replica starts, and pinned.",
+        description="System messages whose KV is computed when a decode replica starts, and "
+        "pinned.",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="More settings of the engines' side, by the names of docs/kvstore.md "
-        "(`lease_s`, `copy_threads`, `depth`, ...).",
+        description="More settings of the connector in the engines; docs/kvstore.md lists them "
+        "(`lease_s`, `copy_threads`, ...).",
     )
     node: dict[str, Any] = Field(
         default_factory=dict,
-        description="More settings of each node's StoreNode, by the names of docs/kvstore.md "
+        description="More settings of the StoreNode of each machine; docs/kvstore.md lists them "
         "(`events`, `warm`, `heal_s`, ...).",
     )
 

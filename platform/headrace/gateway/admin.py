@@ -13,10 +13,9 @@ from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
 from headrace.gateway.limits import validated
 from headrace.gateway.openapi import OPERATIONS, PLANS, WARM, openapi_document
-from headrace.gateway.orders import RouterPolicy, Speculation
+from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.route_table import RouteTable
-from headrace.gateway.warm import WarmRequest
 from headrace_kvstore.salts import salt_of
 
 BACKEND_TIMEOUT_S = 10.0

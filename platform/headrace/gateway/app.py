@@ -11,9 +11,10 @@ has told, a request for such a path waits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -30,6 +31,7 @@ from headrace.gateway.asgi import (
     Receive,
     Scope,
     Send,
+    path_of,
     send_answer,
 )
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
@@ -207,13 +209,13 @@ class GatewayApp:
 
     def _choose(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
         """Pages of allowed sites may call what is relayed, never the administration."""
-        if self._across_sites is not None and not _path(scope).startswith(OURS):
+        if self._across_sites is not None and not path_of(scope).startswith(OURS):
             return self._across_sites
         return self._http
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
-        path = _path(scope)
+        path = path_of(scope)
         seen: dict[bytes, bytes] = dict(scope["headers"])
         query = scope.get("query_string", b"")
         request_id = limits.request_id_of(seen.get(b"x-request-id"))
@@ -284,20 +286,32 @@ class GatewayApp:
             if span is not None:
                 tracing.end_span(span, call)
 
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places for requests that replicas work on.
+
+        Raises:
+            ApiError: 429, all are taken.
+        """
+        if self._relaying >= self.options.max_concurrent:
+            raise errors.too_many_requests(self.options.max_concurrent)
+        self._relaying += 1
+        try:
+            yield
+        finally:
+            self._relaying -= 1
+
     async def _relayed(self, asked: _Asked) -> None:
         """Check a request for one of the replicas' routes, then relay it."""
-        options, call = self.options, asked.call
-        if self._relaying >= options.max_concurrent:
-            raise errors.too_many_requests(options.max_concurrent)
+        call = asked.call
         assert self._parts is not None
         pool, route = self._parts[0], call.route
         if route is None and pool.routes:
             raise _nothing_offered(pool.routes, asked)
-        self._relaying += 1
-        try:
+        with self._place():
             if call.method == "POST" and (route is None or route.takes_json):
                 await self._take_body(asked)
-            left_s = options.request_timeout_s - (perf_counter() - call.started)
+            left_s = self.options.request_timeout_s - (perf_counter() - call.started)
             asked.interrupts.set_deadline(left_s, _TIME_UP)
             asked.interrupts.listen(asked.receive)
             if route is None:
@@ -308,8 +322,6 @@ class GatewayApp:
                 call.affinity = affinity_key(request)
                 call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
             await self._relay(call, asked.send)
-        finally:
-            self._relaying -= 1
 
     async def _take_body(self, asked: _Asked) -> None:
         options, call = self.options, asked.call
@@ -356,18 +368,13 @@ class GatewayApp:
 
     async def _warm(self, asked: _Asked) -> None:
         """Make prompts' KV now."""
-        if self._relaying >= self.options.max_concurrent:
-            raise errors.too_many_requests(self.options.max_concurrent)
-        self._relaying += 1
-        try:
+        with self._place():
             wanted = await self._json(asked, self.options.max_body_bytes)
             self._answer_in_time(asked)
             body = await self._admin.warm(
                 wanted, tenant=asked.call.tenant, may_pin=asked.may_administer
             )
-            await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
-        finally:
-            self._relaying -= 1
+        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
     async def _memory(self, asked: _Asked) -> None:
         """Corpora of the drafting memories."""
@@ -469,15 +476,6 @@ def _nothing_offered(table: RouteTable, asked: _Asked) -> ApiError:
     if methods:
         return errors.method_not_allowed(asked.call.method, methods)
     return errors.not_found(asked.path)
-
-
-def _path(scope: Scope) -> str:
-    """The path, below the root at which the app is mounted."""
-    path: str = scope["path"]
-    root = scope.get("root_path", "")
-    if root and path.startswith(root):
-        path = path[len(root) :] or "/"
-    return path
 
 
 def _cors(

@@ -18,6 +18,15 @@ class ClientGone(Exception):
     """The client hung up; there is nobody to answer."""
 
 
+def path_of(scope: Scope) -> str:
+    """The request's path, below the root at which the app is mounted."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    if root and path.startswith(root):
+        path = path[len(root) :] or "/"
+    return path
+
+
 async def send_answer(
     send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]]
 ) -> None:

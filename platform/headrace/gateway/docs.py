@@ -1,15 +1,22 @@
-"""docs/rest.md, written from the OpenAPI document so that the two cannot differ."""
+"""docs/rest.md, written from the OpenAPI document so that the two cannot differ.
+
+`python -m headrace.gateway.docs` prints it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.gateway.openapi import OPERATIONS
+from headrace.gateway.backend import GatewayOptions
+from headrace.gateway.limits import MOST_ITEMS
+from headrace.gateway.openapi import OPERATIONS, openapi_document
 
 HEADER = """\
-<!-- Written by `python -m headrace.gateway`; change platform/headrace/gateway/, `make docs`. -->
+<!-- Written by `python -m headrace.gateway.docs`; change platform/headrace/gateway. -->
 # REST reference
 
 The gateway answers at `http://HOST:PORT` (`gateway.host`, `gateway.port`; `127.0.0.1:8000` on a
@@ -49,6 +56,7 @@ What differs from vLLM's own server:
   `previous_response_id` is answered with 404, and so are `GET /v1/responses/ID` and its `cancel`.
   This is vLLM's default. Its switch `VLLM_ENABLE_RESPONSES_API_STORE` is ignored, because vLLM
   keeps answers without a bound and in the memory of one replica only.
+- Lists in a request have a longest length: {items}.
 - `GET /health` and `GET /version` speak of Headrace.
 """
 
@@ -66,7 +74,8 @@ def render(document: Mapping[str, Any], vllm: str) -> str:
         for method, operation in operations.items():
             title = "The gateway's own" if (method, path) in own else "Relayed to vLLM"
             sections[title].append(_operation(document, method, path, operation))
-    parts = [HEADER.format(vllm=vllm)]
+    items = ", ".join(f"`{name}` {most:,}" for name, most in MOST_ITEMS.items())
+    parts = [HEADER.format(vllm=vllm, items=items)]
     for title, operations in sections.items():
         parts += [f"## {title}\n", *operations]
     return "\n".join(parts)
@@ -81,6 +90,8 @@ def _operation(
         lines.append(f"- `{parameter['name']}` in the {parameter['in']}: {kind}.")
     if operation.get("parameters"):
         lines.append("")
+    if method == "post" and "{" not in path and "requestBody" not in operation:
+        lines += ["vLLM's document does not describe the body, a JSON object.", ""]
     content = operation.get("requestBody", {}).get("content", {})
     for schema in _alternatives(document, content.get("application/json", {}).get("schema", {})):
         lines += [*_fields(document, schema), ""]
@@ -141,3 +152,24 @@ def _resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping
 
 def _line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def page() -> str:
+    """The page for the installed vLLM."""
+    from headrace_decode._vllm_compat import application_without_engine, vllm_version
+    from headrace_decode.routes import public_routes
+
+    application = application_without_engine()
+    document = openapi_document(
+        "1",
+        GatewayOptions(),
+        keys_on=True,
+        routes=public_routes(application),
+        replica=application.openapi(),
+    )
+    return render(document, vllm_version())
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM logs to the standard output
+    sys.stdout.write(page())

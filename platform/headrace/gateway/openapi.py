@@ -15,8 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.memory import MEMORY, CorpusPart
-from headrace.gateway.orders import RouterPolicy, Speculation
-from headrace.gateway.warm import WarmRequest
+from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
 from headrace_decode.routes import Route
 
 Schema = dict[str, Any]

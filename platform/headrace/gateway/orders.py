@@ -1,4 +1,4 @@
-"""What an operator may change while the app runs: where prompts are prefilled, how it drafts."""
+"""Bodies of administrative requests: where to prefill, how far to draft, what to warm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.gateway.limits import wrong_field
 from headrace_decode.speculation.order import FOR_MAX_S
+
+MAX_PROMPTS = 256
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 def _without_default(schema: dict[str, Any]) -> None:
@@ -46,3 +51,42 @@ class Speculation(BaseModel):
         if not self.model_fields_set & {"mode", "draft_cap"}:
             raise wrong_field("mode", "give mode, draft_cap or both")
         return self
+
+
+class Message(BaseModel):
+    """One message of a conversation; vLLM checks the rest of it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+
+
+class WarmRequest(BaseModel):
+    """Prompts and chats, 1 to 256 together, whose KV is made now."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompts: list[Text | TokenIds] = Field(
+        default_factory=list, max_length=MAX_PROMPTS, description="Texts or lists of token ids."
+    )
+    chats: list[Annotated[list[Message], Field(min_length=1)]] = Field(
+        default_factory=list, max_length=MAX_PROMPTS, description="Lists of messages."
+    )
+    cache_salt: str = Field(default="", description="The tenant's cache salt; empty for none.")
+    pin: bool = Field(
+        default=False,
+        description="Keep the blocks in DRAM until they are cleared. Only from this machine.",
+    )
+
+    @model_validator(mode="after")
+    def _count(self) -> WarmRequest:
+        if not 1 <= len(self.prompts) + len(self.chats) <= MAX_PROMPTS:
+            raise wrong_field("prompts", f"prompts and chats must be 1 to {MAX_PROMPTS} together")
+        return self
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """Each `{"prompt": text or token ids}` or `{"messages": [...]}`."""
+        prompts: list[dict[str, Any]] = [{"prompt": prompt} for prompt in self.prompts]
+        chats = [[message.model_dump() for message in chat] for chat in self.chats]
+        return [*prompts, *({"messages": messages} for messages in chats)]

@@ -6,7 +6,6 @@ from headrace.router.plan import (
     PlanRequest,
     PrefillReport,
     RouterSettings,
-    StepSample,
 )
 from headrace.router.router import Router
 
@@ -17,5 +16,4 @@ __all__ = [
     "PrefillReport",
     "Router",
     "RouterSettings",
-    "StepSample",
 ]

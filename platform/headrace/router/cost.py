@@ -1,124 +1,17 @@
 """Online models of what things cost, in seconds, fitted from what this cluster measured.
 
-Every model is a recursive least-squares fit with a weak prior: it answers from the first request
-on, and after a few dozen samples the prior no longer matters. No I/O, no clocks, no locks.
+Each has a weak prior: it answers from the first request on, and after a few dozen samples the prior
+no longer matters. No I/O, no clocks, no locks.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from headrace_kvstore.fitting import RecursiveLeastSquares
-
-
-class StepTimeModel:
-    """Seconds of one engine step: ``T(n, r) = a + b*n + c*r + d*n^2``.
-
-    ``n``: prompt tokens computed in the step; ``r``: requests that decode one token in it; the
-    square is attention within the prompt. All coefficients are held at 0 or above when used, so
-    more work is never predicted to take less time. Samples are weighed by
-    ``1 / max(predicted, measured)``: the fit minimises relative error, so a 2 s prefill does not
-    drown the 20 ms steps, and ``rms_error`` is relative (0.1 is 10 %).
-
-    The prior, 21.8 ms + 0.75 ms a token, is a 135M model on one CPU thread, and deliberately
-    weak: any machine's own measurements overrule it within a few steps.
-    """
-
-    _TOKENS, _REQUESTS = 1000.0, 10.0  # feature units that keep the fit well conditioned
-    #: 50 samples a direction: when a simulated machine's speed halves, decode steps are within
-    #: 1 % again after 500 steps; with 0.995 they are 3 % off after 1,500.
-    _FORGETTING = 0.98
-
-    def __init__(self) -> None:
-        self._fit = RecursiveLeastSquares(
-            mean=(0.0218, 0.75, 0.0075, 0.0),
-            std=(0.05, 2.0, 0.05, 0.5),
-            error=0.2,
-            forgetting=self._FORGETTING,
-        )
-
-    @property
-    def samples(self) -> int:
-        return self._fit.samples
-
-    @property
-    def rms_error(self) -> float:
-        return self._fit.rms_error
-
-    def seconds(self, tokens: float, running: float) -> float:
-        """Predicted duration of a step of ``tokens`` prompt tokens and ``running`` decodes."""
-        a, b, c, d = self._fit.nonnegative()
-        n = tokens / self._TOKENS
-        return a + b * n + c * running / self._REQUESTS + d * n * n
-
-    def prefill_s(self, tokens: int, running: float, max_step_tokens: int) -> float:
-        """Predicted duration of the steps that compute ``tokens``; 0 for none."""
-        full, rest = divmod(tokens, max_step_tokens)
-        total = full * self.seconds(max_step_tokens, running) if full else 0.0
-        return total + self.seconds(rest, running) if rest else total
-
-    def observe(self, tokens: float, running: float, seconds: float) -> bool:
-        """Learn one step; False if the sample is unusable."""
-        if not (math.isfinite(seconds) and seconds > 0.0 and tokens >= 0 and running >= 0):
-            return False
-        n = tokens / self._TOKENS
-        weight = 1.0 / max(self.seconds(tokens, running), seconds)
-        x = (weight, weight * n, weight * running / self._REQUESTS, weight * n * n)
-        return self._fit.update(x, weight * seconds)
-
-    def to_dict(self) -> dict[str, float]:
-        a, b, c, d = self._fit.nonnegative()
-        return {
-            "base_s": a,
-            "per_token_s": b / self._TOKENS,
-            "per_running_s": c / self._REQUESTS,
-            "per_token_squared_s": d / self._TOKENS**2,
-            "relative_rms_error": self.rms_error,
-            "samples": self.samples,
-        }
-
-
-class TransferModel:
-    """Seconds to pull KV over NIXL: ``T(bytes) = alpha + beta * bytes``; 0 for no bytes.
-
-    Weighed like the step model, so ``rms_error`` is relative. Prior: 5 ms and 1 GB/s, with a
-    standard deviation of ``std`` (seconds, seconds a MB).
-    """
-
-    _MB = 1e6
-
-    def __init__(self, std: tuple[float, float] = (0.05, 0.005)) -> None:
-        self._fit = RecursiveLeastSquares(mean=(0.005, 0.001), std=std, error=0.2, forgetting=0.98)
-
-    @property
-    def samples(self) -> int:
-        return self._fit.samples
-
-    @property
-    def rms_error(self) -> float:
-        return self._fit.rms_error
-
-    def seconds(self, size_bytes: float) -> float:
-        if size_bytes <= 0:
-            return 0.0
-        alpha, beta = self._fit.nonnegative()
-        return alpha + beta * size_bytes / self._MB
-
-    def observe(self, size_bytes: float, seconds: float) -> bool:
-        if not (math.isfinite(seconds) and seconds > 0.0 and size_bytes > 0):
-            return False
-        weight = 1.0 / max(self.seconds(size_bytes), seconds)
-        return self._fit.update((weight, weight * size_bytes / self._MB), weight * seconds)
-
-    def to_dict(self) -> dict[str, float]:
-        alpha, beta = self._fit.nonnegative()
-        return {
-            "alpha_s": alpha,
-            "beta_s_per_byte": beta / self._MB,
-            "bytes_per_s": self._MB / beta if beta > 0 else 0.0,
-            "relative_rms_error": self.rms_error,
-            "samples": self.samples,
-        }
+from headrace.router.sharing import SharedCores
+from headrace_engine.steptime import StepTime
+from headrace_kvstore.fitting import LinearTime, RecursiveLeastSquares
 
 
 class CallModel:
@@ -155,3 +48,40 @@ class CallModel:
             "rms_error_s": self.rms_error,
             "samples": self.samples,
         }
+
+
+MB = 1e6
+LOAD_STD_S = 0.5, 1.0 / MB
+"""A medium of the store may be a disk of 1 MB/s: four loads tell (with a transfer's, hundreds)."""
+
+
+def transfer_time(fixed_std_s: float = 0.05, byte_std_s: float = 0.005 / MB) -> LinearTime:
+    """Seconds to move bytes, by default over NIXL; assumed are 5 ms and 1 GB/s."""
+    return LinearTime(0.005, 0.001 / MB, fixed_std_s, byte_std_s, unit=MB, forgetting=0.98)
+
+
+@dataclass(slots=True)
+class Costs:
+    """The fitted models."""
+
+    #: Step times of each engine; each fitted where the engine is, once.
+    decode_step: StepTime = field(default_factory=StepTime)
+    prefill_step: StepTime = field(default_factory=StepTime)
+    transfer: LinearTime = field(default_factory=transfer_time)
+    #: Loading from the machine's KV store, by the medium that the engine reads.
+    loads: dict[str, LinearTime] = field(default_factory=dict)
+    #: The remote call beside the prefill engine's queue and compute.
+    call: CallModel = field(default_factory=lambda: CallModel(0.020, 0.050))
+    #: From the call's return to the first token, beside transfer and the decode step.
+    handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
+    #: Wait at the prefill engine beyond what this router put there (other decode replicas).
+    others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
+    #: What the engines lose to each other where they share a machine.
+    shared: SharedCores = field(default_factory=SharedCores)
+
+    def load(self, medium: str) -> LinearTime:
+        return self.loads.setdefault(medium, transfer_time(*LOAD_STD_S))
+
+    def load_s(self, bytes_read: Mapping[str, int]) -> float:
+        """Predicted seconds to load so many bytes of each medium."""
+        return sum(self.load(medium).seconds(size) for medium, size in bytes_read.items())

@@ -5,20 +5,25 @@ Loads are reserved when a plan is made, not when the work starts, so the next pl
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, Literal
 
-from headrace.router.cost import StepTimeModel
+from headrace_engine.steptime import StepTime
+
+_INTERVALS = 32
+"""Latest times of having prefills that are kept; an engine step overlaps with one or two."""
 
 
 class EngineLoad:
     """One engine's outstanding prefills (in order of arrival) and its running decodes."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, int] = OrderedDict()
-        self._running: set[str] = set()
-        self._tokens = 0
+        self._waiting: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._running: dict[str, int] = {}
+        self._tokens = self._pairs = 0
         self._head_since_s = 0.0
+        self._busy_since_s = 0.0
+        self._busy: deque[tuple[float, float]] = deque(maxlen=_INTERVALS)
 
     @property
     def waiting_tokens(self) -> int:
@@ -32,44 +37,67 @@ class EngineLoad:
     def running(self) -> int:
         return len(self._running)
 
-    def reserve(self, request_id: str, tokens: int, now_s: float) -> None:
-        """Book ``tokens`` prompt tokens of computation; replaces an earlier booking."""
+    @property
+    def running_context(self) -> int:
+        """Tokens of all running decodes, as far as they are known."""
+        return sum(self._running.values())
+
+    def reserve(self, request_id: str, tokens: int, now_s: float, pairs: int = 0) -> None:
+        """Book ``tokens`` prompt tokens of computation, which attend to ``pairs`` tokens in all;
+        replaces an earlier booking."""
         self.release(request_id, now_s)
         if not self._waiting:
-            self._head_since_s = now_s
-        self._waiting[request_id] = tokens
+            self._head_since_s = self._busy_since_s = now_s
+        self._waiting[request_id] = tokens, pairs
         self._tokens += tokens
+        self._pairs += pairs
 
     def release(self, request_id: str, now_s: float) -> None:
         """The computation is done, failed or not wanted any more. Unknown ids are fine."""
         if request_id not in self._waiting:
             return
         was_head = next(iter(self._waiting)) == request_id
-        self._tokens -= self._waiting.pop(request_id)
+        tokens, pairs = self._waiting.pop(request_id)
+        self._tokens -= tokens
+        self._pairs -= pairs
         if was_head:
             self._head_since_s = now_s
+        if not self._waiting:
+            self._busy.append((self._busy_since_s, now_s))
 
-    def start(self, request_id: str) -> None:
-        """The request decodes from now on."""
-        self._running.add(request_id)
+    def start(self, request_id: str, context: int = 0) -> None:
+        """The request decodes from now on, behind so many tokens."""
+        self._running[request_id] = context
 
     def stop(self, request_id: str) -> None:
-        self._running.discard(request_id)
+        self._running.pop(request_id, None)
 
-    def queue_s(self, model: StepTimeModel, max_step_tokens: int, now_s: float) -> float:
-        """Seconds until the prefills ahead are done: the step model over their tokens.
+    def queue_s(self, model: StepTime, max_step_tokens: int, now_s: float) -> float:
+        """Seconds until the prefills ahead are done: the step times of their tokens.
 
         What the first of them has already had is taken off, at most its own whole share: an
         overdue prefill is expected to end now, and those behind it still cost in full.
         """
         if not self._waiting:
             return 0.0
-        running = len(self._running)
-        head = next(iter(self._waiting.values()))
-        everything = model.prefill_s(self._tokens, running, max_step_tokens)
-        behind = model.prefill_s(self._tokens - head, running, max_step_tokens)
+        tokens, pairs = next(iter(self._waiting.values()))
+        rows, context = len(self._running), self.running_context
+        everything, behind = (
+            model.prefill_s(*left, step_tokens=max_step_tokens, rows=rows, context=context)
+            for left in (
+                (self._tokens, self._pairs),
+                (self._tokens - tokens, self._pairs - pairs),
+            )
+        )
         elapsed = max(0.0, now_s - self._head_since_s)
         return max(behind, everything - elapsed)
+
+    def busy_share(self, seconds: float, now_s: float) -> float:
+        """Part of the last `seconds` during which prefills were outstanding."""
+        spans = [*self._busy, *([(self._busy_since_s, now_s)] if self._waiting else [])]
+        began_s = now_s - seconds
+        busy_s = sum(max(0.0, min(now_s, end) - max(began_s, begin)) for begin, end in spans)
+        return min(1.0, busy_s / seconds) if seconds > 0.0 else 0.0
 
     def to_dict(self) -> dict[str, int]:
         return {

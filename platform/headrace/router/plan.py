@@ -13,7 +13,6 @@ from typing import Any, Literal
 from headrace_kvstore.supply import Supply
 
 Kind = Literal["local", "remote"]
-Role = Literal["prefill", "decode"]
 Policy = Literal["cost", "local", "remote"]
 
 
@@ -92,15 +91,6 @@ class PrefillReport:
     #: Prompt tokens that the prefill engine found in its prefix cache, and those it computed.
     cached_tokens: int
     computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """One engine step: prompt tokens computed, requests that decoded one token, duration."""
-
-    ctx_tokens: int
-    gen_requests: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,16 @@ what the streams that run on the decode engine lose meanwhile::
     local  = queue_d + pull_d + max(T_d(u_d, r), L(l_d))
              + w * r * (max(T_d(u_d, r), L(l_d)) - T_d(0, r))
     remote = call + queue_p + pull_p + max(T_p(u_p, 0), L(l_p)) + transfer(bytes) + handoff
-             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r))
+             + queue_d' + T_d(1, r) + w * r * (T_d(1, r) - T_d(0, r) + share * T_p(u_p, 0))
 
 ``u`` are the prompt tokens that the engine must compute (at least one), ``l`` the bytes that the KV
 store supplies, loaded layer by layer under the computation, each medium at its own speed,
 ``pull`` the wait for those that must come into DRAM first, ``r`` the running decodes,
-``w`` the stall weight, ``T`` the step models (prompts above ``max_step_tokens`` take several
-steps), ``queue_d'`` what is left of the decode queue once the KV is there.
+``w`` the stall weight, ``T`` the engines' step times (a prompt above ``max_step_tokens`` takes
+several steps; what its tokens and the running decodes attend to counts, too), ``queue_d'`` what is
+left of the decode queue once the KV is there, ``share`` the part of its speed that the decode
+engine loses while the prefill engine computes (``sharing``). The local ``T_d(u_d, r)`` is stretched
+likewise for as long as the prefill engine has work.
 """
 
 from __future__ import annotations
@@ -21,35 +24,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headrace.router.cost import CallModel, StepTimeModel, TransferModel
+from headrace.router.cost import Costs
 from headrace.router.plan import Kind, RouterSettings
-
-LOAD_STD = (0.5, 1.0)
-"""A medium of the store may be a disk of 1 MB/s: four loads tell (with the default's, hundreds)."""
-
-
-@dataclass(slots=True)
-class Costs:
-    """The fitted models."""
-
-    decode_step: StepTimeModel = field(default_factory=StepTimeModel)
-    prefill_step: StepTimeModel = field(default_factory=StepTimeModel)
-    transfer: TransferModel = field(default_factory=TransferModel)
-    #: Loading from the machine's KV store, by the medium that the engine reads.
-    loads: dict[str, TransferModel] = field(default_factory=dict)
-    #: The remote call beside the prefill engine's queue and compute.
-    call: CallModel = field(default_factory=lambda: CallModel(0.020, 0.050))
-    #: From the call's return to the first token, beside transfer and the decode step.
-    handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
-    #: Wait at the prefill engine beyond what this router put there (other decode replicas).
-    others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
-
-    def load(self, medium: str) -> TransferModel:
-        return self.loads.setdefault(medium, TransferModel(LOAD_STD))
-
-    def load_s(self, bytes_read: Mapping[str, int]) -> float:
-        """Predicted seconds to load so many bytes of each medium."""
-        return sum(self.load(medium).seconds(size) for medium, size in bytes_read.items())
+from headrace_engine.steptime import pairs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +44,45 @@ class Situation:
     load_prefill_bytes: Mapping[str, int] = field(default_factory=dict)
     pull_decode_s: float = 0.0
     pull_prefill_s: float = 0.0
+    #: Of the whole prompt; of all running decodes together.
+    prompt_tokens: int = 0
+    running_context: int = 0
+
+    def pairs(self, uncached_tokens: int) -> int:
+        """Tokens that the prompt's last so many tokens attend to."""
+        last = max(self.prompt_tokens, uncached_tokens)
+        return pairs_of(last - uncached_tokens, last)
 
 
 def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, float]:
     """Seconds by part for both options; ``X.total`` is the sum of the other ``X.*``."""
     step, limit, r = costs.decode_step, settings.max_step_tokens, s.running
     stalled = settings.stall_weight * r
-    idle_step = step.seconds(0, r)
+    idle_step = step.seconds(0, r, 0, s.running_context)
+    uncached_d, uncached_p = s.uncached_decode_tokens, s.uncached_prefill_tokens
 
     local_begins = s.decode_queue_s + s.pull_decode_s
-    local_compute = step.prefill_s(s.uncached_decode_tokens, r, limit)
+    alone_s = step.prefill_s(
+        uncached_d, s.pairs(uncached_d), step_tokens=limit, rows=r, context=s.running_context
+    )
+    local_compute = costs.shared.beside_s(alone_s, s.prefill_queue_s)
     # What loading adds where it takes longer than the computation that it runs under.
     local_load = max(0.0, costs.load_s(s.load_decode_bytes) - local_compute)
-    steps = math.ceil(s.uncached_decode_tokens / limit)
+    steps = math.ceil(uncached_d / limit)
     local_stall = stalled * max(0.0, local_compute + local_load - steps * idle_step)
 
     call, transfer = costs.call.seconds(), costs.transfer.seconds(s.transfer_bytes)
-    remote_compute = costs.prefill_step.prefill_s(s.uncached_prefill_tokens, 0, limit)
+    remote_compute = costs.prefill_step.prefill_s(
+        uncached_p, s.pairs(uncached_p), step_tokens=limit
+    )
     remote_load = max(0.0, costs.load_s(s.load_prefill_bytes) - remote_compute)
     handoff = costs.handoff.seconds()
     arrival = call + s.prefill_queue_s + s.pull_prefill_s + remote_compute + remote_load
     arrival += transfer + handoff
     decode_queue = max(0.0, s.decode_queue_s - arrival)
-    last_step = step.seconds(1, r)
-    remote_stall = stalled * max(0.0, last_step - idle_step)
+    last_step = step.seconds(1, r, 0, s.running_context, s.pairs(1))
+    slowed = costs.shared.share * remote_compute
+    remote_stall = stalled * (max(0.0, last_step - idle_step) + slowed)
     return {
         "local.queue": s.decode_queue_s,
         "local.pull": s.pull_decode_s,
@@ -135,8 +127,12 @@ class Steps:
 
 def longest_steps(s: Situation, costs: Costs, settings: RouterSettings) -> Steps:
     tokens = min(s.uncached_decode_tokens, settings.max_step_tokens)
-    step = costs.decode_step.seconds
-    return Steps(step(tokens, s.running), step(1, s.running), s.running)
+    seconds, r, context = costs.decode_step.seconds, s.running, s.running_context
+    return Steps(
+        seconds(tokens, r, 0, context, s.pairs(tokens)),
+        seconds(1, r, 0, context, s.pairs(1)),
+        r,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +206,7 @@ def remote_timeout_s(
     rms = math.hypot(
         costs.call.rms_error,
         costs.handoff.rms_error,
-        costs.prefill_step.rms_error * (p["remote.queue"] + p["remote.compute"]),
+        costs.prefill_step.relative_error * (p["remote.queue"] + p["remote.compute"]),
         costs.transfer.rms_error * p["remote.transfer"],
     )
     floor = settings.timeout_cold_s if cold else settings.timeout_floor_s

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.router.cost import StepTimeModel
+from headrace.router.cost import Costs
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 from headrace.router.load import Breaker, EngineLoad
 from headrace.router.plan import (
@@ -26,13 +26,10 @@ from headrace.router.plan import (
     Plan,
     PlanRequest,
     PrefillReport,
-    Role,
     RouterSettings,
-    StepSample,
 )
 from headrace.router.price import (
     Ages,
-    Costs,
     Situation,
     choose,
     formula,
@@ -41,6 +38,7 @@ from headrace.router.price import (
     remote_timeout_s,
 )
 from headrace.router.stored import Loaded, worth_loading
+from headrace_engine.steptime import StepTime, pairs_of
 from headrace_kvstore.supply import Supply
 
 _PLANS_KEPT = 1_000
@@ -75,10 +73,12 @@ class Router:
         rng: random.Random | None = None,
         *,
         prefill: str | None = "prefill",
+        decode_step: StepTime | None = None,
     ) -> None:
+        """``decode_step``: the decode engine's step times, fitted by whoever sees its steps."""
         self.settings = settings
         self.geometry = geometry
-        self.costs = Costs()
+        self.costs = Costs() if decode_step is None else Costs(decode_step)
         self.breaker = Breaker(settings.retry_s, settings.retry_max_s)
         self.decode_load = EngineLoad()
         self.prefill_load = EngineLoad()
@@ -117,8 +117,12 @@ class Router:
             held_p = self._held(self.prefill_index, hashes, n)
         cached_d, cached_p = held_d * g.block_tokens, held_p * g.block_tokens
         running, costs = self.decode_load.running, self.costs
-        loaded_d = self._loaded(request.stored_decode, cached_d, n, costs.decode_step, running)
-        loaded_p = self._loaded(request.stored_prefill, cached_p, n, costs.prefill_step, 0)
+        loaded_d = self._loaded(
+            request.stored_decode, cached_d, n, costs.decode_step, self.decode_load
+        )
+        loaded_p = self._loaded(
+            request.stored_prefill, cached_p, n, costs.prefill_step, self.prefill_load
+        )
         own_queue_s = self.prefill_load.queue_s(
             self.costs.prefill_step, self.settings.max_step_tokens, now
         )
@@ -135,6 +139,8 @@ class Router:
             load_prefill_bytes=loaded_p.bytes_read(g.kv_bytes_per_token),
             pull_decode_s=loaded_d.wait_s,
             pull_prefill_s=loaded_p.wait_s,
+            prompt_tokens=n,
+            running_context=self.decode_load.running_context,
         )
         p = price(s, self.costs, self.settings)
         remote, reasons = self._decide(request, s, p, now)
@@ -199,14 +205,20 @@ class Router:
         supplies: Sequence[Supply],
         cached_tokens: int,
         prompt_tokens: int,
-        step: StepTimeModel,
-        running: int,
+        step: StepTime,
+        load: EngineLoad,
     ) -> Loaded:
         """What an engine loads of what the store could supply."""
 
         def seconds(loaded: Loaded) -> float:
             left = max(1, prompt_tokens - cached_tokens - loaded.tokens)
-            compute_s = step.prefill_s(left, running, self.settings.max_step_tokens)
+            compute_s = step.prefill_s(
+                left,
+                pairs_of(max(0, prompt_tokens - left), prompt_tokens),
+                step_tokens=self.settings.max_step_tokens,
+                rows=load.running,
+                context=load.running_context,
+            )
             read = loaded.bytes_read(self.geometry.kv_bytes_per_token)
             return loaded.wait_s + max(compute_s, self.costs.load_s(read))
 
@@ -217,8 +229,8 @@ class Router:
     @property
     def block_compute_s(self) -> float:
         """Predicted seconds that one more block of prompt adds to a step of the decode engine."""
-        step = self.costs.decode_step.seconds
-        return step(self.geometry.block_tokens, 0) - step(0, 0)
+        block = self.geometry.block_tokens
+        return self.costs.decode_step.added_s(block, pairs_of(0, block))
 
     def _useful(self, held_tokens: int, prompt_tokens: int) -> int:
         """Tokens of whole blocks that spare computation: vLLM always computes at least the last."""
@@ -232,11 +244,13 @@ class Router:
 
     def _reserve(self, plan: Plan, s: Situation, hashes: list[bytes], now: float) -> None:
         if plan.prefill is None:
-            self.decode_load.reserve(plan.request_id, s.uncached_decode_tokens, now)
+            tokens = s.uncached_decode_tokens
+            self.decode_load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
             self.decode_index.insert(hashes)
         else:
             self.breaker.sent(plan.request_id, now)
-            self.prefill_load.reserve(plan.request_id, s.uncached_prefill_tokens, now)
+            tokens = s.uncached_prefill_tokens
+            self.prefill_load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
             self.prefill_index.insert(hashes)
         self._counts[plan.kind] += 1
         self._keep(plan)
@@ -278,7 +292,9 @@ class Router:
         self.prefill_load.release(request_id, now)
         active.plan = plan
         if not active.decoding:
-            self.decode_load.reserve(request_id, active.uncached_decode_tokens, now)
+            tokens, end = active.uncached_decode_tokens, plan.prompt_tokens
+            pairs = pairs_of(max(0, end - tokens), end)
+            self.decode_load.reserve(request_id, tokens, now, pairs)
             self.decode_index.insert(active.hashes)
         return plan
 
@@ -288,8 +304,8 @@ class Router:
         A request that was sent while the prefill side was cold teaches no overhead: one handshake
         of seconds would make remote prefill look dear for a long time.
 
-        The prefill engine's step model learns from its own steps (``observe_step``); only if it
-        never sent one, from the report.
+        The prefill engine fits its step times itself and sends them (``prefill_step_times``); only
+        if it never did, they are learned from the report.
         """
         now = self._clock()
         self.prefill_load.release(request_id, now)
@@ -298,7 +314,11 @@ class Router:
             self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
         self._remote_measured_s = max(now, self._remote_measured_s)
         if not self._prefill_steps_seen:
-            self.costs.prefill_step.observe(report.computed_tokens, 0, report.compute_s)
+            first, last = report.cached_tokens, report.cached_tokens + report.computed_tokens
+            pairs = pairs_of(first, last)
+            self.costs.prefill_step.observe(
+                report.computed_tokens, 0, 0, 0, pairs, report.compute_s
+            )
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
@@ -322,8 +342,8 @@ class Router:
         active.decoding = True
         self.decode_load.release(request_id, now)
         self.prefill_load.release(request_id, now)
-        self.decode_load.start(request_id)
         plan = active.plan
+        self.decode_load.start(request_id, plan.prompt_tokens)
         self._correct(self.decode_index, active, cached_tokens, plan.cached_decode_tokens)
         self.decode_index.insert(active.hashes)
         if plan.prefill is not None:
@@ -380,14 +400,27 @@ class Router:
 
     # ---- what is measured -----------------------------------------------------------------
 
-    def observe_step(self, role: Role, sample: StepSample) -> None:
-        """One engine step. Unusable samples (not finite, not above 0) are ignored."""
-        model = self.costs.decode_step if role == "decode" else self.costs.prefill_step
-        if not model.observe(sample.ctx_tokens, sample.gen_requests, sample.seconds):
-            return
-        if role == "prefill":
+    def prefill_step_times(self, fit: StepTime) -> None:
+        """The prefill engine's step times, as that engine has fitted them."""
+        if fit.samples:
+            self.costs.prefill_step = fit
             self._prefill_steps_seen = True
-        elif sample.ctx_tokens > 1:  # one token is what a remote prefill leaves to decode
+
+    def step_alone_s(self, shape: Sequence[float], seconds: float) -> float:
+        """What a step of the decode engine would have taken alone; its step times learn that.
+
+        ``shape``: as ``StepTime.seconds``.
+        """
+        model, shared = self.costs.decode_step, self.costs.shared
+        if not (model.samples and 0.0 < seconds < math.inf):
+            return seconds
+        overlap = self.prefill_load.busy_share(seconds, self._clock())
+        shared.observe(overlap, model.seconds(*shape), seconds)
+        return shared.alone_s(seconds, overlap)
+
+    def local_step(self, prompt_tokens: int) -> None:
+        """The decode engine made a step, from which its step times have learned."""
+        if prompt_tokens > 1:  # one token is what a remote prefill leaves to decode
             self._local_measured_s = max(self._clock(), self._local_measured_s)
 
     def observe_transfer(self, size_bytes: int, seconds: float) -> None:
@@ -434,13 +467,14 @@ class Router:
                 "prefill": len(self.prefill_index),
             },
             "fits": {
-                "decode_step": c.decode_step.to_dict(),
-                "prefill_step": c.prefill_step.to_dict(),
+                "decode_step": c.decode_step.summary(),
+                "prefill_step": c.prefill_step.summary(),
                 "transfer": c.transfer.to_dict(),
                 **{f"load_{medium}": model.to_dict() for medium, model in c.loads.items()},
                 "call": c.call.to_dict(),
                 "handoff": c.handoff.to_dict(),
                 "others": c.others.to_dict(),
+                "shared_cores": c.shared.to_dict(),
             },
             "transfers": dict(self._moved),
             "measured_s_ago": {

@@ -72,13 +72,6 @@ class S3FIFO(Policy):
         keys = slot_keys(table[left_small])
         self._ghosts[self._ghost(keys)] = keys
 
-    def repair(self, table: Table, now_s: float) -> None:
-        self._slots["uses"] = np.minimum(self._slots["uses"], 3)
-        self._slots["main"] = self._slots["main"] != 0
-        far = np.int64(1) << 60
-        np.clip(self._slots["place"], -far, far, out=self._slots["place"])
-        np.clip(self._clock, 0, far, out=self._clock)
-
     def _scan(self, forest: Forest, may_go: np.ndarray, need: int, size: int) -> Slots:
         state = self._slots
         used = forest.order

@@ -1,65 +1,16 @@
-"""What an arena holds, and whether its tables agree with each other."""
+"""Whether an arena's tables agree with each other."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from headrace_kvstore.arena.geometry import (
-    DISCARDED_TOTAL,
-    EVICTED_TOTAL,
-    HITS_TOTAL,
-    MISSES_TOTAL,
-    NAMESPACE_COUNT,
-    NONE,
-    RECLAIMED_TOTAL,
-    REFUSED_TOTAL,
-    REPAIRS_TOTAL,
-    STORED_TOTAL,
-    Tables,
-)
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.geometry import NAMESPACE_COUNT, NONE, Tables
 from headrace_kvstore.table import FREE, READY, WRITING
 
 
-def describe(t: Tables, now_s: float) -> dict[str, Any]:
-    """JSON-able sizes, counts and totals."""
-    table = t.table
-    ready = table["state"] == READY
-    totals = {
-        "stored_total": STORED_TOTAL,
-        "evicted_total": EVICTED_TOTAL,
-        "discarded_total": DISCARDED_TOTAL,
-        "hits_total": HITS_TOTAL,
-        "misses_total": MISSES_TOTAL,
-        "reclaimed_total": RECLAIMED_TOTAL,
-        "refused_total": REFUSED_TOTAL,
-        "repairs_total": REPAIRS_TOTAL,
-    }
-    return {
-        "data_bytes": int(t.segments["bytes"].sum()),
-        "held_bytes": int(table["bytes"].sum()),
-        "blocks": int(ready.sum()),
-        "writing": int((table["state"] == WRITING).sum()),
-        "leased": int((ready & (table["lease_until_s"] > now_s)).sum()),
-        "pinned": int((ready & (table["pinned"] == 1)).sum()),
-        "segments": len(t.segments),
-        "segments_free": int((t.segments["namespace"] == NONE).sum()),
-        "namespaces": [
-            {
-                "digest": t.spaces["digest"][row].tobytes().hex(),
-                "block_bytes": int(t.spaces["block_bytes"][row]),
-                "layers": int(t.spaces["layers"][row]),
-                "blocks": int((ready & (table["namespace"] == row)).sum()),
-            }
-            for row in range(int(t.words[NAMESPACE_COUNT]))
-        ],
-        **{name: int(t.words[word]) for name, word in totals.items()},
-    }
-
-
-def broken_invariants(t: Tables, per_segment: int) -> list[str]:
-    """The invariants that do not hold, in words. To be called under the lock.
+def broken(arena: Arena) -> list[str]:
+    """The invariants of an arena that do not hold, in words; empty if all is well.
 
     1. A slot that is not FREE has a registered namespace, lies in a segment that this namespace
        holds, and within what the segment can hold.
@@ -69,6 +20,11 @@ def broken_invariants(t: Tables, per_segment: int) -> list[str]:
     5. A held segment's free chain runs through each of its FREE slots once.
     6. FREE slots are neither pinned nor count any bytes.
     """
+    with arena._section:
+        return _broken(arena._t, arena._per_segment)
+
+
+def _broken(t: Tables, per_segment: int) -> list[str]:
     wrong: list[str] = []
     namespaces = int(t.words[NAMESPACE_COUNT])
     state = t.table["state"]

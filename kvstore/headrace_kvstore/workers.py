@@ -1,4 +1,4 @@
-"""A few threads for requests that may hang: none of them keeps its process from ending."""
+"""Daemon threads for I/O that may hang: none of them keeps its process from ending."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ Task = Callable[[], None]
 
 
 class Workers:
-    """`count` daemon threads that do tasks in order; a task that raises is logged."""
+    """`count` threads that carry out tasks in order; a task that raises is logged.
+
+    The threads start with the first task.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(count)
         ]
 
-    def start(self) -> None:
-        """Begin with what was submitted."""
-        for thread in self._threads:
-            thread.start()
-
     def submit(self, task: Task) -> None:
-        """Have it done."""
+        """Have a task carried out."""
+        with self._lock:
+            if not self._started:
+                self._started = True
+                for thread in self._threads:
+                    thread.start()
         self._tasks.put(task)
 
-    def close(self, timeout_s: float) -> None:
-        """Do what waits, then end; tasks that hang are left behind."""
+    def close(self, timeout_s: float) -> bool:
+        """Carry out what waits, then end; False if a task hangs, and is left behind."""
         deadline = time.monotonic() + timeout_s
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

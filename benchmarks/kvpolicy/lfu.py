@@ -34,10 +34,6 @@ class LFU(Policy):
         decayed: np.ndarray = table["rate"][slots] * np.exp2(-age / self._half_life_s)
         return decayed
 
-    def repair(self, table: Table, now_s: float) -> None:
-        self._since_s[~((self._since_s >= 0.0) & (self._since_s <= now_s))] = 0.0
-        table["rate"][~np.isfinite(table["rate"])] = 0.0
-
     def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
         before = self._now(table, slots, now_s) if hit else 0.0
         table["rate"][slots] = before + 1.0 / self._half_life_s

@@ -1,4 +1,4 @@
-"""Files through the real NIXL: bytes, errors, and what a tier on a bad disk or a kill -9 leaves."""
+"""Files on a real disk: bytes, errors, and what a tier on a bad disk or a kill -9 leaves."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
-from headrace_engine.spin import cpu_seconds
-from headrace_kvstore.nvme.mover import FLYING_PIECES, SLICE_PIECES, MoveError, Mover
+from headrace_kvstore.nvme.mover import MoveError, Mover
 from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES
-from headrace_kvstore.nvme.scan import page_memory
+from headrace_kvstore.nvme.segment import page_memory
 from tests.support.kvfiles import SHAPE, Bench, key
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,17 +41,10 @@ def mover() -> Iterator[Mover]:
 
 
 @pytest.fixture
-def memory(mover: Mover) -> tuple[np.ndarray, int]:
+def memory() -> tuple[np.ndarray, int]:
     memory, address = page_memory(MEMORY_BYTES)
     memory[:] = np.random.default_rng(3).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
-    mover.register(address, MEMORY_BYTES)
     return memory, address
-
-
-def attached(mover: Mover, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    fd = os.open(path, flags, 0o600)
-    mover.attach(fd)
-    return fd
 
 
 # The mover
@@ -63,7 +56,7 @@ def test_scattered_pieces_are_written_and_read_back(
 ) -> None:
     rows = memory[0].reshape(-1, PAGE_BYTES)
     saved = rows[:1024].copy()
-    fd = attached(mover, tmp_path / "f", os.O_RDWR | os.O_CREAT | direct)
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | direct, 0o600)
     at = memory[1] + np.arange(1024) * PAGE_BYTES
     order = np.random.default_rng(1).permutation(1024)
     fds, lengths = np.full(1024, fd), np.full(1024, PAGE_BYTES)
@@ -72,16 +65,15 @@ def test_scattered_pieces_are_written_and_read_back(
     mover.read(at[::2], fds[::2], order[::2] * PAGE_BYTES, lengths[::2]).result(20)
     assert (rows[:1024:2] == saved[::2]).all()
     assert not rows[1:1024:2].any() and not rows[1024:].any(), "more was read than asked for"
-    mover.detach(fd)
     os.close(fd)
 
 
-def test_a_scatter_list_longer_than_what_flies_at_once_moves_whole(
+def test_a_long_scatter_list_of_small_pieces_moves_whole(
     mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
 ) -> None:
-    count = FLYING_PIECES + SLICE_PIECES + 1
+    count = 2000
     (tmp_path / "f").write_bytes(np.arange(count, dtype="<u8").tobytes())
-    fd = attached(mover, tmp_path / "f")
+    fd = os.open(tmp_path / "f", os.O_RDWR)
     order = np.random.default_rng(1).permutation(count)
     eight = np.full(count, 8)
     move = mover.read(memory[1] + order * 8, np.full(count, fd), np.arange(count) * 8, eight)
@@ -95,7 +87,7 @@ def test_reading_past_the_end_names_the_pieces_that_are_short(
     mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
 ) -> None:
     (tmp_path / "f").write_bytes(bytes(3 * PAGE_BYTES - 1))
-    fd = attached(mover, tmp_path / "f")
+    fd = os.open(tmp_path / "f", os.O_RDWR)
     offsets = np.arange(4) * PAGE_BYTES
     move = mover.read(memory[1] + offsets, [fd] * 4, offsets, [PAGE_BYTES] * 4)
     with pytest.raises(MoveError, match="short read") as caught:
@@ -109,8 +101,8 @@ def test_a_failed_piece_tells_its_errno_and_takes_no_other_move_with_it(
 ) -> None:
     data = os.urandom(64 * PAGE_BYTES)
     (tmp_path / "good").write_bytes(data)
-    good = attached(mover, tmp_path / "good")
-    write_only = attached(mover, tmp_path / "bad", os.O_WRONLY | os.O_CREAT)
+    good = os.open(tmp_path / "good", os.O_RDWR)
+    write_only = os.open(tmp_path / "bad", os.O_WRONLY | os.O_CREAT, 0o600)
     offsets = np.arange(64) * PAGE_BYTES
     for _ in range(5):
         memory[0][:] = 0
@@ -125,33 +117,41 @@ def test_a_failed_piece_tells_its_errno_and_takes_no_other_move_with_it(
         assert memory[0][2**21 : 2**21 + PAGE_BYTES].tobytes() == data[:PAGE_BYTES]
 
 
-def test_memory_and_files_that_nobody_registered_are_refused(
+def test_memory_that_is_not_there_fails_its_piece_only(
     mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
 ) -> None:
     (tmp_path / "f").write_bytes(bytes(PAGE_BYTES))
-    fd = os.open(tmp_path / "f", os.O_RDONLY)
-    with pytest.raises(MoveError, match="refused"):
-        mover.read([memory[1]], [fd], [0], [PAGE_BYTES]).result(20)
-    mover.attach(fd)
-    with pytest.raises(MoveError, match="refused"):
-        mover.read([memory[1] + MEMORY_BYTES], [fd], [0], [PAGE_BYTES]).result(20)
-    mover.read([memory[1]], [fd], [0], [PAGE_BYTES]).result(20)
+    fd = os.open(tmp_path / "f", os.O_RDWR)
+    for move in (mover.read, mover.write):
+        moving = move([8, memory[1]], [fd] * 2, [0] * 2, [8] * 2)
+        with pytest.raises(MoveError, match="Bad address") as caught:
+            moving.result(20)
+        assert list(caught.value.pieces) == [0] and caught.value.errno == errno.EFAULT
+    os.close(fd)
+
+
+def test_in_order_nothing_is_written_behind_a_piece_that_failed(
+    mover: Mover, memory: tuple[np.ndarray, int], tmp_path: Path
+) -> None:
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT, 0o600)
+    at, lengths = [memory[1], 8, memory[1]], [PAGE_BYTES] * 3
+    move = mover.write(at, [fd] * 3, [0, PAGE_BYTES, 2 * PAGE_BYTES], lengths, in_order=True)
+    assert isinstance(move.exception(20), MoveError)
+    assert os.fstat(fd).st_size == PAGE_BYTES
     os.close(fd)
 
 
 def test_what_is_called_off_ends_and_a_closed_mover_takes_nothing(tmp_path: Path) -> None:
     mover = Mover()
-    memory, address = page_memory(PAGE_BYTES)
-    mover.register(address, len(memory))
+    _memory, address = page_memory(PAGE_BYTES)
     (tmp_path / "f").write_bytes(bytes(PAGE_BYTES))
-    fd = attached(mover, tmp_path / "f")
-    count = 50 * SLICE_PIECES
+    fd = os.open(tmp_path / "f", os.O_RDWR)
+    count = 10_000
     columns = [np.full(count, n) for n in (address, fd, 0, 8)]
     called_off, cut_short = mover.read(*columns), mover.read(*columns)
     called_off.call_off()
     with pytest.raises(CancelledError):
         called_off.result(20)
-    assert called_off.posted == called_off.landed < count
     assert mover.close()
     assert isinstance(cut_short.exception(0), CancelledError)
     assert isinstance(mover.read([address], [fd], [0], [8]).exception(0), CancelledError)
@@ -160,8 +160,6 @@ def test_what_is_called_off_ends_and_a_closed_mover_takes_nothing(tmp_path: Path
 
 
 def test_closing_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
-    Mover().close()  # whatever NIXL keeps from its first use
-
     def kept() -> tuple[int, int, int]:
         gc.collect()
         return (
@@ -172,10 +170,12 @@ def test_closing_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
 
     before = kept()
     for _ in range(3):
-        tier = NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES)
-        bench = Bench(tier.mover, blocks=2)
+        mover = Mover()
+        tier = NvmeTier.open(tmp_path, SEGMENT_BYTES, SEGMENT_BYTES, mover)
+        bench = Bench(mover, blocks=2)
         assert bench.write(tier, 0) == [True] and bench.load(tier, 0) == [True]
         tier.close()
+        assert mover.close()
     until = time.monotonic() + 20  # the kernel takes a thread that has ended off its list later
     while kept() != before and time.monotonic() < until:
         time.sleep(0.05)
@@ -183,19 +183,24 @@ def test_closing_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
 
 
 def test_an_idle_mover_uses_no_cpu(mover: Mover, memory: tuple[np.ndarray, int]) -> None:
-    before = cpu_seconds()
+    before = _cpu_seconds()
     time.sleep(0.5)
-    after = cpu_seconds()
+    after = _cpu_seconds()
     own = threading.get_native_id()
     used = {thread: s - before.get(thread, s) for thread, s in after.items() if thread != own}
     assert sum(used.values()) <= 0.02, used
+
+
+def _cpu_seconds() -> dict[int, float]:
+    """CPU seconds that each thread of this process has used."""
+    return {t.id: t.user_time + t.system_time for t in psutil.Process().threads()}
 
 
 # A process that dies
 
 
 def _write_for_ever(folder: str, pipe: Connection) -> None:
-    tier = NvmeTier.open(folder, 4 * SEGMENT_BYTES, SEGMENT_BYTES)
+    tier = NvmeTier.open(folder, 4 * SEGMENT_BYTES, SEGMENT_BYTES, Mover())
     bench = Bench(tier.mover, blocks=8)
     pipe.send("ready")
     number = 0
@@ -231,7 +236,6 @@ def test_a_killed_writer_leaves_only_whole_records_and_its_folder_to_the_next(
     assert bench.load(tier, *found) == [True] * len(found)
     assert bench.write(tier, 9999) == [True] and bench.load(tier, 9999) == [True]
     tier.close()
-    bench.close()
 
 
 # A bad disk
@@ -269,7 +273,6 @@ def test_a_full_disk_is_lived_with_and_then_turns_writing_off(
     assert bench.write(tier, 1) == [False] and tier.stats()["writing_off"] == 2
     assert len(list((small_disk / "kv").iterdir())) == 1, "a half-made segment was left"
     tier.close()
-    bench.close()
 
 
 def test_a_read_only_disk_serves_reads_of_a_running_tier_and_opens_as_off(
@@ -284,7 +287,6 @@ def test_a_read_only_disk_serves_reads_of_a_running_tier_and_opens_as_off(
     assert tier.state == "off" and "Read-only file system" in tier.stats()["reason"]
     assert bench.write(tier, 9) == [False] and bench.has(tier, 0) == [False]
     tier.close()
-    bench.close()
 
 
 def test_a_limit_on_file_sizes_turns_writing_off(mover: Mover, tmp_path: Path) -> None:
@@ -298,7 +300,6 @@ def test_a_limit_on_file_sizes_turns_writing_off(mover: Mover, tmp_path: Path) -
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     tier.close()
-    bench.close()
 
 
 def test_a_write_that_the_disk_refuses_half_way_fails_and_turns_writing_off(
@@ -322,7 +323,6 @@ def test_a_write_that_the_disk_refuses_half_way_fails_and_turns_writing_off(
     tier = NvmeTier.open(tmp_path, 10 * SEGMENT_BYTES, SEGMENT_BYTES, mover)
     assert tier.state == "on" and bench.load(tier, 0, 1, 2, 3) == [True, True, True, False]
     tier.close()
-    bench.close()
 
 
 def test_a_folder_removed_under_the_tier_costs_hits_only(mover: Mover, tmp_path: Path) -> None:
@@ -334,4 +334,3 @@ def test_a_folder_removed_under_the_tier_costs_hits_only(mover: Mover, tmp_path:
     assert bench.write(tier, 8) == [False]
     assert tier.state == "read-only" and "No such file" in tier.stats()["reason"]
     tier.close()
-    bench.close()

@@ -1,0 +1,138 @@
+"""What an app costs when nobody asks it anything.
+
+    python -m benchmarks.idle [--seconds N] --json FILE
+
+Starts the laptop's app as a user does (`headrace up --detach`: a prefill and a decode engine, the
+KV store, the gateway), has one prompt prefilled remotely so that the engines are connected, waits,
+and adds up the CPU time of every process over a minute.
+
+    idle.app_cores     engines, replicas, gateway, StoreNode, keeper: all that Headrace adds to Ray
+    idle.ray_cores     Ray's daemons and Serve's controller
+    idle.total_cores   both
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.idle.cpu import RAY, busiest, by_part, look
+from benchmarks.serving.environment import environment
+from headrace.cli import state
+
+START_TIMEOUT_S = 480.0
+SETTLE_S, SECONDS = 30.0, 60.0
+THREADS_SHOWN = 12
+TARGET_APP_CORES = 0.10
+
+
+def main() -> int:
+    """Measure, print, write; 1 if the app did not start."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the measurement")
+    parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds to wait before it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in headrace up"
+    )
+    parser.add_argument("--model", help="a model folder, a known name or a hub id")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    from headrace.model import resolve
+
+    model = resolve(args.model)
+    folder = Path(tempfile.mkdtemp(prefix="hri-", dir="/tmp"))
+    os.environ["HEADRACE_STATE"] = str(folder / "state")
+    name = f"idle-{secrets.token_hex(3)}"
+    try:
+        settings = ["gateway.port=0", f"model.source={json.dumps(model)}", *args.set]
+        options = [part for setting in settings for part in ("--set", setting)]
+        _headrace("up", "--detach", "--name", name, *options)
+        instance = state.load(name)
+        if instance is None:
+            raise RuntimeError("headrace up left no state file")
+        _connect_engines(instance.endpoint, instance.model)
+        time.sleep(args.settle)
+        processes = list(instance.belongings().processes().values())
+        first = look(processes)
+        time.sleep(args.seconds)
+        last = look(processes)
+    except (RuntimeError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        _headrace("down", "--name", name, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+    parts = by_part(first, last)
+    threads = busiest(first, last, THREADS_SHOWN)
+    ray_cores, total = parts.get(RAY, 0.0), sum(parts.values())
+    figures = {
+        "idle.app_cores": total - ray_cores,
+        "idle.ray_cores": ray_cores,
+        "idle.total_cores": total,
+    }
+    about = environment(model)
+    print(_table(figures, parts, about))
+    print("Busiest threads:")
+    for thread, cores in threads:
+        print(f"  {cores:6.4f}  {thread.part:24} {thread.pid:>8} {thread.name}")
+    if args.json:
+        document = {
+            "figures": {key: round(value, 4) for key, value in figures.items()},
+            "parts": {part: round(cores, 4) for part, cores in sorted(parts.items())},
+            "threads": [
+                {"part": t.part, "name": t.name, "cores": round(cores, 4)} for t, cores in threads
+            ],
+            "environment": about,
+        }
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _table(figures: dict[str, float], parts: dict[str, float], about: dict[str, Any]) -> str:
+    lines = [f"\n{about['date']}, {about['cpu']}, {about['cores']} cores.\n"]
+    lines += ["| part | cores |", "|---|---:|"]
+    lines += [f"| {part} | {parts[part]:.4f} |" for part in sorted(parts, key=lambda p: -parts[p])]
+    lines += [f"| `{key}` | {value:.4f} |" for key, value in figures.items()]
+    return "\n".join([*lines, f"\n`idle.app_cores` should be at most {TARGET_APP_CORES:.2f}.\n"])
+
+
+def _headrace(*arguments: str, check: bool = True) -> None:
+    """Run the CLI. Raises RuntimeError with its last words if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    if check and done.returncode != 0:
+        text = done.stdout.decode("utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"headrace {arguments[0]} ended with {done.returncode}: {text}")
+
+
+def _connect_engines(endpoint: str, model: str) -> None:
+    """Have one prompt prefilled remotely: engines that have met may idle in another way."""
+    with httpx.Client(base_url=endpoint, timeout=180.0) as client:
+        client.put("/headrace/v1/router", json={"policy": "remote"}).raise_for_status()
+        body = {"model": model, "prompt": "water " * 600, "max_tokens": 4, "temperature": 0}
+        client.post("/v1/completions", json=body).raise_for_status()
+        client.put("/headrace/v1/router", json={"policy": "cost"}).raise_for_status()
+        moved = client.get("/headrace/v1/status").raise_for_status().json().get("nixl_bytes", 0)
+    if not moved:
+        raise RuntimeError("no KV was moved between the engines")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

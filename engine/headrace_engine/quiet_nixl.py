@@ -1,0 +1,75 @@
+"""`NixlConnector`: vLLM's own, without what it costs a CPU engine while no KV moves.
+
+    kv_connector: NixlConnector
+    kv_connector_module_path: headrace_engine.quiet_nixl
+
+vLLM's connector takes two things from the cores of a CPU engine:
+
+- NIXL's progress thread polls without a pause and keeps one core busy. The thread is built to
+  sleep in poll() until UCX reports an event, but NIXL's Python agent sets that call's time-out
+  (`pthrDelay`) to 0. Here the agent is made again with a time-out, before anything is registered
+  with it.
+- The thread that computes is moved to the last core of each NUMA node, so all engines of a machine
+  share one core. Here it gets its cores back.
+
+A GPU engine keeps vLLM's agent: there a polling thread has a core to itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as VllmNixlConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("headrace.engine")
+
+LONGEST_SLEEP_US = 10_000
+"""NIXL's source warns that UCX misses an event on some file descriptors; none was missed over
+shared memory or TCP. A missed event costs a transfer this much. Waking so often costs 0.3 % of a
+core."""
+
+
+class NixlConnector(VllmNixlConnector):
+    """vLLM's NixlConnector. vLLM finds it by the module path, Ray and vLLM know it by the name."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        cores = os.sched_getaffinity(0)
+        super().__init__(vllm_config, role, kv_cache_config)
+        worker = self.connector_worker
+        if worker is None or vllm_config.device_config.device_type != "cpu":
+            return
+        os.sched_setaffinity(0, cores)
+        try:
+            worker.nixl_wrapper = event_driven(worker.nixl_wrapper)
+        except Exception:
+            logger.exception("NIXL's progress thread stays as it is and keeps one core busy")
+
+
+def event_driven(agent: Any) -> Any:
+    """A NIXL agent with the name and backends of `agent` whose progress thread sleeps.
+
+    Args:
+        agent: a `nixl_agent` with which nothing is registered yet.
+
+    Raises:
+        AttributeError, TypeError: NIXL's Python API is another than in version 1.3.
+        RuntimeError: NIXL cannot make the agent.
+    """
+    from nixl import _api, _bindings
+
+    config = _bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.pthrDelay = LONGEST_SLEEP_US
+    config.captureTelemetry = True  # vLLM asks for the telemetry of each transfer
+    made = _api.nixl_agent(agent.name, _api.nixl_agent_config(backends=[]))
+    made.agent = _bindings.nixlAgent(agent.name, config)
+    for backend, options in agent.backend_options.items():
+        made.create_backend(backend, options)
+    return made

@@ -1,0 +1,398 @@
+"""Seconds of one engine step: the one model by which all who plan for an engine price its work.
+
+A step computes `prompt` prompt tokens, one token for each of `rows` decoding requests, and verifies
+`draft` draft tokens. Its rows attend to `context` tokens together, and its prompt tokens to `pairs`
+tokens: the sum over them of the tokens that each attends to. With
+
+    n = rows + draft + weight prompt
+
+    T = exp(level) (exp(x(n)) + per_context context + per_pair (pairs + draft context / rows))
+
+- `x`: the machine's curve over step sizes. No machine's is straight: a CPU computes in tiles, a GPU
+  pads to the sizes for which it captured graphs. It is a Gaussian process over log n, held at 29
+  knots, exp(x) linear in between. Each size is remembered as it was measured, however long ago, and
+  sizes that were never measured follow from those that were.
+- Steps with drafts have a curve of their own: rejection sampling and ragged attention cost
+  something, and whether a first draft token pays is the difference of the two curves.
+- `weight`: a prompt's token costs less than a row's, since only rows and drafts compute logits.
+- `per_context`, `per_pair`: attention. A row reads its KV for one token; a prompt's tokens read it
+  together and compute with it. On a CPU a token of context takes seven times as long as a pair.
+- `level`: what changes for all steps at once, a busy neighbour or a slower clock.
+
+All are learned from each step together, by an extended Kalman filter on log seconds (Rasmussen and
+Williams, Gaussian Processes for Machine Learning, 2006, section 2.2; Hartikainen and Sarkka, MLSP
+2010). One odd step counts as at most four standard deviations. Steps that are off to the same side
+one after the other mean that the machine has changed: the level becomes uncertain, and the next
+steps set it. The noise of a step is learned, too.
+
+Where it is fitted: an engine's steps are seen in two processes, and neither sees all.
+
+- The replica's process (`meter`) sees each step through vLLM's statistics, but of the context only
+  an estimate. Its fit prices prompts: the router's costs, the compute gate, and, as numbers
+  (`to_dict`), the routers of other replicas.
+- The engine's process sees the exact context. The drafting planner fits decode steps there, from
+  one step's begin to the next; the KV connector fits steps with prompts, without the waits for KV
+  that it loads, since these are what it decides about.
+
+Pure: NumPy only, no clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+KNOTS = [1.0, 2.0, 3.0] + [float(step << shift) for shift in range(1, 14) for step in (2, 3)]
+"""Step sizes at which the curve may bend: 1, 2, 3, 4, 6, 8, 12, ... 24576."""
+_KNOTS = np.array(KNOTS)
+_SIZES = len(KNOTS)
+_LEVEL = 2 * _SIZES
+_WEIGHT, _CONTEXT, _PAIR = _LEVEL + 1, _LEVEL + 2, _LEVEL + 3
+"""Places in the state, behind the curves without and with drafts. All of it are logarithms, so that
+nothing can fall below 0."""
+_PRIOR_S, _PRIOR_TOKEN_S = 0.0218, 0.00075
+_PRIOR_CONTEXT_S, _PRIOR_PAIR_S = 2e-6, 4e-7
+"""Of a step, a token in it, a token of context and a pair: a 135M model on one CPU thread. A few
+steps overrule it."""
+_DRIFT = 0.002
+"""Standard deviation of what may have changed since the step before: of the level, and of the
+curve and the rates as far as the step depends on them."""
+_NOISE, _LEAST_NOISE, _MOST_NOISE, _NOISE_GAIN = 0.05, 0.01, 0.3, 0.04
+_ODD = 4.0
+_SAME_SIDE, _SAME_SIDE_LIMIT = 0.25, 1.5
+"""Weight of a step in the mean of normalised errors, and the mean (four standard deviations) that
+tells a change."""
+_ERROR_STEPS = 50.0
+_LEAST_S, _MOST, _MOST_STATE = 1e-6, 1e12, 40.0
+"""No step takes less; of what is observed; of the state."""
+_LEAST_VARIANCE = 1e-8
+_LINE_TOKENS = 512
+
+
+class _Prices(NamedTuple):
+    """The fit as it is used: seconds at each knot, of a token of context and of a pair, and the
+    weight of a prompt's token."""
+
+    plain: list[float]
+    drafted: list[float]
+    context_s: float
+    pair_s: float
+    weight: float
+
+
+def _prior_covariance() -> NDArray[np.float64]:
+    """Of the state, [62, 62].
+
+    The level may be off by a factor of e^1.5, the cost of a token against that of a step by as
+    much, and so may attention; the weight of a prompt's token by a factor of e. Beyond that the
+    curve's shape may be off by a third, smoothly, and by a tenth between neighbours. A step with
+    drafts differs by a tenth, and by a tenth at its own size.
+    """
+    distance = np.subtract.outer(np.log(_KNOTS), np.log(_KNOTS))
+    per_token = _PRIOR_TOKEN_S * _KNOTS / (_PRIOR_S + _PRIOR_TOKEN_S * _KNOTS)
+    near = np.exp(-0.5 * (distance / 0.35) ** 2)
+    both = 1.5**2 * np.outer(per_token, per_token)
+    both += 0.3**2 * np.exp(-0.5 * (distance / 1.5) ** 2) + 0.1**2 * near
+    drafted = 0.1**2 + 0.1**2 * near
+    covariance = np.diag([*[0.0] * _LEVEL, 1.5**2, 1.0, 1.5**2, 1.5**2])
+    covariance[:_LEVEL, :_LEVEL] = np.block([[both, both], [both, both + drafted]])
+    return covariance
+
+
+_PRIOR = _prior_covariance()
+
+
+class StepTime:
+    """One engine's step times: never less for more work, and told from the prior before the first
+    step. Used from one thread."""
+
+    def __init__(self, padded_sizes: Sequence[int] = ()) -> None:
+        """`padded_sizes`: the engine pads a step's tokens up to the next of these, if there is one
+        (vLLM's CUDA graph sizes)."""
+        self._sizes = sorted({int(size) for size in padded_sizes})
+        self._state = np.zeros(_PAIR + 1)
+        self._state[:_LEVEL] = np.tile(np.log(_PRIOR_S + _PRIOR_TOKEN_S * _KNOTS), 2)
+        self._state[_CONTEXT:] = np.log([_PRIOR_CONTEXT_S, _PRIOR_PAIR_S])
+        self._covariance = _PRIOR.copy()
+        self._noise = _NOISE**2
+        self._square = 0.2**2
+        self._same_side = 0.0
+        self._prices: _Prices | None = None
+        self.samples = 0
+
+    @property
+    def relative_error(self) -> float:
+        """Root mean square of one-step-ahead errors of late (0.1 is 10 %)."""
+        return math.sqrt(self._square)
+
+    def seconds(
+        self,
+        prompt: float = 0,
+        rows: float = 0,
+        draft: float = 0,
+        context: float = 0,
+        pairs: float = 0,
+    ) -> float:
+        """Predicted seconds of a step, above 0.
+
+        Args:
+            prompt: prompt tokens computed. rows: requests that decode. draft: draft tokens.
+            context: tokens of all rows. pairs: of prompt tokens and tokens that they attend to.
+        """
+        prices = self._priced()
+        seconds = _at(prices.plain, self._size(prompt, rows, prices.weight))
+        if draft > 0:
+            drafted = _at(prices.drafted, self._size(prompt, rows + draft, prices.weight))
+            drafted += prices.pair_s * _draft_pairs(rows, draft, context)
+            seconds = max(seconds, drafted)
+        return seconds + prices.context_s * context + prices.pair_s * pairs
+
+    def seconds_each(
+        self,
+        draft: NDArray[np.integer],
+        prompt: float = 0,
+        rows: float = 0,
+        context: float = 0,
+        pairs: float = 0,
+    ) -> NDArray[np.float64]:
+        """As `seconds`, for each of many numbers of draft tokens."""
+        prices = self._priced()
+        computed = rows + np.asarray(draft, np.float64)
+        sizes = prices.weight * prompt + computed
+        if self._sizes:
+            at = np.searchsorted(self._sizes, sizes)
+            padded = np.asarray(self._sizes)[np.minimum(at, len(self._sizes) - 1)]
+            sizes = np.where(at < len(self._sizes), padded, sizes)
+        drafted = np.interp(sizes, _KNOTS, prices.drafted) * np.maximum(sizes / KNOTS[-1], 1.0)
+        drafted += prices.pair_s * _draft_pairs(rows, 1.0, context) * (computed - rows)
+        drafted += prices.context_s * context + prices.pair_s * pairs
+        plain = self.seconds(prompt, rows, 0, context, pairs)
+        return np.where(computed > rows, np.maximum(drafted, plain), plain)
+
+    def prefill_s(
+        self,
+        tokens: int,
+        pairs: float = 0,
+        *,
+        step_tokens: int,
+        rows: int = 0,
+        context: float = 0,
+    ) -> float:
+        """Predicted seconds of the steps that compute prompts; 0 for no tokens.
+
+        Args:
+            tokens, pairs: of all the prompts.
+            step_tokens: the engine's token budget: more tokens take several steps.
+            rows, context: what decodes in each of the steps.
+        """
+        full, rest = divmod(tokens, step_tokens)
+        total_s = 0.0
+        for steps, size in ((full, step_tokens), (1, rest)):
+            if steps and size:
+                total_s += steps * self.seconds(size, rows, 0, context, pairs * size / tokens)
+        return total_s
+
+    def added_s(self, prompt: float, pairs: float) -> float:
+        """Predicted seconds by which prompt tokens make a step longer."""
+        return self.seconds(prompt, pairs=pairs) - self.seconds()
+
+    def free_tokens(self) -> float:
+        """Prompt tokens that make a step that computes next to nothing twice as long: a / b where
+        T is a + b n."""
+        prices = self._priced()
+        curve, most_s = prices.plain, 2.0 * prices.plain[0]
+        upper = bisect_left(curve, most_s)
+        if upper == _SIZES:
+            size = KNOTS[-1] * most_s / curve[-1]
+        else:
+            share = (most_s - curve[upper - 1]) / (curve[upper] - curve[upper - 1])
+            size = KNOTS[upper - 1] + share * (KNOTS[upper] - KNOTS[upper - 1])
+        return max(0.0, size - 2.0) / prices.weight
+
+    def relative_sd(
+        self,
+        prompt: float = 0,
+        rows: float = 0,
+        draft: float = 0,
+        context: float = 0,
+        pairs: float = 0,
+    ) -> float:
+        """Standard deviation of what is predicted for a step, relative: what the fit does not know,
+        a step's own noise left out."""
+        _, places, slope = self._linearised(prompt, rows, draft, context, pairs)
+        variance = float(slope @ self._covariance[np.ix_(places, places)] @ slope)
+        return math.sqrt(max(variance, 0.0))
+
+    def observe(
+        self,
+        prompt: float,
+        rows: float,
+        draft: float,
+        context: float,
+        pairs: float,
+        seconds: float,
+    ) -> bool:
+        """Learn one step; False if it is unusable (not finite, nothing computed)."""
+        shape = prompt, rows, draft, context, pairs
+        usable = all(0 <= part < _MOST for part in shape) and prompt + rows + draft > 0
+        if not (usable and _LEAST_S < seconds < _MOST):
+            return False
+        predicted, places, slope = self._linearised(*shape)
+        self._covariance[places, places] += np.abs(slope) * _DRIFT**2
+        error = math.log(seconds) - predicted
+        towards, variance, odd = self._weighed(places, slope, error)
+        self._same_side += _SAME_SIDE * (odd / math.sqrt(variance) - self._same_side)
+        if abs(self._same_side) > _SAME_SIDE_LIMIT:
+            self._same_side = 0.0
+            self._covariance[_LEVEL, _LEVEL] += odd * odd
+            towards, variance, odd = self._weighed(places, slope, error)
+        self._state += towards * (odd / variance)
+        self._covariance -= np.outer(towards, towards) / variance
+        self._square += (odd * odd - self._square) / _ERROR_STEPS
+        surprise = (odd * odd / variance - 1.0) * self._noise / variance
+        noise = self._noise * (1.0 + _NOISE_GAIN * min(surprise, 4.0))
+        self._noise = min(max(noise, _LEAST_NOISE**2), _MOST_NOISE**2)
+        self._keep_sound()
+        self._prices = None
+        self.samples += 1
+        return True
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that another process needs to price with this fit (`from_dict`): about 130 numbers.
+
+        Standard deviations of steps of each size, and of the rates, go along. Correlations do not:
+        those of the prior take their place.
+        """
+        covariance = self._covariance
+        variance = covariance.diagonal().copy()
+        variance[:_LEVEL] += covariance[_LEVEL, _LEVEL] + 2.0 * covariance[_LEVEL, :_LEVEL]
+        variance[_LEVEL] = 0.0
+        return {
+            "state": self._state.tolist(),
+            "sd": np.sqrt(np.maximum(variance, _LEAST_VARIANCE)).tolist(),
+            "noise": self._noise,
+            "square": self._square,
+            "samples": self.samples,
+            "padded_sizes": list(self._sizes),
+        }
+
+    @staticmethod
+    def from_dict(told: Mapping[str, Any]) -> StepTime:
+        """The fit that another process told.
+
+        Raises:
+            ValueError: this is no such state.
+        """
+        try:
+            fit = StepTime(told["padded_sizes"])
+            state, sd = (np.asarray(told[name], np.float64) for name in ("state", "sd"))
+            noise, square = float(told["noise"]), float(told["square"])
+            fit.samples = int(told["samples"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not the state of a step-time model: {error!r}") from error
+        right = state.shape == sd.shape == fit._state.shape and fit.samples >= 0
+        right = right and bool((np.abs(state) <= _MOST_STATE).all())
+        right = (
+            right and bool(((sd > 0) & (sd < 1e2)).all()) and 0 < noise < 1 and 0 <= square < 1e6
+        )
+        if not right:
+            raise ValueError("not the state of a step-time model: a number is out of bounds")
+        fit._state, fit._noise, fit._square = state, noise, square
+        scale = sd / np.sqrt(_PRIOR.diagonal())
+        fit._covariance *= np.outer(scale, scale)
+        return fit
+
+    def summary(self) -> dict[str, float]:
+        """For people: a straight line through the curve, and how good the fit is."""
+        prices = self._priced()
+        first_s = prices.plain[0]
+        token_s = (self.seconds(_LINE_TOKENS) - first_s) / _LINE_TOKENS
+        return {
+            "base_s": first_s,
+            "per_token_s": token_s,
+            "per_context_token_s": prices.context_s,
+            "per_pair_s": prices.pair_s,
+            "relative_rms_error": self.relative_error,
+            "samples": self.samples,
+        }
+
+    def _priced(self) -> _Prices:
+        if self._prices is None:
+            scale = math.exp(self._state[_LEVEL])
+            curves = scale * np.exp(self._state[:_LEVEL].reshape(2, -1))
+            plain, drafted = np.maximum.accumulate(curves, axis=1).tolist()
+            weight, context, pair = np.exp(self._state[_WEIGHT:]).tolist()
+            self._prices = _Prices(plain, drafted, scale * context, scale * pair, weight)
+        return self._prices
+
+    def _size(self, prompt: float, computed: float, weight: float) -> float:
+        """Where a step stands on the curve."""
+        size = weight * prompt + computed
+        at = bisect_left(self._sizes, size)
+        return self._sizes[at] if at < len(self._sizes) else size
+
+    def _linearised(
+        self, prompt: float, rows: float, draft: float, context: float, pairs: float
+    ) -> tuple[float, NDArray[np.int64], NDArray[np.float64]]:
+        """log T, and d log T / d state [6] at the places [6] of the state where it is not 0."""
+        weight, per_context, per_pair = np.exp(self._state[_WEIGHT:]).tolist()
+        n = self._size(prompt, rows + draft, weight)
+        beyond = max(n / KNOTS[-1], 1.0)
+        n = max(n / beyond, 1.0)
+        upper = min(max(bisect_left(KNOTS, n), 1), _SIZES - 1)
+        knot, width = KNOTS[upper - 1], KNOTS[upper] - KNOTS[upper - 1]
+        share = (n - knot) / width
+        first = (_SIZES if draft > 0 else 0) + upper
+        places = np.array([first - 1, first, _LEVEL, _WEIGHT, _CONTEXT, _PAIR])
+        low, high = (beyond * np.exp(self._state[first - 1 : first + 1])).tolist()
+        low_part, high_part = low * (1.0 - share), high * share
+        in_context = per_context * context
+        in_pairs = per_pair * (pairs + _draft_pairs(rows, draft, context))
+        total = low_part + high_part + in_context + in_pairs
+        in_weight = weight * prompt / beyond * (high - low) / width
+        slope = np.array([low_part, high_part, total, in_weight, in_context, in_pairs]) / total
+        return float(self._state[_LEVEL]) + math.log(total), places, slope
+
+    def _weighed(
+        self, places: NDArray[np.int64], slope: NDArray[np.float64], error: float
+    ) -> tuple[NDArray[np.float64], float, float]:
+        """(covariance of state and step [62], variance of the step, the error, clipped)."""
+        towards = self._covariance[:, places] @ slope
+        variance = max(float(slope @ towards[places]), 0.0) + self._noise
+        limit = _ODD * math.sqrt(variance)
+        return towards, variance, min(max(error, -limit), limit)
+
+    def _keep_sound(self) -> None:
+        """No number out of bounds, and no covariance that rounding has ruined, whatever was
+        observed."""
+        np.clip(self._state, -_MOST_STATE, _MOST_STATE, out=self._state)
+        diagonal = self._covariance.diagonal()
+        if not (diagonal.min() > 0.0 and diagonal.max() < 1e3):
+            self._covariance = _PRIOR.copy()
+
+
+def _at(curve: list[float], n: float) -> float:
+    """A curve at a size; straight between knots, in proportion beyond the last."""
+    if n <= 1.0:
+        return curve[0]
+    if n >= KNOTS[-1]:
+        return curve[-1] * n / KNOTS[-1]
+    upper = bisect_left(KNOTS, n)
+    low, high = KNOTS[upper - 1], KNOTS[upper]
+    return curve[upper - 1] + (curve[upper] - curve[upper - 1]) * (n - low) / (high - low)
+
+
+def _draft_pairs(rows: float, draft: float, context: float) -> float:
+    """Draft tokens and the tokens that they attend to; rows are taken to be equally long."""
+    return draft * context / max(rows, 1.0)
+
+
+def pairs_of(first_token: int, last_token: int) -> int:
+    """`pairs` of a prompt's tokens from `first_token` to `last_token`, not included: each attends
+    to all before it and to itself."""
+    return (last_token * (last_token + 1) - first_token * (first_token + 1)) // 2

@@ -1,0 +1,12 @@
+"""`HeadraceConnector`: the KV store in an engine, its loads priced by the engine's step times."""
+
+from __future__ import annotations
+
+from headrace_engine.steptime import StepTime
+from headrace_kvstore.connector.connector import StoreConnector
+
+
+class HeadraceConnector(StoreConnector):
+    """The node's KV store as a connector; KV in a slow tier is computed where that takes less."""
+
+    make_step_time = StepTime

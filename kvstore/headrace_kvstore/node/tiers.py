@@ -1,0 +1,97 @@
+"""The tiers that a node has at this moment. Each may appear and disappear while the node runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace_kvstore.node.dram_work import DramWork
+from headrace_kvstore.node.neighbours import Neighbours
+from headrace_kvstore.node.tier_keeper import TierKeeper
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.peers.peers import Peers
+from headrace_kvstore.protocol.events import DRAM, NVME, OBJECT
+
+Contents = Iterable[tuple[bytes, np.ndarray]]
+"""Namespace digest and rows, SLOT (n,), of a tier's blocks."""
+
+
+@dataclass
+class Tiers:
+    """None stands for a tier that is missing; `reasons` says why, by the tier's name.
+
+    `arena_lock` is held while the arena is replaced or closed, and by users who must not meet that.
+    """
+
+    dram: DramWork | None = None
+    keeper: TierKeeper | None = None
+    objects: ObjectTier | None = None
+    neighbours: Neighbours | None = None
+    reasons: dict[str, str] = field(
+        default_factory=lambda: {
+            "dram": "opening",
+            "nvme": "no nvme_folder is given",
+            "object": "no object_url is given",
+        }
+    )
+    arena_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        """The NVMe tier, once it is open."""
+        keeper = self.keeper
+        return None if keeper is None else keeper.tier
+
+    @property
+    def peers(self) -> Peers | None:
+        """The other nodes that this one pulls from."""
+        neighbours = self.neighbours
+        return None if neighbours is None else neighbours.peers
+
+    def in_dram(self, digest: bytes, act: Callable[[DramWork, int], int]) -> int:
+        """Call `act` with the arena and the namespace's row; 0 if the arena lacks either."""
+        with self.arena_lock:
+            row = None if self.dram is None else self.dram.arena.row_of(digest)
+            return 0 if self.dram is None or row is None else act(self.dram, row)
+
+    def arena_contents(self) -> Contents:
+        """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""
+        with self.arena_lock:
+            if self.dram is None:
+                return []
+            rows, _ = self.dram.arena.blocks()
+            digests = [space.digest for space in self.dram.arena.spaces()]
+        numbers = np.unique(rows["namespace"]).tolist()
+        return [(digests[number], rows[rows["namespace"] == number]) for number in numbers]
+
+    def stats(self, settings_nvme_bytes: int, hits: int, misses: int) -> dict[str, dict[str, Any]]:
+        """JSON-able, by tier: medium, state, the reason if it is off, sizes, blocks and hits.
+
+        Args:
+            settings_nvme_bytes: size of the NVMe tier while it is missing.
+            hits, misses: blocks that requests looked up on NVMe.
+        """
+        dram, objects = self.dram, self.objects
+        missing = {name: {"state": "off", "reason": why} for name, why in self.reasons.items()}
+        found: dict[str, dict[str, Any]] = {
+            "dram": {"medium": DRAM, **missing["dram"]},
+            "nvme": {"medium": NVME, "size_bytes": settings_nvme_bytes, **missing["nvme"]},
+            "object": {"medium": OBJECT, "blocks": 0, "bytes": 0, **missing["object"]},
+        }
+        if dram is not None:
+            arena = dram.arena.stats()
+            found["dram"] |= {"state": "on", "reason": "", **arena, "bytes": arena["held_bytes"]}
+            found["dram"] |= {"hits": arena["hits_total"], "misses": arena["misses_total"]}
+            found["dram"]["size_bytes"] = arena["data_bytes"]
+        if self.keeper is not None:
+            found["nvme"] |= self.keeper.stats()
+        found["nvme"] |= {"hits": hits, "misses": misses}
+        if objects is not None:
+            work = None if dram is None else dram.objects
+            found["object"] |= {**objects.stats(), **({} if work is None else work.stats())}
+        return found

@@ -1,0 +1,154 @@
+"""What the tests themselves stand on: runs that end, compiled code that is fresh, truths."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support import run
+from tests.support.compiled import digest
+from tests.support.costs import Costs, slowest
+from tests.support.tiny import KV_BYTES_PER_TOKEN, make_tiny_llama, tiny_llama
+from tests.support.truth import Truth, kept_answers
+
+ROOT = Path(__file__).parents[2]
+
+
+class TestARun:
+    """A run in a process of its own, whose only child has left its session and its parent."""
+
+    PROGRAM = """
+import subprocess, sys, time
+from tests.support import run
+mark = run.begin()
+detach = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+subprocess.run([sys.executable, "-c", detach], check=True)
+print(mark, flush=True)
+time.sleep(600)
+"""
+
+    @pytest.fixture
+    def other(self) -> Iterator[tuple[subprocess.Popen[str], str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert process.stdout is not None
+        mark = process.stdout.readline().strip()
+        yield process, mark
+        process.kill()
+        process.wait()
+        run.end(mark)
+
+    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    def test_leaves_no_process_and_no_folder_however_it_ends(
+        self, other: tuple[subprocess.Popen[str], str], how: signal.Signals
+    ) -> None:
+        process, mark = other
+        folder = Path(f"/tmp/hrt-{mark}")
+        assert len(run.marked(run.MARK, mark)) == 1 and folder.is_dir()
+        process.send_signal(how)
+        deadline = time.monotonic() + 60
+        while run.marked(run.MARK, mark) or folder.exists():
+            assert time.monotonic() < deadline, "it is still there"
+            time.sleep(0.1)
+
+    def test_is_known_by_its_own_mark(self, other: tuple[subprocess.Popen[str], str]) -> None:
+        assert other[1] != run.begin()
+        assert not set(run.marked(run.MARK, other[1])) & set(run.marked(run.MARK, run.begin()))
+
+
+class TestTheFolderOfCompiledCode:
+    @pytest.fixture
+    def tree(self, tmp_path: Path) -> Path:
+        (tmp_path / "p").mkdir()
+        (tmp_path / "p" / "caller.py").write_text("from p.callee import f\njit\n")
+        (tmp_path / "p" / "callee.py").write_text("from p import sizes\n")
+        (tmp_path / "p" / "sizes.py").write_text("N = 1\n")
+        (tmp_path / "p" / "other.py").write_text("from p.caller import g\n")
+        return tmp_path
+
+    @pytest.mark.parametrize("changed", ["caller", "callee", "sizes"])
+    def test_is_another_when_anything_that_is_compiled_changes(
+        self, tree: Path, changed: str
+    ) -> None:
+        before = digest([tree])
+        with (tree / "p" / f"{changed}.py").open("a") as file:
+            file.write("M = 2\n")
+        assert digest([tree]) != before
+
+    def test_is_the_same_when_something_else_changes(self, tree: Path) -> None:
+        before = digest([tree])
+        (tree / "p" / "other.py").write_text("")
+        os.utime(tree / "p" / "caller.py", (1, 1))
+        assert digest([tree]) == before
+
+    def test_is_where_this_process_keeps_its_code(self) -> None:
+        assert Path(os.environ["NUMBA_CACHE_DIR"]).name == digest()
+
+
+class TestATruth:
+    def test_what_is_kept_needs_no_engine(self) -> None:
+        def compute(prompts: object) -> list[list[int]]:
+            raise AssertionError("an engine was started")
+
+        truth = Truth([[1], [2]], [[10], [20]], compute)
+        assert truth.differences([[2], [1]], [[20], [10]]) == []
+
+    def test_an_engine_here_decides_on_what_differs_once(self) -> None:
+        asked = []
+
+        def compute(prompts: object) -> list[list[int]]:
+            asked.append(prompts)
+            return [[11]]
+
+        truth = Truth([[1], [2]], [[10], [20]], compute)
+        assert truth.differences([[1], [2]], [[11], [20]]) == []
+        assert truth.differences([[1]], [[12]]) == ["1 tokens: [12] != [11]"]
+        assert asked == [[[1]]]
+
+    def test_without_kept_answers_an_engine_decides_on_all(self) -> None:
+        truth = Truth([[1], [2]], None, lambda prompts: [[7] for _ in prompts])
+        assert truth.differences([[1], [2]], [[7], [8]]) == ["1 tokens: [8] != [7]"]
+
+    def test_answers_of_another_model_engine_or_prompts_are_not_used(self, tmp_path: Path) -> None:
+        file = tmp_path / "answers.json"
+        assert kept_answers({"vllm": "1"}, file) is None
+        file.write_text('{"key": {"vllm": "1"}, "answers": [[1]]}')
+        assert kept_answers({"vllm": "1"}, file) == [[1]]
+        assert kept_answers({"vllm": "2"}, file) is None
+
+
+class TestTheTinyLlama:
+    def test_is_the_same_bytes_for_the_same_seed(self, tmp_path: Path) -> None:
+        def sums(folder: Path) -> dict[str, str]:
+            return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
+
+        again = sums(make_tiny_llama(tmp_path / "again"))
+        assert again == sums(tiny_llama())
+        other = sums(make_tiny_llama(tmp_path / "other", seed=1))
+        assert {name for name in other if other[name] != again[name]} == {"model.safetensors"}
+
+    def test_has_the_kv_that_it_says(self) -> None:
+        weights = load_file(tiny_llama() / "model.safetensors")
+        keys_and_values = [w for name, w in weights.items() if "k_proj" in name or "v_proj" in name]
+        assert sum(w.shape[0] * w.itemsize for w in keys_and_values) == KV_BYTES_PER_TOKEN
+
+
+def test_the_slowest_tests_come_first() -> None:
+    costs = Costs(6.0, {"passed": 3}, [(1.0, "a"), (3.0, "c"), (2.0, "b")])
+    assert slowest(costs.tests) == [
+        "the 3 slowest tests:",
+        *("     3.0 s  c", "     2.0 s  b", "     1.0 s  a"),
+    ]
