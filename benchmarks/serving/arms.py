@@ -61,6 +61,7 @@ def settings(
         "gateway.port": port,
         "ray.dashboard": False,
         "token_path": token_path,
+        "gateway.insecure": token_path == "direct",
         "router.policy": policy,
     }
     return load_config(None, "laptop", [f"{k}={json.dumps(v)}" for k, v in overrides.items()])

@@ -23,6 +23,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.guard import why_refused
+from headrace_decode.internal import TENANT
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.speculation.step_calibration import calibrate_steps
@@ -32,6 +33,7 @@ from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.tracing import span
+from headrace_kvstore.salts import salt_of, tenant_of
 
 CLIENT_TRANSFERS = frozenset({PARAMS_KEY, "ec_transfer_params"})
 """Fields of a request that name memory of an engine or of an encoder."""
@@ -75,13 +77,15 @@ class PlannedLLM(AsyncLLM):
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`, less the transfer parameters a client sends: they name memory."""
+        """As `AsyncLLM.generate`, under the tenant's salt, and less the transfer parameters that a
+        client sends: they name memory."""
         sampling_params = without_transfer_params(sampling_params)
+        prompt = with_tenant(prompt, TENANT.get())
         self._refuse(prompt, sampling_params)
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
             planning = self.planning
-            policy = (planning.tenants if planning else ALL_ALIKE).of(salt or "")
+            policy = (planning.tenants if planning else ALL_ALIKE).of(tenant_of(salt or ""))
             itl_s = planning.itl_target_s if planning else None
             sampling_params = with_drafting_facts(sampling_params, salt, policy, itl_s)
         plain = super().generate
@@ -243,6 +247,19 @@ def application_without_engine() -> Any:
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     return build_app(args, supported_tasks=("generate",))
+
+
+def with_tenant(prompt: Any, tenant: str | None) -> Any:
+    """The prompt under its tenant's cache salt; as it is where there are no tenants.
+
+    Raises:
+        TypeError: the prompt has no place for a salt, so its KV would be everybody's.
+    """
+    if tenant is None:
+        return prompt
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
+    return {**prompt, "cache_salt": salt_of(tenant, prompt.get("cache_salt") or "")}
 
 
 def why_local(

@@ -19,9 +19,11 @@ LARGEST_FLOAT = 3.4e38
 LARGEST_COUNT = 999_999
 """Of items, characters or repetitions in a grammar: a thousand times as many took all memory."""
 
+# The text is a client's, so no part may be read twice: every repetition is possessive (`*+`), and
+# what follows a brace or a name holds neither, so that no two matches try the same characters.
 _VAST = re.compile(
-    r'"(?:min|max)(?:Items|Length|Properties|Contains)"\s*:\s*(?:\d{7,}|\d[\d.]*[eE])'
-    r"|\{\s*\d*\s*,?\s*\d{7,}"
+    r'"(?:min|max)(?:Items|Length|Properties|Contains)"\s*+:\s*+(?:\d{7,}+|\d[\d.]*+[eE])'
+    r"|\{\s*+(?:\d{7,}+|\d*+\s*+,?+\s*+\d{7,}+)"
 )
 
 

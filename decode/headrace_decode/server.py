@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import json
 import logging
 import os
 from collections.abc import (
@@ -19,7 +17,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from dataclasses import asdict, dataclass
@@ -34,6 +31,7 @@ from ray.util import get_node_ip_address
 from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
+from headrace_decode.internal import InternalOnly
 from headrace_decode.orchestrate import Orchestrator, Planner
 from headrace_decode.report import DraftingReports
 from headrace_decode.routes import keep_public_routes, public_routes
@@ -46,13 +44,6 @@ from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.decode")
 
-INTERNAL_HEADER = b"x-headrace-internal"
-GATEWAY_ONLY = {
-    "message": "This port is for the gateway only.",
-    "type": "forbidden",
-    "param": None,
-    "code": 403,
-}
 SPECULATION_WAIT_S = 2.0
 RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 """vLLM's switch for keeping answers of `/v1/responses`. It is always off here: vLLM keeps them
@@ -60,8 +51,6 @@ without bound, for whoever knows the id, in the memory of one replica, where no 
 them. Without it vLLM ignores `store` and refuses `background` and any `previous_response_id`."""
 PROBE_INTERVAL_S = 1.0
 """How often a prefill side that failed is asked whether it works again."""
-
-ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
 class Listener(Protocol):
@@ -325,28 +314,6 @@ class DecodeServer(PDDecodeServer):
 
 class DPDecodeServer(DecodeServer, DPServer):
     """`DecodeServer` whose engine is one rank of a data-parallel group."""
-
-
-class InternalOnly:
-    """ASGI: lets through only requests that carry the app's own token.
-
-    The replica's port is open to the cluster's network; limits and API keys are checked by the
-    gateway, so nobody else may talk to it.
-    """
-
-    def __init__(self, app: ASGIApp, token: str):
-        self._app, self._token = app, token.encode()
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            sent = next((v for k, v in scope["headers"] if k == INTERNAL_HEADER), b"")
-            if not hmac.compare_digest(sent, self._token):
-                headers = [(b"content-type", b"application/json")]
-                body = json.dumps({"error": GATEWAY_ONLY}).encode()
-                await send({"type": "http.response.start", "status": 403, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
-                return
-        await self._app(scope, receive, send)
 
 
 def without_responses_store() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from headrace_kvstore.salts import tenant_of
+
 FREE = 0  # holds no block
 WRITING = 1  # reserved; its owner is copying the block in
 READY = 2  # complete and readable
@@ -71,10 +73,11 @@ def pack_hashes(hashes: Sequence[bytes] | np.ndarray) -> np.ndarray:
 
 
 def tenant_number(salt: str) -> int:
-    """A tenant in the slot table: 0 for none, else 32 bits of its cache salt's hash."""
+    """A cache salt's tenant in the slot table: 0 for none, else 32 bits of the hash of its name."""
     if not salt:
         return 0
-    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=4).digest()) or 1
+    name = tenant_of(salt).encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) or 1
 
 
 def hash_word(block_hash: bytes) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.retrieval.anonymity import WINDOW_TOKENS, SharedWindows, picked
 from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Memory, Settings
+from headrace_kvstore.salts import salt_of
 
 TENANT = st.sampled_from("abcd")
 SHORT = st.lists(st.integers(0, 2), max_size=25)
@@ -103,3 +104,12 @@ def test_a_text_is_cut_alike_wherever_it_stands(
     there = cut(before + text + behind) - len(before)
     inside = there[(there >= 0) & (there <= len(text) - 4)]
     assert inside.tolist() == cut(text).tolist()
+
+
+def test_several_salts_of_one_tenant_count_as_one_tenant() -> None:
+    windows = SharedWindows(3, one_in=1)
+    answer = np.arange(40, dtype=np.int32)
+    for own in "abcdef":
+        assert windows.observe(salt_of("shop", own), answer) == []
+    assert windows.observe(salt_of("bank"), answer) == []
+    assert windows.observe(salt_of("farm"), answer) != []

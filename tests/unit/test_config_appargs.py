@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import AppSection, RouterSettings, load_config, to_app_args
+from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
 from headrace.config.machine import cpu_computes_bfloat16
 
 
@@ -77,11 +78,12 @@ def test_the_users_engine_arguments_win_and_are_merged() -> None:
 
 
 def test_the_headrace_section_is_what_build_app_reads(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("sk-from-file\n")
+    entry = KeyEntry(name="a", hash=hash_of(b"k"), tenant="shop")
+    write_keys(tmp_path / "keys", KeyFile(keys=[entry]))
     config = load_config(overrides=[f"gateway.api_keys_file={tmp_path / 'keys'}"])
-    section = AppSection.model_validate(to_app_args(config)["headrace"])
-    assert section.gateway.api_keys == ["sk-from-file"]  # other nodes may not hold the file
-    assert section.gateway.api_keys_file is None
+    section = AppSection.model_validate(to_app_args(config, hash_of(b"operator"))["headrace"])
+    assert section.gateway.api_keys_file == str(tmp_path / "keys")  # gateways read it again
+    assert section.gateway.admin_key_hash == hash_of(b"operator")
     assert section.router == config.router
 
 

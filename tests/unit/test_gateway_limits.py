@@ -9,9 +9,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 
+from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
-from headrace.gateway.limits import MOST_ITEMS, KeyRing
+from headrace.gateway.limits import MOST_ITEMS
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
 
 JSON = {"content-type": "application/json"}
@@ -201,21 +203,82 @@ async def test_with_keys_all_but_health_needs_one() -> None:
 
 
 async def test_keys_come_from_a_file_too(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# team a\nsecret-1\n\n  secret-2  \n")
+    file = tmp_path / "keys.yaml"
+    entry = {"name": "a", "hash": hash_of(b"secret-2"), "tenant": "shop"}
+    file.write_text(yaml.safe_dump({"keys": [entry]}))
     async with gateway_over(answer, api_keys_file=str(file)) as bench:
-        await refused(bench, 401, json=PROMPT, headers={"authorization": "Bearer # team a"})
+        await refused(bench, 401, json=PROMPT, headers={"authorization": f"Bearer {entry['hash']}"})
         headers = {"authorization": "Bearer secret-2"}
         async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
             assert response.status == 200
+        assert bench.replica.seen[-1].headers["x-headrace-tenant"] == "shop"
 
 
-def test_a_keys_file_that_is_missing_or_empty_never_opens_the_door(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="api_keys_file"):
-        KeyRing.load([], str(tmp_path / "missing"))
-    (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(ValueError, match="holds no key"):
-        KeyRing.load([], str(tmp_path / "empty"))
+async def test_a_client_cannot_say_whose_request_it_is() -> None:
+    forged = {"x-headrace-tenant": "shop", "x-headrace-internal": "guess"}
+    async with gateway_over(answer, api_keys=("right-key",)) as bench:
+        headers = {"authorization": "Bearer right-key", **forged}
+        async with bench.client.post(CHAT, json=PROMPT, headers=headers) as response:
+            assert response.status == 200
+        told = bench.replica.seen[-1].headers.getall("x-headrace-tenant")
+        assert told == [f"key-{hash_of(b'right-key')[7:19]}"]
+    async with gateway_over(answer) as bench:
+        async with bench.client.post(CHAT, json=PROMPT, headers=forged) as response:
+            assert response.status == 200
+        assert "x-headrace-tenant" not in bench.replica.seen[-1].headers
+
+
+OURS = ("/headrace/v1/status", "/headrace/v1/memory", "/headrace/v1/plans/known")
+
+
+async def test_with_keys_only_an_admin_key_administers() -> None:
+    admin = {"authorization": "Bearer operator"}
+    user = {"authorization": "Bearer right-key"}
+    options = {"api_keys": ("right-key",), "admin_key_hash": hash_of(b"operator")}
+    async with gateway_over(answer, **options) as bench:
+        for path in OURS:
+            error = await refused(bench, 403, "GET", path, headers=user)
+            assert error["code"] == "admin_only"
+        changes = {"/headrace/v1/router": {"policy": "local"}, "/headrace/v1/speculation": {}}
+        for path, body in changes.items():
+            await refused(bench, 403, "PUT", path, json=body, headers=user)
+        pinned = {"prompts": ["x"], "pin": True}
+        await refused(bench, 403, "POST", "/headrace/v1/warm", json=pinned, headers=user)
+        async with bench.client.get("/headrace/v1/status", headers=admin) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"])
+async def test_without_keys_a_request_that_was_forwarded_does_not_administer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy on this machine connects from loopback, whoever its client is."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    async with gateway_over(answer) as bench:
+        async with bench.client.get("/headrace/v1/status") as response:
+            assert response.status == 200
+        headers = {name: "127.0.0.1"}
+        for path in OURS:
+            await refused(bench, 403, "GET", path, headers=headers)
+
+
+async def test_a_warmed_prompt_is_its_tenants() -> None:
+    async with gateway_over(answer, api_keys=("right-key",)) as bench:
+        headers = {"authorization": "Bearer right-key"}
+        body = {"prompts": ["x"], "cache_salt": "tenant:shop:"}
+        async with bench.client.post("/headrace/v1/warm", json=body, headers=headers) as response:
+            assert response.status == 200
+        assert bench.cluster.warmed is not None
+        own = f"key-{hash_of(b'right-key')[7:19]}"
+        assert bench.cluster.warmed[1] == f"tenant:{own}:tenant:shop:"
+
+
+async def test_warming_counts_among_the_requests_under_way() -> None:
+    async with gateway_over(stall, max_concurrent=1) as bench:
+        held = asyncio.create_task(bench.client.post(CHAT, json=PROMPT).__aenter__())
+        await soon(lambda: bool(bench.replica.seen))
+        await refused(bench, 429, "POST", "/headrace/v1/warm", json={"prompts": ["x"]})
+        held.cancel()
 
 
 def test_options_are_taken_from_objects_and_mappings_with_some_of_the_names() -> None:

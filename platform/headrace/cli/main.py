@@ -35,7 +35,9 @@ memory_app = typer.Typer(
     help="Load texts that answers are likely to quote, for speculative decoding.",
     no_args_is_help=True,
 )
+keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+app.add_typer(keys_app, name="keys")
 app.add_typer(memory_app, name="memory")
 app.add_typer(config_app, name="config")
 
@@ -382,6 +384,60 @@ def memory_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
     from headrace.cli import memory
 
     memory.stats(name, as_json=as_json)
+
+
+KeyFileOption = Annotated[
+    Path, typer.Option("--file", "-f", help="The key file, as in gateway.api_keys_file.")
+]
+
+
+@keys_app.command("add")
+def keys_add(
+    name: Annotated[str, typer.Argument(help="What logs and lists call the key.")],
+    file: KeyFileOption,
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="Keys of one tenant share KV and drafts. Without: the key's name."),
+    ] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="The key may also change how the app works.")
+    ] = False,
+    max_concurrent: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at once.")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Requests a minute.")
+    ] = None,
+) -> None:
+    """Make a key, add its hash to the file, and print the key."""
+    from headrace.cli import keys
+
+    keys.add(
+        file,
+        name=name,
+        tenant=tenant,
+        role="admin" if admin else "user",
+        max_concurrent=max_concurrent,
+        requests_per_minute=requests_per_minute,
+    )
+
+
+@keys_app.command("list")
+def keys_list(file: KeyFileOption, as_json: JsonOption = False) -> None:
+    """List the keys of a file: names, tenants, roles and limits."""
+    from headrace.cli import keys
+
+    keys.show_list(file, as_json=as_json)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    name: Annotated[str, typer.Argument(help="See `headrace keys list`.")], file: KeyFileOption
+) -> None:
+    """Take a key out of the file; running gateways refuse it within seconds."""
+    from headrace.cli import keys
+
+    keys.revoke(file, name)
 
 
 def _load(

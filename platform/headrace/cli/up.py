@@ -30,6 +30,7 @@ from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
 from headrace.cli.reap import ProcessId
 from headrace.config import HeadraceConfig, to_app_args, warnings
+from headrace.config.keyfile import hash_of, new_key
 
 CONTROL_CPUS = 1.0  # reserved for Serve's controller and proxies
 WATCH_S = 0.5  # between two checks of what may end `up`
@@ -80,7 +81,6 @@ def _with_logs(instance: state.Instance, error: Exception) -> str:
 
 def _claim(config: HeadraceConfig, name: str) -> state.Instance:
     """Create the state file of this name."""
-    keys = config.gateway.keys()
     instance = state.Instance(
         name=name,
         token=secrets.token_hex(8),
@@ -89,7 +89,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         token_path=config.token_path,
         app="headrace" if name == "default" else f"headrace-{name}",
         own_node=config.ray.address is None,
-        api_key=keys[0] if keys else None,
+        api_key=new_key() if config.gateway.asks_for_keys else None,
         starter=ProcessId.of(psutil.Process()),
         started_at=time.time(),
     )
@@ -186,7 +186,9 @@ class _Start:
         http = None
         if config.token_path != "relay":
             http = (config.gateway.host, int(config.gateway.port or 0))
-        progress = deploying.run(to_app_args(config), http, deadline)
+        key = self.instance.api_key
+        args = to_app_args(config, hash_of(key.encode()) if key else None)
+        progress = deploying.run(args, http, deadline)
         display.show(next(progress))
         display.step("loading the engines")
         for now in progress:

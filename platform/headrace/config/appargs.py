@@ -17,16 +17,13 @@ from headrace.config.schema import AppSection, HeadraceConfig, RoleSettings
 HEALTH_CHECK_PERIOD_S = 2.0
 
 
-def to_app_args(config: HeadraceConfig) -> dict[str, Any]:
+def to_app_args(config: HeadraceConfig, admin_key_hash: str | None = None) -> dict[str, Any]:
     """Plain, JSON-able arguments for `build_app`.
 
-    The keys in `gateway.api_keys_file` are read here, because other nodes may not have the file.
-
-    Raises:
-        OSError, ValueError: `gateway.api_keys_file` cannot be read or used.
+    Args:
+        admin_key_hash: hash of a key with the role admin, for the command line's own requests.
     """
-    gateway = config.gateway.model_dump()
-    gateway |= {"api_keys": config.gateway.keys(), "api_keys_file": None}
+    gateway = config.gateway.model_dump() | {"admin_key_hash": admin_key_hash}
     return {
         "prefill_config": llm_config(config, config.prefill),
         "decode_config": llm_config(config, config.decode),

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from headrace.config.keyfile import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
@@ -91,15 +92,6 @@ def check(config: HeadraceConfig) -> list[Problem]:
 def warnings(config: HeadraceConfig) -> list[str]:
     """Settings that work but are probably a mistake, one line each."""
     lines = []
-    open_to_all = not config.gateway.loopback or config.token_path == "direct"
-    if open_to_all and not (config.gateway.api_keys or config.gateway.api_keys_file):
-        where = config.gateway.host if not config.gateway.loopback else "all interfaces"
-        why = "HAProxy ignores gateway.host and " if config.gateway.loopback else ""
-        lines.append(
-            f"gateway.host: {why}listens on {where} without API keys: anyone who can reach this "
-            "machine can use the model; set gateway.api_keys_file, or host: 127.0.0.1 with "
-            "token_path: relay"
-        )
     if config.ray.address is not None and config.ray.temp_dir is not None:
         lines.append("ray.temp_dir: has no effect if a running cluster is joined (ray.address)")
     return lines + _object_warnings(config)
@@ -111,13 +103,9 @@ def _gateway(config: HeadraceConfig) -> Iterator[Problem]:
         yield "gateway.port", "is null, but this endpoint needs one; set 0 for any free port"
     if gateway.api_keys_file is not None:
         try:
-            if not gateway.keys():
-                yield "gateway.api_keys_file", f'"{gateway.api_keys_file}" holds no key'
-        except OSError as error:
-            reason = error.strerror or str(error)
-            yield "gateway.api_keys_file", f'cannot read "{gateway.api_keys_file}": {reason}'
+            read_keys(Path(gateway.api_keys_file))
         except ValueError as error:
-            yield "gateway.api_keys_file", f'"{gateway.api_keys_file}": {error}'
+            yield "gateway.api_keys_file", str(error)
 
 
 def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:

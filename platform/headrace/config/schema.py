@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.config.keyfile import HASH
 from headrace.config.section import GIB, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
@@ -143,13 +143,31 @@ class GatewaySettings(Section):
     api_keys: list[str] = Field(
         default_factory=list,
         description="Accepted API keys; each request must carry one as `Authorization: Bearer "
-        "KEY`. With no keys here and no `api_keys_file`, no key is required.",
+        "KEY`. Each key is a tenant of its own with the role user. With no keys here and no "
+        "`api_keys_file`, no key is required.",
     )
     api_keys_file: str | None = Field(
         default=None,
         min_length=1,
-        description="A file with more API keys, one per line. Blank lines and lines that begin "
-        "with `#` are ignored. Relative paths start at the folder of the configuration file.",
+        description="A key file, made by `headrace keys add`: names, hashes, tenants, roles and "
+        "limits. Every gateway reads it again when it changes, so each gateway's machine must hold "
+        "it. A relative path counts from the configuration file's folder.",
+    )
+    admin_key_hash: str | None = Field(
+        default=None,
+        pattern=HASH,
+        description="Hash of one more key, with the role admin. `headrace up` makes such a key for "
+        "its own commands.",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Start even if other machines can reach the endpoint and no keys are "
+        "configured: anyone who reaches it may then use the model.",
+    )
+    trusted_proxies: list[str] = Field(
+        default_factory=list,
+        description="Addresses and networks of proxies whose `X-Forwarded-For` names the client. "
+        "From any other address the header changes nothing.",
     )
     max_body_bytes: int = Field(
         default=8_000_000,
@@ -236,6 +254,18 @@ class GatewaySettings(Section):
             raise ValueError('allow_credentials: allowed_origins must name the sites, not "*"')
         return self
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_networks(cls, value: list[str]) -> list[str]:
+        for position, each in enumerate(value):
+            try:
+                ipaddress.ip_network(each, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"{position} must be an IP address or a network such as 10.0.0.0/8"
+                ) from None
+        return value
+
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the endpoint."""
@@ -246,26 +276,10 @@ class GatewaySettings(Section):
         except ValueError:
             return False
 
-    def keys(self) -> list[str]:
-        """All keys, those of `api_keys_file` included.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: a line of it cannot be a key (says which line, never the key).
-        """
-        keys = list(self.api_keys)
-        if self.api_keys_file is not None:
-            lines = Path(self.api_keys_file).expanduser().read_text("utf-8").splitlines()
-            for number, line in enumerate(lines, 1):
-                key = line.strip()
-                if not key or key.startswith("#"):
-                    continue
-                if not _API_KEY.match(key):
-                    raise ValueError(
-                        f"line {number} must be 8 or more visible ASCII characters without spaces"
-                    )
-                keys.append(key)
-        return list(dict.fromkeys(keys))
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether a request needs an API key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
 
 
 class RouterSettings(Section):
@@ -435,6 +449,20 @@ class AppSection(Section):
                 "authenticating proxy in front"
             )
         return self
+
+    @model_validator(mode="after")
+    def _nobody_unknown_may_ask(self) -> Self:
+        """An endpoint that other machines reach asks for keys, or says that it is insecure."""
+        gateway, direct = self.gateway, self.token_path == "direct"
+        closed = gateway.loopback and not direct
+        if closed or gateway.port is None or gateway.asks_for_keys or gateway.insecure:
+            return self
+        where = "HAProxy listens on all interfaces" if direct else f"listens on {gateway.host}"
+        raise ValueError(
+            f"gateway.host: {where} without API keys, so anyone who reaches this machine could use "
+            "the model; set gateway.api_keys_file (`headrace keys add` makes one), or host: "
+            "127.0.0.1 with token_path: relay, or gateway.insecure: true"
+        )
 
 
 class HeadraceConfig(AppSection):

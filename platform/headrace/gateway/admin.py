@@ -16,6 +16,7 @@ from headrace.gateway.openapi import OPERATIONS, PLANS, WARM, openapi_document
 from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.route_table import RouteTable
+from headrace_kvstore.salts import salt_of
 
 BACKEND_TIMEOUT_S = 10.0
 
@@ -102,8 +103,12 @@ class Admin:
         command = validated(Speculation, wanted).model_dump(exclude_unset=True)
         return _json({"replicas": await self._backend.set_speculation(command)})
 
-    async def warm(self, wanted: Mapping[str, Any], *, may_pin: bool) -> bytes:
+    async def warm(self, wanted: Mapping[str, Any], *, tenant: str | None, may_pin: bool) -> bytes:
         """Have every decode replica make prompts' KV; the answer says what each has of each.
+
+        Args:
+            tenant: whose prompts they are; None where no keys are configured.
+            may_pin: whether an administrator asks.
 
         Raises:
             ApiError: 400 when the document is not a `WarmRequest`; 403 when it may not pin, as
@@ -111,8 +116,9 @@ class Admin:
         """
         request = validated(WarmRequest, wanted)
         if request.pin and not may_pin:
-            raise errors.only_from_here(f"{WARM} with pin")
-        replicas = await self._backend.warm(request.bodies, request.cache_salt, request.pin)
+            raise errors.not_an_admin(f"{WARM} with pin", keys_on=self._keys_on)
+        salt = request.cache_salt if tenant is None else salt_of(tenant, request.cache_salt)
+        replicas = await self._backend.warm(request.bodies, salt, request.pin)
         return _json({"replicas": replicas})
 
     def model(self, listing: bytes, model_id: str) -> bytes:

@@ -36,6 +36,7 @@ from headrace.gateway.asgi import (
 )
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.errors import ApiError, Headers
+from headrace.gateway.keys import ANYONE, Caller, Keys
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.pick import affinity_key, draftable_tokens
@@ -49,6 +50,8 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 logger = logging.getLogger("headrace.gateway")
 
 OURS = "/headrace/"
+FORWARDING = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"})
+"""Headers by which a proxy says that it forwards for somebody else."""
 MAX_CHANGE_BODY_BYTES = 1_000
 CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
@@ -97,7 +100,7 @@ def build_gateway_app(
         tenants: which are drafted for.
 
     Raises:
-        ValueError: the file of API keys cannot be used.
+        ValueError: the key file cannot be used.
     """
     options = GatewayOptions.of(settings)
     return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics(), tenants)
@@ -111,6 +114,7 @@ class _Asked:
         path: without the app's root, and without its query.
         seen: the client's headers.
         client: its address and port, as ASGI has them; None if nobody knows.
+        caller: who the request's key proves it comes from.
         interrupts: what ends the handler early.
     """
 
@@ -120,13 +124,22 @@ class _Asked:
     send: Send
     seen: dict[bytes, bytes]
     client: Sequence[Any] | None
+    caller: Caller = ANYONE
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
-    def from_here(self) -> bool:
-        """Whether the client is on this machine."""
+    def may_administer(self) -> bool:
+        """Whether the request may change how the app works, or look into it.
+
+        With keys that takes one whose role is admin. Without keys it takes a client on this
+        machine, and no proxy in between: a proxy is on this machine whoever its client is.
+        """
+        if self.caller is not ANYONE:
+            return self.caller.role == "admin"
+        if self.client is None or not FORWARDING.isdisjoint(self.seen):
+            return False
         try:
-            return self.client is not None and ipaddress.ip_address(self.client[0]).is_loopback
+            return ipaddress.ip_address(self.client[0]).is_loopback
         except ValueError:
             return False
 
@@ -148,8 +161,8 @@ class GatewayApp:
         self._backend = backend
         self._internal_token = internal_token
         self._metrics = metrics
-        self._keys = limits.KeyRing.load(options.api_keys, options.api_keys_file)
-        self._corpora = MemoryAdmin(backend)
+        self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
+        self._corpora = MemoryAdmin(backend, keys_on=bool(self._keys))
         self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys))
         self._relaying = 0
         self._across_sites = _cors(options, self._http)
@@ -241,9 +254,15 @@ class GatewayApp:
         span = tracing.start_span(call, template) if self._traced else None
         try:
             try:
-                if path != "/health":
-                    self._keys.check(asked.seen.get(b"authorization"), asked.seen.get(b"x-api-key"))
-                await handler(asked)
+                if path == "/health":
+                    await handler(asked)
+                else:
+                    asked.caller = self._keys.caller(
+                        asked.seen.get(b"authorization"), asked.seen.get(b"x-api-key")
+                    )
+                    call.tenant = asked.caller.tenant
+                    with asked.caller.request(call.started):
+                        await handler(asked)
             except ClientGone:
                 call.status = call.status or CLIENT_GONE_STATUS
             except asyncio.CancelledError:
@@ -301,7 +320,7 @@ class GatewayApp:
                 request = limits.parse_object(call.body)
                 limits.check_fields(request)
                 call.affinity = affinity_key(request)
-                call.draftable_tokens = draftable_tokens(request, self._tenants)
+                call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
             await self._relay(call, asked.send)
 
     async def _take_body(self, asked: _Asked) -> None:
@@ -338,9 +357,8 @@ class GatewayApp:
         await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
     async def _change(self, asked: _Asked) -> None:
-        """Change how the app works; only from this machine, as it concerns every tenant."""
-        if not asked.from_here:
-            raise errors.only_from_here(asked.path)
+        """Change how the app works."""
+        self._check_admin(asked)
         wanted = await self._json(asked, MAX_CHANGE_BODY_BYTES)
         if asked.path == ROUTER:
             body = await self._admin.set_policy(wanted)
@@ -353,14 +371,15 @@ class GatewayApp:
         with self._place():
             wanted = await self._json(asked, self.options.max_body_bytes)
             self._answer_in_time(asked)
-            body = await self._admin.warm(wanted, may_pin=asked.from_here)
+            body = await self._admin.warm(
+                wanted, tenant=asked.call.tenant, may_pin=asked.may_administer
+            )
         await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
     async def _memory(self, asked: _Asked) -> None:
-        """Corpora of the drafting memories; only from this machine, as it concerns every tenant."""
+        """Corpora of the drafting memories."""
         call, limit_s = asked.call, self.options.request_timeout_s
-        if not asked.from_here:
-            raise errors.only_from_here(asked.path)
+        self._check_admin(asked)
         corpus = asked.path[len(MEMORY) + 1 :]
         allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
         if call.method not in allowed:
@@ -387,11 +406,22 @@ class GatewayApp:
         document = self._admin.find(path)
         if document is None:
             raise errors.not_found(path)
+        if path.startswith(OURS):
+            self._check_admin(asked)
         if call.method not in ("GET", "HEAD"):
             raise errors.method_not_allowed(call.method, ["GET", "HEAD"])
         assert self._parts is not None
         status, body, content_type = await self._admin.answer(document, self._parts[0])
         await _answer(call, asked.send, status, body, (b"content-type", content_type))
+
+    def _check_admin(self, asked: _Asked) -> None:
+        """Refuse what concerns every tenant to everybody but an administrator.
+
+        Raises:
+            ApiError: 403.
+        """
+        if not asked.may_administer:
+            raise errors.not_an_admin(asked.path, keys_on=bool(self._keys))
 
     def _check_body(self, asked: _Asked, most_bytes: int) -> None:
         """Refuse a body of another type or size; from here on it has to come in time."""

@@ -126,8 +126,10 @@ class GatewayOptions:
     """The settings that the gateway reads; `of` takes them from anything with such names.
 
     Attributes:
-        api_keys: keys that are accepted; with none here and none in the file, all may enter.
-        api_keys_file: a file with one key a line; empty lines and # lines are skipped.
+        api_keys: keys with the role user, each a tenant of its own.
+        api_keys_file: a key file (`headrace.config.keyfile`). Without any keys all may enter.
+        admin_key_hash: hash of one more key, with the role admin.
+        trusted_proxies: addresses whose X-Forwarded-For is believed.
         max_body_bytes: a longer request body is refused with 413.
         request_timeout_s: limit for the whole request, body and answer included.
         connect_timeout_s: limit for connecting to a replica.
@@ -141,6 +143,8 @@ class GatewayOptions:
 
     api_keys: tuple[str, ...] = ()
     api_keys_file: str | None = None
+    admin_key_hash: str | None = None
+    trusted_proxies: tuple[str, ...] = ()
     max_body_bytes: int = 8_000_000
     request_timeout_s: float = 600.0
     connect_timeout_s: float = 5.0

@@ -164,7 +164,9 @@ class GatewayServer:
         self._listener = None
         if settings.port is not None:
             self._listener = await serve_gateway(
-                self._app, settings.host, settings.port, reuse_port=settings.replicas > 1
+                *(self._app, settings.host, settings.port),
+                reuse_port=settings.replicas > 1,
+                trusted_proxies=settings.trusted_proxies,
             )
 
     async def __serve_build_asgi_app__(self) -> Any:

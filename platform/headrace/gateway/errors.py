@@ -70,6 +70,38 @@ def invalid_api_key() -> ApiError:
     )
 
 
+def key_is_busy(name: str, most: int) -> ApiError:
+    """429: the key has as many requests under way as it may have."""
+    return ApiError(
+        429,
+        f"The key '{name}' has {most} requests under way, which is its limit.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=[(b"retry-after", b"1")],
+    )
+
+
+def key_is_too_fast(name: str, most: int, wait_s: float) -> ApiError:
+    """429: the key has sent as many requests as it may in a minute."""
+    return ApiError(
+        429,
+        f"The key '{name}' may send {most} requests a minute.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=[(b"retry-after", b"%d" % max(1, round(wait_s + 0.5)))],
+    )
+
+
+def not_an_admin(path: str, *, keys_on: bool) -> ApiError:
+    """403: only an administrator may do this.
+
+    Args:
+        keys_on: whether API keys are configured; without them this machine administers.
+    """
+    who = "a key with the role admin" if keys_on else "a client on the gateway's own machine"
+    return ApiError(403, f"{path} needs {who}.", code="admin_only")
+
+
 def not_found(path: str) -> ApiError:
     """404: no such route."""
     return ApiError(404, f"There is nothing at {path[:200]}.", code="not_found")
@@ -100,13 +132,6 @@ def method_not_allowed(method: str, allowed: Sequence[str]) -> ApiError:
         f"{method[:20]} is not possible here; use {allow}.",
         code="method_not_allowed",
         headers=[(b"allow", allow.encode())],
-    )
-
-
-def only_from_here(path: str) -> ApiError:
-    """403: a change that only the gateway's own machine may make."""
-    return ApiError(
-        403, f"{path} can be changed only from the gateway's own machine.", code="only_from_here"
     )
 
 

@@ -5,12 +5,9 @@ The body is checked, not rewritten: the replica gets the client's own bytes.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import uuid
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,63 +31,6 @@ MOST_ITEMS = {
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _decode_json = msgspec.json.Decoder().decode
-
-
-class KeyRing:
-    """The accepted API keys, kept as SHA-256 digests and compared in constant time.
-
-    Args:
-        keys: the keys; without any, everyone may enter.
-    """
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    @classmethod
-    def load(cls, keys: Iterable[str], file: str | None) -> KeyRing:
-        """A ring of `keys` and of the file's lines.
-
-        Raises:
-            ValueError: the file cannot be read or holds no key, so that a wrong path never
-                leaves the door open.
-        """
-        ring = [key for key in keys if key]
-        if file is not None:
-            try:
-                lines = Path(file).read_text().splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"gateway.api_keys_file: cannot read {file}: {error}") from error
-            found = [line.strip() for line in lines]
-            found = [line for line in found if line and not line.startswith("#")]
-            if not found:
-                raise ValueError(f"gateway.api_keys_file: {file} holds no key")
-            ring += found
-        return cls(ring)
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def check(self, authorization: bytes | None, api_key: bytes | None = None) -> None:
-        """Refuse a request that holds none of the keys.
-
-        Args:
-            authorization: the header `Authorization`, which OpenAI's clients send.
-            api_key: the header `x-api-key`, which Anthropic's clients send.
-
-        Raises:
-            ApiError: 401.
-        """
-        if not self._digests:
-            return
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if authorization is None:
-            scheme, key = b"bearer", api_key or b""
-        digest = hashlib.sha256(key.strip()).digest()
-        known = False
-        for accepted in self._digests:
-            known |= hmac.compare_digest(digest, accepted)
-        if scheme.lower() != b"bearer" or not known:
-            raise errors.invalid_api_key()
 
 
 def request_id_of(header: bytes | None) -> bytes:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -168,6 +168,7 @@ async def serve_gateway(
     *,
     reuse_port: bool = False,
     keepalive_s: float = KEEPALIVE_S,
+    trusted_proxies: Sequence[str] = (),
 ) -> Server:
     """Serve an ASGI app from the current event loop; returns once it accepts connections.
 
@@ -176,6 +177,8 @@ async def serve_gateway(
         port: 0 takes a free one; the server's `port` tells which.
         reuse_port: share the port with other processes that do the same.
         keepalive_s: how long an idle connection is kept.
+        trusted_proxies: addresses and networks whose X-Forwarded-For names the client. From anybody
+            else the header is the client's own word and changes nothing.
 
     Raises:
         PortTakenError: the port cannot be had.
@@ -192,6 +195,9 @@ async def serve_gateway(
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=max(1, round(keepalive_s)),
+        # Both are given: uvicorn's defaults believe what FORWARDED_ALLOW_IPS says.
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=list(trusted_proxies),
     )
     server = Server(_Server(config), bind(host, port, reuse_port=reuse_port))
     await server.started()

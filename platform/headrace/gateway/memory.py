@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.gateway.backend import Backend
 from headrace.gateway.errors import ApiError, bad_field
 from headrace.gateway.limits import validated, wrong_field
+from headrace_kvstore.salts import salt_of
 
 MEMORY = "/headrace/v1/memory"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -63,10 +64,18 @@ class CorpusPart(BaseModel):
 
 
 class MemoryAdmin:
-    """Answers the operations."""
+    """Answers the operations.
 
-    def __init__(self, backend: Backend, clock: Callable[[], float] = time.time) -> None:
-        self._backend, self._clock = backend, clock
+    Args:
+        backend: the cluster.
+        clock: seconds since 1970.
+        keys_on: whether a tenant is what API keys prove; else it is a cache salt.
+    """
+
+    def __init__(
+        self, backend: Backend, clock: Callable[[], float] = time.time, *, keys_on: bool = False
+    ) -> None:
+        self._backend, self._clock, self._keys_on = backend, clock, keys_on
         self._newest = 0
 
     async def listing(self) -> dict[str, Any]:
@@ -86,7 +95,7 @@ class MemoryAdmin:
         _check_name(corpus)
         part = validated(CorpusPart, wanted)
         version = part.version or self._next_version()
-        names = {"corpus": corpus, "tenant": part.tenant, "version": version}
+        names = {"corpus": corpus, "tenant": self._salt(part.tenant), "version": version}
         more = {"part": part.part, "texts": part.texts, "ttl_s": part.ttl_s}
         answers = await self._ask({"do": "part", **names, **more, "total_chars": part.total_chars})
         loaded = [answer for answer in answers if "error" not in answer]
@@ -96,7 +105,8 @@ class MemoryAdmin:
             flipped = await self._ask({"do": "flip", **names, "teller": teller})
             known = {answer.get("replica_id") for answer in missed}
             answers = [*missed, *(each for each in flipped if each["replica_id"] not in known)]
-        return {**names, "in_force": not part.more, "replicas": answers}
+        said = {**names, "tenant": part.tenant}
+        return {**said, "in_force": not part.more, "replicas": answers}
 
     async def drop(self, corpus: str, tenant: str | None) -> dict[str, Any]:
         """Have nothing more drafted from a corpus.
@@ -105,7 +115,7 @@ class MemoryAdmin:
             ApiError: 400 no such name can be, 404 no replica has it, 409 as `listing`.
         """
         _check_name(corpus)
-        command = {"do": "drop", "corpus": corpus, "tenant": tenant}
+        command = {"do": "drop", "corpus": corpus, "tenant": self._salt(tenant)}
         answers = await self._ask({**command, "version": self._next_version()})
         if not any(answer.get("dropped") for answer in answers):
             whose = "all tenants" if tenant is None else "this tenant"
@@ -116,6 +126,15 @@ class MemoryAdmin:
                 param="corpus",
             )
         return {"corpus": corpus, "tenant": tenant, "replicas": answers}
+
+    def _salt(self, tenant: str | None) -> str | None:
+        """The salt of the tenant's requests that send none themselves."""
+        if tenant is None or not self._keys_on:
+            return tenant
+        try:
+            return salt_of(tenant)
+        except ValueError as error:
+            raise bad_field("tenant", str(error)) from None
 
     async def _ask(self, command: dict[str, Any]) -> Answers:
         """Answers of the replicas that draft from a memory.

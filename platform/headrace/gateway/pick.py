@@ -79,16 +79,19 @@ def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:
     return hashlib.blake2b(affinity, key=replica_id.encode()[:64], digest_size=8).digest()
 
 
-def draftable_tokens(request: Mapping[str, Any], tenants: Tenants = ALL_ALIKE) -> int:
+def draftable_tokens(
+    request: Mapping[str, Any], tenants: Tenants = ALL_ALIKE, tenant: str | None = None
+) -> int:
     """Most tokens of the answer to a request that may be drafted for; 0 where none is: it opted
     out, its tenant is not drafted for, or it wants its sample to repeat.
 
     Args:
         request: as for `affinity_key`.
         tenants: what they are allowed.
+        tenant: whom the key proves; None where no keys are configured: the cache salt counts.
     """
-    salt = request.get("cache_salt") or ""
-    if isinstance(salt, str) and not tenants.of(salt).draft:
+    name = (request.get("cache_salt") or "") if tenant is None else tenant
+    if isinstance(name, str) and not tenants.of(name).draft:
         return 0
     extra = request.get("vllm_xargs")
     opted_out = isinstance(extra, Mapping) and opts_out(extra.get(OPT_OUT_KEY, 1))

@@ -32,6 +32,7 @@ from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 from headrace_decode.routes import Route
 
+TENANT_HEADER = b"x-headrace-tenant"
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
 
@@ -62,6 +63,7 @@ class Call:
     Attributes:
         route: the replica's operation that it asks for; None for the gateway's own documents.
         started: `perf_counter` at the request's head.
+        tenant: whom the key proves; None where no keys are configured.
         waited_s: seconds spent waiting for the client's body or for a replica.
         own_s: seconds of gateway code before the replica got the request; None before that.
         status: sent to the client; 0 before that.
@@ -75,6 +77,7 @@ class Call:
     headers: Headers
     body: bytes = b""
     affinity: bytes = b""
+    tenant: str | None = None
     draftable_tokens: int = 0
     route: Route | None = None
     started: float = field(default_factory=perf_counter)
@@ -198,6 +201,8 @@ class Relay:
         if call.own_s is None:
             call.own_s = perf_counter() - call.started - call.waited_s
         headers = call.headers + self._internal
+        if call.tenant is not None:
+            headers.append((TENANT_HEADER, call.tenant.encode()))
         reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
         try:
             streamed = _is_event_stream(reply.headers)

@@ -20,6 +20,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_kvstore.salts import tenant_of
+
 WINDOW_TOKENS = 15
 """With a separator behind it, two granules of the ring."""
 ONE_IN = 4
@@ -62,9 +64,11 @@ class SharedWindows:
         """The windows of this answer for which this tenant is the k-th; each is told once.
 
         Args:
+            tenant: a cache salt. Salts that name the same tenant count once, so that nobody poses
+                as k tenants by sending k salts.
             answer: int32 [n], what one request of the tenant was answered.
         """
-        who, found = self._digest(tenant.encode()), []
+        who, found = self._digest(tenant_of(tenant).encode()), []
         for start in picked(answer, self._tokens, self._one_in).tolist():
             window = answer[start : start + self._tokens]
             name = self._digest(window.astype("<i4").tobytes())

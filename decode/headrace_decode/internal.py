@@ -1,0 +1,63 @@
+"""The replica's own port: only gateways may use it, and they say whose request it is.
+
+The port is open to the cluster's network. API keys and limits are checked by the gateway, so
+nobody else may talk to the replica. A gateway proves itself with the app's token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+INTERNAL_HEADER = b"x-headrace-internal"
+TENANT_HEADER = b"x-headrace-tenant"
+GATEWAY_ONLY = {
+    "message": "This port is for the gateway only.",
+    "type": "forbidden",
+    "param": None,
+    "code": 403,
+}
+
+TENANT: ContextVar[str | None] = ContextVar("headrace_tenant", default=None)
+"""Whose request this task answers; None where no API keys are configured."""
+
+ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
+
+
+class InternalOnly:
+    """ASGI: lets through HTTP requests that carry the app's token, and nothing else."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer one request, or refuse it."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _http(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        token, tenant = b"", None
+        for name, value in scope["headers"]:
+            if name == INTERNAL_HEADER:
+                token = value
+            elif name == TENANT_HEADER:
+                tenant = value.decode("latin-1")
+        if not hmac.compare_digest(token, self._token):
+            headers = [(b"content-type", b"application/json")]
+            body = json.dumps({"error": GATEWAY_ONLY}).encode()
+            await send({"type": "http.response.start", "status": 403, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        before = TENANT.set(tenant)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            TENANT.reset(before)
