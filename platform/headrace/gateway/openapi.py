@@ -29,7 +29,7 @@ WARM = "/headrace/v1/warm"
 _ERRORS = {
     400: "The request is malformed or a field is wrong.",
     401: "The API key is missing or wrong.",
-    403: "Only the gateway's own machine may do this.",
+    403: "It takes a key with the role admin or, without keys, a client on the gateway's machine.",
     404: "There is no such route, model, plan or corpus.",
     405: "The method does not fit the route.",
     408: "The request body did not arrive in time.",
@@ -37,12 +37,13 @@ _ERRORS = {
     413: "The request body is too large.",
     429: "Too many requests are in progress; `Retry-After` says when to try again.",
     500: "The engine or the gateway failed.",
+    501: "vLLM does not do this for the model as it is configured.",
     502: "The replica died, several times in a row, while it worked on the request.",
     503: "No replica is ready; `Retry-After` says when to try again.",
     504: "The request took longer than its limit.",
 }
-_RELAYED_ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 502, 503, 504)
-_CHANGE_ERRORS = (400, 401, 403, 405, 408, 413, 500, 504)
+_RELAYED_ERRORS = (400, 401, 404, 405, 408, 413, 429, 500, 501, 502, 503, 504)
+_CHANGE_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 504)
 _REF = "#/components/schemas/"
 
 
@@ -60,7 +61,7 @@ class Operation:
     method: str
     path: str
     summary: str
-    errors: tuple[int, ...] = (401, 405)
+    errors: tuple[int, ...] = (401, 405, 429)
     body: type[BaseModel] | None = None
     answer: str = "application/json"
     query: tuple[str, ...] = ()
@@ -92,21 +93,23 @@ OPERATIONS = (
     Operation("GET", "/", "The endpoints."),
     Operation("GET", "/health", "Whether a replica is ready.", (405, 503)),
     Operation("GET", "/version", "Headrace's version."),
-    Operation("GET", "/openapi.json", "This document.", (401, 405, 500, 504)),
+    Operation("GET", "/openapi.json", "This document.", (401, 405, 429, 500, 504)),
     Operation(
         "GET",
         "/metrics",
         "Metrics in Prometheus' text format.",
-        (401, 405, 500, 504),
+        (401, 405, 429, 500, 504),
         answer="text/plain",
     ),
     Operation("GET", MODELS + "/{model}", "One model.", (401, 404, 405, 429, 500, 502, 503, 504)),
-    Operation("GET", "/headrace/v1/status", "The state of the cluster.", (401, 405, 500, 504)),
+    Operation(
+        "GET", "/headrace/v1/status", "The state of the cluster.", (401, 403, 405, 429, 500, 504)
+    ),
     Operation(
         "GET",
         PLANS + "{request_id}",
         "Why a request went where it went.",
-        (401, 404, 405, 500, 504),
+        (401, 403, 404, 405, 429, 500, 504),
     ),
     Operation(
         "PUT",
@@ -125,7 +128,7 @@ OPERATIONS = (
     Operation(
         "POST", WARM, "Make prompts' KV before anybody asks for it.", _CHANGE_ERRORS, WarmRequest
     ),
-    Operation("GET", MEMORY, "Corpora to draft from.", (401, 403, 405, 409, 500, 504)),
+    Operation("GET", MEMORY, "Corpora to draft from.", (401, 403, 405, 409, 429, 500, 504)),
     Operation(
         "PUT",
         MEMORY + "/{corpus}",

@@ -1,0 +1,124 @@
+"""Which package may import which; that no imports run in a circle; that no folder is crowded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "headrace_kvstore": ("kvstore", ()),
+    "headrace_engine": ("engine", ("headrace_kvstore",)),
+    "headrace_prefill": ("prefill", ("headrace_engine", "headrace_kvstore")),
+    "headrace_decode": ("decode", ("headrace_engine", "headrace_kvstore")),
+    "headrace": (
+        "platform",
+        ("headrace_prefill", "headrace_decode", "headrace_engine", "headrace_kvstore"),
+    ),
+}
+"""Folder of each package, and the packages that it may import."""
+MOST_MODULES = 20
+"""In one folder."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of ours, by its dotted name."""
+    found = {}
+    for package, (folder, _) in PACKAGES.items():
+        for path in (ROOT / folder / package).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """Which modules of ours each module names in an import, inside functions and for types too."""
+    found: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        named = found[module] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                base = node.module or ""
+                inner = {f"{base}.{alias.name}" for alias in node.names}
+                named.update(inner & set(modules()) or {base})
+        named &= set(modules())
+        named.discard(module)
+    return found
+
+
+@cache
+def folders_with_folders() -> set[str]:
+    """Packages that hold packages."""
+    inits = [name for name, path in modules().items() if path.name == "__init__.py"]
+    return {name.rpartition(".")[0] for name in inits}
+
+
+def folder_of(module: str) -> str:
+    """The folder that a module lies in. A package's `__init__`, and a module that stands beside
+    packages, are rooms of their own."""
+    parent = module.rpartition(".")[0]
+    alone = modules()[module].name == "__init__.py" or parent in folders_with_folders()
+    return module if alone else parent
+
+
+def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other: what is left when all that has no arrow to a node
+    that is left, or none from one, is taken away."""
+    left = set(arrows)
+    while True:
+        inner = {
+            node
+            for node in left
+            if left & set(arrows[node]) and any(node in arrows[other] for other in left)
+        }
+        if inner == left:
+            return [sorted(left)] if left else []
+        left = inner
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_those_below_it(package: str) -> None:
+    allowed = {package, *PACKAGES[package][1]}
+    for module, named in imports().items():
+        if module.split(".")[0] == package:
+            wrong = {name for name in named if name.split(".")[0] not in allowed}
+            assert not wrong, f"{module} imports {sorted(wrong)}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(imports()) == []
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    arrows: dict[str, set[str]] = {}
+    for module, named in imports().items():
+        arrows.setdefault(folder_of(module), set()).update(map(folder_of, named))
+    for folder, reached in arrows.items():
+        reached.discard(folder)
+    assert circles(arrows) == []
+
+
+def test_no_folder_holds_more_modules_than_a_reader_can_hold() -> None:
+    folders: dict[Path, int] = {}
+    for path in modules().values():
+        folders[path.parent] = folders.get(path.parent, 0) + (path.name != "__init__.py")
+    crowded = {str(f.relative_to(ROOT)): n for f, n in folders.items() if n > MOST_MODULES}
+    assert not crowded
+
+
+def test_the_platform_folder_is_no_package() -> None:
+    """A package named `platform` would shadow the standard library's."""
+    assert not (ROOT / "platform" / "__init__.py").exists()
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"], "e": []}) == [["a", "b", "c"]]
