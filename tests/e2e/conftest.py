@@ -26,7 +26,7 @@ ORDER = (
     "test_faults",
     "test_soak",
     "test_down",
-    "test_undrafted",
+    "test_keys",
 )
 
 
