@@ -59,12 +59,17 @@ def bearer(name: str) -> dict[str, str]:
 
 
 def cached_tokens(app: App, name: str, prompt: list[int], **body: Any) -> int:
-    """Tokens of a prompt whose KV a key's request found."""
+    """Tokens of a prompt whose KV a key's request found: those that the engine did not compute."""
+
+    def computed() -> int:
+        app.wait_idle()
+        return int(app.replica("decode")["prompt_tokens_computed"])
+
+    before = computed()
     asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, **body}
     answer = app.client.post("/v1/completions", json=asked, headers=bearer(name))
     assert answer.status_code == 200, answer.text
-    details = answer.json()["usage"].get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
+    return len(prompt) - (computed() - before)
 
 
 @pytest.mark.parametrize("way", ["local", "remote"])
