@@ -29,8 +29,9 @@ and passes its bytes to a decode replica. The client gets the bytes of the repli
 routes there are depends on the installed vLLM: the replicas tell the gateway. This page shows
 vLLM {vllm}.
 
-- **Keys.** With `gateway.api_keys` each request except `GET /health` needs a key, as
-  `Authorization: Bearer KEY` or as `x-api-key: KEY`.
+- **Keys.** With [keys](keys.md) each request except `GET /health` needs one, as
+  `Authorization: Bearer KEY` or as `x-api-key: KEY`. Routes below `/headrace/v1/` take a key with
+  the role admin.
 - **Request ids.** A client may send `x-request-id`: 1 to 128 letters, digits, `_`, `.`, `:` and
   `-`. The answer carries it. `GET /headrace/v1/plans/ID` then tells where the request was computed.
   A request to `/v1/responses` is known there by the `id` of its answer.
@@ -40,8 +41,8 @@ vLLM {vllm}.
 - **Streams** are passed on event by event. If a replica dies in the middle of a stream, the last
   event is an error event of that API. If it dies before the first byte, the request is sent to
   another replica, three times at most.
-- **Tenants.** `cache_salt` in the body of a request separates its KV and its drafts from those of
-  requests with another salt. vLLM offers the field in chat completions, completions, responses and
+- **Tenants.** A key proves its tenant, and tenants share no KV and no drafts. `cache_salt` in the
+  body of a request divides its tenant further. vLLM offers the field in chat completions, completions, responses and
   messages.
 - **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
   may by default. No page may call `/headrace/`.
