@@ -42,8 +42,8 @@ vLLM {vllm}.
   event is an error event of that API. If it dies before the first byte, the request is sent to
   another replica, three times at most.
 - **Tenants.** A key proves its tenant, and tenants share no KV and no drafts. `cache_salt` in the
-  body of a request divides its tenant further. vLLM offers the field in chat completions, completions, responses and
-  messages.
+  body of a request divides its tenant further. vLLM offers the field in chat completions,
+  completions, responses and messages.
 - **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
   may by default. No page may call `/headrace/`.
 
