@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -34,9 +32,10 @@ from headrace.gateway.asgi import (
     path_of,
     send_answer,
 )
+from headrace.gateway.asked import Asked
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.errors import ApiError, Headers
-from headrace.gateway.keys import ANYONE, Caller, Keys
+from headrace.gateway.keys import Keys
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.pick import affinity_key, draftable_tokens
@@ -50,8 +49,6 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 logger = logging.getLogger("headrace.gateway")
 
 OURS = "/headrace/"
-FORWARDING = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"})
-"""Headers by which a proxy says that it forwards for somebody else."""
 MAX_CHANGE_BODY_BYTES = 1_000
 CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
@@ -104,44 +101,6 @@ def build_gateway_app(
     """
     options = GatewayOptions.of(settings)
     return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics(), tenants)
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A request in its handler.
-
-    Attributes:
-        path: without the app's root, and without its query.
-        seen: the client's headers.
-        client: its address and port, as ASGI has them; None if nobody knows.
-        caller: who the request's key proves it comes from.
-        interrupts: what ends the handler early.
-    """
-
-    call: Call
-    path: str
-    receive: Receive
-    send: Send
-    seen: dict[bytes, bytes]
-    client: Sequence[Any] | None
-    caller: Caller = ANYONE
-    interrupts: Interrupts = field(default_factory=Interrupts)
-
-    @property
-    def may_administer(self) -> bool:
-        """Whether the request may change how the app works, or look into it.
-
-        With keys that takes one whose role is admin. Without keys it takes a client on this
-        machine, and no proxy in between: a proxy is on this machine whoever its client is.
-        """
-        if self.caller is not ANYONE:
-            return self.caller.role == "admin"
-        if self.client is None or not FORWARDING.isdisjoint(self.seen):
-            return False
-        try:
-            return ipaddress.ip_address(self.client[0]).is_loopback
-        except ValueError:
-            return False
 
 
 class GatewayApp:
@@ -228,10 +187,10 @@ class GatewayApp:
             started=started,
         )
         await self.start()
-        asked = _Asked(call, path, receive, send, seen, scope.get("client"))
+        asked = Asked(call, path, receive, send, seen, scope.get("client"))
         await self._guarded(asked, self._handler(asked))
 
-    def _handler(self, asked: _Asked) -> Callable[[_Asked], Awaitable[None]]:
+    def _handler(self, asked: Asked) -> Callable[[Asked], Awaitable[None]]:
         path, method = asked.path, asked.call.method
         if path in CHANGES and method == "PUT":
             return self._change
@@ -247,7 +206,7 @@ class GatewayApp:
         asked.call.route = self._parts[0].routes.at(path).get(method)
         return self._relayed
 
-    async def _guarded(self, asked: _Asked, handler: Callable[[_Asked], Awaitable[None]]) -> None:
+    async def _guarded(self, asked: Asked, handler: Callable[[Asked], Awaitable[None]]) -> None:
         """Run a handler with its key check, its time limit, its error answers and its log line."""
         call, path, interrupts = asked.call, asked.path, asked.interrupts
         template = call.route.path if call.route else path
@@ -301,7 +260,7 @@ class GatewayApp:
         finally:
             self._relaying -= 1
 
-    async def _relayed(self, asked: _Asked) -> None:
+    async def _relayed(self, asked: Asked) -> None:
         """Check a request for one of the replicas' routes, then relay it."""
         call = asked.call
         assert self._parts is not None
@@ -323,14 +282,14 @@ class GatewayApp:
                 call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
             await self._relay(call, asked.send)
 
-    async def _take_body(self, asked: _Asked) -> None:
+    async def _take_body(self, asked: Asked) -> None:
         options, call = self.options, asked.call
         self._check_body(asked, options.max_body_bytes)
         began = perf_counter()
         call.body = await limits.read_body(asked.receive, options.max_body_bytes)
         call.waited_s += perf_counter() - began
 
-    async def _find(self, asked: _Asked, pool: ReplicaPool) -> Route:
+    async def _find(self, asked: Asked, pool: ReplicaPool) -> Route:
         """The route, as soon as a replica has told what it offers.
 
         Raises:
@@ -344,7 +303,7 @@ class GatewayApp:
             raise _nothing_offered(table, asked)
         return call.route
 
-    async def _model(self, asked: _Asked) -> None:
+    async def _model(self, asked: Asked) -> None:
         """One model out of the replica's list, as vLLM has no route for it."""
         if asked.call.method not in ("GET", "HEAD"):
             raise errors.method_not_allowed(asked.call.method, ["GET", "HEAD"])
@@ -356,7 +315,7 @@ class GatewayApp:
         body = self._admin.model(answer.body, asked.path[len(MODELS) + 1 :])
         await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
-    async def _change(self, asked: _Asked) -> None:
+    async def _change(self, asked: Asked) -> None:
         """Change how the app works."""
         self._check_admin(asked)
         wanted = await self._json(asked, MAX_CHANGE_BODY_BYTES)
@@ -366,7 +325,7 @@ class GatewayApp:
             body = await self._admin.set_speculation(wanted)
         await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
-    async def _warm(self, asked: _Asked) -> None:
+    async def _warm(self, asked: Asked) -> None:
         """Make prompts' KV now."""
         with self._place():
             wanted = await self._json(asked, self.options.max_body_bytes)
@@ -376,7 +335,7 @@ class GatewayApp:
             )
         await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
 
-    async def _memory(self, asked: _Asked) -> None:
+    async def _memory(self, asked: Asked) -> None:
         """Corpora of the drafting memories."""
         call, limit_s = asked.call, self.options.request_timeout_s
         self._check_admin(asked)
@@ -396,7 +355,7 @@ class GatewayApp:
             answer = await self._corpora.listing()
         await _answer(call, asked.send, 200, msgspec.json.encode(answer), JSON_TYPE)
 
-    async def _other(self, asked: _Asked) -> None:
+    async def _other(self, asked: Asked) -> None:
         """The gateway's own documents, and what does not exist."""
         call, path = asked.call, asked.path
         if path in CHANGES:
@@ -414,7 +373,7 @@ class GatewayApp:
         status, body, content_type = await self._admin.answer(document, self._parts[0])
         await _answer(call, asked.send, status, body, (b"content-type", content_type))
 
-    def _check_admin(self, asked: _Asked) -> None:
+    def _check_admin(self, asked: Asked) -> None:
         """Refuse what concerns every tenant to everybody but an administrator.
 
         Raises:
@@ -423,18 +382,18 @@ class GatewayApp:
         if not asked.may_administer:
             raise errors.not_an_admin(asked.path, keys_on=bool(self._keys))
 
-    def _check_body(self, asked: _Asked, most_bytes: int) -> None:
+    def _check_body(self, asked: Asked, most_bytes: int) -> None:
         """Refuse a body of another type or size; from here on it has to come in time."""
         limits.check_content_type(asked.seen.get(b"content-type"))
         limits.check_length(asked.seen.get(b"content-length"), most_bytes)
         asked.interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
 
-    async def _json(self, asked: _Asked, most_bytes: int) -> Mapping[str, Any]:
+    async def _json(self, asked: Asked, most_bytes: int) -> Mapping[str, Any]:
         """The request's body, an object."""
         self._check_body(asked, most_bytes)
         return limits.parse_object(await limits.read_body(asked.receive, most_bytes))
 
-    def _answer_in_time(self, asked: _Asked) -> None:
+    def _answer_in_time(self, asked: Asked) -> None:
         """From here on the answer has to come in time, and the client to stay."""
         asked.interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
         asked.interrupts.listen(asked.receive)
@@ -470,7 +429,7 @@ class GatewayApp:
         logger.log(level, "%s %s %d", call.method, path, call.status, extra=fields)
 
 
-def _nothing_offered(table: RouteTable, asked: _Asked) -> ApiError:
+def _nothing_offered(table: RouteTable, asked: Asked) -> ApiError:
     """404 or 405: no replica offers what is asked."""
     methods = sorted(table.at(asked.path))
     if methods:
