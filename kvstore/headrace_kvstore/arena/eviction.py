@@ -90,13 +90,13 @@ class Eviction:
         if roomy(self._t.segments, row, size, self._per_segment):
             return wanted
 
+        compute_s, load_s = (rows[name].astype(np.float64) for name in ("compute_s", "load_s"))
+        sizes = np.full(len(rows), float(size))
+
         def decide(policy: Policy) -> None:
-            for run in runs(rows):
-                ticket = policy.ticket(_trail(rows[run]))
-                compute_s, load_s = (
-                    rows[name][run].astype(np.float64) for name in ("compute_s", "load_s")
-                )
-                count = policy.admit(ticket, compute_s, load_s, np.full(len(load_s), float(size)))
+            for run, trail in _trails(rows):
+                ticket = policy.ticket(trail)
+                count = policy.admit(ticket, compute_s[run], load_s[run], sizes[run])
                 wanted[run][count:] = False
 
         self._ask(decide)
@@ -109,9 +109,8 @@ class Eviction:
         rows = self._table[slots]
 
         def note(policy: Policy) -> None:
-            for run in runs(rows):
-                ticket = policy.ticket(_trail(rows[run]))
-                policy.touched(self._table, slots[run], ticket, now_s, False)
+            for run, trail in _trails(rows):
+                policy.touched(self._table, slots[run], policy.ticket(trail), now_s, False)
 
         self._ask(note)
 
@@ -138,6 +137,7 @@ class Eviction:
             return call(LRU())
 
 
-def _trail(run: np.ndarray) -> Keys:
-    """Block keys of a run (SLOT [n]), deepest first, and of the block before it."""
-    return np.append(slot_keys(run)[::-1], parent_keys(run)[:1])
+def _trails(rows: np.ndarray) -> list[tuple[slice, Keys]]:
+    """Each run of these blocks (SLOT [n]), with its keys, deepest first, and its parent's."""
+    keys, parents = slot_keys(rows), parent_keys(rows)
+    return [(run, np.append(keys[run][::-1], parents[run][:1])) for run in runs(rows)]
