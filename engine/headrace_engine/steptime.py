@@ -12,8 +12,8 @@ tokens: the sum over them of the tokens that each attends to. With
   pads to the sizes for which it captured graphs. It is a Gaussian process over log n, held at 29
   knots, exp(x) linear in between. Each size is remembered as it was measured, however long ago, and
   sizes that were never measured follow from those that were.
-- Steps with drafts have a curve of their own: rejection sampling and ragged attention cost
-  something, and whether a first draft token pays is the difference of the two curves.
+- Steps with drafts have a curve of their own, because rejection sampling and ragged attention add
+  time. The difference of the two curves is what a first draft token costs beyond its own work.
 - `weight`: a prompt's token costs less than a row's, since only rows and drafts compute logits.
 - `per_context`, `per_pair`: attention. A row reads its KV for one token; a prompt's tokens read it
   together and compute with it. On a CPU a token of context takes seven times as long as a pair.

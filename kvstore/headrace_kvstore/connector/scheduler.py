@@ -9,7 +9,8 @@ a step of that request has come back and they lie below
 
     confirmed tokens = num_computed_tokens - num_in_flight_tokens
 
-Blocks that slower tiers offer are loaded as far as `price.Price` finds that they save seconds.
+Of the blocks that slower tiers offer, those are loaded for which `load_price.Price` predicts that
+loading takes fewer seconds than computing.
 
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
 request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
@@ -156,7 +157,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What slower tiers supply to a request: `limit_s` as in `price.Choice`."""
+    """What slower tiers supply to a request; `limit_s` is that of `load_price.Choice`."""
 
     places: dict[bytes, Any] = field(default_factory=dict)
     limit_s: float = math.inf
@@ -172,8 +173,8 @@ class SchedulerHalf:
         slow: the tiers below DRAM.
         most_slow: blocks that a request may load from there at once.
         price: decides how much of what they offer is taken; None takes it all.
-        window_tokens: of a prompt, at its end, that are computed whatever the store holds: what a
-            lossy codec should not touch.
+        window_tokens: tokens at the end of a prompt that are always computed, never loaded, so that
+            a lossy codec does not touch them.
         block_bytes: bytes a block.
         costs: predicts what blocks take to compute and to load, for the eviction policy.
         prompted: told of each new prompt's full blocks, root first; must not wait.
@@ -368,7 +369,7 @@ class SchedulerHalf:
                 known.blocks.extend(blocks[0])
 
     def _save(self, known: _Request) -> None:
-        """Have those of a request's blocks copied that may be, and that the store lacks."""
+        """Queue the copies of a request's blocks that are confirmed and that the store lacks."""
         request = known.request
         in_flight = request.num_in_flight_tokens
         if not self._saves or self._pool is None or known.scheduled <= in_flight:

@@ -1,24 +1,31 @@
 """Guard: whether drafting pays at one load, judged by what happened and not by what was predicted.
 
-The budget is only as good as the chances and step times that it is computed from. So a step that
-is to verify drafts is, at random, run without them instead, and the two kinds are compared. With
-seconds ``t`` of a step over those predicted without drafts, tokens a row ``e`` (1 without drafts),
-the share of controls ``q``, and ``m`` the mean t of controls so far, a step says
+The budget is only as good as the acceptance probabilities and step times that it is computed from.
+So some of the steps that are to verify drafts, chosen at random, run without drafts. These steps
+are the controls, and they are compared with the others. Of each step the guard knows
 
-    x =  (m e - t) / (1 - q)      with drafts: what they saved
+    t     its seconds, divided by the seconds predicted for it without drafts
+    e     the tokens that it emitted for each row; 1 without drafts
+    q     the probability with which it became a control
+    m     the mean t of the controls so far
+
+and computes one sample of what drafting saves:
+
+    x =  (m e - t) / (1 - q)      a step with drafts: what they saved
     x = -(m - t) / q              a control: by how much m is wrong
 
-whose mean is what drafting saves in a step, whatever the models believe and however the machine
-behaves, since chance decided which kind it was (inverse propensity weighting, with m as control
+The mean of x is what drafting saves in a step. It does not depend on the models or on the machine's
+speed, because the choice of the controls is random (inverse propensity weighting, with m as control
 variate: Waudby-Smith, Wu, Ramdas, Karampatziakis and Mineiro, Anytime-valid off-policy inference
-for contextual bandits, 2022). A confidence sequence over these x holds at all steps at once: with
-n their number and V the sum of their squared deviations, the mean is within
+for contextual bandits, 2022). A confidence sequence over x holds at all steps at once: with n
+samples and V the sum of their squared deviations, the true mean lies within this distance of theirs
 
     sqrt((V + r) log((V + r) / (r alpha^2))) / n
 
 (two-sided normal mixture: Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon, Time-uniform,
-nonparametric, nonasymptotic confidence sequences, 2021). Drafting is off while all of it lies below
-0. Old steps fade, so that a change for the better is seen: while off, some steps are tried.
+nonparametric, nonasymptotic confidence sequences, 2021). Drafting is off while its upper bound is
+below 0. While it is off, some steps are still tried, and old steps lose weight, so that the guard
+notices when drafting begins to pay.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ import math
 from dataclasses import dataclass
 
 ALPHA = 0.1
-"""Chance that the sequence ever misses the mean, were it not to change."""
+"""Probability that the confidence sequence ever excludes the true mean, if that mean is constant."""
 MIXTURE = 10.0
 """r: about a sixth of the V at which the sequence is tightest."""
 MEMORY = 0.998
@@ -36,10 +43,11 @@ UNDECIDED, DECIDED, OFF = 1 / 8, 1 / 64, 1 / 2
 """Share of controls while nobody knows whether drafting pays, while it surely does, and among the
 few steps that are tried while it surely does not."""
 PRIOR_CONTROLS = 16.0
-"""So many controls that took what was predicted are taken for seen: m is a price of tokens, and an
-error of it an error of all x."""
+"""The guard starts as if it had seen so many controls that took exactly the predicted time. This
+steadies m at first, since an error of m is in every x."""
 LONGEST = 4.0
-"""A hiccup of the machine counts as no more than so many steps."""
+"""t is cut off at this many times the tokens a row, so that one hiccup of the machine does not
+decide."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Guard:
 
     @property
     def share(self) -> float:
-        """Of the steps that are to verify drafts, those that shall run without."""
+        """Share of the steps that are to verify drafts that shall be controls."""
         if not self._on:
             return OFF
         return DECIDED if self.bounds[0] > 0.0 else UNDECIDED

@@ -48,7 +48,9 @@ SHARE_FROM = (0.745, 0.495, 0.345, 0.195, 0.0)
 AGREEMENTS = 3 + len(SHARE_FROM)
 """Alone; 2 or 3 agree; more agree; some agree, with at least such a share of the weight."""
 KNOWN = 5
-"""Nothing; more often accepted; both, not so; refused once; refused more often."""
+"""Buckets of the refusals feature: 0 nothing known; 1 accepted more often than refused; 2 accepted
+before, but no more often than refused; 3 refused once, never accepted; 4 refused more than once,
+never accepted."""
 MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
 
 CAUTION = 0.25
@@ -115,7 +117,7 @@ class Acceptance:
         self.population[VARIANCE] += POPULATION_RATE * (spread - self.population[VARIANCE])
 
     def learned(self) -> None:
-        """The weights have changed: of the votes, which are the odds of a lone candidate."""
+        """Compute the votes anew after the weights have changed: odds of a lone candidate."""
         alone = self.weights[:_BY_REFUSALS, MEAN].reshape(SOURCES, MATCHES, AGREEMENTS)[..., 0]
         by_source = self.weights[_BY_REFUSALS:_BY_PLACE, MEAN].reshape(SOURCES, -1)[:, :1]
         self.votes[:] = np.exp(alone + by_source)
@@ -141,7 +143,7 @@ def rows_of(cell: int) -> tuple[int, int, int]:
 
 @jit
 def chance(weights: Any, sampling: Any, effect: Any, caution: float, cell: int) -> float:
-    """Of a token behind right ones, at the lower quantile."""
+    """Probability that a token is accepted if all before it were, at the lower quantile."""
     a, b, c = rows_of(cell)
     z = weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0]
     spread = weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1]
@@ -157,7 +159,7 @@ def chance(weights: Any, sampling: Any, effect: Any, caution: float, cell: int) 
 
 @jit
 def learn(weights: Any, sampling: Any, effect: Any, cell: int, accepted: bool) -> None:
-    """A token was tested behind right ones."""
+    """Learn from the test of one token; all draft tokens before it were accepted."""
     a, b, c = rows_of(cell)
     z = weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0]
     spread = weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1]
