@@ -34,7 +34,7 @@ import math
 from dataclasses import dataclass
 
 ALPHA = 0.1
-"""Probability that the confidence sequence ever excludes the true mean, if that mean is constant."""
+"""Probability that the confidence sequence ever excludes the true mean, were that constant."""
 MIXTURE = 10.0
 """r: about a sixth of the V at which the sequence is tightest."""
 MEMORY = 0.998
