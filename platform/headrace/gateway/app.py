@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -32,14 +33,13 @@ from headrace.gateway.asgi import (
     path_of,
     send_answer,
 )
-from headrace.gateway.asked import Asked
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
-from headrace.gateway.errors import ApiError, Headers
-from headrace.gateway.keys import Keys
+from headrace.gateway.errors import ApiError
+from headrace.gateway.keys import ANYONE, Caller, Keys, may_administer
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.pick import affinity_key, draftable_tokens
-from headrace.gateway.relay import Call, Relay
+from headrace.gateway.relay import Call, Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.route_table import RouteTable
 from headrace.gateway.upstream import Upstream
@@ -55,27 +55,6 @@ CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
 
 _BODY_LATE = "body late"
 _TIME_UP = "time up"
-# Not for the replica: hop-by-hop headers (RFC 9110, 7.6.1), the client's key and origin, and what
-# the gateway or its HTTP client writes itself.
-_NOT_FORWARDED = frozenset(
-    {
-        b"authorization",
-        b"connection",
-        b"content-length",
-        b"expect",
-        b"host",
-        b"keep-alive",
-        b"origin",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-api-key",
-        b"x-request-id",
-    }
-)
 
 
 def build_gateway_app(
@@ -101,6 +80,33 @@ def build_gateway_app(
     """
     options = GatewayOptions.of(settings)
     return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics(), tenants)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request in its handler.
+
+    Attributes:
+        path: without the app's root, and without its query.
+        seen: the client's headers.
+        client: its address and port, as ASGI has them; None if nobody knows.
+        caller: who the request's key proves it comes from.
+        interrupts: what ends the handler early.
+    """
+
+    call: Call
+    path: str
+    receive: Receive
+    send: Send
+    seen: dict[bytes, bytes]
+    client: Sequence[Any] | None
+    caller: Caller = ANYONE
+    interrupts: Interrupts = field(default_factory=Interrupts)
+
+    @property
+    def may_administer(self) -> bool:
+        """Whether the request may change how the app works, or look into it."""
+        return may_administer(self.caller, self.client, self.seen)
 
 
 class GatewayApp:
@@ -183,7 +189,7 @@ class GatewayApp:
             request_id=request_id,
             method=method,
             target=f"{path}?{query.decode('latin-1')}" if query else path,
-            headers=_forwarded(scope["headers"], seen, request_id),
+            headers=forwarded(scope["headers"], seen, request_id),
             started=started,
         )
         await self.start()
@@ -450,19 +456,6 @@ def _cors(
         allow_methods=options.allowed_methods,
         allow_headers=options.allowed_headers,
     )
-
-
-def _forwarded(
-    headers: list[tuple[bytes, bytes]], seen: dict[bytes, bytes], request_id: bytes
-) -> Headers:
-    """The client's headers that the replica gets, with the request id."""
-    dropped: frozenset[bytes] = _NOT_FORWARDED
-    connection = seen.get(b"connection")
-    if connection is not None:
-        dropped = dropped.union(name.strip().lower() for name in connection.split(b","))
-    kept = [head for head in headers if head[0] not in dropped and head[0][:11] != b"x-headrace-"]
-    kept.append((b"x-request-id", request_id))
-    return kept
 
 
 async def _answer(

@@ -9,12 +9,14 @@ A key's hash finds its entry, so the time of a look-up tells nothing about any k
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace.config.keyfile import KeyEntry, Role, hash_of, read_keys
 from headrace.gateway import errors
@@ -23,6 +25,8 @@ logger = logging.getLogger("headrace.gateway")
 
 OPERATOR = "operator"
 """Name and tenant of the key that `headrace up` makes for its own commands."""
+FORWARDING = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"})
+"""Headers by which a proxy says that it forwards for somebody else."""
 LOOK_EVERY_S = 1.0
 """Time between looks whether the file has changed."""
 
@@ -75,6 +79,26 @@ class Caller:
 
 ANYONE = Caller()
 """Everybody, where no keys are configured."""
+
+
+def may_administer(caller: Caller, client: Sequence[Any] | None, seen: Container[bytes]) -> bool:
+    """Whether a request may change how the app works, or look into it.
+
+    With keys that takes one whose role is admin. Without keys it takes a client on this machine,
+    and no proxy in between: a proxy is on this machine whoever its client is.
+
+    Args:
+        client: address and port, as ASGI has them; None if nobody knows.
+        seen: the names of the request's headers.
+    """
+    if caller is not ANYONE:
+        return caller.role == "admin"
+    if client is None or any(name in seen for name in FORWARDING):
+        return False
+    try:
+        return ipaddress.ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
 
 
 class Keys:

@@ -55,6 +55,28 @@ _NOT_COPIED = frozenset(
     }
 )
 
+# Not for the replica: hop-by-hop headers (RFC 9110, 7.6.1), the client's key and origin, and what
+# the gateway or its HTTP client writes itself.
+_NOT_FORWARDED = frozenset(
+    {
+        b"authorization",
+        b"connection",
+        b"content-length",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"origin",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-api-key",
+        b"x-request-id",
+    }
+)
+
 
 @dataclass(slots=True)
 class Call:
@@ -270,3 +292,16 @@ def _is_event_stream(headers: Headers) -> bool:
         if name == b"content-type":
             return value.startswith(b"text/event-stream")
     return False
+
+
+def forwarded(
+    headers: list[tuple[bytes, bytes]], seen: dict[bytes, bytes], request_id: bytes
+) -> Headers:
+    """The client's headers that the replica gets, with the request id."""
+    dropped: frozenset[bytes] = _NOT_FORWARDED
+    connection = seen.get(b"connection")
+    if connection is not None:
+        dropped = dropped.union(name.strip().lower() for name in connection.split(b","))
+    kept = [head for head in headers if head[0] not in dropped and head[0][:11] != b"x-headrace-"]
+    kept.append((b"x-request-id", request_id))
+    return kept
