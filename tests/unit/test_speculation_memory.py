@@ -299,6 +299,48 @@ class TestCapacity:
         assert drafted(memory, 900_001, 900_002, tenant="new") != []
         assert drafted(memory, 599_001, 599_002, tenant="large") != []
 
+    def test_20_000_salts_then_a_request_drafts_from_its_own_prompt(self) -> None:
+        memory = Memory(Settings())
+        for n in range(20_000):
+            memory.close_request(memory.open_request("", ids(1, 2, 3), f"salt {n}"), keep=False)
+        assert drafted(memory, 1, 2, 3, 1, 2, tenant="new") == [3, 1, 2]
+        assert memory.stats()["partitions"] < 16_000
+        answered(memory, run(500_000, 50), "new")
+        assert drafted(memory, 500_001, 500_002, tenant="new") != []
+
+    def test_tenants_that_come_once_displace_each_other_and_no_others(self) -> None:
+        memory = Memory(Settings(capacity_bytes=4 * MIB))
+        memory.add_to_corpus("c", 1, [run(0, 30_000)])
+        memory.flip("c", 1)
+        for n in range(1000):
+            answered(memory, run(100_000 + 100 * n, 50), f"salt {n}")
+            answered(memory, run(900_000, 50), "regular")
+        assert memory.stats()["evicted_segments"] > 500
+        assert drafted(memory, 900_001, 900_002, tenant="regular") != []
+        assert drafted(memory, 199_901, 199_902, tenant="salt 999") != []
+        assert drafted(memory, 100_001, 100_002, tenant="salt 0") == []
+        assert memory.stats()["kept_tokens"] > 30_000, "the corpus is there, too"
+
+    def test_a_request_whose_tenant_was_displaced_reads_nobody_elses_partition(self) -> None:
+        memory = Memory(Settings(capacity_bytes=MIB))
+        answered(memory, run(500_000, 50), "idle")
+        handle = memory.open_request("open", run(0, 12), "idle")
+        for n in range(200):
+            answered(memory, run(0, 40), f"salt {n}")
+        assert memory.pool.find(tenant_key("idle")) is None
+        assert len(memory.draft(handle, 4)) == 0
+        memory.close_request(handle)
+        assert not memory.drop_tenant("salt 0"), "it had gone before"
+        assert memory.drop_tenant("salt 199")
+        assert drafted(memory, *range(12), tenant="salt 199") == []
+
+    def test_many_short_answers_of_one_tenant_leave_headers_for_others(self) -> None:
+        memory = Memory(Settings(capacity_bytes=MIB))
+        for n in range(2000):
+            answered(memory, ids(3 * n, 3 * n + 1, 3 * n + 2), "large", prompt=())
+        answered(memory, run(500_000, 50), "small")
+        assert drafted(memory, 500_001, 500_002, tenant="small") != []
+
     def test_a_long_document_becomes_several_segments(self, memory: Memory) -> None:
         assert memory.add_to_corpus("c", 1, [run(0, 20_000)]) == 20_000
         memory.flip("c", 1)

@@ -132,7 +132,7 @@ class Memory:
         self, settings: Settings | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self.settings = settings = settings or Settings()
-        self.pool = Pool(settings.capacity_bytes)
+        self.pool = Pool(settings.capacity_bytes, self._unlink)
         self.digests, self.corpora = Interner(), Interner()
         self.acceptance = Acceptance(settings.caution)
         self.replica = settings.replica or secrets.randbits(64)
@@ -172,6 +172,7 @@ class Memory:
             own = self.pool.open_run(min(len(prompt) + 256, self.settings.run_tokens))
             if own is not None:
                 self.pool.append_run(own, prompt)
+            self.pool.use(PUBLIC_KEY)
             kept = self.pool.keep(tenant_key(tenant))
             fields = self._requests[row]
             fields[HANDLE] = handle
@@ -384,10 +385,6 @@ class Memory:
     def drop_tenant(self, tenant: str) -> bool:
         """Forget all that was kept for a tenant; whether there was anything."""
         with self.lock:
-            row = self.pool.find(tenant_key(tenant))
-            if row is None:
-                return False
-            self._requests[self._requests[:, TENANT] == row, TENANT] = NONE
             return self.pool.drop(tenant_key(tenant))
 
     def stats(self) -> dict[str, float]:
@@ -437,6 +434,10 @@ class Memory:
             )
             if verified and self.settings.learns:
                 self.acceptance.learned()
+
+    def _unlink(self, kept: int) -> None:
+        """No open request reads this partition any more."""
+        self._requests[self._requests[:, TENANT] == kept, TENANT] = NONE
 
     def _row(self, handle: int) -> int | None:
         row = handle & ROW_MASK

@@ -4,11 +4,15 @@ A partition grows by half when a segment does not fit. If the arena has no room 
 largest kept partition is halved, as long as it is larger than the one that wants to grow would be;
 otherwise the one that wants to grow makes do with what it has and gives up its own oldest. So
 whoever stores little is never displaced by whoever stores much.
+
+Partitions are a cache. Those of the least size are the crowd: once they take more than the largest
+partition does, the one of them that was used longest ago is dropped for a new one. So tenants that
+come only once displace each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +46,7 @@ SMALLEST_TOKENS = 512
 LONGEST_SEGMENT_TOKENS = 8192
 """A longer sequence becomes several segments."""
 RESERVE_SHARE = 8
-"""Kept partitions grow no further while less than the arena's length over this would be left for
-open requests."""
+"""Kept partitions leave the arena's length over this to open requests."""
 BYTES_PER_HEADER = 2048
 """One header for so many bytes of capacity: short answers take about as much of the arena."""
 _EMPTY = np.zeros(COLUMNS, np.int64)
@@ -81,14 +84,17 @@ class Pool:
         evicted_segments: since the start.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, dropped: Callable[[int], None] = lambda row: None
+    ) -> None:
+        """`dropped` is told the row of each kept partition that is dropped, while it still is."""
         rows = max(capacity_bytes // BYTES_PER_HEADER, 16)
         words = (capacity_bytes - rows * (HEADER.itemsize + 4)) // 4
-        if words < 2 * _words_of(SMALLEST_TOKENS, kept=True):
+        if words < 2 * _LEAST_WORDS:
             raise CapacityError(
                 f"a memory of {capacity_bytes} bytes is too small: "
                 f"two partitions of {SMALLEST_TOKENS} tokens need "
-                f"{8 * _words_of(SMALLEST_TOKENS, kept=True) + rows * HEADER.itemsize}"
+                f"{8 * _LEAST_WORDS + rows * HEADER.itemsize}"
             )
         self.capacity_bytes = capacity_bytes
         self.arena = Arena(words)
@@ -101,7 +107,8 @@ class Pool:
         self._free_headers[: rows - 1] = np.arange(rows - 1, 0, -1)
         self._free_headers[-1] = rows - 1
         self._free_parts = list(range(63, -1, -1))
-        self._kept: dict[Hashable, int] = {}
+        self._kept: dict[Hashable, int] = {}  # the one used longest ago first
+        self._dropped = dropped
 
     @property
     def used_bytes(self) -> int:
@@ -119,13 +126,22 @@ class Pool:
         return iter(list(self._kept.items()))
 
     def keep(self, key: Hashable) -> int | None:
-        """Row of the kept partition of this key, new if need be; None if there is no room."""
-        row = self._kept.get(key)
+        """Row of the kept partition of this key, new if need be; it is the last to be dropped now.
+        None if there is no room."""
+        row = self._kept.pop(key, None)
         if row is None:
+            spare = len(self.arena.words) // RESERVE_SHARE
+            if self.arena.free_words - _LEAST_WORDS < spare:
+                self._give_way(_LEAST_WORDS, 0.0)
             row = self._add(SMALLEST_TOKENS, kept=True, now_s=0.0)
-            if row is not None:
-                self._kept[key] = row
+        if row is not None:
+            self._kept[key] = row
         return row
+
+    def use(self, key: Hashable) -> None:
+        """Have a kept partition, if there is one, dropped after all that were used before."""
+        if key in self._kept:
+            self._kept[key] = self._kept.pop(key)
 
     def open_run(self, tokens: int) -> int | None:
         """Row of a new partition without segments, for a request; None if there is no room."""
@@ -142,6 +158,7 @@ class Pool:
             return False
         for header in self.segments(row):
             ring.free_row(self.headers, self._free_headers, header)
+        self._dropped(row)
         self._release(row)
         return True
 
@@ -228,8 +245,12 @@ class Pool:
             self._resize(row, _rounded(max(int(part[CAPACITY]) * 3 // 2, held + need)), now_s)
 
     def _take_header(self, row: int) -> int | None:
-        """A free header row, if need be that of the partition's own oldest segment."""
+        """A free header row, if need be that of the partition's own oldest segment, or while it has
+        none that of the largest partition's."""
         if self._free_headers[-1] == 0:
+            if self.parts[row, HEAD] == self.parts[row, TAIL]:
+                held = self.parts[:, HEAD] - self.parts[:, TAIL]
+                row = int((held * (self.parts[:, FAILURE_BITS] != NONE)).argmax())
             part = self.parts[row]
             if part[HEAD] == part[TAIL]:
                 return None
@@ -272,11 +293,33 @@ class Pool:
         return part
 
     def _take_words(self, words: int, asking: int, now_s: float) -> int | None:
-        """A run of the arena, if need be from partitions that are larger."""
+        """A run of the arena, if need be from kept partitions."""
         while (offset := self.arena.take(words)) is None:
-            if not self._halve_largest(asking, words, now_s):
+            few = words <= _LEAST_WORDS
+            gave = self._give_way(words, now_s) if few else self._halve_largest(asking, words, now_s)
+            if not gave:
                 return None
         return offset
+
+    def _give_way(self, words: int, now_s: float) -> bool:
+        """Drop the partition of the crowd that was used longest ago, or halve the largest one if
+        that takes more than the crowd does; whether there was such a one."""
+        sizes = self._sizes(NONE)
+        crowd = sizes < 2 * _LEAST_WORDS
+        if sizes[crowd].sum() < sizes.max():
+            return self._halve_largest(NONE, words, now_s)
+        oldest = next((key for key, row in self._kept.items() if crowd[row]), None)
+        if oldest is None:
+            return False
+        self.evicted_segments += len(self.segments(self._kept[oldest]))
+        return self.drop(oldest)
+
+    def _sizes(self, asking: int) -> NDArray[np.int64]:
+        """Words of each kept partition but the one that asks, 0 for all other rows."""
+        sizes = np.where(self.parts[:, FAILURE_BITS] != NONE, self.parts[:, WORDS], 0)
+        if asking != NONE:
+            sizes[asking] = 0
+        return sizes
 
     def _resize(self, row: int, tokens: int, now_s: float) -> None:
         """Let a partition hold more tokens, if the arena grants at least an eighth more: beside
@@ -312,9 +355,9 @@ class Pool:
     def _halve_largest(self, asking: int, words: int, now_s: float) -> bool:
         """Halve the largest kept partition but the one that asks, if it is larger than what is
         asked for; whether there was such a one."""
-        rows = [row for row in self._kept.values() if row != asking]
-        largest = max(rows, key=lambda row: int(self.parts[row, WORDS]), default=NONE)
-        if largest == NONE or self.parts[largest, WORDS] <= words:
+        sizes = self._sizes(asking)
+        largest = int(sizes.argmax())
+        if sizes[largest] <= words:
             return False
         tokens = _rounded(int(self.parts[largest, CAPACITY]) // 2)
         if tokens == self.parts[largest, CAPACITY]:
@@ -389,3 +432,6 @@ def _fitting(words: int) -> int:
         else:
             high = middle - 1
     return 64 * low
+
+
+_LEAST_WORDS = _words_of(SMALLEST_TOKENS, kept=True)

@@ -17,11 +17,8 @@ class Arena:
 
     def __init__(self, words: int) -> None:
         self.words: NDArray[np.int32] = np.zeros(words, np.int32)
+        self.free_words = words
         self._free = [(0, words)]  # (offset, length), by offset, no two of them adjacent
-
-    @property
-    def free_words(self) -> int:
-        return sum(length for _, length in self._free)
 
     def longest_around(self, offset: int, words: int) -> int:
         """Length of the free run that would be there if this one were given back."""
@@ -39,12 +36,14 @@ class Arena:
         if not fitting:
             return None
         length, offset = min(fitting)
+        self.free_words -= words
         at = self._free.index((offset, length))
         self._free[at : at + 1] = [(offset + words, length - words)] if length > words else []
         return offset
 
     def give(self, offset: int, words: int) -> None:
         """Free a run that was taken, whole."""
+        self.free_words += words
         at = bisect_left(self._free, (offset, 0))
         first, last = at, at
         start, end = offset, offset + words
