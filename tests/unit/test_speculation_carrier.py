@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 from headrace_decode.speculation.settings import Settings as EngineSettings
 from headrace_decode.speculation.sharing import carrier as carriers
 from headrace_decode.speculation.sharing.carrier import Carrier, CarrierSettings
@@ -195,13 +195,14 @@ class TestFaults:
         b = replica(2)
         a = replica(1, begun=False)
         a.answered(100)
-        data, last = a.carrier.exchange.read(tenant_key("x"), 0, MIB)
+        told = a.carrier.exchange.tell(MIB)
+        assert told is not None
+        data = told[1]
         for number, bad in enumerate((b"", b"junk", data[:-1], data[:-1] + b"\1", data), 1):
             node.board.post(Note(b"somebody", b"stream", number, bad))
         until(lambda: b.stats()["absorbed"] == 1)
         assert b.drafts(100)
         assert b.stats()["damaged"] == 4
-        assert last == 1
 
     def test_an_entry_that_cannot_be_written_down_costs_that_entry(
         self,
@@ -210,17 +211,20 @@ class TestFaults:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         a, b = replica(1, begun=False), replica(2)
-        read = a.carrier.exchange.read
+        tell = a.carrier.exchange.tell
+        failures = [OverflowError("a name of 5 GB")]
 
-        def broken(key: Any, after: int, most_bytes: int) -> tuple[bytes, int]:
-            if after == 0:
-                raise OverflowError("a tag of 70,000 bytes")
-            return read(key, after, most_bytes)
+        def broken(most_bytes: int) -> Any:
+            told = tell(most_bytes)
+            if told is not None and failures:
+                raise failures.pop()
+            return told
 
-        monkeypatch.setattr(a.carrier.exchange, "read", broken)
+        monkeypatch.setattr(a.carrier.exchange, "tell", broken)
         a.answered(100)
-        a.answered(200)
         a.carrier.start()
+        until(lambda: a.stats()["failed"] == 1)
+        a.answered(200)
         until(lambda: b.drafts(200))
         assert not b.drafts(100)
         assert a.stats()["failed"] == 1

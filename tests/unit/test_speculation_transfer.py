@@ -1,21 +1,21 @@
-"""The log between replicas: what arrives, what is refused, and once is enough."""
+"""What replicas tell each other: what arrives, what is refused, and once is enough."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.retrieval.draft_memory import (
-    PUBLIC_KEY,
-    Memory,
-    Settings,
-    tenant_key,
-)
+from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
 from headrace_decode.speculation.sharing import exchange
 from headrace_decode.speculation.sharing.exchange import Exchange
-from headrace_decode.speculation.sharing.log_record import (
+from headrace_decode.speculation.sharing.record import (
+    Batch,
     DamagedError,
+    SegmentRecord,
+    pack,
 )
 
 MIB = 1 << 20
@@ -43,6 +43,12 @@ def drafted(memory: Memory, prompt: NDArray[np.int32], tenant: str) -> list[int]
     return tokens
 
 
+def told(log: Exchange, most_bytes: int = MIB) -> bytes:
+    """The next batch; nothing if there is none."""
+    batch = log.tell(most_bytes)
+    return b"" if batch is None else batch[1]
+
+
 def failed(memory: Memory, prompt: NDArray[np.int32], tenant: str) -> None:
     handle = memory.open_request("now", prompt, tenant)
     memory.feedback(handle, memory.draft(handle, 4), 4, 0)
@@ -54,17 +60,16 @@ class TestExchange:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
         answered(a, run(100, 30), "x")
-        data, after = log.read(tenant_key("x"), 0, MIB)
-        assert other.absorb(data, "from a") == 1
+        assert other.absorb(told(log), "from a") == 1
         assert drafted(b, run(100, 5), "x") == [105, 106, 107, 108]
         assert drafted(b, run(100, 5), "y") == []
-        assert log.read(tenant_key("x"), after, MIB) == (b"", after)
+        assert log.tell(MIB) is None
 
     def test_absorbing_again_changes_nothing(self) -> None:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
         answered(a, run(100, 30), "x")
-        data, _ = log.read(tenant_key("x"), 0, MIB)
+        data = told(log)
         assert other.absorb(data, "from a") == 1
         before = (b.stats(), b.pool.headers.copy())
         assert other.absorb(data, "from a") == 0
@@ -76,11 +81,8 @@ class TestExchange:
         log, other = Exchange(a), Exchange(b)
         for n in range(10):
             answered(a, run(100 * n, 30), "x")
-        after, batches = 0, 0
-        while True:
-            data, after = log.read(tenant_key("x"), after, 1)
-            if not data:
-                break
+        batches = 0
+        while data := told(log, 1):
             other.absorb(data, "from a")
             batches += 1
         assert batches == 10
@@ -97,30 +99,31 @@ class TestExchange:
         a, b = new(1), new(2)
         log_a, log_b = Exchange(a), Exchange(b)
         answered(a, run(100, 30), "x")
-        log_b.absorb(log_a.read(tenant_key("x"), 0, MIB)[0], "from a")
-        assert log_b.read(tenant_key("x"), 0, MIB) == (b"", 0)
+        log_b.absorb(told(log_a), "from a")
+        assert log_b.tell(MIB) is None
+        log_b.tell_again()
+        assert log_b.tell(MIB) is None
 
     def test_an_evicted_segment_is_passed_over(self) -> None:
         a = new(1)
         log = Exchange(a)
         answered(a, run(100, 30), "x")
         a.drop_tenant("x")
-        assert log.read(tenant_key("x"), 0, MIB) == (b"", 1)
+        assert log.tell(MIB) is None
 
     def test_a_replica_does_not_absorb_its_own_log(self) -> None:
         a = new(1)
         log = Exchange(a)
         answered(a, run(100, 30), "x")
-        assert log.absorb(log.read(tenant_key("x"), 0, MIB)[0], "own") == 0
+        assert log.absorb(told(log), "own") == 0
 
     def test_a_corpus_is_logged_whole_when_it_takes_over(self) -> None:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
         a.add_to_corpus("docs", 1, [run(300, 20), run(400, 20)])
-        assert log.read(PUBLIC_KEY, 0, MIB) == (b"", 0)
+        assert log.tell(MIB) is None
         a.flip("docs", 1)
-        data, after = log.read(PUBLIC_KEY, 0, MIB)
-        assert (other.absorb(data, "from a"), after) == (3, 3)
+        assert other.absorb(told(log), "from a") == 3
         assert drafted(b, run(300, 5), "anyone") == [305, 306, 307, 308]
         assert drafted(b, run(400, 5), "anyone") == [405, 406, 407, 408]
 
@@ -130,7 +133,7 @@ class TestExchange:
         for memory in (a, b):
             memory.add_to_corpus("docs", 1, [run(300, 20)])
             memory.flip("docs", 1, tell=memory is a)
-        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        other.absorb(told(log), "from a")
         assert b.stats()["segments"] == 1
 
     def test_versions_in_force_only_grow_whatever_order_logs_are_read_in(self) -> None:
@@ -140,7 +143,7 @@ class TestExchange:
             memory.add_to_corpus("docs", version, [run(100 * version, 20)])
             memory.flip("docs", version)
         for log in reversed(logs):
-            other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from another")
+            other.absorb(told(log), "from another")
         assert drafted(c, run(100, 5), "x") == []
         assert drafted(c, run(200, 5), "x") == [205, 206, 207, 208]
 
@@ -149,12 +152,12 @@ class TestExchange:
         log, other, late = Exchange(a), Exchange(b), Exchange(c)
         a.add_to_corpus("docs", 1, [run(300, 20)], tenant="x")
         a.flip("docs", 1, tenant="x")
-        data, after = log.read(tenant_key("x"), 0, MIB)
-        other.absorb(data, "from a")
+        other.absorb(told(log), "from a")
         a.flip("docs", 2, tenant="x")
-        other.absorb(log.read(tenant_key("x"), after, MIB)[0], "from a")
+        other.absorb(told(log), "from a")
         assert drafted(b, run(300, 5), "x") == []
-        assert late.absorb(log.read(tenant_key("x"), 0, MIB)[0], "from a") == 2
+        log.tell_again()
+        assert late.absorb(told(log), "from a") == 1
         assert c.stats()["segments"] == 0
 
     def test_what_is_for_all_is_refused_where_nothing_may_be(self) -> None:
@@ -162,14 +165,14 @@ class TestExchange:
         log, other = Exchange(a), Exchange(b)
         a.add_to_corpus("docs", 1, [run(300, 20)])
         a.flip("docs", 1)
-        other.absorb(log.read(PUBLIC_KEY, 0, MIB)[0], "from a")
+        other.absorb(told(log), "from a")
         assert b.stats()["segments"] == 0
 
     def test_a_damaged_batch_is_refused_whole_and_named(self) -> None:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)
         answered(a, run(100, 30), "x")
-        data, _ = log.read(tenant_key("x"), 0, MIB)
+        data = told(log)
         for at in range(len(data)):
             damaged = bytearray(data)
             damaged[at] ^= 1
@@ -187,5 +190,52 @@ class TestExchange:
         log, other = Exchange(a), Exchange(b)
         for n in range(10):
             answered(a, run(100 * n, 30), "x")
-        data, after = log.read(tenant_key("x"), 0, MIB)
-        assert (other.absorb(data, "from a"), after) == (4, 10)
+        assert other.absorb(told(log), "from a") == 4
+
+    def test_tenants_that_have_something_to_tell_are_bounded(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exchange, "MOST_ENTRIES", 4)
+        a = new(1)
+        log = Exchange(a)
+        for n in range(10):
+            answered(a, run(100 * n, 30), f"tenant {n}")
+        assert log.untold == 4
+
+    def test_all_that_a_replica_has_is_told_again_once(self) -> None:
+        a, b = new(1), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        answered(a, run(200, 30), "y")
+        a.add_to_corpus("docs", 1, [run(300, 20)])
+        a.flip("docs", 1)
+        first = [told(log) for _ in range(3)]
+        answered(a, run(400, 30), "x")
+        log.tell_again()
+        assert log.untold == 5
+        assert sum(other.absorb(told(log), "again") for _ in range(3)) == 5
+        assert sum(other.absorb(data, "late") for data in first) == 0
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"tokens": b"\1\0\0\0"},
+            {"tokens": b"\1\0\0\0\1\0\0"},
+            {"tokens": b"\xff" * 8},
+            {"tokens": b"\0" * 4 * 9000},
+            {"source": 3},
+            {"corpus": "docs"},
+            {"expires_s": 1000.0},
+            {"expires_s": float("nan")},
+            {"uid": 2**64 - 1, "tokens": b""},
+        ],
+    )
+    def test_what_no_memory_writes_is_not_taken_in(self, wrong: dict[str, Any]) -> None:
+        right = {"uid": 5, "created_s": 1.0, "expires_s": 2e9, "version": 0, "source": 2}
+        right |= {"corpus": "", "model": b"m", "tokenizer": b"t", "tokens": b"\1\0\0\0" * 2}
+        b = new(2)
+        for given, kept in ((right | wrong, 0), (right, 1)):
+            data = pack(Batch(1, "tenant", "x", [SegmentRecord(**given)]))
+            assert Exchange(b).absorb(data, "from a") == kept
+        odd = pack(Batch(1, "public", "x", [SegmentRecord(**(right | {"uid": 6}))]))
+        assert Exchange(b).absorb(odd, "from a") == 0

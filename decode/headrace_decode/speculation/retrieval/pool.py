@@ -295,9 +295,11 @@ class Pool:
     def _take_words(self, words: int, asking: int, now_s: float) -> int | None:
         """A run of the arena, if need be from kept partitions."""
         while (offset := self.arena.take(words)) is None:
-            few = words <= _LEAST_WORDS
-            gave = self._give_way(words, now_s) if few else self._halve_largest(asking, words, now_s)
-            if not gave:
+            if words <= _LEAST_WORDS:
+                found = self._give_way(words, now_s)
+            else:
+                found = self._halve_largest(asking, words, now_s)
+            if not found:
                 return None
         return offset
 

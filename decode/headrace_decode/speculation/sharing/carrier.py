@@ -1,4 +1,4 @@
-"""Carries a memory's log to the other replicas and theirs to it, over the StoreNode's board.
+"""Carries what a memory learned to the other replicas and theirs to it, over the node's board.
 
 A thread beside the engine. No look-up waits for it and it asks nobody while drafts are made; it
 holds the memory's lock for one segment at a time (`exchange`), and never while it talks. Turns move
@@ -13,13 +13,13 @@ import hashlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from headrace_decode.speculation.retrieval.draft_memory import Key
 from headrace_decode.speculation.sharing.exchange import Exchange
-from headrace_decode.speculation.sharing.log_record import DamagedError
+from headrace_decode.speculation.sharing.record import DamagedError
 from headrace_kvstore.protocol.board import Note
 from headrace_kvstore.protocol.client import NodeAway, NodeClient
 from headrace_kvstore.protocol.wire import Notes, PostNote, ReadNotes
@@ -77,11 +77,9 @@ class Carrier:
         self._writer = exchange.memory.replica.to_bytes(8, "little")
         self._generation = ""
         self._read_to = self._head = 0
-        self._posted: dict[Key, int] = {}
-        self._logged = 0
-        """Entries of the log at which `_behind` was complete."""
-        self._behind: deque[tuple[Key, int]] = deque()
-        """Partitions with entries to post, and the last of these."""
+        self._notes = 0
+        self._unposted: tuple[Key, bytes] | None = None
+        """A batch that the node has not confirmed."""
         self._moved_at_s = time.monotonic()
         self._looks = 0
         self._state = "not started"
@@ -105,21 +103,17 @@ class Carrier:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: the node's state; notes posted and absorbed, refused as damaged, failed for
-        another reason; records and bytes in them; log entries not posted yet (`untold`) and places
-        on the board not read yet (`behind`); the thread's CPU seconds."""
+        another reason; records and bytes in them; segments not posted yet (`untold`) and places on
+        the board not read yet (`behind`); the thread's CPU seconds."""
         counted = ("posted", "posted_bytes", "absorbed", "absorbed_bytes", "records")
         return {
             "state": self._state,
             **{name: self._counts[name] for name in (*counted, "damaged", "failed", "lost_node")},
-            "untold": self._untold(),
+            "untold": self.exchange.untold + (self._unposted is not None),
             "behind": self._head - self._read_to,
             "longest_hold_s": self.exchange.longest_hold_s,
             "thread_s": self._thread_s,
         }
-
-    def _untold(self) -> int:
-        waiting = [last - self._posted.get(key, 0) for key, last in list(self._behind)]
-        return sum(waiting) + self.exchange.logged - self._logged
 
     def _run(self) -> None:
         pause_s = 0.0
@@ -133,7 +127,7 @@ class Carrier:
                 self._counts["failed"] += 1
                 logger.exception("carrying what was learned failed; it goes on")
             moved = self._counts["posted_bytes"] + self._counts["absorbed_bytes"] - before
-            more = moved and (self._behind or self._head > self._read_to)
+            more = moved and (self.exchange.untold or self._head > self._read_to)
             self._moved_at_s = time.monotonic() if moved else self._moved_at_s
             pause_s = moved / self.settings.bytes_per_s
             pause_s = pause_s if more else max(pause_s, self.settings.poll_s)
@@ -152,43 +146,27 @@ class Carrier:
         self._post()
 
     def _post(self) -> None:
-        if self._logged != self.exchange.logged:
-            self._logged = self.exchange.logged
-            heads = dict(self._behind) | self.exchange.heads()  # who has waited longest stays first
-            told = self._posted
-            self._behind = deque(each for each in heads.items() if each[1] > told.get(each[0], 0))
         left = TURN_BYTES
-        while self._behind and left > 0:
-            key, last = self._behind[0]
-            data, upto = self._read(key)
-            if data:
-                note = Note(self._writer, _stream(key), upto, data)
-                if self._ask(PostNote(self._generation, note)).generation != self._generation:
-                    return  # restarted since it was read from: the next turn begins anew
-                self._counts["posted"] += 1
-                self._counts["posted_bytes"] += len(data)
-                left -= len(data)
-            self._posted[key] = upto
-            self._behind.popleft()
-            if upto < last:
-                self._behind.append((key, last))
-
-    def _read(self, key: Key) -> tuple[bytes, int]:
-        after = self._posted.get(key, 0)
-        try:
-            return self.exchange.read(key, after, NOTE_BYTES)
-        except Exception:
-            self._counts["failed"] += 1
-            logger.exception("what a replica learned cannot be written down; the next entry is")
-            return b"", after + 1
+        while left > 0:
+            self._unposted = self._unposted or self.exchange.tell(NOTE_BYTES)
+            if self._unposted is None:
+                return
+            key, data = self._unposted
+            note = Note(self._writer, _stream(key), self._notes + 1, data)
+            if self._ask(PostNote(self._generation, note)).generation != self._generation:
+                return  # restarted since it was read from: the next turn begins anew
+            self._unposted = None
+            self._notes += 1
+            self._counts["posted"] += 1
+            self._counts["posted_bytes"] += len(data)
+            left -= len(data)
 
     def _absorb(self) -> None:
         place = self._generation, self._read_to
         reply = self._ask(ReadNotes(*place, TURN_BYTES, self._writer))
         if reply.generation != self._generation:  # another board: it knows nothing of this replica
-            self._generation, self._logged = reply.generation, 0
-            self._posted.clear()
-            self._behind.clear()
+            self._generation, self._unposted = reply.generation, None
+            self.exchange.tell_again()
         for note in reply.notes:
             name = f"note of {note.writer.hex()} up to {note.last}"
             try:

@@ -1,17 +1,16 @@
-"""What replicas tell each other: an append-only log per partition, read in order, absorbed once.
+"""What a memory tells other replicas, and takes in from them.
 
-A replica logs the segments that it put in itself. It keeps no bytes for that: an entry names a
-header row and is encoded when it is read; a segment that was evicted meanwhile is passed over.
-Entries carry sequence numbers that only grow within (replica, partition), so that whoever absorbs
-keeps one number a replica and partition and skips what is not above it: absorbing twice, or again
-after a crash of the carrier, changes nothing. What was absorbed is not logged again; each replica
-reads every other's log.
+The memory is its own log. A replica tells each segment that it put in itself, once; a queue names
+the header rows that are still to be told, and a segment that was evicted meanwhile is passed over.
+After a restart of the board all segments of this replica are queued again. Segments have ids that
+are the same everywhere, so taking one in twice changes nothing, and what came from others is not
+told on.
 
-A corpus reaches the replicas that run by itself; one of them logs it whole when its version takes
-over, for those that start later. Segments that are there already are not put in again.
+A corpus reaches the replicas that run by itself; one of them tells it whole when its version takes
+over, for those that start later.
 
-The engine's step needs the memory's lock, so it is held for one entry at a time, and whoever waits
-gets it in between.
+The engine's step needs the memory's lock, so it is held for one segment at a time, and whoever
+waits gets it in between.
 """
 
 from __future__ import annotations
@@ -20,93 +19,99 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.draft_memory import Key, Memory
+from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Key, Memory
+from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, SegmentInfo
 from headrace_decode.speculation.retrieval.ring import is_over
 from headrace_decode.speculation.retrieval.segments import NONE
-from headrace_decode.speculation.sharing.log_record import (
+from headrace_decode.speculation.sharing.record import (
+    Batch,
     FlippedRecord,
     SegmentRecord,
-    decode_batch,
-    encode_batch,
-    encode_record,
+    pack,
+    unpack,
 )
-from headrace_decode.speculation.sharing.transfer import put_in, record_of
 
 MOST_ENTRIES = 65536
-"""Per partition; a reader further behind misses the oldest."""
+"""Untold entries of a partition, and partitions with untold entries; the oldest are given up."""
 BREATH_S = 1e-4
-"""Between two entries: releasing a lock alone does not let a waiting thread run."""
+"""Between two segments: releasing a lock alone does not let a waiting thread run."""
 
 Entry = tuple[int, int] | FlippedRecord
 """A segment's header row and its generation, or what else is told."""
 
 
-@dataclass
-class _Entries:
-    """The last entries of a partition; numbers have no gaps."""
-
-    last: int = 0
-    known: deque[Entry] = field(default_factory=lambda: deque(maxlen=MOST_ENTRIES))
-
-    def add(self, entry: Entry) -> None:
-        self.known.append(entry)
-        self.last += 1
-
-    def behind(self, after: int) -> tuple[int, Entry] | None:
-        """The first one behind a number that is still known, with its own."""
-        first = self.last - len(self.known) + 1
-        number = max(after + 1, first)
-        return (number, self.known[number - first]) if number <= self.last else None
-
-
 class Exchange:
-    """The log of one memory, and what it absorbed of others'.
+    """Between one memory and the batches of all replicas.
 
     Attributes:
-        logged: entries so far, of all partitions.
         longest_hold_s: longest time for which the memory's lock was held here.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
-        self.logged = 0
         self.longest_hold_s = 0.0
-        self._log: dict[Key, _Entries] = {}
-        self._absorbed: dict[tuple[int, str, str], int] = {}
-        memory.inserted = self._note
-        memory.flipped = self._note_flip
+        self._queue: dict[Key, deque[Entry]] = {}
+        """By partition, the one that has waited longest first."""
+        self._told_versions: dict[tuple[Key, str], int] = {}
+        memory.inserted = self._inserted
+        memory.flipped = self._flipped
 
-    def heads(self) -> dict[Key, int]:
-        """Partitions that have a log, with the number of their last entry."""
-        with self._held():
-            return {key: log.last for key, log in self._log.items()}
+    @property
+    def untold(self) -> int:
+        """Entries that wait to be told."""
+        with self.memory.lock:
+            return sum(map(len, self._queue.values()))
 
-    def read(self, key: Key, after: int, most_bytes: int) -> tuple[bytes, int]:
-        """What was logged after a sequence number, about `most_bytes` of it at most.
+    def tell(self, most_bytes: int) -> tuple[Key, bytes] | None:
+        """The next batch and its partition, about `most_bytes` at most; None if all is told.
 
-        Returns:
-            A batch, empty bytes if there is nothing, and the number to go on from.
+        Partitions take turns.
         """
-        log, records, size = self._log.get(key), [], 0
-        while log is not None and size < most_bytes:
+        records: list[SegmentRecord | FlippedRecord] = []
+        while not records:
             with self._held():
-                found = log.behind(after)
-                if found is None:
-                    break
-                after, entry = found
-                record = self._segment(*entry) if isinstance(entry, tuple) else entry
-            if record is not None:
-                records.append(encode_record(after, record))
-                size += len(records[-1])
-                time.sleep(BREATH_S)
-        if not records:
-            return b"", after
-        return encode_batch(self.memory.replica, key.scope, key.tenant, records), after
+                if not self._queue:
+                    return None
+                key = next(iter(self._queue))
+                waiting = self._queue.pop(key)
+            size = 0
+            while waiting and size < most_bytes:
+                with self._held():
+                    record = self._record(waiting.popleft())
+                if record is not None:
+                    records.append(record)
+                    size += len(record.tokens) if isinstance(record, SegmentRecord) else 0
+                    time.sleep(BREATH_S)
+            if waiting:
+                with self._held():
+                    waiting.extend(self._queue.pop(key, ()))
+                    self._queue[key] = waiting
+        return key, pack(Batch(self.memory.replica, key.scope, key.tenant, records))  # type: ignore[arg-type]
+
+    def tell_again(self) -> None:
+        """Queue all that this replica has put in and still has."""
+        with self._held():
+            self._queue.clear()
+            headers = self.memory.pool.headers.copy()
+            keys = {row: key for key, row in self.memory.pool.kept()}
+        own = (headers["partition"] != NONE) & (headers["corpus"] == 0) & (headers["foreign"] == 0)
+        rows = np.flatnonzero(own)
+        queue: dict[Key, deque[Entry]] = {}
+        for row in rows[np.argsort(headers["created_s"][rows], kind="stable")].tolist():
+            key = keys[int(headers["partition"][row])]
+            waiting = queue.setdefault(key, deque(maxlen=MOST_ENTRIES))  # type: ignore[arg-type]
+            waiting.append((row, int(headers["generation"][row])))
+        with self._held():
+            meanwhile, self._queue = self._queue, queue
+            for key, entries in meanwhile.items():
+                for entry in entries:
+                    self._add(key, entry)
+            for (key, name), version in list(self._told_versions.items()):
+                self._flipped(key, name, version)
 
     def absorb(self, data: bytes, name: str) -> int:
         """Take in another replica's batch; how many records were new.
@@ -117,22 +122,17 @@ class Exchange:
         Raises:
             DamagedError: nothing of it was taken in.
         """
-        batch = decode_batch(data, name)
+        batch = unpack(data, name)
         if batch.replica == self.memory.replica:
             return 0
-        source, key = (batch.replica, batch.scope, batch.tenant), Key(batch.scope, batch.tenant)
-        new = 0
-        for number, record in batch.records:
-            if number <= self._absorbed.get(source, 0):
-                continue
-            self._absorbed[source] = number
-            new += 1
-            if isinstance(record, FlippedRecord):
-                with self._held():
+        key, new = Key(batch.scope, batch.tenant), 0
+        for record in batch.records:
+            with self._held():
+                new += (
                     self._flip(key, record)
-            elif record.expires_s > self.memory.clock():
-                with self._held():
-                    put_in(self.memory, key, record, foreign=True)
+                    if isinstance(record, FlippedRecord)
+                    else self._put_in(key, record)
+                )
             time.sleep(BREATH_S)
         return new
 
@@ -143,31 +143,82 @@ class Exchange:
             yield
             self.longest_hold_s = max(self.longest_hold_s, time.perf_counter() - started_s)
 
-    def _note(self, key: Key, header: int) -> None:
+    def _add(self, key: Key, entry: Entry) -> None:
+        self._queue.setdefault(key, deque(maxlen=MOST_ENTRIES)).append(entry)
+        if len(self._queue) > MOST_ENTRIES:
+            del self._queue[next(iter(self._queue))]
+
+    def _inserted(self, key: Key, header: int) -> None:
         self._add(key, (header, int(self.memory.pool.headers[header]["generation"])))
 
-    def _add(self, key: Key, entry: Entry) -> None:
-        self._log.setdefault(key, _Entries()).add(entry)
-        self.logged += 1
-
-    def _note_flip(self, key: Key, name: str, version: int) -> None:
+    def _flipped(self, key: Key, name: str, version: int) -> None:
         pool, number = self.memory.pool, self.memory.corpus_number(key, name)
         mine = (pool.headers["corpus"] == number) & (pool.headers["version"] == version)
         rows = np.flatnonzero(mine & (pool.headers["partition"] != NONE))
         for header in rows[np.argsort(pool.headers["start"][rows])].tolist():
-            self._note(key, header)
+            self._inserted(key, header)
         self._add(key, FlippedRecord(name, version))
+        self._told_versions[key, name] = version
 
-    def _flip(self, key: Key, record: FlippedRecord) -> None:
-        if record.corpus and self.memory.may_hold(key, Source.OPERATOR):
-            number = self.memory.corpus_number(key, record.corpus)
-            versions = self.memory.pool.versions
-            versions[number] = max(int(versions[number]), record.version)
+    def _record(self, entry: Entry) -> SegmentRecord | FlippedRecord | None:
+        """None for a segment that is gone or will not be read again."""
+        if isinstance(entry, FlippedRecord):
+            return entry
+        memory, (row, generation) = self.memory, entry
+        fields = memory.pool.headers[row]
+        if fields["generation"] != generation or fields["partition"] == NONE:
+            return None
+        if is_over(fields, memory.pool.versions, memory.clock()):
+            return None
+        corpus = memory.corpora.names[fields["corpus"]]
+        model, tokenizer = (memory.digests.names[fields[n]] for n in ("model", "tokenizer"))
+        return SegmentRecord(
+            uid=int(fields["uid"]),
+            created_s=float(fields["created_s"]),
+            expires_s=float(fields["expires_s"]),
+            version=int(fields["version"]),
+            source=int(fields["source"]),
+            corpus=str(corpus[2]) if isinstance(corpus, tuple) else "",
+            model=model if isinstance(model, bytes) else b"",
+            tokenizer=tokenizer if isinstance(tokenizer, bytes) else b"",
+            tokens=memory.pool.tokens_of(row).astype("<i4").tobytes(),
+        )
 
-    def _segment(self, header: int, generation: int) -> SegmentRecord | None:
-        fields = self.memory.pool.headers[header]
-        if fields["generation"] != generation or fields["partition"] < 0:
-            return None
-        if is_over(fields, self.memory.pool.versions, self.memory.clock()):
-            return None
-        return record_of(self.memory, header)
+    def _flip(self, key: Key, record: FlippedRecord) -> bool:
+        if not record.corpus or not self.memory.may_hold(key, Source.OPERATOR):
+            return False
+        number, versions = self.memory.corpus_number(key, record.corpus), self.memory.pool.versions
+        new = record.version > versions[number]
+        versions[number] = max(int(versions[number]), record.version)
+        return bool(new)
+
+    def _put_in(self, key: Key, record: SegmentRecord) -> bool:
+        """Insert a record's segment; False if it is unfit, expired or there already, or there is no
+        room. Unfit is what no memory writes: negative tokens, other sources than corpora and
+        answers, lengths out of bounds."""
+        memory = self.memory
+        count, rest = divmod(len(record.tokens), 4)
+        tokens = np.frombuffer(record.tokens, "<i4", count).astype(np.int32)
+        if rest or not 2 <= count <= LONGEST_SEGMENT_TOKENS or int(tokens.min()) < 0:
+            return False
+        if record.source != (Source.OPERATOR if record.corpus else Source.RESPONSE):
+            return False
+        if (key.scope == PUBLIC_KEY.scope and key != PUBLIC_KEY) or record.uid >= 2**64:
+            return False
+        if not memory.may_hold(key, record.source) or not record.expires_s > memory.clock():
+            return False
+        same = memory.pool.headers["partition"][memory.pool.headers["uid"] == record.uid]
+        if (same != NONE).any():
+            return False
+        info = SegmentInfo(
+            source=record.source,
+            created_s=record.created_s,
+            expires_s=record.expires_s,
+            model=memory.digest_number(record.model),
+            tokenizer=memory.digest_number(record.tokenizer),
+            corpus=memory.corpus_number(key, record.corpus) if record.corpus else 0,
+            version=record.version,
+            uid=record.uid,
+            foreign=1,
+        )
+        return memory.pool.insert(key, tokens, info) is not None
