@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Draft
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from benchmarks.drafting.one_row import Draft, OneRowMemory
+from headrace_decode.speculation.retrieval.draft_memory import Settings
 
 ARCTIC_DEPTH = 24
 ARCTIC_FACTOR = 1.0
@@ -45,7 +45,7 @@ class Ours:
     def __init__(self, floor: float, **settings: Any) -> None:
         self.now_s = 0.0
         asked = {"floor": floor, "replica": 1, **settings}
-        self.memory = Memory(Settings(**asked), lambda: self.now_s)
+        self.memory = OneRowMemory(Settings(**asked), lambda: self.now_s)
         self.predicted: list[tuple[float, bool]] = []
         self._handle = 0
         self._draft: Draft | None = None
@@ -63,7 +63,7 @@ class Ours:
 
     def verified(self, offered: int, accepted: int) -> None:
         if self._draft is not None:
-            self.memory.feedback(self._handle, self._draft, offered, accepted)
+            self.memory.feedback(self._draft, offered, accepted)
             for at, survival in enumerate(self._draft.survival.tolist()):
                 self.predicted.append((survival, at < accepted))
 

@@ -28,8 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.drafting.arms import ARCTIC_DEPTH, ARCTIC_FACTOR, ARCTIC_LEAST, Arctic
+from benchmarks.drafting.one_row import OneRowMemory as Memory
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings, tenant_key
+from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
 from headrace_decode.speculation.retrieval.pool import SegmentInfo
 
 ROWS = 64

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.drafting.corpora import Exchange
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from benchmarks.drafting.one_row import OneRowMemory as Memory
+from headrace_decode.speculation.retrieval.draft_memory import Settings
 
 ROWS = 64
 KNOWN_TOKENS = 16

@@ -42,7 +42,6 @@ from headrace_decode.speculation.planning.draft_planner import (
     Mode,
     Step,
 )
-from headrace_decode.speculation.request import CALIBRATION_LENGTHS
 from headrace_decode.speculation.retrieval.acceptance import (
     EFFECT,
     MATCH_BUCKET,
@@ -52,8 +51,6 @@ from headrace_decode.speculation.retrieval.acceptance import (
     chance,
     learn,
 )
-from headrace_decode.speculation.session import CALIBRATION_STEP_TOKENS
-from headrace_decode.speculation.step_calibration import ROWS
 from headrace_engine.steptime import StepTime
 
 DRAFT_TOKENS = 16
@@ -133,20 +130,12 @@ class Policy:
         controls: bool = True,
         effects: bool = True,
         learns: bool = True,
-        caution: float | None = None,
         promise: float | None = None,
     ) -> None:
         self.planner = DraftPlanner(controls=controls, padded_sizes=range(PAD, 513, PAD))
         self.planner.mode = Mode.parse(mode)
-        self.acceptance = Acceptance() if caution is None else Acceptance(caution)
+        self.acceptance = Acceptance()
         self._effects, self._learns, self._promise = effects, learns, promise
-        if not learns:
-            return
-        for rows in ROWS:  # what a replica measures before it serves (`speculation.calibrate`)
-            for k in CALIBRATION_LENGTHS:
-                drafted = min(rows * k, CALIBRATION_STEP_TOKENS - rows)
-                seconds = float(day.seconds(rows, drafted, 0.0))
-                self.planner.times.observe(0, rows, drafted, 0, 0, seconds)
 
     def opened(self, request: Request) -> None:
         request.effect = self.acceptance.effect()
@@ -163,8 +152,7 @@ class Policy:
             return none
         cells = np.stack([request.cells for request in requests])
         effects = np.stack([request.effect for request in requests])
-        learned = self.acceptance
-        survival = _survival(learned.weights, learned.sampling, effects, learned.caution, cells)
+        survival = _survival(self.acceptance.known, effects, cells)
         if self._promise is not None:
             survival[:] = self._promise ** np.arange(1, DRAFT_TOKENS + 1)
         return self.planner.choose(load, Limits(), survival, none + DRAFT_TOKENS)
@@ -173,11 +161,10 @@ class Policy:
         self, requests: list[Request], take: NDArray[np.int32], right: NDArray[np.int64],
         seconds: float,
     ) -> None:  # fmt: skip
-        learned = self.acceptance
         for request, tested, good in zip(requests, take.tolist(), right.tolist(), strict=True):
             if tested:
-                _learn(learned.weights, learned.sampling, request.effect, request.cells,
-                       min(good + 1, tested), good)  # fmt: skip
+                tested = min(good + 1, tested)
+                _learn(self.acceptance.known, request.effect, request.cells, tested, good)
         rows, drafted = len(requests), int(take.sum())
         toss, self.planner.toss = self.planner.toss, None
         step = Step(rows + drafted, drafted, rows, rows + int(right.sum()), 0, seconds, toss=toss)
@@ -205,20 +192,20 @@ class Oracle(Policy):
 
 
 @jit
-def _survival(weights: Any, sampling: Any, effects: Any, caution: float, cells: Any) -> Any:
+def _survival(known: Any, effects: Any, cells: Any) -> Any:
     survival = np.empty(cells.shape, np.float32)
     for row in range(len(cells)):
         survives = 1.0
         for place in range(cells.shape[1]):
-            survives *= chance(weights, sampling, effects[row], caution, cells[row, place])
+            survives *= chance(known, effects[row], cells[row, place])
             survival[row, place] = survives
     return survival
 
 
 @jit
-def _learn(weights: Any, sampling: Any, effect: Any, cells: Any, tested: int, right: int) -> None:
+def _learn(known: Any, effect: Any, cells: Any, tested: int, right: int) -> None:
     for place in range(tested):
-        learn(weights, sampling, effect, cells[place], place < right)
+        learn(known, effect, cells[place], place < right)
 
 
 def a_day(policy: Policy, day: Day, steps: int, seed: int = 0) -> tuple[float, NDArray[np.float64]]:
@@ -256,7 +243,6 @@ def a_day(policy: Policy, day: Day, steps: int, seed: int = 0) -> tuple[float, N
 ABLATIONS: Mapping[str, dict[str, Any]] = {
     "guard": {"controls": False},
     "effects": {"effects": False},
-    "caution": {"caution": 0.0},
     "step_times": {"learns": False},
 }
 CONSTANTS: Mapping[str, tuple[Any, str, tuple[float, ...]]] = {

@@ -20,17 +20,20 @@ from benchmarks.speculation.arms import DRAFT_TOKENS, ENVIRONMENT, MODEL
 
 os.environ.update(ENVIRONMENT)
 
+import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from headrace.model import resolve
+from headrace_decode.speculation.draft import DraftBatch, Source
 from headrace_decode.speculation.request import REQUEST_KEY
 from headrace_decode.speculation.settings import engine_arguments
 
 FIELDS = ("prompt", "prompts", "rows", "draft", "context", "pairs", "seconds")
 """`prompts`: requests whose prompt was computed. `context`: tokens attended to by decoding rows'
 tokens; `pairs`: by prompt tokens."""
+DRAFTER = "benchmarks.steptime.record:Nonsense"
 FIRST_TOKEN, LAST_TOKEN = 20, 49_000
 ANSWER_TOKENS = 24
 MODEL_TOKENS = 8192
@@ -74,6 +77,33 @@ def shape(output: Any) -> tuple[int, ...]:
     return prompt, prompts, rows, draft, context, pairs
 
 
+class Nonsense:
+    """A drafter whose drafts mean nothing and have a length of their own in each step."""
+
+    LENGTHS = (0, 1, 2, 4, 8, 16, 3, 6, 12)
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def open_request(self, *_: Any, **__: Any) -> int:
+        return 1
+
+    def extend_many(self, *_: Any) -> None: ...
+
+    def draft_many(self, handles: Any, max_tokens: Any) -> DraftBatch:
+        """Of each request the same token, over and over."""
+        self._step += 1
+        n, length = len(handles), self.LENGTHS[self._step % len(self.LENGTHS)]
+        source = np.full(n, int(Source.PROMPT), np.int32)
+        lengths = np.full(n, length, np.int32)
+        tokens = np.full((n, length), FIRST_TOKEN, np.int32)
+        return DraftBatch(tokens, np.ones((n, length), np.float32), lengths, source, source)
+
+    def feedback_many(self, *_: Any) -> None: ...
+
+    def close_request(self, *_: Any, **__: Any) -> None: ...
+
+
 class Load:
     """What the engine is given."""
 
@@ -101,8 +131,9 @@ class Load:
 
     def _add(self, tokens: int, answer: int, drafts: bool) -> None:
         self._number += 1
-        prompt = [self._random.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
-        extra = {REQUEST_KEY: {"calibrates": True}} if drafts else None
+        prompt = [self._random.randrange(DRAFTER = "benchmarks.steptime.record:Nonsense"
+FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
+        extra = {REQUEST_KEY: {"drafts": drafts}}
         params = SamplingParams(
             max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
         )
@@ -123,7 +154,7 @@ def main() -> None:
         max_num_seqs=64,
         enable_prefix_caching=False,
         distributed_executor_backend=RecordingExecutor,
-        **engine_arguments(DRAFT_TOKENS, mode="off"),
+        **engine_arguments(DRAFT_TOKENS, mode=f"static:{DRAFT_TOKENS}", drafter=DRAFTER),
     )
     load = Load(llm, seed=0)
     load.turn()

@@ -19,14 +19,12 @@ import vllm
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import TENANT
 from headrace_decode.orchestrate import Orchestrator, Work
 from headrace_decode.speculation.request import request_arguments
-from headrace_decode.speculation.step_calibration import calibrate_steps
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
@@ -127,23 +125,6 @@ class PlannedLLM(AsyncLLM):
             self._own_tokenizer = copy.deepcopy(self.get_tokenizer())
         ids: list[list[int]] = self._own_tokenizer(texts, add_special_tokens=False).input_ids
         return ids
-
-    async def calibrate_drafting(self) -> None:
-        """Measure what steps with drafts cost here; nothing for an engine without our drafting."""
-        if not self.speculates:
-            return
-        plain = super().generate
-
-        def generate(
-            ids: list[int], extra: dict[str, Any], tokens: int, name: str
-        ) -> AsyncGenerator[RequestOutput, None]:
-            params = SamplingParams(
-                max_tokens=tokens, temperature=0.0, ignore_eos=True, extra_args=extra
-            )
-            return plain(TokensPrompt(prompt_token_ids=ids, cache_salt=name), params, name)
-
-        rows_max = self.vllm_config.scheduler_config.max_num_seqs
-        await calibrate_steps(generate, rows_max, self.model_config.get_vocab_size())
 
     async def notify_kv_transfer_request_rejected(
         self, request_id: str, kv_transfer_params: dict[str, Any], **kwargs: Any

@@ -134,7 +134,6 @@ class DecodeServer(PDDecodeServer):
         self._routes = [asdict(route) for route in public_routes(app)]
         if wiring.calibrate:
             await calibrate(self.engine.llm, self._planner)
-            await self.engine.llm.calibrate_drafting()
             await warm_up(app, self._llm_config.model_id)
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if self.engine.llm.speculates:

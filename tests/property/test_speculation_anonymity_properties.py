@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.drafting.one_row import OneRowMemory as Memory
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.retrieval.anonymity import WINDOW_TOKENS, SharedWindows, picked
-from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Memory, Settings
+from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Settings
 from headrace_kvstore.salts import salt_of
 
 TENANT = st.sampled_from("abcd")

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from benchmarks.drafting.one_row import OneRowMemory as Memory
+from headrace_decode.speculation.retrieval.draft_memory import Settings
 
 SHARED = st.integers(0, 5)
 SECRET = st.lists(st.integers(100, 140), min_size=12, max_size=40, unique=True)
@@ -32,7 +33,7 @@ def plant(memory: Memory, secret: list[int], corpus: list[int], accepted: int) -
     now = memory.open_request("", np.array(secret[:4], np.int32), "a")
     for _ in range(8):
         draft = memory.draft(now, 4)
-        memory.feedback(now, draft, len(draft), accepted)
+        memory.feedback(draft, len(draft), accepted)
 
 
 def drafts_of_b(memory: Memory, kept: list[list[int]], prompt: list[int]) -> list[Drafted]:

@@ -44,25 +44,22 @@ def test_every_kind_of_token_has_rows_of_its_own() -> None:
 @given(
     st.lists(st.tuples(CELLS, st.booleans(), st.integers(0, 3)), max_size=300),
     st.floats(0.0, 5.0),
-    st.floats(0.0, 3.0),
 )
-def test_chances_stay_between_0_and_1_and_the_cautious_ones_below_the_others(
-    tokens: list[tuple[int, bool, int]], temperature: float, caution: float
+def test_chances_stay_between_0_and_1(
+    tokens: list[tuple[int, bool, int]], temperature: float
 ) -> None:
     learned = Acceptance()
     effects = [learned.effect(temperature if number % 2 else 0.0) for number in range(4)]
     for cell, right, request in tokens:
         effect = effects[request]
-        learn(learned.weights, learned.sampling, effect, cell, right)
-        mean = chance(learned.weights, learned.sampling, effect, 0.0, cell)
-        least = chance(learned.weights, learned.sampling, effect, caution, cell)
-        assert 0.0 <= least <= mean <= 1.0
+        learn(learned.known, effect, cell, right)
+        assert 0.0 <= chance(learned.known, effect, cell) <= 1.0
     for effect in effects:
         learned.ended(effect)
     learned.learned()
-    for values in (learned.weights, learned.sampling, learned.population, learned.votes):
+    for values in (*learned.known, learned.population):
         assert np.isfinite(values).all()
-    assert learned.weights[:, 1].min() > 0.0
+    assert learned.known.weights[:, 1].min() > 0.0
     assert learned.population[1] > 0.0
 
 

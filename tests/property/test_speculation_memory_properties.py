@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings, tenant_key
+from benchmarks.drafting.one_row import OneRowMemory as Memory
+from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
 from headrace_decode.speculation.retrieval.segments import CONTEXT
 from headrace_decode.speculation.retrieval.word_arena import Arena
 
@@ -138,5 +139,5 @@ def test_survival_is_a_probability_that_never_rises(
         draft = memory.draft(now, 8)
         assert ((draft.survival > 0) & (draft.survival <= 1)).all()
         assert (np.diff(draft.survival) <= 0).all()
-        memory.feedback(now, draft, offered, accepted)
+        memory.feedback(draft, offered, accepted)
         memory.extend(now, [accepted % 4])

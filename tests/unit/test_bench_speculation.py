@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any
-
 import pytest
 
 from benchmarks.speculation.arms import STEP_TOKENS_MAX, arms_of, static_lengths
 from benchmarks.speculation.day import Day, Oracle, Policy, a_day
 from benchmarks.speculation.report import figures, table, target
 from benchmarks.speculation.workloads import BLOCK, Workload
-from headrace_decode.speculation.request import CALIBRATION_LENGTHS, facts_of
-from headrace_decode.speculation.step_calibration import calibrate_steps
 
 # The simulated day
 
@@ -106,24 +100,3 @@ def test_prompts_are_the_same_for_all_arms_and_begin_with_whole_blocks(name: str
     assert prompts[::-1] == [other.prompt(number, number // 12) for number in reversed(range(40))]
     assert {len(document) % BLOCK for document in one.documents} == {0}
     assert len({tuple(prompt) for prompt in prompts}) > 10
-
-
-# Calibration
-
-
-def test_calibration_runs_every_length_at_several_loads_and_survives_failure() -> None:
-    asked: list[tuple[int, str]] = []
-
-    async def generate(
-        prompt: list[int], extra: dict[str, Any], tokens: int, name: str
-    ) -> AsyncGenerator[None, None]:
-        assert facts_of(len(prompt), tokens, extra).calibrates
-        assert max(prompt) < 100
-        assert tokens > len(CALIBRATION_LENGTHS)
-        asked.append((tokens, name))
-        if name.startswith("calibrate-drafts-4"):
-            raise RuntimeError("a bug")
-        yield None
-
-    asyncio.run(calibrate_steps(generate, 4, 100))
-    assert len(asked) == len({name for _, name in asked}) == 5

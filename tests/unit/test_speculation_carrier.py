@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from benchmarks.drafting.one_row import OneRowMemory as Memory
+from headrace_decode.speculation.retrieval.draft_memory import Settings
 from headrace_decode.speculation.settings import Settings as EngineSettings
 from headrace_decode.speculation.sharing import carrier as carriers
 from headrace_decode.speculation.sharing.carrier import Carrier, CarrierSettings

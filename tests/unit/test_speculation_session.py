@@ -300,15 +300,6 @@ def test_a_step_that_chance_leaves_without_drafts_is_told_with_its_odds() -> Non
     assert {step.toss.share for step in tossed if step.toss} == {UNDECIDED}
 
 
-def test_calibration_drafts_mean_nothing_and_are_remembered_by_nobody() -> None:
-    engine = Engine(calibrates=True)
-    lengths = [len(engine.step({"a": [5]})["a"]) for _ in range(5)]
-    assert lengths == [0, 1, 2, 4, 4]
-    assert engine.drafter.opened == {}
-    assert engine.drafter.looked == 0
-    assert engine.planner.counts["control_steps"] == 0
-
-
 # Settings
 
 

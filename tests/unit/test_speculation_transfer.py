@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
+from benchmarks.drafting.one_row import OneRowMemory as Memory
+from headrace_decode.speculation.retrieval.draft_memory import Settings
 from headrace_decode.speculation.sharing import exchange
 from headrace_decode.speculation.sharing.exchange import Exchange
 from headrace_decode.speculation.sharing.record import (
@@ -51,7 +52,7 @@ def told(log: Exchange, most_bytes: int = MIB) -> bytes:
 
 def failed(memory: Memory, prompt: NDArray[np.int32], tenant: str) -> None:
     handle = memory.open_request("now", prompt, tenant)
-    memory.feedback(handle, memory.draft(handle, 4), 4, 0)
+    memory.feedback(memory.draft(handle, 4), 4, 0)
     memory.close_request(handle, keep=False)
 
 

@@ -30,37 +30,17 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True)
-class Draft:
-    """Tokens that may come next in one request.
-
-    Attributes:
-        tokens: int32 [k]; k is 0 where nothing was found.
-        survival: float32 [k], non-increasing: probability that tokens[: i + 1] are all accepted.
-        source: `Source` of the text that weighed most.
-        match_tokens: how many of the request's last tokens stood before that text, too.
-        origin: of no meaning to others; `feedback` finds in it what the draft was read from.
-    """
-
-    tokens: NDArray[np.int32]
-    survival: NDArray[np.float32]
-    source: int = Source.NONE
-    match_tokens: int = 0
-    origin: Any = field(default=None, compare=False, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass(frozen=True)
 class DraftBatch:
-    """The drafts of one step, as arrays over its n rows; `batch[row]` is one of them.
+    """The drafts of one step, as arrays over its n rows.
 
     Attributes:
         tokens: int32 [n, K]; those from `lengths[row]` on mean nothing.
-        survival: float32 [n, K]; 0 from `lengths[row]` on, so that the planner may sort it whole.
-        lengths: int32 [n], each at most K.
-        source, match_tokens: int32 [n], as in `Draft`.
-        origin: as in `Draft`, for the batch.
+        survival: float32 [n, K], non-increasing: probability that tokens[: i + 1] are all accepted;
+            0 from `lengths[row]` on, so that the planner may sort it whole.
+        lengths: int32 [n], each at most K; 0 where nothing was found.
+        source: int32 [n], `Source` of the text that weighed most.
+        match_tokens: int32 [n], how many of the request's last tokens stood before that text, too.
+        origin: of no meaning to others; `feedback_many` finds in it what was read where.
     """
 
     tokens: NDArray[np.int32]
@@ -72,19 +52,6 @@ class DraftBatch:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def __getitem__(self, row: int) -> Draft:
-        length = int(self.lengths[row])
-        return Draft(
-            self.tokens[row, :length],
-            self.survival[row, :length],
-            int(self.source[row]),
-            int(self.match_tokens[row]),
-            (self.origin, row),
-        )
-
-
-EMPTY = Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
 class Drafter(Protocol):
@@ -105,35 +72,24 @@ class Drafter(Protocol):
         """Begin a request, which samples at this temperature. "" is a tenant as any other."""
         ...
 
-    def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
-        """Append accepted tokens (those that the engine emitted, bonus token included)."""
-        ...
-
     def extend_many(
         self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
     ) -> None:
-        """`extend` for a step: `tokens` of all rows one after the other, `counts` [n] of them."""
-        ...
-
-    def draft(self, handle: int, max_tokens: int) -> Draft:
-        """At most `max_tokens` tokens; empty if nothing fits."""
+        """Append accepted tokens (those that the engine emitted, bonus token included): `tokens` of
+        all rows one after the other, `counts` [n] of them."""
         ...
 
     def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
-        """`draft` for the rows of a step in one call, in the order of `handles`."""
-        ...
-
-    def feedback(self, handle: int, draft: Draft, offered_k: int, accepted_k: int) -> None:
-        """The engine verified the first `offered_k` tokens and accepted `accepted_k` of those.
-
-        Tokens from `offered_k` on were never tried: neither a success nor a failure.
-        """
+        """At most `max_tokens` tokens for each request, in the order of `handles`."""
         ...
 
     def feedback_many(
         self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
     ) -> None:
-        """`feedback` for the rows of a batch."""
+        """The engine verified the first `offered_k` [n] tokens and accepted `accepted_k` of those.
+
+        Tokens from `offered_k` on were never tried: neither a success nor a failure.
+        """
         ...
 
     def close_request(self, handle: int, *, keep: bool = True) -> None:

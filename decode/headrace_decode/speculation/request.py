@@ -17,8 +17,6 @@ OPT_OUT_KEY = "headrace_draft"
 """In a client's `vllm_xargs`: 0, and nothing is drafted for the request or kept of it."""
 KEEP_KEY = "headrace_keep"
 """Likewise: 0, and its answer is not kept, though it may be drafted for."""
-CALIBRATION_LENGTHS = (0, 1, 2, 4, 8, 16, 3, 6, 12)
-"""Draft tokens a row in successive steps of a request that calibrates."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Facts:
         keeps: whether its answer may be drafted from later.
         itl_s: its inter-token latency target; infinite without one.
         max_tokens: it ends after so many; None if nothing but the model ends it.
-        calibrates: it is there to measure steps, and gets meaningless drafts.
         temperature: at which its tokens are drawn; 0 takes the likeliest.
     """
 
@@ -42,7 +39,6 @@ class Facts:
     keeps: bool = True
     itl_s: float = float("inf")
     max_tokens: int | None = None
-    calibrates: bool = False
     temperature: float = 0.0
 
 
@@ -91,7 +87,6 @@ def facts_of(
         keeps=bool(told.get("keeps", True)),
         itl_s=float(itl_s) if good_itl else math.inf,  # type: ignore[arg-type]
         max_tokens=max_tokens,
-        calibrates=bool(told.get("calibrates", False)),
         temperature=temperature,
     )
 

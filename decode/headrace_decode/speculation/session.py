@@ -25,10 +25,8 @@ from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.planning.budget import best_budget
 from headrace_decode.speculation.planning.draft_guard import Toss
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load, Step
-from headrace_decode.speculation.request import CALIBRATION_LENGTHS, Facts
+from headrace_decode.speculation.request import Facts
 from headrace_decode.speculation.tally import Tally
-
-CALIBRATION_STEP_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class _Running:
     rows: int = 0
     emitted: int = 0
     context_tokens: int = 0
-    calibrates: bool = False
 
 
 @dataclass
@@ -115,7 +112,6 @@ class Session:
         self._pending: _Pending | None = None
         self.tally = Tally()
         """What became of drafts, by source."""
-        self._calibration_step = 0
 
     def begin(
         self,
@@ -145,14 +141,13 @@ class Session:
                     context_tokens=before.context_tokens,
                     seconds=now - before.started_s,
                     toss=before.toss,
-                    pure=before.tokens - before.drafted == before.rows and not before.calibrates,
+                    pure=before.tokens - before.drafted == before.rows,
                 )
             )
         for request_id in finished:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                facts = request.facts
-                keep = facts.drafts and facts.keeps and not facts.calibrates
+                keep = request.facts.drafts and request.facts.keeps
                 self.drafter.close_request(request.handle, keep=keep)
         toss, self.planner.toss = self.planner.toss, None
         self._running = _Running(now, tokens, drafted, toss, ids) if tokens else None
@@ -167,14 +162,9 @@ class Session:
             self._running.rows = len(live)
             self._running.emitted = sum(len(rows.sampled[row]) for row in live)
             self._running.context_tokens = int(rows.num_tokens[live].sum()) if live else 0
-            self._running.calibrates = any(r.facts.calibrates for r in requests)
         drafts: list[list[int]] = [[] for _ in rows.sampled]
         if live:
-            caps = self._caps(rows, live, requests)
-            if any(request.facts.calibrates for request in requests):
-                self._calibrate(rows, live, caps, drafts)
-            else:
-                self._draft(rows, live, requests, caps, drafts)
+            self._draft(rows, live, requests, self._caps(rows, live, requests), drafts)
         self.propose_s += time.perf_counter() - started_s
         return drafts
 
@@ -191,7 +181,6 @@ class Session:
         count, places = np.ones(1, np.int32), np.zeros(1, np.int64)
         _gathered(one, places, places, count)
         _verdict(one, count, count, count, places)
-        Tally().book(count, count, count, count, count, places)
         best_budget(chance, _usable(one, count, 1), np.ones(2))
 
     def _known(self, rows: Rows, row: int, facts: Callable[[str], Facts]) -> _Request:
@@ -201,7 +190,7 @@ class Session:
             told = facts(request_id)
             prompt = rows.token_ids[row, : told.prompt_tokens].astype(np.int32)
             handle = -1
-            if told.drafts and not told.calibrates:
+            if told.drafts:
                 handle = self.drafter.open_request(
                     request_id, prompt, told.tenant, temperature=told.temperature
                 )
@@ -290,17 +279,6 @@ class Session:
         for place, (row, count) in enumerate(zip(live, take, strict=True)):
             if count:
                 drafts[row] = batch.tokens[place, :count].tolist()
-
-    def _calibrate(
-        self, rows: Rows, live: list[int], caps: NDArray[np.int32], drafts: list[list[int]]
-    ) -> None:
-        """Repeat each row's last token: nothing is meant by it, the step's time is what counts."""
-        count = CALIBRATION_LENGTHS[self._calibration_step % len(CALIBRATION_LENGTHS)]
-        self._calibration_step += 1
-        most = min(self._step_tokens, CALIBRATION_STEP_TOKENS)
-        count = min(count, max(most // len(live) - 1, 0))
-        for row, cap in zip(live, caps.tolist(), strict=True):
-            drafts[row] = [int(rows.sampled[row][-1])] * min(count, cap)
 
 
 def kv_room(

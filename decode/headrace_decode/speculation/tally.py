@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.jit import jit
 
 RECENT_TOKENS = 1024.0
 """Memory of the recent acceptance, in tokens put to the test."""
@@ -43,7 +42,14 @@ class Tally:
                 and how many of those were right.
             places: the drafts that something came after, -1 for none.
         """
-        _book(self._counts, self._recent, source, caps, taken, offered, accepted, places)
+        at = places[places >= 0]
+        at = at[caps[at] > 0]
+        known = np.where((source >= 0) & (source < len(Source)), source, Source.NONE)[at]
+        np.add.at(self._counts[:, DRAFTED], known, taken[at])
+        np.add.at(self._counts[:, ACCEPTED], known, np.minimum(accepted, taken)[at])
+        tested = int(np.maximum(offered[at], 1).sum())
+        self._recent *= max(1.0 - tested / RECENT_TOKENS, 0.0)
+        self._recent += tested, accepted[at].sum()
 
     @property
     def recent(self) -> tuple[float, float]:
@@ -61,26 +67,3 @@ class Tally:
             for number, (drafted, accepted) in enumerate(self._counts.tolist())
             if drafted
         }
-
-
-@jit
-def _book(
-    counts: NDArray[np.int64],
-    recent: NDArray[np.float64],
-    source: NDArray[np.int32],
-    caps: NDArray[np.int32],
-    taken: NDArray[np.int32],
-    offered: NDArray[np.int32],
-    accepted: NDArray[np.int32],
-    places: NDArray[np.int64],
-) -> None:
-    for place in places:
-        if place < 0 or caps[place] <= 0:
-            continue
-        named = source[place] if 0 <= source[place] < len(counts) else 0
-        counts[named, DRAFTED] += taken[place]
-        counts[named, ACCEPTED] += min(accepted[place], taken[place])
-        tested = max(offered[place], 1)
-        keep = max(1.0 - tested / RECENT_TOKENS, 0.0)
-        recent[0] = keep * recent[0] + tested
-        recent[1] = keep * recent[1] + accepted[place]

@@ -22,15 +22,13 @@ z, variances ``v``, outcome y, ``p = sigmoid(z)``, ``r = p (1 - p)`` and ``S = s
 
     w += v g (y - p) / (1 + r S)         v -= (v g)^2 r / (1 + r S)
 
-Variances grow back slowly, so that what is learned follows a workload that changes. The chance of a
-token is that at a lower quantile of z, ``sigmoid(z - CAUTION sqrt(S))``: of two drafts that look
-alike, the one that is better known is the better one.
+Variances grow back slowly, so that what is learned follows a workload that changes.
 """
 
 from __future__ import annotations
 
-from math import exp, sqrt
-from typing import Any
+from math import exp
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +51,6 @@ before, but no more often than refused; 3 refused once, never accepted; 4 refuse
 never accepted."""
 MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
 
-CAUTION = 0.25
 WEIGHT_VARIANCE = 0.3
 FORGET = 1e-3
 """A variance grows by this share with each token that it is used for, up to its prior."""
@@ -76,6 +73,21 @@ above which it does not grow."""
 MEAN, VARIANCE = 0, 1
 
 
+class Learned(NamedTuple):
+    """What one memory has learned, for the compiled functions below.
+
+    Attributes:
+        weights: float64 [WEIGHTS, 2]: mean and variance of each weight.
+        sampling: float64 [2, 2]: mean and variance of `a` and `c`.
+        votes: float32 [SOURCES, MATCHES]: odds that a candidate's next token is accepted, its
+            weight in the vote on the next token.
+    """
+
+    weights: NDArray[np.float64]
+    sampling: NDArray[np.float64]
+    votes: NDArray[np.float32]
+
+
 def _buckets(starts: tuple[int, ...], size: int) -> NDArray[np.int32]:
     return (np.searchsorted(starts, np.arange(size), side="right") - 1).clip(0).astype(np.int32)
 
@@ -85,24 +97,16 @@ POSITION_BUCKET = _buckets(POSITION_FROM, POSITION_FROM[-1] + 1)
 
 
 class Acceptance:
-    """What one memory has learned, as arrays for the compiled functions below.
+    """What one memory has learned: `known`, and of requests the `population`, float64 [2]: mean and
+    variance of their effects."""
 
-    Attributes:
-        weights: float64 [WEIGHTS, 2]: mean and variance of each weight.
-        sampling: float64 [2, 2]: mean and variance of `a` and `c`.
-        population: float64 [2]: mean and variance of the effects of requests.
-        votes: float32 [SOURCES, MATCHES]: odds that a candidate's next token is accepted, its
-            weight in the vote on the next token.
-        caution: standard deviations below the mean at which chances are taken.
-    """
-
-    def __init__(self, caution: float = CAUTION) -> None:
-        self.caution = caution
-        self.weights = np.tile([0.0, WEIGHT_VARIANCE], (WEIGHTS, 1))
-        self.sampling = np.array([[0.0, std**2] for std in SAMPLING_STD])
+    def __init__(self) -> None:
+        self.known = Learned(
+            np.tile([0.0, WEIGHT_VARIANCE], (WEIGHTS, 1)),
+            np.array([[0.0, std**2] for std in SAMPLING_STD]),
+            np.ones((SOURCES, MATCHES), np.float32),
+        )
         self.population = np.array([0.0, EFFECT_VARIANCE])
-        self.votes = np.zeros((SOURCES, MATCHES), np.float32)
-        self.learned()
 
     def effect(self, temperature: float = 0.0) -> NDArray[np.float64]:
         """A request's effect as it begins, float64 [EFFECT]."""
@@ -118,9 +122,10 @@ class Acceptance:
 
     def learned(self) -> None:
         """Compute the votes anew after the weights have changed: odds of a lone candidate."""
-        alone = self.weights[:_BY_REFUSALS, MEAN].reshape(SOURCES, MATCHES, AGREEMENTS)[..., 0]
-        by_source = self.weights[_BY_REFUSALS:_BY_PLACE, MEAN].reshape(SOURCES, -1)[:, :1]
-        self.votes[:] = np.exp(alone + by_source)
+        means = self.known.weights[:, MEAN]
+        alone = means[:_BY_REFUSALS].reshape(SOURCES, MATCHES, AGREEMENTS)[..., 0]
+        by_source = means[_BY_REFUSALS:_BY_PLACE].reshape(SOURCES, -1)[:, :1]
+        self.known.votes[:] = np.exp(alone + by_source)
 
 
 @jit
@@ -142,52 +147,58 @@ def rows_of(cell: int) -> tuple[int, int, int]:
 
 
 @jit
-def chance(weights: Any, sampling: Any, effect: Any, caution: float, cell: int) -> float:
-    """Probability that a token is accepted if all before it were, at the lower quantile."""
+def _score(known: Any, effect: Any, cell: int) -> tuple[float, float]:
+    """The mean of z, and the sum of the variances in it."""
     a, b, c = rows_of(cell)
-    z = weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0]
-    spread = weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1]
-    heat = effect[2]
-    if heat > 0.0:
-        slope = max(1.0 + heat * sampling[1, 0], FLATTEST)
-        spread = slope**2 * spread + heat**2 * (sampling[0, 1] + z**2 * sampling[1, 1])
-        z = heat * sampling[0, 0] + slope * z
-    if caution > 0.0:
-        z -= caution * sqrt(spread)
-    return 1.0 / (1.0 + exp(-z))
+    weights = known.weights
+    return (
+        weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0],
+        weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1],
+    )
 
 
 @jit
-def learn(weights: Any, sampling: Any, effect: Any, cell: int, accepted: bool) -> None:
+def _slope(known: Any, heat: float) -> float:
+    """``1 + c t``, by which a request of temperature `heat` multiplies z."""
+    return max(1.0 + heat * known.sampling[1, 0], FLATTEST)
+
+
+@jit
+def chance(known: Any, effect: Any, cell: int) -> float:
+    """Probability that a token is accepted if all before it were."""
+    z, _ = _score(known, effect, cell)
+    heat = effect[2]
+    return 1.0 / (1.0 + exp(-heat * known.sampling[0, 0] - _slope(known, heat) * z))
+
+
+@jit
+def learn(known: Any, effect: Any, cell: int, accepted: bool) -> None:
     """Learn from the test of one token; all draft tokens before it were accepted."""
-    a, b, c = rows_of(cell)
-    z = weights[a, 0] + weights[b, 0] + weights[c, 0] + effect[0]
-    spread = weights[a, 1] + weights[b, 1] + weights[c, 1] + effect[1]
-    heat, slope, score = effect[2], 1.0, z
-    if heat > 0.0:
-        slope = max(1.0 + heat * sampling[1, 0], FLATTEST)
-        spread = slope**2 * spread + heat**2 * (sampling[0, 1] + score**2 * sampling[1, 1])
-        z = heat * sampling[0, 0] + slope * score
-    p = 1.0 / (1.0 + exp(-z))
-    known = p * (1.0 - p)
-    shrink = 1.0 / (1.0 + known * spread)
-    move, sure = ((1.0 if accepted else 0.0) - p) * shrink, known * shrink
-    for row in (a, b, c):
-        variance = weights[row, 1]
-        weights[row, 0] += slope * variance * move
-        variance -= (slope * variance) ** 2 * sure
-        weights[row, 1] = min(variance * (1.0 + FORGET), WEIGHT_VARIANCE)
-    variance = effect[1]
-    effect[0] += slope * variance * move
-    variance -= (slope * variance) ** 2 * sure
-    effect[1] = min(variance * (1.0 + EFFECT_FORGET), effect[3])
+    score, spread = _score(known, effect, cell)
+    weights, sampling, heat = known.weights, known.sampling, effect[2]
+    slope = _slope(known, heat)
+    spread = slope**2 * spread + heat**2 * (sampling[0, 1] + score**2 * sampling[1, 1])
+    p = chance(known, effect, cell)
+    shrink = 1.0 / (1.0 + p * (1.0 - p) * spread)
+    move, sure = ((1.0 if accepted else 0.0) - p) * shrink, p * (1.0 - p) * shrink
+    for row in rows_of(cell):
+        _step(weights[row], slope, move, sure, FORGET, WEIGHT_VARIANCE)
+    _step(effect, slope, move, sure, EFFECT_FORGET, effect[3])
     if heat > 0.0:
         for which in range(2):
             gradient = heat * (score if which else 1.0)
-            variance = sampling[which, 1]
-            sampling[which, 0] += gradient * variance * move
-            variance -= (gradient * variance) ** 2 * sure
-            sampling[which, 1] = min(variance * (1.0 + FORGET), SAMPLING_STD[which] ** 2)
+            _step(sampling[which], gradient, move, sure, FORGET, SAMPLING_STD[which] ** 2)
+
+
+@jit
+def _step(
+    gaussian: Any, gradient: float, move: float, sure: float, forget: float, most: float
+) -> None:
+    """Move a mean and its variance, which grows back up to `most`."""
+    variance = gaussian[1]
+    gaussian[0] += gradient * variance * move
+    variance -= (gradient * variance) ** 2 * sure
+    gaussian[1] = min(variance * (1.0 + forget), most)
 
 
 @jit

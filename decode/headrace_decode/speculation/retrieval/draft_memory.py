@@ -5,8 +5,8 @@ partition, in its tenant's and in the public one, and there is no way from one t
 another's. The public one holds only what the operator loaded for everybody and, if that is switched
 on, what several tenants were answered alike (`anonymity`).
 
-What tenants do share: the capacity (`pool` says who gives way), and the calibration, which counts
-how often drafts of a kind were accepted, and no text.
+What tenants do share: the capacity (`pool` says who gives way), and what `acceptance` learns, which
+is a few hundred numbers and no text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import EMPTY, Draft, DraftBatch, Source
-from headrace_decode.speculation.retrieval.acceptance import CAUTION, EFFECT, SOURCES, Acceptance
+from headrace_decode.speculation.draft import DraftBatch, Source
+from headrace_decode.speculation.retrieval.acceptance import EFFECT, SOURCES, Acceptance
 from headrace_decode.speculation.retrieval.anonymity import SharedWindows
 from headrace_decode.speculation.retrieval.interner import Interner
 from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
@@ -37,9 +36,11 @@ from headrace_decode.speculation.retrieval.step import (
     ROW_MASK,
     TENANT,
     TOKENIZER,
+    Look,
     draft_rows,
     extend_rows,
     feedback_rows,
+    no_drafts,
 )
 
 PUBLIC = "public"
@@ -84,7 +85,6 @@ class Settings:
             can be found.
         floor: least survival that is drafted.
         failures, learns: whether refusals are remembered, and chances learned.
-        caution: as in `acceptance.Acceptance`.
         sources: which texts are drafted from.
         for_all: whose texts may lie in the public partition: operator corpora, and of answers what
             several tenants have in common.
@@ -103,23 +103,10 @@ class Settings:
     floor: float = 0.02
     failures: bool = True
     learns: bool = True
-    caution: float = CAUTION
     sources: frozenset[Source] = ALL_SOURCES
     for_all: frozenset[Source] = frozenset({Source.OPERATOR})
     shared_k: int | None = None
     replica: int = 0
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What `feedback` needs of a batch: handles, and per row and token where it was read."""
-
-    handles: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    cells: NDArray[np.int32]
-    keys: NDArray[np.int64]
-    header_rows: NDArray[np.int32]
-    generations: NDArray[np.int64]
 
 
 class Memory:
@@ -134,7 +121,7 @@ class Memory:
         self.settings = settings = settings or Settings()
         self.pool = Pool(settings.capacity_bytes, self._unlink)
         self.digests, self.corpora = Interner(), Interner()
-        self.acceptance = Acceptance(settings.caution)
+        self.acceptance = Acceptance()
         self.replica = settings.replica or secrets.randbits(64)
         self._shared = SharedWindows(settings.shared_k) if settings.shared_k else None
         self.clock = clock
@@ -184,100 +171,62 @@ class Memory:
             self._tenants[row] = tenant
             return handle
 
-    def extend(self, handle: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
-        """Append accepted tokens."""
-        run = np.asarray(tokens, np.int32)
-        self.extend_many([handle], run, np.array([len(run)], np.int32))
-
     def extend_many(
         self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
     ) -> None:
-        """`extend` for a step: `tokens` of all rows one after the other, `counts` [n] of them."""
+        """Append accepted tokens: `tokens` of all rows in a line, `counts` [n] of each."""
         rows, sizes = np.asarray(handles, np.int64), np.asarray(counts, np.int64)
         with self.lock:
             self._grow(rows, sizes)
-            pool = self.pool
-            extend_rows(
-                pool.arena.words,
-                pool.parts,
-                self._requests,
-                rows,
-                np.asarray(tokens, np.int32),
-                sizes,
-            )
-
-    def draft(self, handle: int, max_tokens: int) -> Draft:
-        """At most `max_tokens` tokens; empty if nothing fits."""
-        batch = self.draft_many([handle], max_tokens)
-        return batch[0] if batch.lengths[0] else EMPTY
+            extend_rows(self.pool.store, self._requests, rows, np.asarray(tokens, np.int32), sizes)
 
     def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
-        """`draft` for the rows of a step in one call, in the order of `handles`."""
+        """At most `max_tokens` tokens for each request, in the order of `handles`."""
         asked = np.asarray(handles, np.int64)
-        n = len(asked)
-        most = np.empty(n, np.int64)
+        most = np.empty(len(asked), np.int64)
         most[:] = max_tokens
-        width = max(int(most.max(initial=0)), 0)
-        tokens = np.zeros((n, width), np.int32)
-        survival = np.zeros((n, width), np.float32)
-        lengths, source, match = np.zeros((3, n), np.int32)
-        origin = Origin(
-            asked,
-            lengths,
-            np.zeros((n, width), np.int32),
-            np.zeros((n, width), np.int64),
-            np.zeros(n, np.int32),
-            np.zeros(n, np.int64),
-        )
+        drafts = no_drafts(asked, max(int(most.max(initial=0)), 0))
         with self.lock:
-            pool, public = self.pool, self.pool.find(PUBLIC_KEY)
-            draft_rows(
-                pool.arena.words,
-                pool.parts,
-                pool.headers,
-                pool.versions,
-                self._requests,
+            public, settings = self.pool.find(PUBLIC_KEY), self.settings
+            look = Look(
                 NONE if public is None else public,
-                self.acceptance.votes,
-                self.acceptance.weights,
-                self.acceptance.sampling,
-                self._effects,
-                self.acceptance.caution,
                 self._allowed,
-                self.settings.failures,
-                self.settings.floor,
+                settings.failures,
+                settings.floor,
                 self.clock(),
-                asked,
-                most,
-                tokens,
-                survival,
-                lengths,
-                source,
-                match,
-                origin.cells,
-                origin.keys,
-                origin.header_rows,
-                origin.generations,
             )
-        return DraftBatch(tokens, survival, lengths, source, match, origin)
-
-    def feedback(self, handle: int, draft: Draft, offered_k: int, accepted_k: int) -> None:
-        """The engine verified the first `offered_k` tokens and accepted `accepted_k` of those."""
-        if draft.origin is None:
-            return
-        whole, row = draft.origin
-        one = slice(row, row + 1)
-        if int(whole.handles[row]) != handle:
-            return
-        self._learn(whole, one, np.array([offered_k]), np.array([accepted_k]))
+            known = self.acceptance.known
+            draft_rows(self.pool.store, self._requests, self._effects, known, look, most, drafts)
+        return DraftBatch(
+            drafts.tokens,
+            drafts.survival,
+            drafts.lengths,
+            drafts.source,
+            drafts.match_tokens,
+            drafts,
+        )
 
     def feedback_many(
         self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
     ) -> None:
-        """`feedback` for the rows of a batch."""
-        if batch.origin is not None:
-            offered, accepted = np.asarray(offered_k), np.asarray(accepted_k)
-            self._learn(batch.origin, slice(None), offered, accepted)
+        """The engine verified the first `offered_k` tokens of each draft and accepted `accepted_k`
+        of those."""
+        if batch.origin is None:
+            return
+        with self.lock:
+            verified = feedback_rows(
+                self.pool.store,
+                self._requests,
+                self._effects,
+                self.acceptance.known,
+                self.settings.learns,
+                self.clock(),
+                batch.origin,
+                np.asarray(offered_k, np.int64),
+                np.asarray(accepted_k, np.int64),
+            )
+            if verified and self.settings.learns:
+                self.acceptance.learned()
 
     def close_request(self, handle: int, *, keep: bool = True) -> None:
         """End a request; its answer goes into its tenant's memory if `keep`."""
@@ -404,36 +353,6 @@ class Memory:
                 "open_requests": float(len(self._tenants)),
                 "evicted_segments": float(self.pool.evicted_segments),
             }
-
-    def _learn(
-        self,
-        origin: Origin,
-        rows: slice,
-        offered: NDArray[np.integer[Any]],
-        accepted: NDArray[np.integer[Any]],
-    ) -> None:
-        with self.lock:
-            verified = feedback_rows(
-                self.pool.arena.words,
-                self.pool.parts,
-                self.pool.headers,
-                self._requests,
-                self.acceptance.weights,
-                self.acceptance.sampling,
-                self._effects,
-                self.settings.learns,
-                self.clock(),
-                origin.handles[rows],
-                origin.lengths[rows],
-                offered.astype(np.int64),
-                accepted.astype(np.int64),
-                origin.cells[rows],
-                origin.keys[rows],
-                origin.header_rows[rows],
-                origin.generations[rows],
-            )
-            if verified and self.settings.learns:
-                self.acceptance.learned()
 
     def _unlink(self, kept: int) -> None:
         """No open request reads this partition any more."""

@@ -39,6 +39,7 @@ from headrace_decode.speculation.retrieval.segments import (
     TAIL,
     TOKENS,
     WORDS,
+    Store,
 )
 from headrace_decode.speculation.retrieval.word_arena import Arena
 
@@ -109,6 +110,11 @@ class Pool:
         self._free_parts = list(range(63, -1, -1))
         self._kept: dict[Hashable, int] = {}  # the one used longest ago first
         self._dropped = dropped
+
+    @property
+    def store(self) -> Store:
+        """What compiled functions read, as it is now."""
+        return Store(self.arena.words, self.parts, self.headers, self.versions)
 
     @property
     def used_bytes(self) -> int:

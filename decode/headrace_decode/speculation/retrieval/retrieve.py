@@ -58,13 +58,14 @@ def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float)
 
 @jit
 def find_own(
-    words: Any, part: Any, partition: int, context: Any, length: int, prompt_end: int, found: Any
+    store: Any, partition: int, context: Any, length: int, prompt_end: int, found: Any
 ) -> int:
     """Survivors in a request's own partition, whose last tokens are the context itself.
 
     No hash is needed: the last position links to the one before it in each of its chains.
     Positions before `prompt_end` are the prompt's.
     """
+    words, part = store.words, store.parts[partition]
     count, below = 0, CONTEXT + 1
     last = part[HEAD] - 1
     for which in range(LENGTHS - 1, -1, -1):
@@ -91,14 +92,11 @@ def find_own(
 
 @jit
 def find_kept(
-    words: Any,
-    part: Any,
+    store: Any,
     partition: int,
     context: Any,
     length: int,
     hashes: Any,
-    headers: Any,
-    versions: Any,
     model: int,
     tokenizer: int,
     now_s: float,
@@ -108,6 +106,7 @@ def find_kept(
 
     `hashes` are those of the context (`anchors.hash_context`).
     """
+    words, part, headers = store.words, store.parts[partition], store.headers
     count, below = 0, CONTEXT + 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
@@ -119,7 +118,7 @@ def find_kept(
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
                 row = words[part[GRANULES] + place(part, position) // GRANULE]
-                if usable(headers[row], versions, model, tokenizer, now_s):
+                if usable(headers[row], store.versions, model, tokenizer, now_s):
                     found[count, POSITION] = position
                     found[count, PARTITION] = partition
                     found[count, MATCH] = match

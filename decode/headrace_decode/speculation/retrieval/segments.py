@@ -16,7 +16,10 @@ needs to be taken out of an index when a segment is evicted.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 ANCHORS = (1, 2, 4, 8)
 """Lengths of the k-grams that are posted, ascending."""
@@ -70,3 +73,19 @@ HEADER = np.dtype(
     align=True,
 )
 """A segment's header. Its tenant and scope are those of its partition."""
+
+
+class Store(NamedTuple):
+    """All bytes of a memory, for compiled functions.
+
+    Attributes:
+        words: int32, the arena.
+        parts: int64 [partitions, COLUMNS].
+        headers: HEADER [rows].
+        versions: u4 [65536]: each corpus's version in force.
+    """
+
+    words: NDArray[np.int32]
+    parts: NDArray[np.int64]
+    headers: Any
+    versions: NDArray[np.uint32]

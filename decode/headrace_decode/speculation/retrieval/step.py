@@ -6,11 +6,11 @@ Handles that are not open are skipped: they draft nothing and count for nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.acceptance import MATCH_BUCKET, learn
 from headrace_decode.speculation.retrieval.anchors import hash_context, read_context
@@ -35,7 +35,7 @@ from headrace_decode.speculation.retrieval.segments import (
     NONE,
     TAIL,
 )
-from headrace_decode.speculation.retrieval.trie import walk
+from headrace_decode.speculation.retrieval.trie import Scratch, walk
 
 # Columns of the request table, int64 [requests, REQUEST_COLUMNS].
 (
@@ -49,7 +49,67 @@ from headrace_decode.speculation.retrieval.trie import walk
 ) = range(7)
 ROW_MASK = (1 << 20) - 1
 
-_SURVIVORS, _NONE, _LONGEST = SURVIVORS, int(Source.NONE), ANCHORS[-1]
+_SURVIVORS, _LONGEST = SURVIVORS, ANCHORS[-1]
+
+
+class Look(NamedTuple):
+    """What holds for all rows of a look-up.
+
+    Attributes:
+        public: row of the public partition, or NONE.
+        allowed: bool [sources], which may be read.
+        failing: whether failure memories are asked.
+        floor: least survival that is drafted.
+        now_s: of time.time().
+    """
+
+    public: int
+    allowed: NDArray[np.bool_]
+    failing: bool
+    floor: float
+    now_s: float
+
+
+class Drafts(NamedTuple):
+    """The drafts of n rows, at most K tokens each, and where they were read.
+
+    Attributes:
+        handles: int64 [n].
+        tokens, survival, lengths, source, match_tokens: as in `draft.DraftBatch`.
+        cells, keys: int32 and int64 [n, K], of each token: what it is known by (`acceptance`), and
+            its key in the failure memory (`refusals`).
+        header_rows, generations: int32 and int64 [n], of the segment that the first token was
+            mostly read from; NONE where that is the request's own text.
+    """
+
+    handles: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    survival: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+    source: NDArray[np.int32]
+    match_tokens: NDArray[np.int32]
+    cells: NDArray[np.int32]
+    keys: NDArray[np.int64]
+    header_rows: NDArray[np.int32]
+    generations: NDArray[np.int64]
+
+
+def no_drafts(handles: NDArray[np.int64], width: int) -> Drafts:
+    """Empty drafts of these requests, with room for `width` tokens each."""
+    n = len(handles)
+    lengths, source, match_tokens = np.zeros((3, n), np.int32)
+    return Drafts(
+        handles,
+        np.zeros((n, width), np.int32),
+        np.zeros((n, width), np.float32),
+        lengths,
+        source,
+        match_tokens,
+        np.zeros((n, width), np.int32),
+        np.zeros((n, width), np.int64),
+        np.full(n, NONE, np.int32),
+        np.zeros(n, np.int64),
+    )
 
 
 @jit
@@ -62,179 +122,129 @@ def request_row(requests: Any, handle: int) -> int:
 
 
 @jit
-def extend_rows(
-    words: Any, parts: Any, requests: Any, handles: Any, tokens: Any, counts: Any
-) -> None:
+def extend_rows(store: Any, requests: Any, handles: Any, tokens: Any, counts: Any) -> None:
     """Append to each request its tokens; `tokens` of all rows lie one after the other."""
     start = 0
     for index in range(len(handles)):
         row = request_row(requests, handles[index])
         end = start + counts[index]
         if row != NONE and requests[row, OWN] != NONE:
-            append_run(words, parts[requests[row, OWN]], tokens[start:end])
+            append_run(store.words, store.parts[requests[row, OWN]], tokens[start:end])
         start = end
 
 
 @jit
 def draft_rows(
-    words: Any,
-    parts: Any,
-    headers: Any,
-    versions: Any,
-    requests: Any,
-    public: int,
-    votes: Any,
-    weights: Any,
-    sampling: Any,
-    effects: Any,
-    caution: float,
-    allowed: Any,
-    failing: bool,
-    floor: float,
-    now_s: float,
-    handles: Any,
-    most: Any,
-    tokens: Any,
-    survival: Any,
-    lengths: Any,
-    source: Any,
-    match_tokens: Any,
-    cells: Any,
-    keys: Any,
-    header_rows: Any,
-    generations: Any,
+    store: Any, requests: Any, effects: Any, known: Any, look: Any, most: Any, drafts: Any
 ) -> None:
-    """Draft for each row; outputs are arrays over rows as in `draft.DraftBatch` and `Origin`.
+    """Draft at most `most` [n] tokens for each row of `drafts`.
 
     Args:
-        public: row of the public partition, or NONE.
-        allowed: bool [sources], which may be read.
-        votes, weights, sampling, caution: as in `acceptance.Acceptance`.
+        store: `segments.Store`. known: `acceptance.Learned`. look: `Look`. drafts: `Drafts`.
         effects: f8 [requests, EFFECT].
-        failing: whether failure memories are asked.
-        floor: least survival that is drafted.
     """
     context = np.empty(CONTEXT, np.int64)
-    scratch, hashes = np.empty(_LONGEST, np.int64), np.empty(LENGTHS, np.int64)
-    recent = np.empty(KEY_TOKENS, np.int64)
-    found = np.empty((CANDIDATES, COLUMNS), np.int64)
-    counts = np.empty(CANDIDATES, np.float64)
-    upcoming, choices = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
-    ballots = np.empty(CANDIDATES, np.float64)
-    origin = np.empty(COLUMNS, np.int64)
-    epoch = epoch_of(now_s)
-    for index in range(len(handles)):
-        lengths[index], source[index], match_tokens[index] = 0, _NONE, 0
-        header_rows[index] = NONE
-        row = request_row(requests, handles[index])
+    anchors, hashes = np.empty(_LONGEST, np.int64), np.empty(LENGTHS, np.int64)
+    scratch = Scratch(
+        np.empty((CANDIDATES, COLUMNS), np.int64),
+        np.empty(CANDIDATES, np.float64),
+        np.empty(CANDIDATES, np.int64),
+        np.empty(CANDIDATES, np.int64),
+        np.empty(CANDIDATES, np.float64),
+        np.empty(KEY_TOKENS, np.int64),
+        np.empty(COLUMNS, np.int64),
+    )
+    found, parts, epoch = scratch.found, store.parts, epoch_of(look.now_s)
+    for index in range(len(drafts.handles)):
+        row = request_row(requests, drafts.handles[index])
         if row == NONE or most[index] <= 0 or requests[row, OWN] == NONE:
             continue
         request = requests[row]
         own, tenant = request[OWN], request[TENANT]
         if parts[own, HEAD] == parts[own, TAIL]:
             continue
-        length = read_context(words, parts[own], context)
-        count = find_own(words, parts[own], own, context, length, request[PROMPT_END], found)
-        hash_context(context, length, scratch, hashes)
-        for kept in (tenant, public):
+        length = read_context(store.words, parts[own], context)
+        count = find_own(store, own, context, length, request[PROMPT_END], found)
+        hash_context(context, length, anchors, hashes)
+        for kept in (tenant, look.public):
             if kept != NONE:
                 count += find_kept(
-                    words,
-                    parts[kept],
+                    store,
                     kept,
                     context,
                     length,
                     hashes,
-                    headers,
-                    versions,
                     request[MODEL],
                     request[TOKENIZER],
-                    now_s,
+                    look.now_s,
                     found[count : count + _SURVIVORS],
                 )
         going = 0
         for which in range(count):
-            if allowed[found[which, SOURCE]]:
+            if look.allowed[found[which, SOURCE]]:
                 if going != which:
                     move(found, which, going)
-                counts[going] = votes[found[going, SOURCE], MATCH_BUCKET[found[going, MATCH]]]
+                match = MATCH_BUCKET[found[going, MATCH]]
+                scratch.weights[going] = known.votes[found[going, SOURCE], match]
                 going += 1
         if going == 0:
             continue
         for back in range(KEY_TOKENS):
-            recent[back] = context[back] if back < length else NONE
-        lengths[index] = walk(
-            words,
-            parts,
-            found,
-            counts,
+            scratch.recent[back] = context[back] if back < length else NONE
+        drafts.lengths[index] = walk(
+            store,
+            scratch,
             going,
-            recent,
-            tenant if failing else NONE,
-            epoch,
-            weights,
-            sampling,
+            known,
             effects[row],
-            caution,
-            floor,
-            min(most[index], tokens.shape[1]),
-            tokens[index],
-            survival[index],
-            cells[index],
-            keys[index],
-            upcoming,
-            choices,
-            ballots,
-            origin,
+            tenant if look.failing else NONE,
+            epoch,
+            look.floor,
+            min(most[index], drafts.tokens.shape[1]),
+            drafts,
+            index,
         )
-        if lengths[index]:
-            source[index], match_tokens[index] = origin[SOURCE], origin[MATCH]
-            header_rows[index] = origin[ROW]
-            if origin[ROW] != NONE:
-                generations[index] = headers[origin[ROW]].generation
+        if drafts.lengths[index]:
+            lead = scratch.lead
+            drafts.source[index], drafts.match_tokens[index] = lead[SOURCE], lead[MATCH]
+            drafts.header_rows[index] = lead[ROW]
+            if lead[ROW] != NONE:
+                drafts.generations[index] = store.headers[lead[ROW]].generation
 
 
 @jit
 def feedback_rows(
-    words: Any,
-    parts: Any,
-    headers: Any,
+    store: Any,
     requests: Any,
-    weights: Any,
-    sampling: Any,
     effects: Any,
+    known: Any,
     learns: bool,
     now_s: float,
-    handles: Any,
-    lengths: Any,
+    drafts: Any,
     offered: Any,
     accepted: Any,
-    cells: Any,
-    keys: Any,
-    header_rows: Any,
-    generations: Any,
 ) -> int:
     """Learn from what the engine did with each row's draft; how many rows were verified.
 
     The failure memory of the request's tenant hears of the accepted tokens and of the first refused
     one; those behind it were not tried.
     """
-    epoch, verified = epoch_of(now_s), 0
-    for index in range(len(handles)):
-        tried = min(offered[index], lengths[index])
+    epoch, verified, headers = epoch_of(now_s), 0, store.headers
+    for index in range(len(drafts.handles)):
+        tried = min(offered[index], drafts.lengths[index])
         good = min(accepted[index], tried)
-        row = request_row(requests, handles[index])
+        row = request_row(requests, drafts.handles[index])
         if tried <= 0 or good < 0 or row == NONE:
             continue
         verified += 1
-        for position in range(min(good + 1, tried) if learns else 0):
-            learn(weights, sampling, effects[row], cells[index, position], position < good)
         tenant = requests[row, TENANT]
-        if tenant != NONE:
-            for position in range(min(good + 1, tried)):
-                witness(words, parts[tenant], keys[index, position], position < good, epoch)
-        header = header_rows[index]
-        if header == NONE or headers[header].generation != generations[index]:
+        for at in range(min(good + 1, tried)):
+            if learns:
+                learn(known, effects[row], drafts.cells[index, at], at < good)
+            if tenant != NONE:
+                witness(store.words, store.parts[tenant], drafts.keys[index, at], at < good, epoch)
+        header = drafts.header_rows[index]
+        if header == NONE or headers[header].generation != drafts.generations[index]:
             continue
         if headers[header].partition == NONE:
             continue

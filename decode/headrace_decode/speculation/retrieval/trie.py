@@ -10,7 +10,10 @@ candidate goes on or survival falls below a floor.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.acceptance import (
@@ -36,42 +39,50 @@ from headrace_decode.speculation.retrieval.segments import HEAD, SEPARATOR, TOKE
 LAST_POSITION = len(POSITION_BUCKET) - 1
 
 
+class Scratch(NamedTuple):
+    """Arrays that a look-up works in.
+
+    Attributes:
+        found: i8 [CANDIDATES, COLUMNS], the candidates. weights: f8 [CANDIDATES], of their votes.
+        upcoming, choices, votes: i8, i8 and f8 [CANDIDATES].
+        recent: i8 [KEY_TOKENS], last tokens of the context, newest first.
+        lead: i8 [COLUMNS], output: the candidate that the first token was mostly read from.
+    """
+
+    found: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    upcoming: NDArray[np.int64]
+    choices: NDArray[np.int64]
+    votes: NDArray[np.float64]
+    recent: NDArray[np.int64]
+    lead: NDArray[np.int64]
+
+
 @jit
 def walk(
-    words: Any,
-    parts: Any,
-    found: Any,
-    weights: Any,
+    store: Any,
+    scratch: Any,
     count: int,
-    recent: Any,
+    known: Any,
+    effect: Any,
     failing: int,
     epoch: int,
-    parameters: Any,
-    sampling: Any,
-    effect: Any,
-    caution: float,
     floor: float,
     most: int,
-    tokens: Any,
-    survival: Any,
-    cells: Any,
-    keys: Any,
-    upcoming: Any,
-    choices: Any,
-    votes: Any,
-    origin: Any,
+    drafts: Any,
+    row: int,
 ) -> int:
     """Draft along the heaviest way; how many tokens.
 
     Args:
-        found, weights: the first `count` candidates; order is lost: those that disagree drop out.
-        recent: i8 [KEY_TOKENS], last tokens of the context, newest first; overwritten.
+        scratch: its first `count` candidates and their weights; order is lost: those that disagree
+            drop out. `recent` is overwritten.
         failing: partition whose failure memory is asked, or -1 for none.
-        tokens, survival, cells, keys: outputs, at least [most]: the draft, and for each token its
-            calibration cell and its key in the failure memory.
-        upcoming, choices, votes: scratch, i8, i8 and f8 [candidates].
-        origin: output, i8 [columns of a candidate]: whom the first token was mostly read from.
+        drafts: `step.Drafts`; tokens, survival, cells and keys of this `row` are the output.
     """
+    words, parts = store.words, store.parts
+    found, weights, recent = scratch.found, scratch.weights, scratch.recent
+    upcoming, choices, votes = scratch.upcoming, scratch.choices, scratch.votes
     alive, survives = count, 1.0
     for depth in range(most):
         going = 0
@@ -100,16 +111,16 @@ def walk(
                 options += 1
             votes[option] += weights[which]
 
-        total, best, best_votes, best_known, best_key = 0.0, -1, -1.0, 0, 0
+        total, best, best_votes, best_past, best_key = 0.0, -1, -1.0, 0, 0
         for option in range(options):
-            known, key, vote = 0, key_of(recent, choices[option]), votes[option]
+            past, key, vote = 0, key_of(recent, choices[option]), votes[option]
             if failing >= 0:
                 refused, accepted = evidence(words, parts[failing], key, epoch)
                 vote *= (1.0 + accepted) / (1.0 + refused)
-                known = known_of(refused, accepted)
+                past = known_of(refused, accepted)
             total += vote
             if vote > best_votes:
-                best, best_votes, best_known, best_key = choices[option], vote, known, key
+                best, best_votes, best_past, best_key = choices[option], vote, past, key
 
         alive, lead = 0, 0
         for which in range(going):
@@ -122,18 +133,19 @@ def walk(
                 alive += 1
         if depth == 0:
             for column in range(COLUMNS):
-                origin[column] = found[lead, column]
+                scratch.lead[column] = found[lead, column]
         cell = cell_of(
             found[lead, SOURCE],
             MATCH_BUCKET[found[lead, MATCH]],
             agreement_of(alive, best_votes / total),
-            best_known,
+            best_past,
             POSITION_BUCKET[min(depth, LAST_POSITION)],
         )
-        survives *= chance(parameters, sampling, effect, caution, cell)
+        survives *= chance(known, effect, cell)
         if survives < floor:
             return depth
-        tokens[depth], survival[depth], cells[depth], keys[depth] = best, survives, cell, best_key
+        drafts.tokens[row, depth], drafts.survival[row, depth] = best, survives
+        drafts.cells[row, depth], drafts.keys[row, depth] = cell, best_key
         for back in range(KEY_TOKENS - 1, 0, -1):
             recent[back] = recent[back - 1]
         recent[0] = best
