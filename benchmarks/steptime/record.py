@@ -131,8 +131,7 @@ class Load:
 
     def _add(self, tokens: int, answer: int, drafts: bool) -> None:
         self._number += 1
-        prompt = [self._random.randrange(DRAFTER = "benchmarks.steptime.record:Nonsense"
-FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
+        prompt = [self._random.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(tokens)]
         extra = {REQUEST_KEY: {"drafts": drafts}}
         params = SamplingParams(
             max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False, extra_args=extra
