@@ -266,9 +266,14 @@ class Pool:
         return int(self._free_headers[self._free_headers[-1]])
 
     def _add(self, tokens: int, *, kept: bool, now_s: float) -> int | None:
-        offset = self._take_words(_words_of(tokens, kept=kept), NONE, now_s)
-        if offset is None:
-            return None
+        words = _words_of(tokens, kept=kept)
+        while (offset := self.arena.take(words)) is None:
+            if words <= _LEAST_WORDS:
+                found = self._give_way(words, now_s)
+            else:
+                found = self._halve_largest(NONE, words, now_s)
+            if not found:
+                return None
         if not self._free_parts:
             rows = len(self.parts)
             self.parts = np.concatenate([self.parts, np.zeros_like(self.parts)])
@@ -298,17 +303,6 @@ class Pool:
         self.arena.words[part[FAILURES] : part[GRANULES]] = 0
         return part
 
-    def _take_words(self, words: int, asking: int, now_s: float) -> int | None:
-        """A run of the arena, if need be from kept partitions."""
-        while (offset := self.arena.take(words)) is None:
-            if words <= _LEAST_WORDS:
-                found = self._give_way(words, now_s)
-            else:
-                found = self._halve_largest(asking, words, now_s)
-            if not found:
-                return None
-        return offset
-
     def _give_way(self, words: int, now_s: float) -> bool:
         """Drop the partition of the crowd that was used longest ago, or halve the largest one if
         that takes more than the crowd does; whether there was such a one."""
@@ -330,35 +324,19 @@ class Pool:
         return sizes
 
     def _resize(self, row: int, tokens: int, now_s: float) -> None:
-        """Let a partition hold more tokens, if the arena grants at least an eighth more: beside
-        the old place where there is room for both, otherwise, if kept, around it."""
-        old = self.parts[row].copy()
-        kept = old[FAILURE_BITS] != NONE
-        if kept:
-            tokens = self._granted(row, tokens, now_s)
-            if 8 * tokens <= 9 * old[CAPACITY]:
-                return
-            offset = self.arena.take(_words_of(tokens, kept=True))
-        else:
-            offset = self._take_words(_words_of(tokens, kept=False), row, now_s)
-        if offset is not None:
-            self._move(row, self.arena.words, old, self._laid_out(offset, tokens, kept=kept), now_s)
-            self.arena.give(int(old[TOKENS]), int(old[WORDS]))
-        elif kept:
-            around = self.arena.longest_around(int(old[TOKENS]), int(old[WORDS]))
-            tokens = min(tokens, _fitting(around))
-            if 8 * tokens > 9 * old[CAPACITY]:
-                self._relay(row, tokens, now_s)
-
-    def _granted(self, row: int, tokens: int, now_s: float) -> int:
-        """How many of these tokens a kept partition may grow to, the reserve for requests left
-        alone; larger ones are halved for it."""
-        own = int(self.parts[row, WORDS])
-        spare = len(self.arena.words) // RESERVE_SHARE - own
-        while self.arena.free_words - _words_of(tokens, kept=True) < spare:
-            if not self._halve_largest(row, _words_of(tokens, kept=True), now_s):
-                return min(tokens, _fitting(self.arena.free_words - spare))
-        return tokens
+        """Let a partition hold more tokens, if the arena grants at least an eighth more. Larger
+        kept ones are halved for it; a kept one leaves the reserve to open requests."""
+        part, words = self.parts[row], _words_of(tokens, kept=True)
+        own, kept = int(part[WORDS]), part[FAILURE_BITS] != NONE
+        spare = len(self.arena.words) // RESERVE_SHARE if kept else 0
+        while self.arena.free_words + own - words < spare:
+            if not self._halve_largest(row, words, now_s):
+                break
+        around = self.arena.longest_around(int(part[TOKENS]), own)
+        room = min(around, self.arena.free_words + own - spare)
+        tokens = min(tokens, _fitting(room))
+        if 8 * tokens > 9 * part[CAPACITY]:
+            self._relay(row, tokens, now_s)
 
     def _halve_largest(self, asking: int, words: int, now_s: float) -> bool:
         """Halve the largest kept partition but the one that asks, if it is larger than what is
@@ -374,34 +352,24 @@ class Pool:
         return True
 
     def _relay(self, row: int, tokens: int, now_s: float) -> None:
-        """Lay a kept partition out anew where it is, its content meanwhile aside."""
+        """Lay a partition out anew, its content meanwhile aside; there must be room."""
         old = self.parts[row].copy()
-        offset, words = int(old[TOKENS]), int(old[WORDS])
-        aside = self.arena.words[offset : offset + words].copy()
+        offset, kept = int(old[TOKENS]), bool(old[FAILURE_BITS] != NONE)
+        aside = self.arena.words[offset : offset + old[WORDS]].copy()
         old[list(_OFFSETS)] -= offset
-        self.arena.give(offset, words)
-        place = self.arena.take(_words_of(tokens, kept=True))
-        assert place is not None, "a run no longer than the one that it lay in"
-        self._move(row, aside, old, self._laid_out(place, tokens, kept=True), now_s)
-
-    def _move(
-        self,
-        row: int,
-        source: NDArray[np.int32],
-        old: NDArray[np.int64],
-        new: NDArray[np.int64],
-        now_s: float,
-    ) -> None:
-        self.parts[row] = new
+        self.arena.give(offset, int(old[WORDS]))
+        place = self.arena.take(_words_of(tokens, kept=kept))
+        assert place is not None, "the caller looked for room"
+        self.parts[row] = self._laid_out(place, tokens, kept=kept)
         part = self.parts[row]
-        if new[FAILURE_BITS] == NONE:
+        if not kept:
             part[[HEAD, TAIL, LAP]] = old[TAIL]
             at = (np.arange(old[TAIL], old[HEAD]) - old[LAP]) % old[CAPACITY]
-            ring.append_run(self.arena.words, part, source[old[TOKENS] + at])
+            ring.append_run(self.arena.words, part, aside[at])
             return
         before = int(self._free_headers[-1])
         ring.rebuild(
-            source,
+            aside,
             old,
             self.arena.words,
             part,

@@ -21,14 +21,14 @@ class Arena:
         self._free = [(0, words)]  # (offset, length), by offset, no two of them adjacent
 
     def longest_around(self, offset: int, words: int) -> int:
-        """Length of the free run that would be there if this one were given back."""
+        """Length of the longest free run that there would be if this one were given back."""
         start, end = offset, offset + words
         for run, length in self._free:
             if run + length == offset:
                 start = run
             if run == offset + words:
                 end = run + length
-        return end - start
+        return max([end - start, *(length for _, length in self._free)])
 
     def take(self, words: int) -> int | None:
         """Offset of a run, its content arbitrary; None if no free run is that long."""
