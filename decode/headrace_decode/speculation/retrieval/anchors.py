@@ -18,18 +18,10 @@ import numpy as np
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.segments import (
     ANCHORS,
-    CAPACITY,
     CONTEXT,
-    HEAD,
-    HEAD_BITS,
-    HEADS,
-    LAP,
     LENGTHS,
-    LINKS,
     NONE,
     SEPARATOR,
-    TAIL,
-    TOKENS,
 )
 
 _MULTIPLIER = -7046029254386353131  # 2^64 / golden ratio, as a signed number
@@ -40,7 +32,7 @@ assert tuple(1 << level for level in range(LENGTHS)) == ANCHORS
 @jit
 def place(part: Any, position: int) -> int:
     """Where in the ring a position within one capacity of the head lies."""
-    ahead, capacity = position - part[LAP], part[CAPACITY]
+    ahead, capacity = position - part.lap, part.capacity
     if ahead < 0:
         return ahead + capacity
     return ahead if ahead < capacity else ahead - capacity
@@ -49,7 +41,7 @@ def place(part: Any, position: int) -> int:
 @jit
 def read(words: Any, part: Any, position: int, tokens: Any) -> None:
     """Fill `tokens` [n] from the ring, from a position on."""
-    base, capacity, at = part[TOKENS], part[CAPACITY], place(part, position)
+    base, capacity, at = part.tokens, part.capacity, place(part, position)
     for ahead in range(len(tokens)):
         tokens[ahead] = words[base + at]
         at += 1
@@ -60,7 +52,7 @@ def read(words: Any, part: Any, position: int, tokens: Any) -> None:
 @jit
 def write(words: Any, part: Any, position: int, tokens: Any) -> None:
     """Put `tokens` [n] into the ring, from a position on."""
-    base, capacity, at = part[TOKENS], part[CAPACITY], place(part, position)
+    base, capacity, at = part.tokens, part.capacity, place(part, position)
     for ahead in range(len(tokens)):
         words[base + at] = tokens[ahead]
         at += 1
@@ -93,7 +85,7 @@ def post(words: Any, part: Any, first: int, last: int, begin: int) -> None:
 
     One length after the other, so that only one table is in the processor's caches at a time.
     """
-    capacity, links, heads, bits = part[CAPACITY], part[LINKS], part[HEADS], part[HEAD_BITS]
+    capacity, links, heads, bits = part.capacity, part.links, part.heads, part.head_bits
     start = max(begin, first - _LONGEST + 1)
     state = np.empty(max(last - start, 0), np.int64)
     read(words, part, start, state)
@@ -140,21 +132,21 @@ def hash_context(context: Any, length: int, scratch: Any, hashes: Any) -> None:
 @jit
 def first_of(words: Any, part: Any, hashes: Any, length_index: int) -> int:
     """Newest position that may end in the k-gram of this hash (`hash_context`)."""
-    return words[part[HEADS] + bucket_of(hashes[length_index], length_index, part[HEAD_BITS])]
+    return words[part.heads + bucket_of(hashes[length_index], length_index, part.head_bits)]
 
 
 @jit
 def next_of(words: Any, part: Any, position: int, length_index: int) -> int:
     """The position before a live one in its chain."""
-    return words[part[LINKS] + place(part, position) * LENGTHS + length_index]
+    return words[part.links + place(part, position) * LENGTHS + length_index]
 
 
 @jit
 def match_length(words: Any, part: Any, position: int, context: Any, length: int) -> int:
     """How many tokens, going backwards from `position`, are those of `context` [length]."""
-    tokens, capacity = part[TOKENS], part[CAPACITY]
+    tokens, capacity = part.tokens, part.capacity
     at = place(part, position)
-    most = min(length, position - part[TAIL] + 1)
+    most = min(length, position - part.tail + 1)
     for back in range(most):
         where = at - back
         if words[tokens + (where if where >= 0 else where + capacity)] != context[back]:
@@ -165,9 +157,9 @@ def match_length(words: Any, part: Any, position: int, context: Any, length: int
 @jit
 def read_context(words: Any, part: Any, context: Any) -> int:
     """Write the partition's last tokens, newest first, to `context` [CONTEXT]; how many."""
-    base, capacity = part[TOKENS], part[CAPACITY]
-    most = min(part[HEAD] - part[TAIL], CONTEXT)
-    at = place(part, part[HEAD] - 1)
+    base, capacity = part.tokens, part.capacity
+    most = min(part.head - part.tail, CONTEXT)
+    at = place(part, part.head - 1)
     for back in range(most):
         token = words[base + at]
         if token == SEPARATOR:

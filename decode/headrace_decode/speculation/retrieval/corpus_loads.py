@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.retrieval.draft_memory import Memory, corpus_key
-from headrace_decode.speculation.retrieval.segments import HEAD, NONE, TAIL
+from headrace_decode.speculation.retrieval.segments import NONE
 
 CALL_S = 0.005
 """A portion takes about so long at most; what is left of it is for the next call."""
@@ -90,7 +90,7 @@ class Corpora:
         row = self.memory.pool.keep(key)
         if row is not None and tokens > 0:
             part = self.memory.pool.parts[row]
-            wanted = int(part[HEAD] - part[TAIL]) + tokens
+            wanted = int(part["head"] - part["tail"]) + tokens
             self.memory.pool.reserve(key, wanted, self.memory.clock())
         return {"version": version}
 

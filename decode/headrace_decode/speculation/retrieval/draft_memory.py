@@ -26,7 +26,7 @@ from headrace_decode.speculation.retrieval.acceptance import EFFECT, SOURCES, Ac
 from headrace_decode.speculation.retrieval.anonymity import SharedWindows
 from headrace_decode.speculation.retrieval.interner import Interner
 from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
-from headrace_decode.speculation.retrieval.segments import CAPACITY, HEAD, NONE, TAIL
+from headrace_decode.speculation.retrieval.segments import NONE
 from headrace_decode.speculation.retrieval.step import (
     HANDLE,
     MODEL,
@@ -375,8 +375,8 @@ class Memory:
         rows = np.where(rows < len(self._requests), rows, 0)
         own = self._requests[rows, OWN]
         parts = self.pool.parts[np.maximum(own, 0)]
-        wanted = parts[:, HEAD] - parts[:, TAIL] + counts
-        short = (wanted > parts[:, CAPACITY]) & (parts[:, CAPACITY] < self.settings.run_tokens)
+        wanted = parts["head"] - parts["tail"] + counts
+        short = (wanted > parts["capacity"]) & (parts["capacity"] < self.settings.run_tokens)
         for index in np.flatnonzero(short & (own != NONE)):
             if self._row(int(handles[index])) is not None:
                 room = 2 * int(wanted[index])
@@ -385,9 +385,9 @@ class Memory:
     def _answer(self, own: int, prompt_end: int) -> tuple[NDArray[np.int32], int] | None:
         """What is kept of a request, and how many tokens of its prompt that begins with."""
         part = self.pool.parts[own]
-        if part[HEAD] - prompt_end < 2:
+        if part["head"] - prompt_end < 2:
             return None
-        start = max(int(part[TAIL]), prompt_end - self.settings.lead_tokens)
+        start = max(int(part["tail"]), prompt_end - self.settings.lead_tokens)
         return self.pool.run_tokens(own, start), max(prompt_end - start, 0)
 
     def digest_number(self, digest: bytes) -> int:

@@ -21,24 +21,12 @@ from numpy.typing import NDArray
 
 from headrace_decode.speculation.retrieval import ring
 from headrace_decode.speculation.retrieval.segments import (
-    CAPACITY,
-    COLUMNS,
-    FAILURE_BITS,
-    FAILURES,
     GRANULE,
-    GRANULES,
-    HEAD,
-    HEAD_BITS,
     HEADER,
-    HEADS,
-    LAP,
     LENGTHS,
-    LINKS,
     MAX_POSITION,
     NONE,
-    TAIL,
-    TOKENS,
-    WORDS,
+    PART,
     Store,
 )
 from headrace_decode.speculation.retrieval.word_arena import Arena
@@ -50,8 +38,7 @@ RESERVE_SHARE = 8
 """Kept partitions leave the arena's length over this to open requests."""
 BYTES_PER_HEADER = 2048
 """One header for so many bytes of capacity: short answers take about as much of the arena."""
-_EMPTY = np.zeros(COLUMNS, np.int64)
-_OFFSETS = (TOKENS, LINKS, GRANULES, HEADS, FAILURES)
+_OFFSETS = ("tokens", "links", "granules", "heads", "failures")
 
 
 class CapacityError(ValueError):
@@ -79,7 +66,7 @@ class Pool:
 
     Attributes:
         arena: the int32 array and its free runs.
-        parts: int64 [rows, COLUMNS]; replaced when it grows.
+        parts: PART [rows]; replaced when it grows.
         headers: HEADER [rows]; row 0 stays unused.
         versions: u4 [65536]: each corpus's version in force.
         evicted_segments: since the start.
@@ -99,7 +86,7 @@ class Pool:
             )
         self.capacity_bytes = capacity_bytes
         self.arena = Arena(words)
-        self.parts = np.zeros((64, COLUMNS), np.int64)
+        self.parts = np.zeros(64, PART)
         self.headers: Any = np.zeros(rows, HEADER)
         self.headers["partition"] = NONE
         self.versions = np.zeros(2**16, np.uint32)
@@ -171,10 +158,10 @@ class Pool:
     def segments(self, row: int) -> list[int]:
         """Header rows of a kept partition's segments, oldest first, dead ones included."""
         part, found = self.parts[row], []
-        position = int(part[TAIL])
-        while position < part[HEAD]:
-            at = (position - part[LAP]) % part[CAPACITY]
-            header = int(self.arena.words[part[GRANULES] + at // GRANULE])
+        position = int(part["tail"])
+        while position < part["head"]:
+            at = (position - part["lap"]) % part["capacity"]
+            header = int(self.arena.words[part["granules"] + at // GRANULE])
             found.append(header)
             position += ring.padded(int(self.headers[header]["tokens"]))
         return found
@@ -183,8 +170,8 @@ class Pool:
         """A segment's tokens, int32 [n], copied."""
         part = self.parts[self.headers[header]["partition"]]
         start, count = self.headers[header]["start"], self.headers[header]["tokens"]
-        at = (start - part[LAP] + np.arange(count)) % part[CAPACITY]
-        return self.arena.words[part[TOKENS] + at]
+        at = (start - part["lap"] + np.arange(count)) % part["capacity"]
+        return self.arena.words[part["tokens"] + at]
 
     def append_run(self, row: int, tokens: NDArray[np.int32]) -> None:
         """Append to a request's partition; when it is full its oldest tokens fall out."""
@@ -192,14 +179,14 @@ class Pool:
 
     def widen_run(self, row: int, tokens: int) -> None:
         """Let a request's partition hold so many tokens, if the arena has room."""
-        if tokens > self.parts[row, CAPACITY]:
+        if tokens > self.parts[row]["capacity"]:
             self._resize(row, _rounded(tokens), 0.0)
 
     def run_tokens(self, row: int, start: int) -> NDArray[np.int32]:
         """A request's tokens from a position that it still holds, int32 [n], copied."""
         part = self.parts[row]
-        at = (np.arange(start, part[HEAD]) - part[LAP]) % part[CAPACITY]
-        return self.arena.words[part[TOKENS] + at]
+        at = (np.arange(start, part["head"]) - part["lap"]) % part["capacity"]
+        return self.arena.words[part["tokens"] + at]
 
     def insert(self, key: Hashable, tokens: NDArray[np.int32], info: SegmentInfo) -> int | None:
         """Put a segment of 2 to LONGEST_SEGMENT_TOKENS tokens into a kept partition.
@@ -213,7 +200,7 @@ class Pool:
         need = ring.padded(len(tokens))
         self._make_fit(row, need, info.created_s)
         part = self.parts[row]
-        if need > part[CAPACITY]:
+        if need > part["capacity"]:
             return None
         self.evicted_segments += ring.make_room(
             self.arena.words,
@@ -239,26 +226,26 @@ class Pool:
     def reserve(self, key: Hashable, tokens: int, now_s: float) -> None:
         """Let a kept partition have room for so many tokens now, if the arena has it."""
         row = self.keep(key)
-        if row is not None and tokens > self.parts[row, CAPACITY]:
+        if row is not None and tokens > self.parts[row]["capacity"]:
             self._resize(row, _rounded(tokens), now_s)
 
     def _make_fit(self, row: int, need: int, now_s: float) -> None:
         part = self.parts[row]
-        held = int(part[HEAD] - part[TAIL])
-        if part[HEAD] + need > MAX_POSITION:
-            self._relay(row, int(part[CAPACITY]), now_s)
-        elif held + need > part[CAPACITY]:
-            self._resize(row, _rounded(max(int(part[CAPACITY]) * 3 // 2, held + need)), now_s)
+        held = int(part["head"] - part["tail"])
+        if part["head"] + need > MAX_POSITION:
+            self._relay(row, int(part["capacity"]), now_s)
+        elif held + need > part["capacity"]:
+            self._resize(row, _rounded(max(int(part["capacity"]) * 3 // 2, held + need)), now_s)
 
     def _take_header(self, row: int) -> int | None:
         """A free header row, if need be that of the partition's own oldest segment, or while it has
         none that of the largest partition's."""
         if self._free_headers[-1] == 0:
-            if self.parts[row, HEAD] == self.parts[row, TAIL]:
-                held = self.parts[:, HEAD] - self.parts[:, TAIL]
-                row = int((held * (self.parts[:, FAILURE_BITS] != NONE)).argmax())
+            if self.parts[row]["head"] == self.parts[row]["tail"]:
+                held = self.parts["head"] - self.parts["tail"]
+                row = int((held * (self.parts["failure_bits"] != NONE)).argmax())
             part = self.parts[row]
-            if part[HEAD] == part[TAIL]:
+            if part["head"] == part["tail"]:
                 return None
             ring.evict_oldest(self.arena.words, part, self.headers, self._free_headers)
             self.evicted_segments += 1
@@ -283,24 +270,24 @@ class Pool:
         return row
 
     def _release(self, row: int) -> None:
-        self.arena.give(int(self.parts[row, TOKENS]), int(self.parts[row, WORDS]))
-        self.parts[row] = _EMPTY
+        self.arena.give(int(self.parts[row]["tokens"]), int(self.parts[row]["words"]))
+        self.parts[row] = np.zeros((), PART)
         self._free_parts.append(row)
 
-    def _laid_out(self, offset: int, tokens: int, *, kept: bool) -> NDArray[np.int64]:
+    def _laid_out(self, offset: int, tokens: int, *, kept: bool) -> Any:
         """A row for an empty ring at this offset, its tables cleared."""
-        part = np.zeros(COLUMNS, np.int64)
+        part = np.zeros((), PART)
         bits, failure_bits = _table_bits(tokens)
         failure_bits = failure_bits if kept else NONE
-        part[TOKENS], part[CAPACITY], part[HEAD_BITS] = offset, tokens, bits
-        part[LINKS] = offset + tokens
-        part[HEADS] = part[LINKS] + LENGTHS * tokens
-        part[FAILURES] = part[HEADS] + (LENGTHS << bits)
-        part[FAILURE_BITS] = failure_bits
-        part[GRANULES] = part[FAILURES] + ((2 << failure_bits) if kept else 0)
-        part[WORDS] = _words_of(tokens, kept=kept)
-        self.arena.words[part[HEADS] : part[FAILURES]] = NONE
-        self.arena.words[part[FAILURES] : part[GRANULES]] = 0
+        part["tokens"], part["capacity"], part["head_bits"] = offset, tokens, bits
+        part["links"] = offset + tokens
+        part["heads"] = part["links"] + LENGTHS * tokens
+        part["failures"] = part["heads"] + (LENGTHS << bits)
+        part["failure_bits"] = failure_bits
+        part["granules"] = part["failures"] + ((2 << failure_bits) if kept else 0)
+        part["words"] = _words_of(tokens, kept=kept)
+        self.arena.words[part["heads"] : part["failures"]] = NONE
+        self.arena.words[part["failures"] : part["granules"]] = 0
         return part
 
     def _give_way(self, words: int, now_s: float) -> bool:
@@ -318,7 +305,7 @@ class Pool:
 
     def _sizes(self, asking: int) -> NDArray[np.int64]:
         """Words of each kept partition but the one that asks, 0 for all other rows."""
-        sizes = np.where(self.parts[:, FAILURE_BITS] != NONE, self.parts[:, WORDS], 0)
+        sizes = np.where(self.parts["failure_bits"] != NONE, self.parts["words"], 0)
         if asking != NONE:
             sizes[asking] = 0
         return sizes
@@ -327,15 +314,15 @@ class Pool:
         """Let a partition hold more tokens, if the arena grants at least an eighth more. Larger
         kept ones are halved for it; a kept one leaves the reserve to open requests."""
         part, words = self.parts[row], _words_of(tokens, kept=True)
-        own, kept = int(part[WORDS]), part[FAILURE_BITS] != NONE
+        own, kept = int(part["words"]), part["failure_bits"] != NONE
         spare = len(self.arena.words) // RESERVE_SHARE if kept else 0
         while self.arena.free_words + own - words < spare:
             if not self._halve_largest(row, words, now_s):
                 break
-        around = self.arena.longest_around(int(part[TOKENS]), own)
+        around = self.arena.longest_around(int(part["tokens"]), own)
         room = min(around, self.arena.free_words + own - spare)
         tokens = min(tokens, _fitting(room))
-        if 8 * tokens > 9 * part[CAPACITY]:
+        if 8 * tokens > 9 * part["capacity"]:
             self._relay(row, tokens, now_s)
 
     def _halve_largest(self, asking: int, words: int, now_s: float) -> bool:
@@ -345,8 +332,8 @@ class Pool:
         largest = int(sizes.argmax())
         if sizes[largest] <= words:
             return False
-        tokens = _rounded(int(self.parts[largest, CAPACITY]) // 2)
-        if tokens == self.parts[largest, CAPACITY]:
+        tokens = _rounded(int(self.parts[largest]["capacity"]) // 2)
+        if tokens == self.parts[largest]["capacity"]:
             return False
         self._relay(largest, tokens, now_s)
         return True
@@ -354,17 +341,18 @@ class Pool:
     def _relay(self, row: int, tokens: int, now_s: float) -> None:
         """Lay a partition out anew, its content meanwhile aside; there must be room."""
         old = self.parts[row].copy()
-        offset, kept = int(old[TOKENS]), bool(old[FAILURE_BITS] != NONE)
-        aside = self.arena.words[offset : offset + old[WORDS]].copy()
-        old[list(_OFFSETS)] -= offset
-        self.arena.give(offset, int(old[WORDS]))
+        offset, kept = int(old["tokens"]), bool(old["failure_bits"] != NONE)
+        aside = self.arena.words[offset : offset + old["words"]].copy()
+        for column in _OFFSETS:
+            old[column] -= offset
+        self.arena.give(offset, int(old["words"]))
         place = self.arena.take(_words_of(tokens, kept=kept))
         assert place is not None, "the caller looked for room"
         self.parts[row] = self._laid_out(place, tokens, kept=kept)
         part = self.parts[row]
         if not kept:
-            part[[HEAD, TAIL, LAP]] = old[TAIL]
-            at = (np.arange(old[TAIL], old[HEAD]) - old[LAP]) % old[CAPACITY]
+            part["head"] = part["tail"] = part["lap"] = old["tail"]
+            at = (np.arange(old["tail"], old["head"]) - old["lap"]) % old["capacity"]
             ring.append_run(self.arena.words, part, aside[at])
             return
         before = int(self._free_headers[-1])

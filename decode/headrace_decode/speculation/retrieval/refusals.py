@@ -16,7 +16,6 @@ from typing import Any
 
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.anchors import add_token
-from headrace_decode.speculation.retrieval.segments import FAILURE_BITS, FAILURES
 
 KEY_TOKENS = 2
 HALF_LIFE_S = 3600.0
@@ -42,7 +41,7 @@ def key_of(recent: Any, token: int) -> int:
 @jit
 def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
     """How often the continuation of this key was refused and accepted, as far as it counts now."""
-    if part[FAILURE_BITS] < 0:
+    if part.failure_bits < 0:
         return 0, 0
     at = _slot(part, key)
     if words[at] != _tag(key):
@@ -54,7 +53,7 @@ def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
 def witness(words: Any, part: Any, key: int, accepted: bool, epoch: int) -> None:
     """Count one more outcome under this key. A slot that another holds is worth half as much
     afterwards, and taken once it is worth next to nothing."""
-    if part[FAILURE_BITS] < 0:
+    if part.failure_bits < 0:
         return
     at = _slot(part, key)
     refusals, successes = _worth(words[at + 1], epoch)
@@ -72,7 +71,7 @@ def witness(words: Any, part: Any, key: int, accepted: bool, epoch: int) -> None
 
 @jit
 def _slot(part: Any, key: int) -> int:
-    return part[FAILURES] + 2 * (key & ((1 << part[FAILURE_BITS]) - 1))
+    return part.failures + 2 * (key & ((1 << part.failure_bits) - 1))
 
 
 @jit

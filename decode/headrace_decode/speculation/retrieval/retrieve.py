@@ -15,16 +15,7 @@ from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.anchors import first_of, match_length, next_of, place
 from headrace_decode.speculation.retrieval.ring import is_live
-from headrace_decode.speculation.retrieval.segments import (
-    ANCHORS,
-    CONTEXT,
-    GRANULE,
-    GRANULES,
-    HEAD,
-    LENGTHS,
-    NONE,
-    TAIL,
-)
+from headrace_decode.speculation.retrieval.segments import ANCHORS, CONTEXT, GRANULE, LENGTHS, NONE
 
 SURVIVORS = 8
 """Per partition."""
@@ -67,13 +58,13 @@ def find_own(
     """
     words, part = store.words, store.parts[partition]
     count, below = 0, CONTEXT + 1
-    last = part[HEAD] - 1
+    last = part.head - 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
         position = next_of(words, part, last, which)
         for _ in range(HOPS * ENOUGH[which]):
-            if position < part[TAIL] or count == ENOUGH[which]:
+            if position < part.tail or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
@@ -113,11 +104,11 @@ def find_kept(
             continue
         position = first_of(words, part, hashes, which)
         for _ in range(HOPS * ENOUGH[which]):
-            if position < part[TAIL] or count == ENOUGH[which]:
+            if position < part.tail or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
-                row = words[part[GRANULES] + place(part, position) // GRANULE]
+                row = words[part.granules + place(part, position) // GRANULE]
                 if usable(headers[row], store.versions, model, tokenizer, now_s):
                     found[count, POSITION] = position
                     found[count, PARTITION] = partition

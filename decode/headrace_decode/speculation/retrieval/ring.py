@@ -14,17 +14,7 @@ import numpy as np
 
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.anchors import place, post, read, write
-from headrace_decode.speculation.retrieval.segments import (
-    CAPACITY,
-    GRANULE,
-    GRANULES,
-    HEAD,
-    LAP,
-    NONE,
-    SEPARATOR,
-    TAIL,
-    TOKENS,
-)
+from headrace_decode.speculation.retrieval.segments import GRANULE, NONE, SEPARATOR
 
 SPARED_TOKENS_PER_TOKEN = 4
 """Second chances move at most so many times the tokens that are inserted."""
@@ -63,32 +53,32 @@ def free_row(headers: Any, free: Any, row: int) -> None:
 
 @jit
 def _advance(part: Any, positions: int) -> None:
-    part[HEAD] += positions
-    if part[HEAD] - part[LAP] >= part[CAPACITY]:
-        part[LAP] += part[CAPACITY]
+    part.head += positions
+    if part.head - part.lap >= part.capacity:
+        part.lap += part.capacity
 
 
 @jit
 def append_run(words: Any, part: Any, tokens: Any) -> None:
     """Append to a ring without segments; the oldest positions fall out."""
-    begin = part[HEAD]
+    begin = part.head
     for token in tokens:
-        words[part[TOKENS] + begin - part[LAP]] = token
+        words[part.tokens + begin - part.lap] = token
         begin += 1
         _advance(part, 1)
-    part[TAIL] = max(part[TAIL], part[HEAD] - part[CAPACITY])
-    first = part[HEAD] - len(tokens)
-    post(words, part, max(first, part[TAIL]), part[HEAD], part[TAIL])
+    part.tail = max(part.tail, part.head - part.capacity)
+    first = part.head - len(tokens)
+    post(words, part, max(first, part.tail), part.head, part.tail)
 
 
 @jit
 def _settle(words: Any, part: Any, headers: Any, row: int, tokens: int) -> None:
     """Give the segment whose tokens lie from the head on its separators, rows and postings."""
-    start, size = part[HEAD], padded(tokens)
+    start, size = part.head, padded(tokens)
     for position in range(start + tokens, start + size):
-        words[part[TOKENS] + place(part, position)] = SEPARATOR
+        words[part.tokens + place(part, position)] = SEPARATOR
     for position in range(start, start + size, GRANULE):
-        words[part[GRANULES] + place(part, position) // GRANULE] = row
+        words[part.granules + place(part, position) // GRANULE] = row
     headers[row].start = start
     _advance(part, size)
     # The last token is no anchor: nothing follows it.
@@ -98,7 +88,7 @@ def _settle(words: Any, part: Any, headers: Any, row: int, tokens: int) -> None:
 @jit
 def append_segment(words: Any, part: Any, headers: Any, row: int, tokens: Any) -> None:
     """Put a segment in, for which `make_room` has made room."""
-    write(words, part, part[HEAD], tokens)
+    write(words, part, part.head, tokens)
     headers[row].tokens = len(tokens)
     _settle(words, part, headers, row, len(tokens))
 
@@ -106,14 +96,14 @@ def append_segment(words: Any, part: Any, headers: Any, row: int, tokens: Any) -
 @jit
 def oldest_row(words: Any, part: Any) -> int:
     """Header row of the oldest segment of a ring that has one."""
-    return words[part[GRANULES] + place(part, part[TAIL]) // GRANULE]
+    return words[part.granules + place(part, part.tail) // GRANULE]
 
 
 @jit
 def evict_oldest(words: Any, part: Any, headers: Any, free: Any) -> None:
     """Give up the oldest segment, whatever it is worth."""
     row = oldest_row(words, part)
-    part[TAIL] += padded(headers[row].tokens)
+    part.tail += padded(headers[row].tokens)
     free_row(headers, free, row)
 
 
@@ -127,20 +117,20 @@ def make_room(
     """
     need, evicted = padded(tokens), 0
     spare_tokens = SPARED_TOKENS_PER_TOKEN * need
-    while part[HEAD] + need - part[TAIL] > part[CAPACITY]:
+    while part.head + need - part.tail > part.capacity:
         row = oldest_row(words, part)
         header = headers[row]
         size = padded(header.tokens)
         if header.used and spare_tokens >= size and is_live(header, versions, now_s):
             spare_tokens -= size
             headers[row].used = 0
-            source, length = part[TAIL], header.tokens
-            part[TAIL] += size
+            source, length = part.tail, header.tokens
+            part.tail += size
             # The head lies at or before the old place in the ring: going forwards, nothing is
             # overwritten before it is read.
             for ahead in range(length):
-                words[part[TOKENS] + place(part, part[HEAD] + ahead)] = words[
-                    part[TOKENS] + place(part, source + ahead)
+                words[part.tokens + place(part, part.head + ahead)] = words[
+                    part.tokens + place(part, source + ahead)
                 ]
             _settle(words, part, headers, row, length)
         else:
@@ -166,22 +156,22 @@ def rebuild(
         source, old: arena and row of the ring as it is.
         words, new: arena and row of the empty ring; it may be smaller.
     """
-    live, position = 0, old[TAIL]
-    while position < old[HEAD]:
-        header = headers[source[old[GRANULES] + place(old, position) // GRANULE]]
+    live, position = 0, old.tail
+    while position < old.head:
+        header = headers[source[old.granules + place(old, position) // GRANULE]]
         if not is_over(header, versions, now_s):
             live += padded(header.tokens)
         position += padded(header.tokens)
-    position = old[TAIL]
-    while position < old[HEAD]:
-        row = source[old[GRANULES] + place(old, position) // GRANULE]
+    position = old.tail
+    while position < old.head:
+        row = source[old.granules + place(old, position) // GRANULE]
         length = headers[row].tokens
         size = padded(length)
         keep = not is_over(headers[row], versions, now_s)
-        if keep and live <= new[CAPACITY]:
+        if keep and live <= new.capacity:
             tokens = np.empty(length, np.int32)
             read(source, old, position, tokens)
-            write(words, new, new[HEAD], tokens)
+            write(words, new, new.head, tokens)
             _settle(words, new, headers, row, length)
         else:
             if keep:

@@ -30,22 +30,23 @@ GRANULE = 8
 SEPARATOR = -1
 NONE = -1
 
-# Columns of the partition table, int64 [partitions, COLUMNS]. Offsets are into the arena.
-(
-    TOKENS,  # offset of int32 [capacity]
-    CAPACITY,  # tokens that the ring holds
-    LINKS,  # offset of int32 [capacity, LENGTHS]: the position of the same k-gram before this one
-    GRANULES,  # offset of int32 [capacity / GRANULE]: header row of the segment there; 0: no such
-    HEADS,  # offset of int32 [LENGTHS, 2^HEAD_BITS]: newest position of the k-grams of this hash
-    HEAD_BITS,
-    FAILURES,  # offset of int32 [2^FAILURE_BITS, 2]
-    FAILURE_BITS,
-    HEAD,  # position of the next token
-    TAIL,  # oldest position that is there
-    LAP,  # position whose token lies first in the ring
-    WORDS,  # length of the whole run in the arena
-    COLUMNS,
-) = range(13)
+PART = np.dtype(
+    [
+        ("tokens", "i8"),  # offset of int32 [capacity] in the arena
+        ("capacity", "i8"),  # tokens that the ring holds
+        ("links", "i8"),  # offset of int32 [capacity, LENGTHS]: where the k-gram stood before
+        ("granules", "i8"),  # offset of int32 [capacity / GRANULE]: header row of the segment there
+        ("heads", "i8"),  # offset of int32 [LENGTHS, 2^head_bits]: newest position by hash
+        ("head_bits", "i8"),
+        ("failures", "i8"),  # offset of int32 [2^failure_bits, 2]
+        ("failure_bits", "i8"),  # NONE in a request's own partition, which has no failures
+        ("head", "i8"),  # position of the next token
+        ("tail", "i8"),  # oldest position that is there
+        ("lap", "i8"),  # position whose token lies first in the ring
+        ("words", "i8"),  # length of the whole run in the arena
+    ]
+)
+"""A row of the partition table."""
 
 MAX_POSITION = 2**31 - 2**26
 """A ring is numbered anew before its positions leave int32."""
@@ -80,12 +81,12 @@ class Store(NamedTuple):
 
     Attributes:
         words: int32, the arena.
-        parts: int64 [partitions, COLUMNS].
+        parts: PART [partitions].
         headers: HEADER [rows].
         versions: u4 [65536]: each corpus's version in force.
     """
 
     words: NDArray[np.int32]
-    parts: NDArray[np.int64]
+    parts: Any
     headers: Any
     versions: NDArray[np.uint32]

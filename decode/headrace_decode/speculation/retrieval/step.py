@@ -27,14 +27,7 @@ from headrace_decode.speculation.retrieval.retrieve import (
     move,
 )
 from headrace_decode.speculation.retrieval.ring import append_run
-from headrace_decode.speculation.retrieval.segments import (
-    ANCHORS,
-    CONTEXT,
-    HEAD,
-    LENGTHS,
-    NONE,
-    TAIL,
-)
+from headrace_decode.speculation.retrieval.segments import ANCHORS, CONTEXT, LENGTHS, NONE
 from headrace_decode.speculation.retrieval.trie import Scratch, walk
 
 # Columns of the request table, int64 [requests, REQUEST_COLUMNS].
@@ -161,7 +154,7 @@ def draft_rows(
             continue
         request = requests[row]
         own, tenant = request[OWN], request[TENANT]
-        if parts[own, HEAD] == parts[own, TAIL]:
+        if parts[own].head == parts[own].tail:
             continue
         length = read_context(store.words, parts[own], context)
         count = find_own(store, own, context, length, request[PROMPT_END], found)

@@ -34,7 +34,7 @@ from headrace_decode.speculation.retrieval.retrieve import (
     SOURCE,
     move,
 )
-from headrace_decode.speculation.retrieval.segments import HEAD, SEPARATOR, TOKENS
+from headrace_decode.speculation.retrieval.segments import SEPARATOR
 
 LAST_POSITION = len(POSITION_BUCKET) - 1
 
@@ -90,8 +90,8 @@ def walk(
             part = parts[found[which, PARTITION]]
             position = found[which, POSITION] + 1 + depth
             token = SEPARATOR
-            if position < part[HEAD]:
-                token = words[part[TOKENS] + place(part, position)]
+            if position < part.head:
+                token = words[part.tokens + place(part, position)]
             if token != SEPARATOR:
                 if going != which:
                     move(found, which, going)
