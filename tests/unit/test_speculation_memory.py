@@ -266,20 +266,6 @@ class TestCapacity:
         assert drafted(memory, 1, 2) == []
         assert drafted(memory, 599_001, 599_002) != []
 
-    def test_a_segment_that_helped_is_spared_once(self) -> None:
-        memory = Memory(Settings(capacity_bytes=MIB))
-        answered(memory, run(0, 100))
-        handle = memory.open_request("a", run(0, 8))
-        memory.feedback(memory.draft(handle, 4), 4, 4)
-        memory.close_request(handle, keep=False)
-        first, rounds = memory.pool.segments(memory.pool.find(tenant_key("")) or 0)[0], 0
-        uid, seen = memory.pool.headers[first]["uid"], []
-        while uid in memory.pool.headers["uid"][memory.pool.headers["partition"] >= 0]:
-            rounds += 1
-            answered(memory, run(1000 * rounds, 100))
-            seen.append(memory.stats()["evicted_segments"])
-        assert seen[-2] > 100, "it outlived a lap of others"
-
     def test_a_small_tenant_is_not_displaced_by_a_large_one(self) -> None:
         memory = Memory(Settings(capacity_bytes=MIB))
         answered(memory, run(500_000, 50), "small")

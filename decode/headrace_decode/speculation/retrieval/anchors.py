@@ -41,23 +41,15 @@ def place(part: Any, position: int) -> int:
 @jit
 def read(words: Any, part: Any, position: int, tokens: Any) -> None:
     """Fill `tokens` [n] from the ring, from a position on."""
-    base, capacity, at = part.tokens, part.capacity, place(part, position)
     for ahead in range(len(tokens)):
-        tokens[ahead] = words[base + at]
-        at += 1
-        if at == capacity:
-            at = 0
+        tokens[ahead] = words[part.tokens + place(part, position + ahead)]
 
 
 @jit
 def write(words: Any, part: Any, position: int, tokens: Any) -> None:
     """Put `tokens` [n] into the ring, from a position on."""
-    base, capacity, at = part.tokens, part.capacity, place(part, position)
     for ahead in range(len(tokens)):
-        words[base + at] = tokens[ahead]
-        at += 1
-        if at == capacity:
-            at = 0
+        words[part.tokens + place(part, position + ahead)] = tokens[ahead]
 
 
 @jit

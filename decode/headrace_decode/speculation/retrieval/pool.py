@@ -203,13 +203,7 @@ class Pool:
         if need > part["capacity"]:
             return None
         self.evicted_segments += ring.make_room(
-            self.arena.words,
-            part,
-            self.headers,
-            self._free_headers,
-            self.versions,
-            len(tokens),
-            info.created_s,
+            self.arena.words, part, self.headers, self._free_headers, len(tokens)
         )
         header = self._take_header(row)
         if header is None:

@@ -14,7 +14,6 @@ from typing import Any
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.anchors import first_of, match_length, next_of, place
-from headrace_decode.speculation.retrieval.ring import is_live
 from headrace_decode.speculation.retrieval.segments import ANCHORS, CONTEXT, GRANULE, LENGTHS, NONE
 
 SURVIVORS = 8
@@ -41,10 +40,12 @@ def move(found: Any, which: int, to: int) -> None:
 
 @jit
 def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float) -> bool:
-    """Whether a segment may be read for a request of this model and tokenizer."""
+    """Whether a segment may be read for a request of this model and tokenizer: not expired, and of
+    its corpus's version in force."""
     if header.tokenizer != tokenizer or (header.model != 0 and header.model != model):
         return False
-    return is_live(header, versions, now_s)
+    current = header.corpus == 0 or header.version == versions[header.corpus]
+    return current and header.expires_s > now_s
 
 
 @jit

@@ -67,9 +67,7 @@ HEADER = np.dtype(
         ("model", "u2"),  # interned digest; 0: text for any model
         ("tokenizer", "u2"),  # interned digest
         ("source", "u1"),  # draft.Source
-        ("used", "u1"),  # read with success since it was last spared
         ("foreign", "u1"),  # came from another replica
-        ("pad", "u1"),
     ],
     align=True,
 )

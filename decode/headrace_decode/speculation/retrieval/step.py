@@ -243,7 +243,6 @@ def feedback_rows(
             continue
         if good > 0:
             headers[header].accepted += 1
-            headers[header].used = 1
         else:
             headers[header].refused += 1
     return verified
