@@ -22,8 +22,6 @@ from tests.support import run
 from tests.support.program import IN_ONE_PROCESS, say, told
 
 TOP = 5
-_FOREIGN = object()
-"""Origin of drafts that the memory has not made."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,12 @@ class KindsOfDrafts(Memory):
             tokens[row, : len(draft)] = draft
             survival[row, : len(draft)] = 0.99
         lengths = np.array([len(draft) for draft in drafts], np.int32)
-        return DraftBatch(tokens, survival, lengths, batch.source, batch.match_tokens, _FOREIGN)
+        return DraftBatch(tokens, survival, lengths, batch.source, batch.match_tokens)
 
     def feedback_many(
         self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
     ) -> None:
-        if batch.origin is not _FOREIGN:
+        if batch.handles is not None:
             super().feedback_many(batch, offered_k, accepted_k)
 
     def _draft(self, handle: int, max_tokens: int) -> list[int]:

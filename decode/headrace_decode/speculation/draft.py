@@ -7,9 +7,8 @@ decides how much of that is worth verifying.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +28,8 @@ class Source(IntEnum):
     """What this request has answered so far."""
 
 
-@dataclass(frozen=True)
-class DraftBatch:
-    """The drafts of one step, as arrays over its n rows.
+class DraftBatch(NamedTuple):
+    """The drafts of one step, as arrays over its n rows. Compiled functions take it as it is.
 
     Attributes:
         tokens: int32 [n, K]; those from `lengths[row]` on mean nothing.
@@ -40,7 +38,11 @@ class DraftBatch:
         lengths: int32 [n], each at most K; 0 where nothing was found.
         source: int32 [n], `Source` of the text that weighed most.
         match_tokens: int32 [n], how many of the request's last tokens stood before that text, too.
-        origin: of no meaning to others; `feedback_many` finds in it what was read where.
+        handles: int64 [n]. This and what follows is the memory's own, for `feedback_many`.
+        cells, keys: int32 and int64 [n, K], of each token: what it is known by (`acceptance`), and
+            its key in the failure memory (`refusals`).
+        header_rows, generations: int32 and int64 [n], of the segment that the first token was
+            mostly read from; -1 where that is the request's own text.
     """
 
     tokens: NDArray[np.int32]
@@ -48,10 +50,11 @@ class DraftBatch:
     lengths: NDArray[np.int32]
     source: NDArray[np.int32]
     match_tokens: NDArray[np.int32]
-    origin: Any = field(default=None, compare=False, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+    handles: Any = None
+    cells: Any = None
+    keys: Any = None
+    header_rows: Any = None
+    generations: Any = None
 
 
 class Drafter(Protocol):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.draft import DraftBatch, Drafter
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.planning.budget import best_budget
-from headrace_decode.speculation.planning.draft_guard import Toss
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load, Step
 from headrace_decode.speculation.request import Facts
 from headrace_decode.speculation.tally import Tally
@@ -59,16 +58,11 @@ class _Request:
 
 @dataclass
 class _Running:
-    """The step under way."""
+    """The step under way, as far as it is known."""
 
     started_s: float
-    tokens: int
-    drafted: int
-    toss: Toss | None
     request_ids: frozenset[str]
-    rows: int = 0
-    emitted: int = 0
-    context_tokens: int = 0
+    step: Step
 
 
 @dataclass
@@ -131,26 +125,16 @@ class Session:
         now = time.perf_counter() if now_s is None else now_s
         ids, before = frozenset(request_ids), self._running
         # Without a common request the engine may have been idle in between.
-        if before is not None and before.rows and not ids.isdisjoint(before.request_ids):
-            self.planner.observe(
-                Step(
-                    tokens=before.tokens,
-                    drafted=before.drafted,
-                    rows=before.rows,
-                    emitted=before.emitted,
-                    context_tokens=before.context_tokens,
-                    seconds=now - before.started_s,
-                    toss=before.toss,
-                    pure=before.tokens - before.drafted == before.rows,
-                )
-            )
+        if before is not None and before.step.rows and not ids.isdisjoint(before.request_ids):
+            self.planner.observe(replace(before.step, seconds=now - before.started_s))
         for request_id in finished:
             request = self._requests.pop(request_id, None)
             if request is not None:
                 keep = request.facts.drafts and request.facts.keeps
                 self.drafter.close_request(request.handle, keep=keep)
         toss, self.planner.toss = self.planner.toss, None
-        self._running = _Running(now, tokens, drafted, toss, ids) if tokens else None
+        step = Step(tokens, drafted, rows=0, emitted=0, context_tokens=0, seconds=0.0, toss=toss)
+        self._running = _Running(now, ids, step) if tokens else None
 
     def propose(self, rows: Rows, facts: Callable[[str], Facts]) -> list[list[int]]:
         """Draft tokens for each row's next step; `facts` is asked once about each request."""
@@ -159,9 +143,12 @@ class Session:
         requests = [self._known(rows, row, facts) for row in live]
         self._take_in(rows, live, requests)
         if self._running is not None:
-            self._running.rows = len(live)
-            self._running.emitted = sum(len(rows.sampled[row]) for row in live)
-            self._running.context_tokens = int(rows.num_tokens[live].sum()) if live else 0
+            self._running.step = replace(
+                self._running.step,
+                rows=len(live),
+                emitted=sum(len(rows.sampled[row]) for row in live),
+                context_tokens=int(rows.num_tokens[live].sum()) if live else 0,
+            )
         drafts: list[list[int]] = [[] for _ in rows.sampled]
         if live:
             self._draft(rows, live, requests, self._caps(rows, live, requests), drafts)

@@ -96,7 +96,6 @@ class Step:
         rows: that decoded. emitted: tokens that they emitted.
         context_tokens: of all rows.
         seconds: from its start to the next one's.
-        pure: nothing but decoding rows was in it; only such steps compare with and without drafts.
         toss: what chance said of it, if it was to verify drafts.
     """
 
@@ -106,7 +105,6 @@ class Step:
     emitted: int
     context_tokens: int
     seconds: float
-    pure: bool = True
     toss: Toss | None = None
 
     @property
@@ -224,7 +222,9 @@ class DraftPlanner:
         self.counts["emitted_tokens"] += step.emitted
         self.last = step
         toss = step.toss
-        if toss is not None and step.pure and step.rows and drafted is not toss.control:
+        # Only steps without prompts compare with and without drafts.
+        pure = step.rows > 0 and step.tokens - step.drafted == step.rows
+        if toss is not None and pure and drafted is not toss.control:
             each = step.emitted / step.rows
             self.guard(step.rows).observe(toss, each, step.seconds, undrafted_s)
 

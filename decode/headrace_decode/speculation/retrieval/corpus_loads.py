@@ -91,7 +91,7 @@ class Corpora:
         if row is not None and tokens > 0:
             part = self.memory.pool.parts[row]
             wanted = int(part["head"] - part["tail"]) + tokens
-            self.memory.pool.reserve(key, wanted, self.memory.clock())
+            self.memory.pool.widen(row, wanted, self.memory.clock())
         return {"version": version}
 
     def load(

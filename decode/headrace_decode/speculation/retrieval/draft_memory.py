@@ -197,22 +197,13 @@ class Memory:
             )
             known = self.acceptance.known
             draft_rows(self.pool.store, self._requests, self._effects, known, look, most, drafts)
-        return DraftBatch(
-            drafts.tokens,
-            drafts.survival,
-            drafts.lengths,
-            drafts.source,
-            drafts.match_tokens,
-            drafts,
-        )
+        return drafts
 
     def feedback_many(
         self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
     ) -> None:
         """The engine verified the first `offered_k` tokens of each draft and accepted `accepted_k`
         of those."""
-        if batch.origin is None:
-            return
         with self.lock:
             verified = feedback_rows(
                 self.pool.store,
@@ -221,7 +212,7 @@ class Memory:
                 self.acceptance.known,
                 self.settings.learns,
                 self.clock(),
-                batch.origin,
+                batch,
                 np.asarray(offered_k, np.int64),
                 np.asarray(accepted_k, np.int64),
             )
@@ -380,7 +371,7 @@ class Memory:
         for index in np.flatnonzero(short & (own != NONE)):
             if self._row(int(handles[index])) is not None:
                 room = 2 * int(wanted[index])
-                self.pool.widen_run(int(own[index]), min(room, self.settings.run_tokens))
+                self.pool.widen(int(own[index]), min(room, self.settings.run_tokens))
 
     def _answer(self, own: int, prompt_end: int) -> tuple[NDArray[np.int32], int] | None:
         """What is kept of a request, and how many tokens of its prompt that begins with."""

@@ -142,7 +142,9 @@ class Pool:
 
     def close_run(self, row: int) -> None:
         """Free a request's partition."""
-        self._release(row)
+        self.arena.give(int(self.parts[row]["tokens"]), int(self.parts[row]["words"]))
+        self.parts[row] = np.zeros((), PART)
+        self._free_parts.append(row)
 
     def drop(self, key: Hashable) -> bool:
         """Forget a kept partition with all that is in it; whether there was one."""
@@ -152,7 +154,7 @@ class Pool:
         for header in self.segments(row):
             ring.free_row(self.headers, self._free_headers, header)
         self._dropped(row)
-        self._release(row)
+        self.close_run(row)
         return True
 
     def segments(self, row: int) -> list[int]:
@@ -177,10 +179,10 @@ class Pool:
         """Append to a request's partition; when it is full its oldest tokens fall out."""
         ring.append_run(self.arena.words, self.parts[row], tokens)
 
-    def widen_run(self, row: int, tokens: int) -> None:
-        """Let a request's partition hold so many tokens, if the arena has room."""
+    def widen(self, row: int, tokens: int, now_s: float = 0.0) -> None:
+        """Let a partition hold so many tokens, if the arena has room."""
         if tokens > self.parts[row]["capacity"]:
-            self._resize(row, _rounded(tokens), 0.0)
+            self._resize(row, _rounded(tokens), now_s)
 
     def run_tokens(self, row: int, start: int) -> NDArray[np.int32]:
         """A request's tokens from a position that it still holds, int32 [n], copied."""
@@ -216,12 +218,6 @@ class Pool:
         fields["generation"], fields["partition"] = generation, row
         ring.append_segment(self.arena.words, part, self.headers, header, tokens)
         return header
-
-    def reserve(self, key: Hashable, tokens: int, now_s: float) -> None:
-        """Let a kept partition have room for so many tokens now, if the arena has it."""
-        row = self.keep(key)
-        if row is not None and tokens > self.parts[row]["capacity"]:
-            self._resize(row, _rounded(tokens), now_s)
 
     def _make_fit(self, row: int, need: int, now_s: float) -> None:
         part = self.parts[row]
@@ -262,11 +258,6 @@ class Pool:
         row = self._free_parts.pop()
         self.parts[row] = self._laid_out(offset, tokens, kept=kept)
         return row
-
-    def _release(self, row: int) -> None:
-        self.arena.give(int(self.parts[row]["tokens"]), int(self.parts[row]["words"]))
-        self.parts[row] = np.zeros((), PART)
-        self._free_parts.append(row)
 
     def _laid_out(self, offset: int, tokens: int, *, kept: bool) -> Any:
         """A row for an empty ring at this offset, its tables cleared."""

@@ -107,24 +107,15 @@ def rebuild(
         source, old: arena and row of the ring as it is.
         words, new: arena and row of the empty ring; it may be smaller.
     """
-    live, position = 0, old.tail
-    while position < old.head:
-        header = headers[source[old.granules + place(old, position) // GRANULE]]
-        if not is_over(header, versions, now_s):
-            live += padded(header.tokens)
-        position += padded(header.tokens)
+    while old.head - old.tail > new.capacity:
+        evict_oldest(source, old, headers, free)
     position = old.tail
     while position < old.head:
         row = source[old.granules + place(old, position) // GRANULE]
-        length = headers[row].tokens
-        size = padded(length)
-        keep = not is_over(headers[row], versions, now_s)
-        if keep and live <= new.capacity:
-            tokens = np.empty(length, np.int32)
-            read(source, old, position, tokens)
-            append_segment(words, new, headers, row, tokens)
-        else:
-            if keep:
-                live -= size
+        position += padded(headers[row].tokens)
+        if is_over(headers[row], versions, now_s):
             free_row(headers, free, row)
-        position += size
+        else:
+            tokens = np.empty(headers[row].tokens, np.int32)
+            read(source, old, headers[row].start, tokens)
+            append_segment(words, new, headers, row, tokens)

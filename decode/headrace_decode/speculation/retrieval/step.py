@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.speculation.draft import DraftBatch
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.retrieval.acceptance import MATCH_BUCKET, learn
 from headrace_decode.speculation.retrieval.anchors import hash_context, read_context
@@ -63,41 +64,17 @@ class Look(NamedTuple):
     now_s: float
 
 
-class Drafts(NamedTuple):
-    """The drafts of n rows, at most K tokens each, and where they were read.
-
-    Attributes:
-        handles: int64 [n].
-        tokens, survival, lengths, source, match_tokens: as in `draft.DraftBatch`.
-        cells, keys: int32 and int64 [n, K], of each token: what it is known by (`acceptance`), and
-            its key in the failure memory (`refusals`).
-        header_rows, generations: int32 and int64 [n], of the segment that the first token was
-            mostly read from; NONE where that is the request's own text.
-    """
-
-    handles: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    survival: NDArray[np.float32]
-    lengths: NDArray[np.int32]
-    source: NDArray[np.int32]
-    match_tokens: NDArray[np.int32]
-    cells: NDArray[np.int32]
-    keys: NDArray[np.int64]
-    header_rows: NDArray[np.int32]
-    generations: NDArray[np.int64]
-
-
-def no_drafts(handles: NDArray[np.int64], width: int) -> Drafts:
+def no_drafts(handles: NDArray[np.int64], width: int) -> DraftBatch:
     """Empty drafts of these requests, with room for `width` tokens each."""
     n = len(handles)
     lengths, source, match_tokens = np.zeros((3, n), np.int32)
-    return Drafts(
-        handles,
+    return DraftBatch(
         np.zeros((n, width), np.int32),
         np.zeros((n, width), np.float32),
         lengths,
         source,
         match_tokens,
+        handles,
         np.zeros((n, width), np.int32),
         np.zeros((n, width), np.int64),
         np.full(n, NONE, np.int32),
@@ -133,7 +110,7 @@ def draft_rows(
     """Draft at most `most` [n] tokens for each row of `drafts`.
 
     Args:
-        store: `segments.Store`. known: `acceptance.Learned`. look: `Look`. drafts: `Drafts`.
+        store: `segments.Store`. known: `acceptance.Learned`. drafts: `draft.DraftBatch`.
         effects: f8 [requests, EFFECT].
     """
     context = np.empty(CONTEXT, np.int64)

@@ -78,7 +78,7 @@ def walk(
         scratch: its first `count` candidates and their weights; order is lost: those that disagree
             drop out. `recent` is overwritten.
         failing: partition whose failure memory is asked, or -1 for none.
-        drafts: `step.Drafts`; tokens, survival, cells and keys of this `row` are the output.
+        drafts: `draft.DraftBatch`; tokens, survival, cells and keys of this `row` are the output.
     """
     words, parts = store.words, store.parts
     found, weights, recent = scratch.found, scratch.weights, scratch.recent
