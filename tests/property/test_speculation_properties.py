@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.planning.budget import best_budget, can_pay
+from headrace_decode.speculation.planning.budget import best_budget
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load
 from headrace_decode.speculation.session import kv_room
 from headrace_engine.steptime import pairs_of
@@ -74,8 +74,9 @@ def test_the_budget_is_the_best_of_all_choices(
 @given(batches(), prices())
 def test_no_draft_pays_where_the_bound_says_so(batch: Batch, seconds: NDArray[np.float64]) -> None:
     survival, lengths = batch
-    best = float(survival.max())
-    if not can_pay(best, seconds, len(lengths), len(seconds) - 1):
+    room = len(seconds) - 1
+    bound = np.full((1, room), survival.max(), np.float32)
+    if best_budget(bound, np.array([room], np.int32), seconds, len(lengths)).take[0] == 0:
         assert int(best_budget(survival, lengths, seconds).take.sum()) == 0
 
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
 from headrace_decode.speculation.retrieval.draft_memory import Settings
+from headrace_decode.speculation.settings import CarrierSettings
 from headrace_decode.speculation.settings import Settings as EngineSettings
 from headrace_decode.speculation.sharing import carrier as carriers
-from headrace_decode.speculation.sharing.carrier import Carrier, CarrierSettings
+from headrace_decode.speculation.sharing.carrier import Carrier
 from headrace_decode.speculation.sharing.exchange import Exchange
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board, Note
@@ -249,18 +250,18 @@ class TestSettings:
         ("given", "says"),
         [
             ({}, "store"),
-            ({"store": ""}, "give the name of a store"),
-            ({"store": "s", "poll_s": 0}, "poll_s 0: give a number above 0"),
-            ({"store": "s", "bytes_per_s": "fast"}, "bytes_per_s 'fast'"),
+            ({"store": ""}, "length >= 1 - at `$.exchange.store`"),
+            ({"store": "s", "poll_s": 0}, "> 0.0 - at `$.exchange.poll_s`"),
+            ({"store": "s", "bytes_per_s": "fast"}, "$.exchange.bytes_per_s"),
             ({"store": "s", "speed": 1}, "speed"),
         ],
     )
     def test_wrong_ones_are_refused_where_the_engine_is_configured(
         self, given: dict[str, Any], says: str
     ) -> None:
-        with pytest.raises(ValueError, match=r"headrace_speculation\.exchange: ") as refused:
+        with pytest.raises(ValueError, match="headrace_speculation: ") as refused:
             EngineSettings.read({"exchange": given})
         assert says in str(refused.value)
 
     def test_without_them_nothing_is_shared(self) -> None:
-        assert EngineSettings.read({}).carrier() is None
+        assert EngineSettings.read({}).exchange is None

@@ -11,8 +11,7 @@ from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.speculation import add_speculation
 from headrace.store import add_store
-from headrace_decode.speculation.settings import CONFIG_KEY, Settings
-from headrace_decode.speculation.sharing.carrier import CarrierSettings
+from headrace_decode.speculation.settings import CONFIG_KEY, CarrierSettings, Settings
 
 
 def drafting(engine: dict[str, Any], **section: Any) -> Settings:
@@ -29,15 +28,15 @@ def stored() -> dict[str, Any]:
 
 
 def test_with_the_store_memories_are_shared_through_its_nodes() -> None:
-    assert drafting(stored()).carrier() == CarrierSettings(store="kv")
+    assert drafting(stored()).exchange == CarrierSettings(store="kv")
 
 
 def test_share_false_keeps_each_to_itself() -> None:
-    assert drafting(stored(), share=False).carrier() is None
+    assert drafting(stored(), share=False).exchange is None
 
 
 @pytest.mark.parametrize(
     "engine", [{}, {"kv_transfer_config": {"kv_connector": "NixlConnector"}}], ids=["none", "NIXL"]
 )
 def test_without_the_store_nothing_is_shared(engine: dict[str, Any]) -> None:
-    assert drafting(engine).carrier() is None
+    assert drafting(engine).exchange is None

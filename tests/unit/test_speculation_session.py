@@ -313,8 +313,8 @@ def test_an_engines_arguments_say_who_proposes_and_how_much() -> None:
     ("settings", "said"),
     [
         ({"mode": "sometimes"}, "expected auto, off or static:K"),
-        ({"drafter": "no_colon"}, "or module:function"),
-        ({"modes": "auto"}, "unknown"),
+        ({"drafter": "no_colon"}, "drafter"),
+        ({"modes": "auto"}, "unknown field `modes`"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], said: str) -> None:

@@ -80,9 +80,8 @@ class HeadraceProposer:
         memory = drafter if isinstance(drafter, Memory) and settings.drafter != "ngram" else None
         self.corpora = None if memory is None else Corpora(memory)
         self.carrier: Carrier | None = None
-        shared = settings.carrier()
-        if shared is not None and memory is not None:
-            self.carrier = Carrier(Exchange(memory), shared)
+        if settings.exchange is not None and memory is not None:
+            self.carrier = Carrier(Exchange(memory), settings.exchange)
         self._obey()
         self.failures = 0
         self._failures_in_a_row = 0

@@ -9,9 +9,6 @@ from typing import Any
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner
 from headrace_decode.speculation.session import Session
 
-ROWS_MAX = 1024
-"""Prices are told up to this load."""
-
 
 def prices(
     planner: DraftPlanner, session: Session, rows_max: int, drafts: bool = True
@@ -30,8 +27,7 @@ def prices(
             that were right.
         error: relative error of `step_s`, root mean square.
     """
-    most = min(max(rows_max, 1), ROWS_MAX)
-    loads = [1 << bits for bits in range((most - 1).bit_length() + 1)]
+    loads = [1 << bits for bits in range((max(rows_max, 1) - 1).bit_length() + 1)]
     context_tokens = planner.last.context_tokens / max(planner.last.rows, 1)
     step_s = [planner.times.seconds(0, rows, 0, rows * context_tokens) for rows in loads]
     cap = session.draft_tokens if session.draft_cap is None else session.draft_cap

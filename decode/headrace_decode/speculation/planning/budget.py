@@ -68,25 +68,6 @@ def best_budget(
     )
 
 
-def can_pay(
-    best_survival: float,
-    seconds: NDArray[np.float64],
-    sure_tokens: float,
-    tokens: int,
-) -> bool:
-    """Whether any number of draft tokens could be worth it if each survived so likely.
-
-    An upper bound: no draft of survivals up to `best_survival` does better.
-
-    Args:
-        seconds: as for `best_budget`.
-        tokens: how many could be on offer at most.
-    """
-    limit = min(tokens, len(seconds) - 1)
-    rate = (sure_tokens + best_survival * np.arange(limit + 1)) / seconds[: limit + 1]
-    return bool(rate.argmax() > 0)
-
-
 @jit
 def _merged(
     survival: NDArray[np.float32], lengths: NDArray[np.int32]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.planning.budget import best_budget, can_pay
+from headrace_decode.speculation.planning.budget import best_budget
 from headrace_decode.speculation.planning.draft_guard import Guard, Toss
 from headrace_engine.steptime import StepTime, pairs_of
 
@@ -160,7 +160,9 @@ class DraftPlanner:
         on, pays = self.guard(load.rows).on or not self._controls, False
         if room:
             seconds = self._seconds(load, room)
-            pays = can_pay(self._best_survival, seconds, load.rows, room)
+            # An upper bound: one draft of that length of which each token survives so likely.
+            bound = np.full((1, room), self._best_survival, np.float32)
+            pays = bool(best_budget(bound, np.array([room], np.int32), seconds, load.rows).take[0])
             self.counts["cannot_pay"] += not pays
         if on and pays:
             return "verify"

@@ -26,6 +26,7 @@ from headrace_decode.speculation.retrieval.acceptance import EFFECT, SOURCES, Ac
 from headrace_decode.speculation.retrieval.anonymity import SharedWindows
 from headrace_decode.speculation.retrieval.interner import Interner
 from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
+from headrace_decode.speculation.retrieval.ring import append_run
 from headrace_decode.speculation.retrieval.segments import NONE
 from headrace_decode.speculation.retrieval.step import (
     HANDLE,
@@ -158,7 +159,7 @@ class Memory:
             handle = (self._opened << 20) | row
             own = self.pool.open_run(min(len(prompt) + 256, self.settings.run_tokens))
             if own is not None:
-                self.pool.append_run(own, prompt)
+                append_run(self.pool.arena.words, self.pool.parts[own], prompt)
             self.pool.use(PUBLIC_KEY)
             kept = self.pool.keep(tenant_key(tenant))
             fields = self._requests[row]

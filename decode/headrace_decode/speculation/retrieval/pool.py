@@ -175,10 +175,6 @@ class Pool:
         at = (start - part["lap"] + np.arange(count)) % part["capacity"]
         return self.arena.words[part["tokens"] + at]
 
-    def append_run(self, row: int, tokens: NDArray[np.int32]) -> None:
-        """Append to a request's partition; when it is full its oldest tokens fall out."""
-        ring.append_run(self.arena.words, self.parts[row], tokens)
-
     def widen(self, row: int, tokens: int, now_s: float = 0.0) -> None:
         """Let a partition hold so many tokens, if the arena has room."""
         if tokens > self.parts[row]["capacity"]:

@@ -41,8 +41,6 @@ def key_of(recent: Any, token: int) -> int:
 @jit
 def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
     """How often the continuation of this key was refused and accepted, as far as it counts now."""
-    if part.failure_bits < 0:
-        return 0, 0
     at = _slot(part, key)
     if words[at] != _tag(key):
         return 0, 0
@@ -53,8 +51,6 @@ def evidence(words: Any, part: Any, key: int, epoch: int) -> tuple[int, int]:
 def witness(words: Any, part: Any, key: int, accepted: bool, epoch: int) -> None:
     """Count one more outcome under this key. A slot that another holds is worth half as much
     afterwards, and taken once it is worth next to nothing."""
-    if part.failure_bits < 0:
-        return
     at = _slot(part, key)
     refusals, successes = _worth(words[at + 1], epoch)
     if words[at] != _tag(key) and refusals + successes > 1:

@@ -14,10 +14,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from headrace_decode.speculation.retrieval.draft_memory import Key
+from headrace_decode.speculation.settings import CarrierSettings
 from headrace_decode.speculation.sharing.exchange import Exchange
 from headrace_decode.speculation.sharing.record import DamagedError
 from headrace_kvstore.protocol.board import Note
@@ -31,36 +31,6 @@ NOTE_BYTES = 32 * 1024
 IDLE_S = 30.0
 IDLE_LOOKS = 3
 """Where nothing has moved for so long, the board is read at each third look only."""
-
-
-@dataclass(frozen=True)
-class CarrierSettings:
-    """Where the board is, and what carrying may take.
-
-    Attributes:
-        store: name of the StoreNode's arena.
-        socket_folder: where its socket is; None for the system's temporary folder.
-        poll_s: between looks whether there is anything to carry.
-        bytes_per_s: in both directions together, on average.
-        timeout_s: until a node counts as away.
-
-    Raises:
-        ValueError: a value is impossible.
-    """
-
-    store: str
-    socket_folder: str | None = None
-    poll_s: float = 0.2
-    bytes_per_s: float = 2.0 * 2**20
-    timeout_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.store or not isinstance(self.store, str):
-            raise ValueError(f"store {self.store!r}: give the name of a store")
-        for name in ("poll_s", "bytes_per_s", "timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name} {value!r}: give a number above 0")
 
 
 class Carrier:
