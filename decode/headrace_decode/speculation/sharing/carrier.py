@@ -79,7 +79,7 @@ class Carrier:
         return {
             "state": self._state,
             **{name: self._counts[name] for name in (*counted, "damaged", "failed", "lost_node")},
-            "untold": self.exchange.untold + (self._unposted is not None),
+            "untold": self.exchange.untold,
             "behind": self._head - self._read_to,
             "longest_hold_s": self.exchange.longest_hold_s,
             "thread_s": self._thread_s,

@@ -56,15 +56,16 @@ class Exchange:
         self.longest_hold_s = 0.0
         self._queue: dict[Key, deque[Entry]] = {}
         """By partition, the one that has waited longest first."""
+        self._in_hand = 0
         self._told_versions: dict[tuple[Key, str], int] = {}
         memory.inserted = self._inserted
         memory.flipped = self._flipped
 
     @property
     def untold(self) -> int:
-        """Entries that wait to be told."""
+        """Entries that wait to be told, those of the last batch until the next one is asked for."""
         with self.memory.lock:
-            return sum(map(len, self._queue.values()))
+            return sum(map(len, self._queue.values())) + self._in_hand
 
     def tell(self, most_bytes: int) -> tuple[Key, bytes] | None:
         """The next batch and its partition, about `most_bytes` at most; None if all is told.
@@ -74,21 +75,22 @@ class Exchange:
         records: list[SegmentRecord | FlippedRecord] = []
         while not records:
             with self._held():
+                self._in_hand = 0
                 if not self._queue:
                     return None
-                key = next(iter(self._queue))
-                waiting = self._queue.pop(key)
+                key, waiting = next(iter(self._queue.items()))
             size = 0
             while waiting and size < most_bytes:
                 with self._held():
                     record = self._record(waiting.popleft())
+                    self._in_hand += 1
                 if record is not None:
                     records.append(record)
                     size += len(record.tokens) if isinstance(record, SegmentRecord) else 0
                     time.sleep(BREATH_S)
-            if waiting:
-                with self._held():
-                    waiting.extend(self._queue.pop(key, ()))
+            with self._held():
+                self._queue.pop(key, None)
+                if waiting:
                     self._queue[key] = waiting
         return key, pack(Batch(self.memory.replica, key.scope, key.tenant, records))  # type: ignore[arg-type]
 
@@ -96,6 +98,7 @@ class Exchange:
         """Queue all that this replica has put in and still has."""
         with self._held():
             self._queue.clear()
+            self._in_hand = 0
             headers = self.memory.pool.headers.copy()
             keys = {row: key for key, row in self.memory.pool.kept()}
         own = (headers["partition"] != NONE) & (headers["corpus"] == 0) & (headers["foreign"] == 0)
