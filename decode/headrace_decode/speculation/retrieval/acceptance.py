@@ -54,8 +54,9 @@ MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
 WEIGHT_VARIANCE = 0.3
 FORGET = 1e-3
 """A variance grows by this share with each token that it is used for, up to its prior."""
-EFFECT_VARIANCE, EFFECT_FORGET = 0.1, 0.01
-"""Of the population at first; a request's own grows like a weight's, but faster."""
+EFFECT_VARIANCE, EFFECT_FORGET = 1.0, 0.01
+"""Of the population at first: requests may differ by all that no feature tells, so the first ones
+teach quickly. A request's own grows like a weight's, but faster."""
 POPULATION_RATE = 0.05
 """How far the population moves towards each request that ends."""
 SAMPLING_STD = 0.5, 0.3
