@@ -331,6 +331,8 @@ class Arena(ArenaMap):
         """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
         wanted = wanted[wanted >= 0]
+        if not len(wanted):
+            return
         with self._section:
             mine = wanted[self.table["owner"][wanted] == os.getpid()]
             self._drop(mine, self.table["generation"][mine], WRITING, DROPPED)
