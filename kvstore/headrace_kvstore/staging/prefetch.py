@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.arena.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
 from headrace_kvstore.nvme.record import padded
 from headrace_kvstore.staging.crew import Crew
 from headrace_kvstore.staging.sources import Fill, Found, Offer, Source, Unavailable
 
 QUEUE_BLOCKS = 1 << 16
-REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room", NOT_WORTH: "dropped_not_worth"}
+REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room"}
 THREADS = 4
 """Batches under way at once."""
 
