@@ -76,9 +76,10 @@ class Crew(ABC, Generic[T]):
     def _run(self) -> None:
         while True:
             with self._wake:
+                task = None
                 while not self._stopping and (task := self._take()) is None:
                     self._wake.wait()
-                if self._stopping:
+                if self._stopping or task is None:
                     return
                 self._busy += 1
             try:
