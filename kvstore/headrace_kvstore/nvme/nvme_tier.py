@@ -388,13 +388,13 @@ class NvmeTier:
             segments = self._catalog.views()
         worth = [self.value(each.shape.digest, rows, now_s).sum() for each, rows in segments]
         for i in np.argsort(worth, kind="stable").tolist():
-            segment: Segment = segments[i][0]
+            segment = segments[i][0]
             with self._lock:
                 gone = self._catalog.drop(segment, now_s)
                 if gone is None:
                     continue
                 opened = self._open.get(segment.shape)
-                if opened is segment:
+                if opened is not None and opened.number == segment.number:
                     del self._open[segment.shape]
                 self._counts["segments_reclaimed"] += 1
                 self._counts["blocks_evicted"] += len(gone)
