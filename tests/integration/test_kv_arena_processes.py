@@ -340,7 +340,7 @@ def test_a_process_killed_inside_the_policy_leaves_it_of_use(tmp_path: Path) -> 
 
     def die() -> None:
         with open_().policy as policy:
-            for table in (policy._prompts, policy._blocks, policy._exposure_s, policy._serial):
+            for table in (policy._prompts, policy._blocks, policy._exposure_s):
                 table.view(np.uint8)[:] = 0xF3
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -26,7 +26,7 @@ MAKERS = {
     "lfu": lambda n: LFU(np.zeros(n)),
     "priority": lambda n: Priority(),
     "s3-fifo": S3FIFO.create,
-    "cost-aware": lambda n: CostAware(np.zeros(1, state_dtype(n, 8, 64))),
+    "cost-aware": lambda n: CostAware(np.zeros(1, state_dtype(8, 64))),
 }
 
 seconds = st.sampled_from([0.0, 1.0, 50.0, 99.0, 100.0, 101.0, 5000.0])
@@ -52,7 +52,6 @@ def tables(draw: st.DrawFn) -> np.ndarray:
         row["used_s"] = draw(seconds)
         row["lease_until_s"] = draw(seconds)
         row["bytes"], row["compute_s"] = 1e6, draw(st.floats(0, 1))
-        row["rate"] = draw(st.floats(0, 1))
     return table
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace_kvstore import checksum as sums
-from headrace_kvstore.checksum_kernels import _jit
+from headrace_kvstore.compiled import jit
 from tests.support.kvsums import Memory, mix, model_sum
 
 DIGEST = bytes(range(16))
@@ -148,7 +148,7 @@ def test_code_that_cannot_be_kept_on_disk_is_compiled_all_the_same() -> None:
     """As in a container whose every folder is read-only: here, a function without a file."""
     made: dict[str, Any] = {}
     exec("def twice(x): return 2 * x", made)
-    assert _jit(made["twice"])(21) == 42
+    assert jit()(made["twice"])(21) == 42
 
 
 def test_nothing_to_do_is_done() -> None:

@@ -28,7 +28,6 @@ import numpy as np
 
 from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.arena_map import ArenaMap
-from headrace_kvstore.arena.eviction import Chosen, Eviction
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -36,33 +35,37 @@ from headrace_kvstore.arena.geometry import (
     KERNEL_SLOT,
     NAMESPACE_COUNT,
     NAMESPACES,
+    PAGE_BYTES,
     POLICY,
     RECLAIMED_TOTAL,
-    REFUSED_TOTAL,
     SECTION,
     ArenaFormatError,
     Geometry,
     slot_bytes,
 )
 from headrace_kvstore.arena.locking import LockBusyError
-from headrace_kvstore.arena.section import Refused
+from headrace_kvstore.arena.room import own_victims, victims
+from headrace_kvstore.arena.section import Refused, Section
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
 from headrace_kvstore.policy import shared as policies
-from headrace_kvstore.policy.base import slot_keys
-from headrace_kvstore.table import READY, SLOT, WRITING, pack_hashes
+from headrace_kvstore.policy.base import block_keys, slot_keys
+from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
+
+Chosen = tuple[np.ndarray, np.ndarray]
+"""Slots, and the generations in which they were chosen: a choice may be outdated when it is carried
+out, since it is made without the arena's lock."""
 
 Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
 LOOKUP_TRIES = 4
 INF = float("inf")
-TAKEN, NO_ROOM, NOT_WORTH = kernels.ABSENT, kernels.NO_ROOM, kernels.NOT_WORTH
+TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
-NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held.
-NOT_WORTH: every block that could be evicted is worth more."""
+NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
 
 
 class Arena(ArenaMap):
@@ -74,8 +77,8 @@ class Arena(ArenaMap):
     default_quota: the same for tenants not listed. A tenant that stores more gives up blocks of its
     own first.
 
-    Calls that find the lock held for PATIENCE_S miss (`lease`, `reserve`, `publish`) or raise
-    LockBusyError (all others but `lookup`, which never waits for long).
+    Calls that find the lock held for PATIENCE_S (`lease`: BRIEF_S) miss (`lease`, `reserve`,
+    `publish`) or raise LockBusyError (all others but `lookup`, which goes on without it).
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class Arena(ArenaMap):
             *(name, self._t.state, self.table, self.geometry.size_bytes),
             *(file.second_lock, clock),
         )
-        self._eviction = Eviction(self._t, self.table, self.policy, quotas or {}, default_quota)
+        self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
     @classmethod
     def create_or_attach(
@@ -121,11 +124,10 @@ class Arena(ArenaMap):
         if not name or "/" in name or name in (".", ".."):
             raise ValueError(f"{name!r} is no file name")
         kernels.warm()
+        size_bytes -= size_bytes % PAGE_BYTES
         cut = size_bytes, block_bytes, layers, smallest_block_bytes or max(1, block_bytes // 4)
-        policy = policies.affordable(policy, Geometry.plan(*cut).slots, size_bytes)
-        geometry = Geometry.plan(
-            *cut, lambda slots, size_bytes: policies.state_bytes(policy, slots, size_bytes)
-        )
+        policy = policies.affordable(policy, size_bytes)
+        geometry = Geometry.plan(*cut, policies.state_bytes(policy, size_bytes))
 
         def initialise(memory: Any) -> None:
             tables = geometry.tables(np.frombuffer(memory, np.uint8))
@@ -149,13 +151,22 @@ class Arena(ArenaMap):
             logger.warning("arena %s is kept by %s, not %s", name, arena.policy.name, policy)
         return arena
 
+    @classmethod
+    def attach(cls, name: str, folder: str | Path = "/dev/shm") -> Arena:
+        """Open the arena of that name; raises FileNotFoundError if nobody has made it yet, without
+        waiting for one that is being made."""
+        kernels.warm()
+        return cls(SharedFile.attach(Path(folder) / name))
+
     # What is stored
 
-    def namespace(self, digest: bytes, block_bytes: int, layers: int) -> int:
+    def namespace(self, digest: bytes, block_bytes: int, layers: int, keep: bool = True) -> int:
         """The row of a namespace, registered if it is new.
 
-        digest: 16 bytes. Raises ValueError if it is registered with another block size or number
-        of layers, if a segment is too small for its blocks, or if the table is full.
+        digest: 16 bytes. With `keep` the row stays this namespace's as long as this handle lives.
+        Where the table is full, a row that nobody keeps is given to the new namespace, one without
+        blocks before others. Raises ValueError if the namespace is registered with another block
+        size or number of layers, if a segment is too small for its blocks, or if all rows are kept.
         """
         if len(digest) != 16 or block_bytes < 1 or layers < 1:
             raise ValueError(
@@ -172,6 +183,8 @@ class Arena(ArenaMap):
                             f"namespace {digest.hex()} has blocks of {known[0]} bytes and "
                             f"{known[1]} layers, not {block_bytes} and {layers}"
                         )
+                    if keep:
+                        self._file.use(row)
                     return row
             needed = slot_bytes(block_bytes, layers)
             if needed > int(self._t.segments["bytes"].max()):
@@ -179,14 +192,34 @@ class Arena(ArenaMap):
                     f"a block of {block_bytes} bytes is larger than a segment of this arena: "
                     f"{self.geometry.segment_bytes} bytes"
                 )
-            if count == NAMESPACES:
-                raise Refused(f"the arena has {NAMESPACES} namespaces already")
-            spaces[count] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
-            self._words[NAMESPACE_COUNT] = count + 1
-            return count
+            row = count if count < NAMESPACES else self._reclaimed_row()
+            spaces[row] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
+            self._words[NAMESPACE_COUNT] = max(count, row + 1)
+            if keep:
+                self._file.use(row)
+            return row
+
+    def _reclaimed_row(self) -> int:
+        """A row that nobody keeps, its blocks dropped: the one used least lately. In a section."""
+        used_s = np.full(NAMESPACES, -INF)
+        held = self.table["state"] != FREE
+        np.maximum.at(used_s, self.table["namespace"][held], self.table["used_s"][held])
+        for row in np.argsort(used_s, kind="stable").tolist():
+            if not self._file.unused(row):
+                continue
+            slots = np.flatnonzero(held & (self.table["namespace"] == row))
+            generations = self.table["generation"][slots]
+            for state in (READY, WRITING):
+                self._drop(slots, generations, state, EVICTED_TOTAL)
+            return int(row)
+        raise Refused(f"the arena has {NAMESPACES} namespaces in use already")
 
     def lookup(self, row: int, hashes: Hashes) -> np.ndarray:
-        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects at all."""
+        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects.
+
+        Each hit was found in its slot's record. Where others change the index all the time and keep
+        the lock, a block in motion may be missed.
+        """
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
@@ -196,29 +229,32 @@ class Arena(ArenaMap):
             if before % 2 == 0 and self._words[SECTION] == before:
                 return slots
         try:
-            with self._short_section:
+            with self._brief_section:  # repairs what a process that died inside has left
                 kernels.lookup(self._t, row, keys, slots)
         except LockBusyError:
-            pass  # each hit was found in its slot's record; a block in motion may be missed
+            pass
         return slots
 
     def lease(self, row: int, hashes: Hashes, lease_s: float) -> np.ndarray:
-        """As lookup; what is there stays for `lease_s` seconds, and counts as used once more."""
+        """As lookup; what is there stays for `lease_s` seconds and counts as used once more. -1 for
+        all where the lock cannot be had at once: an engine's step waits for this."""
         try:
-            return self._leased(row, hashes, lease_s, used=True)
+            return self._leased(self._brief_section, row, hashes, lease_s, used=True)
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
             return np.full(len(hashes), -1, np.int64)
 
     def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """As `lease`, but the blocks do not count as used: policies see readers only."""
-        return self._leased(row, hashes, hold_s, used=False)
+        return self._leased(self._section, row, hashes, hold_s, used=False)
 
-    def _leased(self, row: int, hashes: Hashes, lease_s: float, used: bool) -> np.ndarray:
+    def _leased(
+        self, section: Section, row: int, hashes: Hashes, lease_s: float, used: bool
+    ) -> np.ndarray:
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.empty(len(keys), np.int64)
-        with self._section:
+        with section:
             kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, slots)
         return slots
 
@@ -231,8 +267,9 @@ class Arena(ArenaMap):
         keys = pack_hashes(hashes)
         at_s = self._clock() if at_s is None else at_s
         try:
-            slots = self.lookup(row, keys)
-            self._eviction.prompt(row, np.ascontiguousarray(keys[:, 0]), slots, at_s)
+            if self.policy.learns and len(keys):
+                heads = np.ascontiguousarray(keys[:, 0])
+                self.policy.ask(lambda policy: policy.prompt(block_keys(row, heads), at_s))
         except LockBusyError:
             return False
         return True
@@ -264,9 +301,9 @@ class Arena(ArenaMap):
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
-        TAKEN, NO_ROOM or NOT_WORTH, all below 0, where a block gets none. parents, depths,
-        compute_s and load_s as in SLOT, one a block (the last two may be one for all). Each slot
-        must be given to `publish` or `abandon`.
+        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths, compute_s and
+        load_s as in SLOT, one a block (the last two may be one for all). Each slot must be given to
+        `publish` or `abandon`.
         """
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
@@ -284,23 +321,18 @@ class Arena(ArenaMap):
 
         try:
             absent = np.flatnonzero(self.lookup(row, keys) < 0)
-            admitted = self._eviction.admitted(blocks[absent].view(SLOT))
-            refused = absent[~admitted]
-            slots[refused] = NOT_WORTH
-            asked_bytes = int(admitted.sum()) * float(self._t.spaces["slot_bytes"][row])
-            own = self._eviction.over_quota(tenant, asked_bytes, now_s)
+            asked_bytes = len(absent) * float(self._t.spaces["slot_bytes"][row])
+            own = self._over_quota(tenant, asked_bytes, now_s)
             with self._section:
-                self._words[REFUSED_TOTAL] += len(refused)
                 self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
                 gone = self._left_behind(now_s)
-                given_up = self._eviction.victims(row, left, now_s)
+                given_up = self._victims(row, left, now_s)
                 with self._section:
                     self._drop(*gone, WRITING, RECLAIMED_TOTAL)
                     self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
                     place()
-            self._eviction.written(slots[slots >= 0], now_s)
         except LockBusyError as error:
             logger.warning("not all blocks are stored: %s", error)
         return np.where(slots == kernels.STUCK, TAKEN, slots)
@@ -331,6 +363,8 @@ class Arena(ArenaMap):
         """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
         wanted = wanted[wanted >= 0]
+        if not len(wanted):
+            return
         with self._section:
             mine = wanted[self.table["owner"][wanted] == os.getpid()]
             self._drop(mine, self.table["generation"][mine], WRITING, DROPPED)
@@ -368,8 +402,8 @@ class Arena(ArenaMap):
             return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
 
     def close(self) -> None:
-        if hasattr(self, "_eviction"):
-            del self._eviction, self.policy
+        if hasattr(self, "policy"):
+            del self.policy
         super().close()
 
     def __enter__(self) -> Arena:
@@ -386,6 +420,28 @@ class Arena(ArenaMap):
         if not len(slots):
             return 0
         return int(kernels.drop(self._t, slots, generations, state, now_s, total))
+
+    def _victims(self, row: int, need: int, now_s: float) -> Chosen:
+        """Slots whose eviction makes room for `need` blocks of a namespace, if there is a way."""
+        generations = self.table["generation"].copy()
+        space = row, int(self._t.spaces["slot_bytes"][row])
+        slots = self.policy.ask(
+            lambda policy: victims(self.table, self._t.segments, *space, need, now_s, policy.choose)
+        )
+        return slots, generations[slots]
+
+    def _over_quota(self, tenant: int, asked_bytes: float, now_s: float) -> Chosen:
+        """Blocks of the tenant's own that must go before it stores so many bytes."""
+        limit = self._quotas.get(tenant, self._default_quota if tenant else None)
+        if limit is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+        generations = self.table["generation"].copy()
+        held_bytes = float(self.table["bytes"][self.table["tenant"] == tenant].sum())
+        excess_bytes = min(asked_bytes, held_bytes + asked_bytes - limit)
+        slots = self.policy.ask(
+            lambda policy: own_victims(self.table, tenant, excess_bytes, now_s, policy.choose)
+        )
+        return slots, generations[slots]
 
     def _left_behind(self, now_s: float) -> Chosen:
         """Slots whose writers will not finish them, with generations."""

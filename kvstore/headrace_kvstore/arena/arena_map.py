@@ -20,13 +20,15 @@ from headrace_kvstore.arena.geometry import (
     Tables,
     sums_offset,
 )
-from headrace_kvstore.arena.kernels import NOT_WORTH
+from headrace_kvstore.arena.kernels import STUCK
 from headrace_kvstore.arena.locking import PATIENCE_S
 from headrace_kvstore.arena.section import Section
 from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
 from headrace_kvstore.table import EVENT, READY, SLOT
 
-LOOKUP_PATIENCE_S = 0.05
+BRIEF_S = 0.2e-3
+"""Longest wait for the lock on an engine's thread, which makes a few such calls a worker. Sections
+take microseconds."""
 
 
 class Space(NamedTuple):
@@ -40,8 +42,8 @@ class Space(NamedTuple):
 class ArenaMap:
     """A mapped arena.
 
-    `table` is the slot table itself (SLOT [slots]), of which only `rate` is for others to write.
-    Subclasses use `_t`, its tables, under `_section`.
+    `table` is the slot table itself (SLOT [slots]), for others to read. Subclasses use
+    `_t`, its tables, under `_section`.
     """
 
     def __init__(self, file: SharedFile, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,17 +61,18 @@ class ArenaMap:
         def section(patience_s: float) -> Section:
             return Section(file.lock, self._words, self._t, self.table, patience_s)
 
-        self._section, self._short_section = section(PATIENCE_S), section(LOOKUP_PATIENCE_S)
+        self._section, self._brief_section = section(PATIENCE_S), section(BRIEF_S)
 
     # Namespaces and blocks
 
     def spaces(self) -> list[Space]:
         """Namespaces by row."""
-        rows = self._t.spaces[: int(self._words[NAMESPACE_COUNT])]
-        return [
-            Space(row["digest"].tobytes(), int(row["block_bytes"]), int(row["layers"]))
-            for row in rows
-        ]
+        return [self.space(row) for row in range(int(self._words[NAMESPACE_COUNT]))]
+
+    def space(self, row: int) -> Space:
+        """One namespace."""
+        found = self._t.spaces[row]
+        return Space(found["digest"].tobytes(), int(found["block_bytes"]), int(found["layers"]))
 
     def row_of(self, digest: bytes) -> int | None:
         """A namespace's row, if it is registered."""
@@ -133,12 +136,19 @@ class ArenaMap:
         return found.view(EVENT), upto, False
 
     def blocks(self, row: int | None = None) -> tuple[np.ndarray, int]:
-        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add."""
-        with self._section:
-            wanted = self.table["state"] == READY
-            if row is not None:
-                wanted &= self.table["namespace"] == row
-            return self.table[wanted], int(self._words[EVENT_HEAD])
+        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add.
+
+        Takes no lock: what changes meanwhile is told by these events, and a slot that was given to
+        another block while it was copied is left out.
+        """
+        head, generations = int(self._words[EVENT_HEAD]), self.table["generation"].copy()
+        wanted = self.table["state"] == READY
+        if row is not None:
+            wanted &= self.table["namespace"] == row
+        slots = np.flatnonzero(wanted)
+        rows = self.table[slots]
+        same = (self.table["generation"][slots] == generations[slots]) & (rows["state"] == READY)
+        return rows[same], head
 
     def stats(self) -> dict[str, Any]:
         """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
@@ -170,7 +180,7 @@ class ArenaMap:
         if hasattr(self, "_t"):
             self._words.release()
             del self._t, self.table, self._bytes, self._u64, self._words
-            del self._section, self._short_section
+            del self._section, self._brief_section
             self._file.close()
 
     # Inside
@@ -179,7 +189,7 @@ class ArenaMap:
         if not 0 <= row < self._words[NAMESPACE_COUNT]:
             raise ValueError(f"{row} is no namespace of this arena")
 
-    def _slots(self, slots: np.ndarray, least: int = NOT_WORTH) -> np.ndarray:
+    def _slots(self, slots: np.ndarray, least: int = STUCK) -> np.ndarray:
         wanted = np.array(slots, np.int64, order="C").reshape(-1)
         if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
             raise IndexError("no such slot")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.table import READY, SLOT
 
 logger = logging.getLogger("headrace.kvstore")
+
+T = TypeVar("T")
 
 DEFAULT = "cost-aware"
 HEAD_BYTES = 64
@@ -37,25 +40,25 @@ KINDS = {"lru": 0, "cost-aware": 4}
 NAMES = {code: name for name, code in KINDS.items()}
 
 
-def _record(slots: int, size_bytes: int) -> np.dtype:
-    """What `CostAware` remembers beside a store of `size_bytes` with `slots` slots."""
+def _record(size_bytes: int) -> np.dtype:
+    """What `CostAware` remembers beside a store of `size_bytes`."""
     blocks = history_blocks(size_bytes)
-    return state_dtype(slots, max(1, blocks // 4), blocks)
+    return state_dtype(max(1, blocks // 4), blocks)
 
 
-def state_bytes(name: str, slots: int, size_bytes: int) -> int:
-    """Bytes of a policy's state beside a store of `size_bytes` with `slots` slots."""
-    return 0 if name == "lru" else HEAD_BYTES + _record(slots, size_bytes).itemsize
+def state_bytes(name: str, size_bytes: int) -> int:
+    """Bytes of a policy's state beside a store of `size_bytes`."""
+    return 0 if name == "lru" else HEAD_BYTES + _record(size_bytes).itemsize
 
 
-def affordable(name: str, slots: int, size_bytes: int) -> str:
+def affordable(name: str, size_bytes: int) -> str:
     """The policy of that name, or LRU where its state would take too much of so small a store.
 
     Raises ValueError for an unknown name.
     """
     if name not in KINDS:
         raise ValueError(f"policy: {name!r} is unknown; give one of {', '.join(KINDS)}")
-    if state_bytes(name, slots, size_bytes) <= MOST_OF_STORE * size_bytes:
+    if state_bytes(name, size_bytes) <= MOST_OF_STORE * size_bytes:
         return name
     logger.warning("a store of %d bytes is too small for %s; LRU evicts", size_bytes, name)
     return "lru"
@@ -85,7 +88,7 @@ class SharedPolicy:
         lock: AbstractContextManager[None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if len(state) != state_bytes(name, len(table), size_bytes):
+        if len(state) != state_bytes(name, size_bytes):
             logger.warning("the state of policy %s is of another version; LRU evicts", name)
             name = "lru"
         self.name, self.lock = name, lock
@@ -94,7 +97,7 @@ class SharedPolicy:
         self.policy: Policy = LRU()
         if name != "lru":
             self._inside = state[:8].view(np.uint64)
-            record = state[HEAD_BYTES:].view(_record(len(table), size_bytes))
+            record = state[HEAD_BYTES:].view(_record(size_bytes))
             with self.lock:  # nobody is inside while a new policy sets up its state
                 self.policy = CostAware(record)
 
@@ -102,6 +105,21 @@ class SharedPolicy:
     def learns(self) -> bool:
         """Whether there is any use in telling it of prompts."""
         return self.policy.learns
+
+    def ask(self, call: Callable[[Policy], T]) -> T:
+        """Call the policy inside its section. If it raises, the error is logged and LRU answers.
+
+        None of this happens under the arena's own lock, so look-ups and leases never wait for it.
+        Raises LockBusyError where others keep the policy.
+        """
+        try:
+            with self as policy:
+                return call(policy)
+        except TimeoutError:
+            raise
+        except Exception:
+            logger.exception("policy %s failed; LRU decides", self.name)
+            return call(LRU())
 
     def __enter__(self) -> Policy:
         self.lock.__enter__()
@@ -132,11 +150,9 @@ def warm(name: str) -> None:
     table = np.zeros(2, SLOT)
     table["state"], table["bytes"] = READY, 1.0
     table["hash"][1] = (1).to_bytes(32, "little")
-    policy = LRU() if name == "lru" else CostAware(np.zeros(1, _record(2, 0)))
+    policy = LRU() if name == "lru" else CostAware(np.zeros(1, _record(0)))
     keys = np.array([1, 2], np.uint64)
-    ticket = policy.prompt(keys, 0.0)
-    policy.ticket(keys)
-    policy.touched(table, np.array([0, 1]), ticket, 0.0, False)
-    policy.given_up(table, policy.choose(table, 1.0, 1))
+    policy.prompt(keys, 0.0)
+    policy.choose(table, 1.0, 1)
     policy.rates(keys, table, 1.0)
     policy.repair(table, 1.0)
