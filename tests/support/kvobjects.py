@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.record import Save, Shape, TierEvent
+from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
@@ -99,8 +99,8 @@ class Blocks:
             made.append(Save(key(number), int(row[0]), sums, parent, number, compute_s=0.5))
         return made
 
-    def write(self, tier: ObjectTier, *numbers: int) -> bool:
-        """Write these as one object."""
+    def write(self, tier: ObjectTier, *numbers: int) -> int:
+        """Write these; how many were."""
         return tier.write(self.shape, self.saves(*numbers))
 
     def load(self, tier: ObjectTier, *numbers: int, timeout_s: float = 20.0) -> list[bool]:
@@ -118,14 +118,6 @@ class Blocks:
 def has(tier: ObjectTier, *numbers: int) -> list[bool]:
     """Which of these the tier says that it has."""
     return [bool(each) for each in tier.contains(DIGEST, keys(*numbers))]
-
-
-class Heard(list[tuple[bool, bytes, str]]):
-    """What a tier tells: (stored, hash, reason)."""
-
-    def __call__(self, event: TierEvent) -> None:
-        assert event.digest == DIGEST
-        self.append((event.stored, event.hash, event.reason))
 
 
 @contextmanager

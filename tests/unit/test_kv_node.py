@@ -252,17 +252,6 @@ def test_what_a_reader_reports_bad_is_gone_from_that_tier(node: StoreNode, engin
         node.operations.report_bad(DIGEST, keys(1), "tape")
 
 
-def test_pinned_blocks_stay_until_they_are_let_go(node: StoreNode, engine: Engine) -> None:
-    written(node, engine, 0)
-    assert node.operations.pin(DIGEST, keys(0, 1)) == 1
-    for first in range(10, 130, 30):
-        engine.put(*range(first, first + 30))
-    assert engine.has(0) == [True]
-    assert engine.arena.stats()["pinned"] == 1
-    assert node.operations.pin(DIGEST, keys(0), pinned=False) == 1
-    assert engine.arena.stats()["pinned"] == 0
-
-
 def test_clear_drops_a_namespace_or_all_in_the_tiers_named(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0, 1)
     assert node.operations.clear(b"another-digest-!") == 0

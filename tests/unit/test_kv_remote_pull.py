@@ -44,7 +44,7 @@ class Peer:
         )
 
     def welcome(self, address: str) -> Welcome:
-        return Welcome("g", b"metadata", 0, 0, 0)
+        return Welcome("g", b"metadata")
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
         answer: Future[Leased] = Future()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,10 @@ class StoreNodeActor:
     def warm(self) -> int:
         """As `Operations.warm`."""
         return self._node.operations.warm()
+
+    def secret(self) -> str | None:
+        """What it knows other nodes of the app by."""
+        return self._node.settings.secret
 
     def lend(self) -> str:
         """As `StoreNode.lend`, where other machines reach this one."""
@@ -91,6 +96,7 @@ class StoreKeeper:
         self._why: dict[str, str] = {}
         for machine in self._machines_with_nodes():
             self._nodes[machine] = self._make(machine)
+        await self._agree_on_a_secret()
         self._task = asyncio.create_task(self._look())
 
     async def join(self, machine: str) -> None:
@@ -119,6 +125,13 @@ class StoreKeeper:
             await self._ask(node, "close")
             with contextlib.suppress(Exception):
                 ray.kill(node)
+
+    async def _agree_on_a_secret(self) -> None:
+        """Nodes that an earlier keeper left have one; the others get the same."""
+        if self._settings.get("secret") is None:
+            known = await asyncio.gather(*(self._ask(n, "secret") for n in self._nodes.values()))
+            secret = next((each for each in known if each), None)
+            self._settings = {**self._settings, "secret": secret or secrets.token_hex(32)}
 
     def _make(self, machine: str) -> Any:
         return (

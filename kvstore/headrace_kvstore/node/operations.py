@@ -1,6 +1,9 @@
-"""What clients can ask of a node: find blocks, bring them closer, drop, pin and count them.
+"""What clients can ask of a node: find blocks, bring them closer, drop and count them.
 
-Every operation works on the tiers that exist at that moment. A missing tier has no blocks.
+Every operation works on the tiers that exist at that moment. A missing tier has no blocks. Requests
+that take microseconds are answered in the socket's thread. Those that read many blocks or wait for
+locks are answered in the slow thread. `Locate` is answered twice if blocks are being pulled from a
+peer or from objects: at once with what NVMe has, and again when the pull is over.
 """
 
 from __future__ import annotations
@@ -9,14 +12,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace_kvstore import supply
 from headrace_kvstore.node.changes import NodeEvents
-from headrace_kvstore.node.dram_work import DramWork
 from headrace_kvstore.node.neighbours import Pulling
 from headrace_kvstore.node.tiers import Tiers
 from headrace_kvstore.node.worth import Uses, Worth, below_dram
@@ -24,6 +28,7 @@ from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
+from headrace_kvstore.protocol.server import Staged
 
 TIERS = ("dram", "nvme")
 CLEARABLE = (*TIERS, "object")
@@ -41,20 +46,58 @@ class Operations:
         worth: values blocks, for `warm`.
         board: notes that processes of this machine leave for each other.
         events: what the node publishes.
+        slow: runs what may take long.
 
     Attributes:
         requests: how many of each kind clients sent; counted by the server.
     """
 
     def __init__(
-        self, settings: NodeSettings, tiers: Tiers, worth: Worth, board: Board, events: NodeEvents
+        self,
+        settings: NodeSettings,
+        tiers: Tiers,
+        worth: Worth,
+        board: Board,
+        events: NodeEvents,
+        slow: Executor,
     ) -> None:
-        self.tiers, self.board, self._events = tiers, board, events
+        self.tiers, self.board, self._events, self._slow = tiers, board, events, slow
         self.requests: Counter[str] = Counter()
         self._settings, self._worth = settings, worth
         self._uses = Uses()
         self._counts: Counter[str] = Counter()
         self._started_s = time.monotonic()
+
+    def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
+        """Does what a request says: a `protocol.server.Handle`."""
+        match request:
+            case wire.Ping():
+                return wire.Done()
+            case wire.Locate(key, digest, hashes, lease_s, compute_s):
+                located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
+                pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
+                return located if pulling is None else _staged(located, pulling)
+            case wire.Survey(digest, hashes, compute_s):
+                found = self.survey(digest, hashes, compute_s)
+                return wire.Surveyed([*found], self.has_more_than_dram)
+            case wire.PostNote(generation, note):
+                if generation == self.board.generation:
+                    self.board.post(note)
+                end = self.board.head
+                return wire.Notes(self.board.generation, end, end)
+            case wire.ReadNotes(generation, after, most_bytes, but):
+                return self.board.read(after, most_bytes, generation=generation, but=but)
+        return self._slow.submit(self._answer_slowly, request)
+
+    def _answer_slowly(self, request: wire.Request) -> wire.Reply:
+        match request:
+            case wire.ReportBad(digest, hashes, tier):
+                return wire.Done(self.report_bad(digest, hashes, tier))
+            case wire.Clear(whose, tiers):
+                return wire.Done(self.clear(whose, tiers or TIERS))
+            case wire.GetStats():
+                return wire.Stats(self.stats())
+        return wire.Failed(f"nobody answers {type(request).__name__}")
 
     def locate(
         self, digest: bytes, hashes: Sequence[bytes], lease_s: float = 30.0, request_key: str = ""
@@ -132,20 +175,6 @@ class Operations:
         nvme = self.tiers.nvme
         return 0 if nvme is None else sum(nvme.discard(digest, h, "corrupt") for h in hashes)
 
-    def pin(self, digest: bytes, hashes: Sequence[bytes], pinned: bool = True) -> int:
-        """Keep blocks from eviction in each tier, or stop that; returns how many were found."""
-        found = np.zeros(len(hashes), np.bool_)
-
-        def in_dram(dram: DramWork, row: int) -> int:
-            found[:] = dram.arena.pin(row, hashes, pinned)
-            return 0
-
-        self.tiers.in_dram(digest, in_dram)
-        for tier in (self.tiers.nvme, self.tiers.objects):
-            if tier is not None:
-                found |= [tier.pin(digest, block_hash, pinned) for block_hash in hashes]
-        return int(found.sum())
-
     def warm(self) -> int:
         """Have the most valuable blocks of NVMe and the objects brought into DRAM's free room;
         returns how many were queued."""
@@ -199,6 +228,13 @@ class Operations:
             "requests": dict(self.requests),
             "events": self._events.stats(),
         }
+
+
+def _staged(located: wire.Located, pulling: Pulling) -> Staged:
+    later: Future[wire.Located] = Future()
+    pulling.done.add_done_callback(lambda _: later.set_result(located))
+    now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
+    return Staged(now, later)
 
 
 def _check(tier: str, tiers: Sequence[str]) -> None:

@@ -33,13 +33,18 @@ PROTOCOL = 2
 NO_REPLY = 0
 """The id of a request whose sender waits for nothing."""
 MAX_MESSAGE_BYTES = 64 * 2**20
+"""Of a reply."""
+MAX_REQUEST_BYTES = 4 * 2**20
 MAX_PATH_BYTES = 107
 """Longest path of a Unix socket: 108 bytes with the zero behind it."""
 MAX_LEASE_S = 600.0
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Tier = Annotated[str, Meta(max_length=16)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
 Hash = Annotated[bytes, Meta(min_length=1, max_length=HASH_BYTES)]
+Hashes = Annotated[list[Hash], Meta(max_length=2**16)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 class WireError(ValueError):
@@ -65,11 +70,11 @@ class Locate(Message):
     `compute_s`: what computing one of the blocks takes the engine, 0 if it does not know.
     """
 
-    request_key: str
+    request_key: Annotated[str, Meta(max_length=1024)]
     digest: Digest
-    hashes: list[Hash]
+    hashes: Hashes
     lease_s: Annotated[float, Meta(ge=0.0, le=MAX_LEASE_S)]
-    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    compute_s: Seconds = 0.0
 
 
 class Survey(Message):
@@ -79,39 +84,23 @@ class Survey(Message):
     """
 
     digest: Digest
-    hashes: list[Hash]
-    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
-
-
-class Prefetch(Message):
-    """Bring blocks from NVMe into DRAM, higher `priority` first. `Done`: how many were queued."""
-
-    digest: Digest
-    hashes: list[Hash]
-    priority: Annotated[int, Meta(ge=-128, le=127)] = 0
+    hashes: Hashes
+    compute_s: Seconds = 0.0
 
 
 class ReportBad(Message):
     """A reader's checksums did not match: drop the blocks. `Done`: how many were there."""
 
     digest: Digest
-    hashes: list[Hash]
-    tier: str
-
-
-class Pin(Message):
-    """Keep blocks in every tier that has them, or stop that. `Done`: how many were found."""
-
-    digest: Digest
-    hashes: list[Hash]
-    pinned: bool = True
+    hashes: Hashes
+    tier: Tier
 
 
 class Clear(Message):
     """Drop all blocks of a namespace, or of all, in these tiers. `Done`: how many."""
 
     digest: Digest | None = None
-    tiers: list[str] = []
+    tiers: Annotated[list[Tier], Meta(max_length=8)] = []
 
 
 class GetStats(Message):
@@ -135,9 +124,11 @@ class ReadNotes(Message):
     but: Name = b""
 
 
-Request = (
-    Ping | Locate | Survey | Prefetch | ReportBad | Pin | Clear | GetStats | PostNote | ReadNotes
-)
+Request = Ping | Locate | Survey | ReportBad | Clear | GetStats | PostNote | ReadNotes
+
+
+SLOW = (ReportBad, Clear, GetStats)
+"""Requests that may take longer than a moment."""
 
 
 class Done(Message):
@@ -178,14 +169,8 @@ class Stats(Message):
     values: dict[str, Any]
 
 
-class Notes(Message):
-    """Of a board: its generation, where to read on, where it ends, and what was read
-    (`board.Page`)."""
-
-    generation: Annotated[str, Meta(max_length=64)]
-    after: Number
-    head: Number
-    notes: list[Note] = []
+Notes = Page
+"""Of a board: `ReadNotes` and `PostNote` are answered by it."""
 
 
 class Failed(Message):
@@ -212,7 +197,10 @@ def encode(id: int, body: Message) -> bytes:
     return _encoder.encode((PROTOCOL, id, body))
 
 
-def frame_decoder(body: Any) -> Callable[[bytes], tuple[int, Any]]:
+Decode = Callable[[bytes], tuple[int, Any]]
+
+
+def frame_decoder(body: Any) -> Decode:
     """A function that gives the id and the body of a frame, one of these types, or raises
     WireError."""
     decoder = msgspec.msgpack.Decoder(body)
@@ -234,11 +222,6 @@ def frame_decoder(body: Any) -> Callable[[bytes], tuple[int, Any]]:
 
 decode_request = frame_decoder(Request)
 decode_reply = frame_decoder(Reply)
-
-
-def pack_page(page: Page) -> Notes:
-    """A part of a board, as it is sent."""
-    return Notes(page.generation, page.after, page.head, page.notes)
 
 
 def pack_locations(locations: Sequence[Location]) -> Located:
