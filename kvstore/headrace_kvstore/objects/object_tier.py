@@ -30,7 +30,7 @@ from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_catalog import Held, ObjectCatalog
 from headrace_kvstore.objects.object_client import ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import ObjectName, pack, unpack
+from headrace_kvstore.objects.object_format import ObjectName, pack
 from headrace_kvstore.objects.object_read import ObjectRead
 from headrace_kvstore.workers import Workers
 
@@ -180,17 +180,16 @@ class ObjectTier:
 
     def _bring(self, read: ObjectRead, block: int) -> None:
         """One request, in a worker."""
-        held, sums, copied = read.objects[block], None, False
+        held = read.objects[block]
         try:
-            data = None if read.given_up else self._get(held)
-            if data is not None and read.begin_copy():
-                copied = True
-                sums = unpack(held.name.shape, held.name.hash, data, read.addresses[block])
-                if sums is None:
-                    self._forget(held.text, "corrupt")
-                self._count("reads_corrupt" if sums is None else "reads_good", 1)
+            data = None if read.done() else self._get(held)
+            right = None if data is None else read.copy(block, data)
+            if right is not None:
+                self._count("reads_good" if right else "reads_corrupt", 1)
+            if right is False:
+                self._forget(held.text, "corrupt")
         finally:
-            read.settle(block, sums, copied)
+            read.settle()
 
     def _get(self, held: Held) -> memoryview | None:
         """An object's bytes; None if they cannot be had, or another reader found them bad."""
