@@ -41,7 +41,7 @@ ARMS: dict[str, Callable[[Workload, int], Policy]] = {
     "lfu": lambda work, slots: LFU(np.zeros(slots)),
     "s3fifo": lambda work, slots: S3FIFO.create(slots),
     "priority": lambda work, slots: Priority(),
-    "ours": lambda work, slots: CostAware.create(slots),
+    "ours": lambda work, slots: CostAware.create(),
     "foresight": Foresight,
 }
 

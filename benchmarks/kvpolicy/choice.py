@@ -13,7 +13,6 @@ import numpy as np
 
 from headrace_kvstore.policy import CostAware
 from headrace_kvstore.policy.base import slot_keys
-from headrace_kvstore.policy.cost_aware import state_dtype
 from headrace_kvstore.table import READY, SLOT
 
 CHAIN = 32
@@ -39,13 +38,13 @@ def full_table(slots: int) -> np.ndarray:
 def measure(slots: int, rounds: int = 5) -> dict[str, float]:
     """Milliseconds of a choice, of a fit, of a prompt; the longest stop of another thread."""
     table = full_table(slots)
-    policy = CostAware(np.zeros(1, state_dtype(slots)))
+    policy = CostAware.create()
     keys = slot_keys(table)
     rank = np.random.default_rng(0).permutation(slots // CHAIN)  # arrivals in any order
     for arrival, chain in enumerate(rank.tolist()):
         now_s = float(arrival)
         mine = np.arange(chain * CHAIN, (chain + 1) * CHAIN)
-        policy.touched(table, mine, policy.prompt(keys[mine], now_s), now_s, False)
+        policy.prompt(keys[mine], now_s)
     now_s = slots / CHAIN
     need = max(1, slots // BATCHES)
     policy.choose(table, now_s, need)

@@ -32,31 +32,25 @@ class Foresight(CostAware):
     """`CostAware` with rate = 1 / (seconds until the next use)."""
 
     def __init__(self, work: Workload, slots: int) -> None:
-        super().__init__(np.zeros(1, state_dtype(slots)))
+        super().__init__(np.zeros(1, state_dtype()))
         self._work, self._next_s = work, next_use_s(work)
         self._slot_next_s = np.full(slots, np.inf)
-        self._prompt, self._now_s = -1, 0.0
+        self._prompt = -1
 
     def _upcoming(self) -> Floats:
         starts = self._work.starts
         return self._next_s[starts[self._prompt] : starts[self._prompt + 1]]
 
-    def prompt(self, keys: Keys, now_s: float) -> int:
-        self._prompt, self._now_s = self._prompt + 1, now_s
-        return super().prompt(keys, now_s)
+    def prompt(self, keys: Keys, now_s: float) -> None:
+        self._prompt += 1
+        super().prompt(keys, now_s)
 
-    def admit(self, ticket: int, compute_s: Floats, load_s: Floats, nbytes: Floats) -> int:
-        next_s = self._upcoming()[len(self._upcoming()) - len(compute_s) :]
-        worth = (compute_s - load_s) / np.maximum(next_s - self._now_s, 0.5) / nbytes
-        below = np.flatnonzero(worth < self._price[0])
-        return int(below[0]) if len(below) else len(compute_s)
-
-    def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
-        super().touched(table, slots, ticket, now_s, hit)
+    def touched(self, table: Table, slots: Slots, now_s: float, hit: bool) -> None:
         self._slot_next_s[slots] = self._upcoming()[table["depth"][slots]]
 
     def worth(self, table: Table, forest: Forest, now_s: float) -> Floats:
         ahead_s = np.maximum(self._slot_next_s - now_s, 0.5)
         ahead_s[self._slot_next_s < now_s] = np.inf
         saved_s = np.maximum(table["compute_s"] - table["load_s"], 0.0)
-        return forest.density(saved_s / ahead_s, table["bytes"].astype(np.float64))
+        worth: Floats = saved_s / ahead_s / np.maximum(table["bytes"], 1.0)
+        return worth

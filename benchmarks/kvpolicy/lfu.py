@@ -11,7 +11,7 @@ from headrace_kvstore.policy.tree import Forest, worst_first
 class LFU(Policy):
     """Least decayed count of uses first.
 
-    `rate` holds the count as of `since_s`, of which half is forgotten every `half_life_s`:
+    `_rate` holds the count as of `since_s`, of which half is forgotten every `half_life_s`:
     ``rate <- rate * 2^(-age / half_life) + 1 / half_life`` at each use.
 
     Parameters
@@ -26,19 +26,19 @@ class LFU(Policy):
     def __init__(self, since_s: np.ndarray, half_life_s: float = 600.0) -> None:
         if not half_life_s > 0:
             raise ValueError("half_life_s must be above 0")
-        self._since_s = since_s
+        self._since_s, self._rate = since_s, np.zeros_like(since_s)
         self._half_life_s = half_life_s
 
-    def _now(self, table: Table, slots: Slots | slice, now_s: float) -> np.ndarray:
+    def _now(self, slots: Slots | slice, now_s: float) -> np.ndarray:
         age = np.maximum(now_s - self._since_s[slots], 0.0)
-        decayed: np.ndarray = table["rate"][slots] * np.exp2(-age / self._half_life_s)
+        decayed: np.ndarray = self._rate[slots] * np.exp2(-age / self._half_life_s)
         return decayed
 
-    def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
-        before = self._now(table, slots, now_s) if hit else 0.0
-        table["rate"][slots] = before + 1.0 / self._half_life_s
+    def touched(self, table: Table, slots: Slots, now_s: float, hit: bool) -> None:
+        before = self._now(slots, now_s) if hit else 0.0
+        self._rate[slots] = before + 1.0 / self._half_life_s
         self._since_s[slots] = now_s
 
     def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
-        score = self._now(table, slice(None), now_s).astype(np.float64)
+        score = self._now(slice(None), now_s)
         return worst_first(table, Forest(table), score, now_s, need, among)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload
 from headrace_kvstore.policy import Policy
 from headrace_kvstore.policy.base import block_keys
@@ -66,7 +67,7 @@ class Replay:
     def step(self, chain: NDArray[np.int64], now_s: float, priority: int) -> int:
         """One prompt; returns its leading hit blocks."""
         table, policy = self.table, self.policy
-        ticket = policy.prompt(self.keys[chain], now_s)
+        policy.prompt(self.keys[chain], now_s)
         slots = self.slot_of[chain]
         gaps = np.flatnonzero(slots < 0)
         leading = int(gaps[0]) if len(gaps) else len(chain)
@@ -75,22 +76,21 @@ class Replay:
         table["lease_until_s"][found] = now_s + LEASE_S
         table["hits"][slots[:leading]] += 1
         table["priority"][found] = np.maximum(table["priority"][found], priority)
-        policy.touched(table, slots[:leading], ticket, now_s, True)
+        self._touched(slots[:leading], now_s, True)
         if len(gaps):
-            self._write(chain, gaps, ticket, now_s, priority)
+            self._write(chain, gaps, now_s, priority)
         table["lease_until_s"][found] = 0.0
         return leading
 
     def _write(
-        self, chain: NDArray[np.int64], gaps: NDArray[np.int64], ticket: int, now_s: float, pri: int
+        self, chain: NDArray[np.int64], gaps: NDArray[np.int64], now_s: float, pri: int
     ) -> None:
         table, policy = self.table, self.policy
-        admitted = policy.admit(ticket, self.compute_s[gaps], self.load_s[gaps], self.bytes[gaps])
-        gaps = gaps[:admitted]
         if len(gaps) > len(self.free):
             need = max(len(gaps) - len(self.free), len(table) // BATCHES, 1)
             chosen = policy.choose(table, now_s, need)
-            policy.given_up(table, chosen)
+            if isinstance(policy, S3FIFO):
+                policy.given_up(table, chosen)
             for slot in chosen.tolist():
                 self.slot_of[self.block_in[slot]] = -1
                 table["state"][slot] = FREE
@@ -110,6 +110,12 @@ class Replay:
         rows["bytes"] = self.bytes[gaps]
         rows["generation"] = table["generation"][slots] + 1
         table[slots] = rows
-        policy.touched(table, slots, ticket, now_s, False)
+        self._touched(slots, now_s, False)
         table["state"][slots] = READY
         self.written += len(slots)
+
+    def _touched(self, slots: NDArray[np.int64], now_s: float, hit: bool) -> None:
+        """Blocks were found (`hit`) or written; the store's own policies need not know."""
+        touched = getattr(self.policy, "touched", None)
+        if touched is not None and len(slots):
+            touched(self.table, slots, now_s, hit)

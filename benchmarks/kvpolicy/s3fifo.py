@@ -49,7 +49,7 @@ class S3FIFO(Policy):
             len(self._ghosts)
         )
 
-    def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
+    def touched(self, table: Table, slots: Slots, now_s: float, hit: bool) -> None:
         if hit:
             self._slots["uses"][slots] = np.minimum(self._slots["uses"][slots] + 1, 3)
             return
@@ -68,6 +68,7 @@ class S3FIFO(Policy):
         return np.concatenate([orphans, taken])
 
     def given_up(self, table: Table, slots: Slots) -> None:
+        """These slots of the last choice are really evicted."""
         left_small = slots[self._slots["main"][slots] == 0]
         keys = slot_keys(table[left_small])
         self._ghosts[self._ghost(keys)] = keys

@@ -14,6 +14,8 @@ from benchmarks.kvpolicy.prefetch import worth_fetching
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.workload import Costs, Workload
 from headrace_kvstore.policy import CostAware
+from headrace_kvstore.policy.base import Mask, Slots, Table
+from headrace_kvstore.policy.tree import Forest
 from headrace_kvstore.table import SLOT
 
 DISK_BYTES_S = 3e9
@@ -23,11 +25,22 @@ FOLLOWED, LOOKED_AT = 4096, 256
 """Prompts that may be waiting for a next turn, and how many likely ones are looked at a time."""
 
 
+class Priced(CostAware):
+    """Knows what room cost at the last eviction: the worth of the best block given up."""
+
+    price = 0.0
+
+    def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
+        chosen = super().choose(table, now_s, need, among)
+        self.price = float(self.worth(table, Forest(table), now_s)[chosen].max(initial=0.0))
+        return chosen
+
+
 class TwoTiers(Replay):
     """`slots` blocks of DRAM above a disk without limit."""
 
     def __init__(self, work: Workload, costs: Costs, slots: int, prefetch: bool) -> None:
-        self.cost_aware = CostAware.create(slots)
+        self.cost_aware = Priced.create()
         super().__init__(work, costs, slots, self.cost_aware)
         self.prefetch = prefetch
         self.on_disk = np.zeros(work.distinct, np.bool_)
@@ -50,12 +63,18 @@ class TwoTiers(Replay):
         self.disk_hits += below
         self.busy_until_s = max(self.busy_until_s, now_s) + below * self.disk_s
         self.on_disk[chain] = True
-        ticket = self.cost_aware.ticket(self.keys[chain[-1:]]) if len(chain) else 0
-        self.waiting.pop(ticket, None)
-        self.waiting[ticket] = chain
+        followed = self._conversation(chain)
+        self.waiting.pop(followed, None)
+        self.waiting[followed] = chain
         if len(self.waiting) > FOLLOWED:
             self.waiting.pop(next(iter(self.waiting)))
         return hits
+
+    def _conversation(self, chain: np.ndarray) -> int:
+        """The policy's number of the conversation whose last prompt this was, 0 for none."""
+        last = np.zeros(min(1, len(chain)), SLOT)
+        serials, _ = self.cost_aware._waiting(self.keys[chain[-1:]], last, 0.0)
+        return int(serials.sum())
 
     def _fetch(self, since_s: float, now_s: float) -> None:
         """Use the disk's idle time since the last look, as of its beginning."""
@@ -76,11 +95,10 @@ class TwoTiers(Replay):
             which = worth_fetching(worth, self.slot_of[chain] >= 0, price, budget)
             if not len(which):
                 continue
-            ticket = self.cost_aware.ticket(self.keys[chain[-1:]])
             held = self.slot_of[chain][self.slot_of[chain] >= 0]
             self.table["lease_until_s"][held] = at_s + 1e-3
             before = self.written
-            self._write(chain, which, ticket, at_s, 0)
+            self._write(chain, which, at_s, 0)
             self.table["lease_until_s"][held] = 0.0
             self.fetched += self.written - before
             budget -= len(which)

@@ -36,7 +36,6 @@ SLOT = np.dtype(
         ("bytes", "f8"),  # what it occupies, 0 while FREE
         ("compute_s", "f4"),  # predicted seconds to compute this block where it stands
         ("load_s", "f4"),  # predicted seconds to load it from this tier
-        ("rate", "f4"),  # reuse-rate estimate, hits per second, as it stood at used_s
     ],
     align=True,
 )

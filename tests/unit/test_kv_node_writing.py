@@ -212,14 +212,14 @@ def test_blocks_that_are_about_to_be_written_are_no_quiet(
     node, engine = begin()
     assert node.tiers.dram is not None
     writer, about, go = node.tiers.dram.writer, threading.Event(), threading.Event()
-    write = writer._write
+    carry_out = writer._carry_out
 
-    def slowly(row: int, hashes: list[bytes]) -> None:
+    def slowly(task: tuple[int, list[bytes]]) -> None:
         about.set()
         assert go.wait(20)
-        write(row, hashes)
+        carry_out(task)
 
-    monkeypatch.setattr(writer, "_write", slowly)
+    monkeypatch.setattr(writer, "_carry_out", slowly)
     engine.put(0)
     assert about.wait(20)
     assert not writer.idle

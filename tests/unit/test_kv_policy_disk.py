@@ -49,13 +49,12 @@ def test_without_a_history_used_often_and_lately_is_likely() -> None:
     assert rate[0] < rate[2] < rate[1]
 
 
-def test_cost_aware_expects_a_conversation_that_waits_and_not_the_branch_it_left() -> None:
-    policy = CostAware(np.zeros(1, state_dtype(0, 64, 512)))
+def test_cost_aware_expects_a_conversation_that_waits() -> None:
+    policy = CostAware(np.zeros(1, state_dtype(64, 512)))
     keys = block_keys(0, np.array([1, 2, 3, 4, 9], np.uint64))
-    policy.prompt(keys[[0, 1, 2]], 0.0)
-    policy.prompt(keys[[0, 1, 3]], 10.0)  # the last message edited
+    policy.prompt(keys[[0, 1]], 0.0)
+    policy.prompt(keys[[0, 1, 3]], 10.0)
     rate = policy.rates(keys, rows(used_s=[10.0] * 5), 20.0)
-    assert rate[2] == 0.0
     assert rate[0] == rate[1] == rate[3] > 0.0
     assert rate[4] > 0.0  # never seen: as a first turn
     assert (policy.rates(keys, rows(used_s=[10.0] * 5), 9000.0)[[0, 3]] < rate[[0, 3]]).all()

@@ -39,11 +39,11 @@ def test_a_prompt_that_extends_the_last_one_is_its_next_turn() -> None:
     assert h.exposure_s.sum() == 40.0
 
 
-def test_the_first_branch_is_an_edit_and_the_second_another_conversation() -> None:
+def test_a_prompt_that_leaves_the_last_one_is_a_conversation_of_its_own() -> None:
     h = History()
     first = h.note([1, 2, 3, 13], 0.0)
-    assert h.note([1, 2, 4, 14], 10.0) == first
-    assert h.note([1, 2, 5, 15], 20.0) != first
+    assert h.note([1, 2, 4, 14], 10.0) != first
+    assert h.note([1, 2, 3, 13, 5], 20.0) == first
 
 
 def test_an_unknown_prompt_is_a_conversation_and_an_empty_one_is_none() -> None:
@@ -132,11 +132,3 @@ def test_the_best_rate_sees_a_peak_to_come() -> None:
     assert rate[0] > 100 * hazard[0, 0]
     assert (np.diff(rate[:7]) > 0).all()
     assert np.isclose(rate[7], 1e-6)
-
-
-def test_a_prompt_that_leaves_at_the_last_block_is_a_retry_until_too_many_do() -> None:
-    h = History(prompts=64, blocks=512)
-    first = h.note([1, 2, 100], 0.0)
-    rows = [h.note([1, 2, 101 + i], 1.0 + i) for i in range(9)]
-    assert rows[:8] == [first] * 8
-    assert rows[8] != first

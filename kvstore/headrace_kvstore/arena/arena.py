@@ -36,9 +36,9 @@ from headrace_kvstore.arena.geometry import (
     KERNEL_SLOT,
     NAMESPACE_COUNT,
     NAMESPACES,
+    PAGE_BYTES,
     POLICY,
     RECLAIMED_TOTAL,
-    REFUSED_TOTAL,
     SECTION,
     ArenaFormatError,
     Geometry,
@@ -50,7 +50,7 @@ from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import slot_keys
-from headrace_kvstore.table import READY, SLOT, WRITING, pack_hashes
+from headrace_kvstore.table import READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -59,10 +59,9 @@ Hashes = Sequence[bytes] | np.ndarray
 
 LOOKUP_TRIES = 4
 INF = float("inf")
-TAKEN, NO_ROOM, NOT_WORTH = kernels.ABSENT, kernels.NO_ROOM, kernels.NOT_WORTH
+TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
-NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held.
-NOT_WORTH: every block that could be evicted is worth more."""
+NO_ROOM: no slot can be evicted, since every block is leased or pinned, or the lock is held."""
 
 
 class Arena(ArenaMap):
@@ -121,11 +120,10 @@ class Arena(ArenaMap):
         if not name or "/" in name or name in (".", ".."):
             raise ValueError(f"{name!r} is no file name")
         kernels.warm()
+        size_bytes -= size_bytes % PAGE_BYTES
         cut = size_bytes, block_bytes, layers, smallest_block_bytes or max(1, block_bytes // 4)
-        policy = policies.affordable(policy, Geometry.plan(*cut).slots, size_bytes)
-        geometry = Geometry.plan(
-            *cut, lambda slots, size_bytes: policies.state_bytes(policy, slots, size_bytes)
-        )
+        policy = policies.affordable(policy, size_bytes)
+        geometry = Geometry.plan(*cut, policies.state_bytes(policy, size_bytes))
 
         def initialise(memory: Any) -> None:
             tables = geometry.tables(np.frombuffer(memory, np.uint8))
@@ -231,8 +229,7 @@ class Arena(ArenaMap):
         keys = pack_hashes(hashes)
         at_s = self._clock() if at_s is None else at_s
         try:
-            slots = self.lookup(row, keys)
-            self._eviction.prompt(row, np.ascontiguousarray(keys[:, 0]), slots, at_s)
+            self._eviction.prompt(row, np.ascontiguousarray(keys[:, 0]), at_s)
         except LockBusyError:
             return False
         return True
@@ -264,9 +261,9 @@ class Arena(ArenaMap):
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
-        TAKEN, NO_ROOM or NOT_WORTH, all below 0, where a block gets none. parents, depths,
-        compute_s and load_s as in SLOT, one a block (the last two may be one for all). Each slot
-        must be given to `publish` or `abandon`.
+        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths, compute_s and
+        load_s as in SLOT, one a block (the last two may be one for all). Each slot must be given to
+        `publish` or `abandon`.
         """
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
@@ -284,13 +281,9 @@ class Arena(ArenaMap):
 
         try:
             absent = np.flatnonzero(self.lookup(row, keys) < 0)
-            admitted = self._eviction.admitted(blocks[absent].view(SLOT))
-            refused = absent[~admitted]
-            slots[refused] = NOT_WORTH
-            asked_bytes = int(admitted.sum()) * float(self._t.spaces["slot_bytes"][row])
+            asked_bytes = len(absent) * float(self._t.spaces["slot_bytes"][row])
             own = self._eviction.over_quota(tenant, asked_bytes, now_s)
             with self._section:
-                self._words[REFUSED_TOTAL] += len(refused)
                 self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
@@ -300,7 +293,6 @@ class Arena(ArenaMap):
                     self._drop(*gone, WRITING, RECLAIMED_TOTAL)
                     self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
                     place()
-            self._eviction.written(slots[slots >= 0], now_s)
         except LockBusyError as error:
             logger.warning("not all blocks are stored: %s", error)
         return np.where(slots == kernels.STUCK, TAKEN, slots)
@@ -331,6 +323,8 @@ class Arena(ArenaMap):
         """Give reserved slots back unwritten. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
         wanted = wanted[wanted >= 0]
+        if not len(wanted):
+            return
         with self._section:
             mine = wanted[self.table["owner"][wanted] == os.getpid()]
             self._drop(mine, self.table["generation"][mine], WRITING, DROPPED)

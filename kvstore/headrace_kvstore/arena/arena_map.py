@@ -20,7 +20,7 @@ from headrace_kvstore.arena.geometry import (
     Tables,
     sums_offset,
 )
-from headrace_kvstore.arena.kernels import NOT_WORTH
+from headrace_kvstore.arena.kernels import STUCK
 from headrace_kvstore.arena.locking import PATIENCE_S
 from headrace_kvstore.arena.section import Section
 from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
@@ -40,8 +40,8 @@ class Space(NamedTuple):
 class ArenaMap:
     """A mapped arena.
 
-    `table` is the slot table itself (SLOT [slots]), of which only `rate` is for others to write.
-    Subclasses use `_t`, its tables, under `_section`.
+    `table` is the slot table itself (SLOT [slots]), for others to read. Subclasses use
+    `_t`, its tables, under `_section`.
     """
 
     def __init__(self, file: SharedFile, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,7 +179,7 @@ class ArenaMap:
         if not 0 <= row < self._words[NAMESPACE_COUNT]:
             raise ValueError(f"{row} is no namespace of this arena")
 
-    def _slots(self, slots: np.ndarray, least: int = NOT_WORTH) -> np.ndarray:
+    def _slots(self, slots: np.ndarray, least: int = STUCK) -> np.ndarray:
         wanted = np.array(slots, np.int64, order="C").reshape(-1)
         if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
             raise IndexError("no such slot")

@@ -12,7 +12,6 @@ from headrace_kvstore.arena.geometry import (
     NAMESPACE_COUNT,
     NONE,
     RECLAIMED_TOTAL,
-    REFUSED_TOTAL,
     REPAIRS_TOTAL,
     STORED_TOTAL,
     Tables,
@@ -31,7 +30,6 @@ def describe(t: Tables, now_s: float) -> dict[str, Any]:
         "hits_total": HITS_TOTAL,
         "misses_total": MISSES_TOTAL,
         "reclaimed_total": RECLAIMED_TOTAL,
-        "refused_total": REFUSED_TOTAL,
         "repairs_total": REPAIRS_TOTAL,
     }
     return {

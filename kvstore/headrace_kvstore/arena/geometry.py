@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ import numpy as np
 from headrace_kvstore.table import EVENT, SLOT
 
 MAGIC = b"HRARENA\0"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 PAGE_BYTES = 4096
 NAMESPACES = 256
@@ -46,7 +45,6 @@ MISSES_TOTAL = 8
 RECLAIMED_TOTAL = 9  # slots taken back from writers that died
 REPAIRS_TOTAL = 10
 POLICY = 11  # code of the policy that evicts
-REFUSED_TOTAL = 12  # blocks that the policy held not worth writing
 DROPPED = 13  # blocks cleared, and reservations abandoned
 
 NAMESPACE = np.dtype(
@@ -134,17 +132,17 @@ class Geometry:
         block_bytes: int,
         layers: int,
         smallest_block_bytes: int,
-        state_bytes: Callable[[int, int], int] = lambda slots, size_bytes: 0,
+        state_bytes: int = 0,
     ) -> Geometry:
-        """Cut `size_bytes` for blocks of mostly `block_bytes`, and none much under the smallest.
+        """Cut `size_bytes`, whole pages, for blocks of mostly `block_bytes`, none much under the
+        smallest.
 
-        state_bytes: (slots, size of all) -> bytes of the policy's state.
+        state_bytes: of the policy's state.
 
         Raises ValueError if not even one block would fit.
         """
         if not 1 <= smallest_block_bytes <= block_bytes or layers < 1:
             raise ValueError("blocks have at least one byte and one layer; the smallest is no")
-        size_bytes = size_bytes // PAGE_BYTES * PAGE_BYTES
         slot = slot_bytes(block_bytes, layers)
         blocks = min(
             max(BLOCKS_PER_SEGMENT, size_bytes // (SEGMENTS * slot)), size_bytes // 4 // slot
@@ -153,8 +151,7 @@ class Geometry:
         slots_per_segment = segment_bytes // slot_bytes(smallest_block_bytes, layers)
 
         def cut(segments: int) -> Geometry:
-            state = state_bytes(segments * slots_per_segment, size_bytes)
-            return cls(size_bytes, segments, segment_bytes, slots_per_segment, state)
+            return cls(size_bytes, segments, segment_bytes, slots_per_segment, state_bytes)
 
         segments = -(-size_bytes // segment_bytes)
         while segments > 1 and cut(segments).last_segment_bytes < slot:

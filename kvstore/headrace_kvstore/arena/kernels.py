@@ -44,7 +44,6 @@ from headrace_kvstore.table import FREE, READY, REMOVED, STORED, WRITING
 
 NO_ROOM = -2  # `place`: no slot was free
 STUCK = -3  # `place`: its writer has had it for longer than it may
-NOT_WORTH = -4  # refused by the policy before `place`
 
 _ONE = np.uint64(1)
 

@@ -10,16 +10,14 @@ that stores, and stays where it is while all namespaces are used alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 
 from headrace_kvstore.arena.geometry import NONE
-from headrace_kvstore.policy.base import evictable, hash_words
+from headrace_kvstore.policy.base import evictable
 from headrace_kvstore.table import FREE
 
 BATCHES = 64
-ROOMY = 16
 
 Choose = Callable[..., np.ndarray]
 """`Policy.choose`; slots that may not go are left out whatever it says."""
@@ -92,21 +90,3 @@ def own_victims(
     ranking = ranking[may_go[ranking]]
     freed_bytes = np.cumsum(table["bytes"][ranking])
     return ranking[: int(np.searchsorted(freed_bytes, excess_bytes)) + 1]
-
-
-def roomy(segments: np.ndarray, row: int, slot_bytes: int, per_segment: int) -> bool:
-    """Whether a sixteenth of what namespace `row` could fill is free for it without eviction."""
-    capacity = np.minimum(per_segment, segments["bytes"].astype(np.int64) // slot_bytes)
-    open_to_it = (segments["namespace"] == row) | (segments["namespace"] == NONE)
-    free = np.where(open_to_it, capacity - segments["used"], 0).sum()
-    return bool(ROOMY * free >= capacity.sum())
-
-
-def runs(rows: np.ndarray) -> list[slice]:
-    """Where these blocks follow each other in one prefix. rows: SLOT [n]."""
-    if not len(rows):
-        return []
-    heads, parents, depths = hash_words(rows), rows["parent"], rows["depth"]
-    follows = (parents[1:] == heads[:-1]) & (depths[1:] == depths[:-1] + 1)
-    cuts = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(rows)]
-    return [slice(a, b) for a, b in pairwise(cuts)]

@@ -12,7 +12,6 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     saved, save_failed
     save_not_needed                             another engine has stored it, or is storing it
     save_no_room                                no slot can be evicted
-    save_not_worth                              worth less than every block that could be evicted
 
 Blocks that were lost or declined are computed. No request fails because of them.
 """

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace_kvstore.arena.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
@@ -35,7 +35,7 @@ SAVE_NICENESS = 5
 """Of the saving thread: the engine's computing thread goes first where both want a core."""
 
 
-REFUSED = {TAKEN: "save_not_needed", NO_ROOM: "save_no_room", NOT_WORTH: "save_not_worth"}
+REFUSED = {TAKEN: "save_not_needed", NO_ROOM: "save_no_room"}
 
 Seeds = Callable[[Sequence[bytes]], np.ndarray]
 """Block hashes -> checksum seeds, u64 [n, layers]."""

@@ -150,10 +150,6 @@ class Read:
         """The memory is nobody's but the caller's again."""
         return self.move.done()
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call this, on any thread, once `done`."""
-        self.move.add_done_callback(lambda _: call())
-
     def call_off(self) -> None:
         """Read no more than is in flight; `wait` then tells which blocks to do without: all."""
         self.move.call_off()

@@ -1,4 +1,4 @@
-"""Which blocks a store gives up for new ones, and which new ones are worth storing.
+"""Which blocks a store gives up for new ones.
 
 `base.Policy` is the interface. `LRU` and `CostAware` implement it. LFU, S3-FIFO and priorities are
 measured beside them in `benchmarks/kvpolicy`; `CostAware` saves more than each at every size.

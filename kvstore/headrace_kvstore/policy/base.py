@@ -4,10 +4,7 @@ A policy reads the slot table (`table.SLOT`) and arrays of its own. It reads no 
 and starts no thread, so every process that maps the arena can evict, and the simulator replays the
 code that production runs. Its caller lets one process in at a time (`shared.SharedPolicy`).
 
-The calls for one prompt, in order: `prompt` (its block keys are known), `touched` for the leading
-blocks that were found, `admit` for the rest (which are worth writing), `touched` again for the
-blocks that were written. When room is short: `choose`, then `given_up` for the slots that are
-really evicted.
+Each prompt is reported by `prompt`. When room is short, `choose` says what goes.
 """
 
 from __future__ import annotations
@@ -66,43 +63,14 @@ def evictable(table: Table, now_s: float) -> NDArray[np.bool_]:
 
 
 class Policy:
-    """Base of the policies: learns nothing, admits everything; only `choose` must be given."""
+    """Base of the policies: learns nothing; only `choose` must be given."""
 
     name = ""
     learns = False
-    """Whether `prompt`, `ticket`, `admit` and `touched` do anything."""
+    """Whether `prompt` does anything."""
 
-    def prompt(self, keys: Keys, now_s: float) -> int:
-        """A prompt arrived whose full blocks have these keys, root first.
-
-        Returns a ticket that `touched` and `admit` take, 0 where the policy keeps no history.
-        """
-        return 0
-
-    def ticket(self, keys: Keys) -> int:
-        """The ticket of the prompt that passed one of these blocks last, the first one known of
-        counting; 0 if all are forgotten.
-        """
-        return 0
-
-    def admit(
-        self,
-        ticket: int,
-        compute_s: NDArray[np.float64],
-        load_s: NDArray[np.float64],
-        nbytes: NDArray[np.float64],
-    ) -> int:
-        """How many of these blocks are worth writing, counted from the first.
-
-        They are the blocks of one prompt that were not found, in order of depth; the arrays have
-        one entry a block: seconds to compute it, seconds to load it again, bytes.
-        """
-        return len(compute_s)
-
-    def touched(self, table: Table, slots: Slots, ticket: int, now_s: float, hit: bool) -> None:
-        """These slots' blocks, consecutive in one prefix and root first, were leased (`hit`) or
-        have just been written. The caller has set the table's own fields already.
-        """
+    def prompt(self, keys: Keys, now_s: float) -> None:
+        """A prompt arrived whose full blocks have these keys, root first."""
 
     def choose(self, table: Table, now_s: float, need: int, among: Mask | None = None) -> Slots:
         """Up to `need` slots to give up, worst first, only such that are `among`, if that is given.
@@ -111,11 +79,6 @@ class Policy:
         before one that needs it, unless the latter is given up too.
         """
         raise NotImplementedError
-
-    def given_up(self, table: Table, slots: Slots) -> None:
-        """These slots of the last choice are what room was made with, worst first: what room costs
-        is learned from them, and from no other choice.
-        """
 
     def rates(self, keys: Keys, rows: Table, now_s: float) -> NDArray[np.float64]:
         """Hits per second to expect of blocks, here or in another tier: float64 (n,).

@@ -2,12 +2,11 @@
 
 Two fixed-size tables. A *prompt* row follows one conversation: when it was last asked, how long
 its prompt was, at which turn it is, and up to which age its waiting was counted. A *block* entry
-says which prompt row passed a block last; it costs 32 bytes, a millionth of the block's own, so
+says which prompt row passed a block last; it costs 24 bytes, a millionth of the block's own, so
 far more blocks are remembered than kept. Both forget the oldest first.
 
-A prompt continues a row if it begins with all blocks of that row's last prompt. Otherwise it may be
-the same conversation, retried (all but the last block is there) or edited, or another one that
-shares a beginning (a system prompt). Where more than a few prompts branched off, it is the latter.
+A prompt continues a row if it begins with all blocks of that row's last prompt. Otherwise it begins
+a new one, as those do that share a beginning with others (a system prompt).
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ PROMPT = np.dtype(
     align=True,
 )
 
-BLOCK = np.dtype(
-    [("key", "u8"), ("serial", "i8"), ("seen_s", "f8"), ("branched", "i8")], align=True
-)
-RETRIES, EDITS = 8, 1  # branches at one block up to which they are taken for one conversation's
+BLOCK = np.dtype([("key", "u8"), ("serial", "i8"), ("seen_s", "f8")], align=True)
 WAYS = 8  # entries that compete for one place
 
 _EDGES = AGE_EDGES_S.copy()
@@ -122,13 +118,8 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
     if known > 0:
         held = blocks[last].serial
         row = prompts[held % len(prompts)]
-        if row.serial == held:
-            if known == row.blocks:
-                serial = held
-            else:
-                if blocks[last].branched < (RETRIES if known + 1 == row.blocks else EDITS):
-                    serial = held
-                blocks[last].branched += 1
+        if row.serial == held and known == row.blocks:
+            serial = held
     if serial > 0:
         row = prompts[serial % len(prompts)]
         count_waiting(row, now_s, exposure_s)
@@ -154,21 +145,9 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
         if at < 0:
             at = -1 - at
             blocks[at].key = key
-            blocks[at].branched = 0
         blocks[at].serial = serial
         blocks[at].seen_s = now_s
     return serial
-
-
-@njit(cache=True, nogil=True)
-def last_serial(keys, blocks, prompts):  # type: ignore[no-untyped-def]
-    """Of the prompt that passed the first block of `keys` that is remembered; 0: none."""
-    for key in keys:
-        at = find(blocks, key)
-        if at >= 0:
-            serial = blocks[at].serial
-            return serial if prompts[serial % len(prompts)].serial == serial else 0
-    return 0
 
 
 def repair_rows(prompts: np.ndarray, blocks: np.ndarray, serials: int, now_s: float) -> None:
@@ -181,5 +160,5 @@ def repair_rows(prompts: np.ndarray, blocks: np.ndarray, serials: int, now_s: fl
     right &= (prompts["turn"] >= 0) & (prompts["turn"] < 1 << 30) & (prompts["blocks"] > 0)
     prompts[~right] = np.zeros((), prompts.dtype)
     right = (blocks["serial"] > 0) & (blocks["serial"] < serials)
-    right &= (blocks["seen_s"] >= 0.0) & (blocks["seen_s"] <= now_s) & (blocks["branched"] >= 0)
+    right &= (blocks["seen_s"] >= 0.0) & (blocks["seen_s"] <= now_s)
     blocks[~right] = np.zeros((), blocks.dtype)

@@ -37,25 +37,25 @@ KINDS = {"lru": 0, "cost-aware": 4}
 NAMES = {code: name for name, code in KINDS.items()}
 
 
-def _record(slots: int, size_bytes: int) -> np.dtype:
-    """What `CostAware` remembers beside a store of `size_bytes` with `slots` slots."""
+def _record(size_bytes: int) -> np.dtype:
+    """What `CostAware` remembers beside a store of `size_bytes`."""
     blocks = history_blocks(size_bytes)
-    return state_dtype(slots, max(1, blocks // 4), blocks)
+    return state_dtype(max(1, blocks // 4), blocks)
 
 
-def state_bytes(name: str, slots: int, size_bytes: int) -> int:
-    """Bytes of a policy's state beside a store of `size_bytes` with `slots` slots."""
-    return 0 if name == "lru" else HEAD_BYTES + _record(slots, size_bytes).itemsize
+def state_bytes(name: str, size_bytes: int) -> int:
+    """Bytes of a policy's state beside a store of `size_bytes`."""
+    return 0 if name == "lru" else HEAD_BYTES + _record(size_bytes).itemsize
 
 
-def affordable(name: str, slots: int, size_bytes: int) -> str:
+def affordable(name: str, size_bytes: int) -> str:
     """The policy of that name, or LRU where its state would take too much of so small a store.
 
     Raises ValueError for an unknown name.
     """
     if name not in KINDS:
         raise ValueError(f"policy: {name!r} is unknown; give one of {', '.join(KINDS)}")
-    if state_bytes(name, slots, size_bytes) <= MOST_OF_STORE * size_bytes:
+    if state_bytes(name, size_bytes) <= MOST_OF_STORE * size_bytes:
         return name
     logger.warning("a store of %d bytes is too small for %s; LRU evicts", size_bytes, name)
     return "lru"
@@ -85,7 +85,7 @@ class SharedPolicy:
         lock: AbstractContextManager[None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if len(state) != state_bytes(name, len(table), size_bytes):
+        if len(state) != state_bytes(name, size_bytes):
             logger.warning("the state of policy %s is of another version; LRU evicts", name)
             name = "lru"
         self.name, self.lock = name, lock
@@ -94,7 +94,7 @@ class SharedPolicy:
         self.policy: Policy = LRU()
         if name != "lru":
             self._inside = state[:8].view(np.uint64)
-            record = state[HEAD_BYTES:].view(_record(len(table), size_bytes))
+            record = state[HEAD_BYTES:].view(_record(size_bytes))
             with self.lock:  # nobody is inside while a new policy sets up its state
                 self.policy = CostAware(record)
 
@@ -132,11 +132,9 @@ def warm(name: str) -> None:
     table = np.zeros(2, SLOT)
     table["state"], table["bytes"] = READY, 1.0
     table["hash"][1] = (1).to_bytes(32, "little")
-    policy = LRU() if name == "lru" else CostAware(np.zeros(1, _record(2, 0)))
+    policy = LRU() if name == "lru" else CostAware(np.zeros(1, _record(0)))
     keys = np.array([1, 2], np.uint64)
-    ticket = policy.prompt(keys, 0.0)
-    policy.ticket(keys)
-    policy.touched(table, np.array([0, 1]), ticket, 0.0, False)
-    policy.given_up(table, policy.choose(table, 1.0, 1))
+    policy.prompt(keys, 0.0)
+    policy.choose(table, 1.0, 1)
     policy.rates(keys, table, 1.0)
     policy.repair(table, 1.0)

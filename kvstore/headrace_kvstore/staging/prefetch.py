@@ -12,20 +12,20 @@ import heapq
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.arena.arena import NO_ROOM, NOT_WORTH, TAKEN, Arena
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
 from headrace_kvstore.nvme.record import padded
-from headrace_kvstore.staging.move_loop import MoveLoop
+from headrace_kvstore.staging.crew import Crew
 from headrace_kvstore.staging.sources import Fill, Found, Offer, Source, Unavailable
 
 QUEUE_BLOCKS = 1 << 16
-REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room", NOT_WORTH: "dropped_not_worth"}
-OPENINGS = 4
-"""Batches of which the source is asked at once."""
+REFUSED = {TAKEN: "already_there", NO_ROOM: "dropped_no_room"}
+THREADS = 4
+"""Batches under way at once."""
 
 
 @dataclass(eq=False)
@@ -41,62 +41,31 @@ class _Ticket:
             self.done.set_result(self.loaded)
 
 
-@dataclass(eq=False)
-class _Opening:
-    """The source is being asked."""
-
-    digest: bytes
-    hashes: list[bytes]
-    answer: Future[Offer]
-    bytes: int = 0
-
-
-@dataclass(eq=False)
-class _Use:
-    """An offer, as long as something of it is read."""
-
-    offer: Offer
-    digest: bytes
-    fills: int = 0
-    bad: list[int] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Filling:
-    """Slots that the source is filling."""
-
-    use: _Use
-    which: list[int]
-    fill: Fill
-    slots: np.ndarray
-    bytes: int
-
-
-class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
+class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
     """Fills an arena from one source.
 
     Args:
         source: where the blocks come from.
         reading_bytes: blocks on their way at once.
-        name: of the thread.
+        name: of the threads.
     """
 
     def __init__(
         self, arena: Arena, source: Source, reading_bytes: int, name: str = "kv-prefetch"
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, THREADS)
         self._arena, self._source, self._limit = arena, source, reading_bytes
         self._queue: list[tuple[int, int, bytes, bytes]] = []
         self._wanted: dict[bytes, list[_Ticket]] = {}
         self._order = count()
-        self._openings = 0
+        self._fills: set[Fill] = set()
         self._begin()
 
     @property
     def idle(self) -> bool:
         """Nothing waits, nothing is being read."""
         with self._wake:
-            return not self._wanted and self._at_rest
+            return not self._wanted and not self._busy
 
     def ask(self, digest: bytes, hashes: Sequence[bytes], priority: int = 0) -> int:
         """Queue blocks, higher priorities first; returns how many there was room for."""
@@ -141,16 +110,13 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
                 if ticket is not None:
                     ticket.missing += 1
                     tickets.append(ticket)
-            self._wake.notify()
+            self._wake.notify_all()
         return taken
 
-    # Called by the loop
-
-    def _may_start(self) -> bool:
-        return bool(self._queue) and self._moving_bytes < self._limit and self._openings < OPENINGS
-
-    def _take(self) -> tuple[bytes, list[bytes]]:
+    def _take(self) -> tuple[bytes, list[bytes]] | None:
         """First blocks of the queue, of one namespace and priority."""
+        if not self._queue or self._moving_bytes >= self._limit:
+            return None
         priority, _, digest, _ = self._queue[0]
         hashes: list[bytes] = []
         while (
@@ -161,88 +127,47 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
             hashes.append(heapq.heappop(self._queue)[3])
         return digest, hashes
 
-    def _start(self, task: tuple[bytes, list[bytes]]) -> None:
-        digest, hashes = task
-        try:
-            opening = _Opening(digest, hashes, self._source.open(digest, hashes))
-        except BaseException:
-            self._close_wants(digest, hashes)
-            self._count("dropped_failed", len(hashes))
-            raise
-        self._fly(opening)
-        with self._wake:
-            self._openings += 1
-        opening.answer.add_done_callback(lambda _: self._land(opening))
-
-    def _end(self, batch: _Opening | _Filling) -> None:
-        if isinstance(batch, _Opening):
-            self._opened(batch)
-        else:
-            self._filled(batch)
-
     def _drop_all(self) -> None:
-        dropped = [(digest, name) for _, _, digest, name in self._queue]
-        self._queue.clear()
-        for digest, name in dropped:
+        for _, _, digest, name in self._queue:
             for ticket in self._wanted.pop(digest + name, ()):
                 ticket.done.cancel()
-        for batch in self._flying.values():
-            if isinstance(batch, _Filling):
-                batch.fill.call_off()
+        self._queue.clear()
+        for fill in self._fills:
+            fill.call_off()
 
-    # An answer of the source
-
-    def _opened(self, opening: _Opening) -> None:
-        with self._wake:
-            self._openings -= 1
-        started: set[bytes] = set()
+    def _carry_out(self, task: tuple[bytes, list[bytes]]) -> None:
+        digest, hashes = task
+        left = len(hashes)
         try:
-            offer = opening.answer.result()
-            absent = len(opening.hashes) - len(offer.found)
-            self._count("absent", absent)
-            use = _Use(offer, opening.digest, fills=1)
+            offer = self._source.open(digest, hashes).result()
+            self._count("absent", left - len(offer.found))
+            left = len(offer.found)
+            groups: dict[Any, list[int]] = {}
+            for i, found in enumerate(offer.found):
+                groups.setdefault(found.kind, []).append(i)
+            bad: list[int] = []
             try:
-                groups: dict[Any, list[int]] = {}
-                for i, found in enumerate(offer.found):
-                    groups.setdefault(found.kind, []).append(i)
                 for group in groups.values():
-                    started |= self._read(use, group)
+                    slots = self._reserve([offer.found[i] for i in group])
+                    left -= len(group)
+                    given = slots >= 0
+                    bad += self._fill(offer, np.array(group)[given], slots[given])
             finally:
-                self._let_go(use)
+                offer.close(bad)
         except (Unavailable, CancelledError) as error:
-            self._count(f"dropped_{error}" if error.args else "dropped_end", len(opening.hashes))
+            self._count(f"dropped_{error}" if error.args else "dropped_end", left)
+        except Exception:
+            self._count("dropped_failed", left)
+            raise
         finally:
-            self._close_wants(opening.digest, [h for h in opening.hashes if h not in started])
-
-    def _read(self, use: _Use, group: list[int]) -> set[bytes]:
-        """Reserve slots and have the source fill them; the hashes of blocks that come."""
-        found = [use.offer.found[i] for i in group]
-        shape = found[0].shape
-        slots = self._reserve(found)
-        given = slots >= 0
-        for code, word in REFUSED.items():
-            self._count(word, int((slots == code).sum()))
-        which = [i for i, g in zip(group, given, strict=True) if g]
-        slots = slots[given]
-        started: set[bytes] = set()
-        first = 0
-        for size in self._source.split(len(slots), shape.payload_bytes):
-            part, its = slots[first : first + size], which[first : first + size]
-            try:
-                self._fill(use, its, part, shape.layers, shape.layer_bytes)
-            except BaseException:
-                self._arena.abandon(slots[first:])
-                self._count("dropped_failed", len(slots) - first)
-                raise
-            started.update(use.offer.found[i].hash for i in its)
-            first += size
-        return started
+            self._close_wants(digest, hashes)
 
     def _reserve(self, found: Sequence[Found]) -> np.ndarray:
+        """Arena slots for blocks of one kind, below 0 where there is none."""
         first = found[0]
         shape = first.shape
         row = self._arena.namespace(shape.digest, shape.payload_bytes, shape.layers)
-        return self._arena.reserve(
+        slots = self._arena.reserve(
             row,
             [each.hash for each in found],
             [each.parent for each in found],
@@ -251,41 +176,58 @@ class Prefetcher(MoveLoop[tuple[bytes, list[bytes]], _Opening | _Filling]):
             priority=first.priority,
             compute_s=np.array([each.compute_s for each in found]),
         )
+        for code, word in REFUSED.items():
+            self._count(word, int((slots == code).sum()))
+        return slots
 
-    def _fill(
-        self, use: _Use, which: list[int], slots: np.ndarray, layers: int, layer_bytes: int
-    ) -> None:
-        addresses = self._arena.addresses(slots)[:, None] + np.arange(layers) * layer_bytes
-        fill = use.offer.read(which, addresses)
-        filling = _Filling(use, which, fill, slots, len(slots) * layers * layer_bytes)
-        self._fly(filling)
-        with self._wake:
-            use.fills += 1
-            if self._stopping:
-                fill.call_off()
-        fill.when_done(lambda: self._land(filling))
-
-    def _filled(self, filling: _Filling) -> None:
-        use = filling.use
-        hashes = [use.offer.found[i].hash for i in filling.which]
-        done = np.zeros(len(hashes), np.bool_)
+    def _fill(self, offer: Offer, which: np.ndarray, slots: np.ndarray) -> list[int]:
+        """Read blocks into their slots and publish what is right; the positions of the others."""
+        if not len(slots):
+            return []
+        shape = offer.found[which[0]].shape
+        addresses = self._arena.addresses(slots)[:, None] + (
+            np.arange(shape.layers) * shape.layer_bytes
+        )
+        cuts = np.cumsum(self._source.split(len(slots), shape.payload_bytes))
+        fills: list[tuple[slice, Fill]] = []
+        bad: list[int] = []
         try:
-            good = filling.fill.wait(0.0)
-            self._arena.abandon(filling.slots[~good])
+            for begin, end in pairwise([0, *cuts.tolist()]):
+                part = slice(begin, end)
+                fill = offer.read(which[part].tolist(), addresses[part])
+                fills.append((part, fill))
+                with self._wake:
+                    self._moving_bytes += shape.payload_bytes * (end - begin)
+                    self._fills.add(fill)
+                    if self._stopping:
+                        fill.call_off()
+        finally:  # if the source failed, what has begun is waited for all the same
+            rest = slots[fills[-1][0].stop if fills else 0 :]
+            self._count("dropped_failed", len(rest))
+            self._arena.abandon(rest)
+            for part, fill in fills:
+                bad += which[part][~self._finish(offer, fill, which[part], slots[part])].tolist()
+        return bad
+
+    def _finish(self, offer: Offer, fill: Fill, which: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Wait for a read and publish what is right; which blocks are."""
+        found = [offer.found[i] for i in which]
+        done = np.zeros(len(found), np.bool_)
+        try:
+            good = fill.wait()
+            self._arena.abandon(slots[~good])
             self._count("dropped_bad", int((~good).sum()))
-            use.bad += [i for i, g in zip(filling.which, good, strict=True) if not g]
             if good.any():
-                sums = np.array([use.offer.found[i].sums for i in filling.which])
-                done[good] = self._arena.publish(filling.slots[good], sums[good])
+                sums = np.array([each.sums for each in found])
+                done[good] = self._arena.publish(slots[good], sums[good])
                 self._count("loaded", int(done.sum()))
         finally:
-            self._let_go(use)
-            self._close_wants(use.digest, hashes, done)
-
-    def _let_go(self, use: _Use) -> None:
-        use.fills -= 1
-        if not use.fills:
-            use.offer.close(use.bad)
+            with self._wake:
+                self._moving_bytes -= found[0].shape.payload_bytes * len(found)
+                self._fills.discard(fill)
+                self._wake.notify_all()
+            self._close_wants(found[0].shape.digest, [each.hash for each in found], done)
+        return good
 
     # Tickets
 

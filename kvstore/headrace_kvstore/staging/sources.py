@@ -1,10 +1,9 @@
 """Where a prefetcher gets blocks from: the protocol of a source, and the NVMe tier as one.
 
 `open` asks a source which of some blocks it has, with their shape, checksums and place in the
-prefix, and keeps them there. It may take a round trip, so it returns a future. The prefetcher
-then reserves arena slots and lets the offer `read` blocks into them, as many at once as it
-likes. A `Fill` says which blocks are in memory and match their checksums. When nothing of an
-offer is read any more, the prefetcher closes it, and the source may drop the blocks.
+prefix, and keeps them there. The prefetcher then reserves arena slots and lets the offer `read`
+blocks into them. A `Fill` says which blocks are in memory and match their checksums. In the end
+the prefetcher closes the offer, and the source may drop the blocks.
 """
 
 from __future__ import annotations
@@ -46,19 +45,13 @@ class Found:
 class Fill(Protocol):
     """Blocks on their way into memory."""
 
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call this, on any thread, once no more bytes will arrive; at once if that is so."""
-        ...
-
     def call_off(self) -> None:
         """Read no more than is in flight."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """Which blocks are in memory whole and match their checksums, bool (blocks,).
-
-        Raises TimeoutError while bytes may still arrive; nothing else.
-        """
+        """Wait until no more bytes will arrive; which blocks are in memory whole and match their
+        checksums, bool (blocks,). Raises TimeoutError; nothing else."""
         ...
 
 

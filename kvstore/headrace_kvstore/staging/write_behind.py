@@ -15,8 +15,6 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,35 +23,21 @@ from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import Save, Shape
-from headrace_kvstore.staging.move_loop import MoveLoop
+from headrace_kvstore.staging.crew import Crew
 from headrace_kvstore.table import READY
 
 logger = logging.getLogger("headrace.kvstore")
 
 HOLD_S = 60.0
 BATCH_BLOCKS = 32
+THREADS = 2
+"""While one looks at what it has written, the other keeps the disk busy."""
 
 Admit = Callable[[np.ndarray, float], np.ndarray]
 """(rows of SLOT (n,), backlog as a share of its limit) -> which blocks to write, bool (n,)."""
 
 
-@dataclass(eq=False)
-class _Batch:
-    """Blocks of one namespace on their way to the disk."""
-
-    space: Space
-    hashes: list[bytes]
-    slots: np.ndarray
-    generations: np.ndarray
-    futures: list[Future[bool]]
-    unfinished: int
-
-    @property
-    def bytes(self) -> int:
-        return len(self.hashes) * self.space.block_bytes
-
-
-class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
+class WriteBehind(Crew[tuple[int, list[bytes]]]):
     """Writes an arena's blocks to whatever `tier()` is.
 
     Args:
@@ -71,7 +55,7 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
         writing_bytes: int,
         admit: Admit,
     ) -> None:
-        super().__init__("kv-write-behind")
+        super().__init__("kv-write-behind", THREADS)
         self.missed = False
         """Blocks that were to be written may stand in the arena unwritten."""
         self._arena, self._tier, self._admit = arena, tier, admit
@@ -85,7 +69,7 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
     def idle(self) -> bool:
         """Nothing waits, nothing is being written."""
         with self._wake:
-            return not self._backlog and self._at_rest
+            return not self._backlog and not self._busy
 
     @property
     def has_time(self) -> bool:
@@ -112,7 +96,7 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
             self.missed |= not wanted.all()
             for i in there[wanted].tolist():
                 self._enqueue((row, hashes[i]), space.block_bytes)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def _enqueue(self, key: tuple[int, bytes], block_bytes: int) -> None:
         """The new one is dropped if there is no room: older ones are the start of their prefix."""
@@ -143,89 +127,66 @@ class WriteBehind(MoveLoop[tuple[int, list[bytes]], _Batch]):
                 **self._totals(),
             }
 
-    # Called by the loop
-
-    def _may_start(self) -> bool:
-        if not self._backlog:
-            return False
-        row, _ = next(iter(self._backlog))
-        size = self._space(row).block_bytes
-        return not self._moving_bytes or self._moving_bytes + size <= self._writing_limit
-
-    def _take(self) -> tuple[int, list[bytes]]:
+    def _take(self) -> tuple[int, list[bytes]] | None:
         """Oldest blocks of one namespace, as many as may be written now."""
+        if not self._backlog:
+            return None
         row, _ = next(iter(self._backlog))
         size = self._space(row).block_bytes
-        room = max(1, min(BATCH_BLOCKS, (self._writing_limit - self._moving_bytes) // size))
+        room = min(BATCH_BLOCKS, (self._writing_limit - self._moving_bytes) // size)
+        if room < 1 and self._moving_bytes:
+            return None
         hashes: list[bytes] = []
         for key in self._backlog:
-            if key[0] != row or len(hashes) == room:
+            if key[0] != row or len(hashes) >= max(1, room):
                 break
             hashes.append(key[1])
         for block_hash in hashes:
             del self._backlog[row, block_hash]
         self._backlog_bytes -= size * len(hashes)
+        self._moving_bytes += size * len(hashes)
         return row, hashes
 
-    def _start(self, task: tuple[int, list[bytes]]) -> None:
+    def _carry_out(self, task: tuple[int, list[bytes]]) -> None:
         row, hashes = task
+        space, tier = self._space(row), self._tier()
+        left = len(hashes)
         try:
-            self._write(row, hashes)
+            if tier is None or tier.state != "on":
+                return self._count("dropped_off", left)
+            if space.block_bytes % space.layers:
+                return self._count("dropped_shape", left)
+            slots = self._arena.hold(row, hashes, HOLD_S)
+            there = slots >= 0
+            self._count("dropped_evicted", int((~there).sum()))
+            left, slots = int(there.sum()), slots[there]
+            names = [name for name, here in zip(hashes, there, strict=True) if here]
+            try:
+                self._write(tier, space, names, slots)
+            finally:
+                self._arena.release(slots)
         except Exception:
-            self._count("dropped_failed", len(hashes))
+            self._count("dropped_failed", left)
             raise
+        finally:
+            with self._wake:
+                self._moving_bytes -= space.block_bytes * len(hashes)
 
     def _drop_all(self) -> None:
         self._counts["dropped_end"] += len(self._backlog)
         self._backlog.clear()
         self._backlog_bytes = 0
 
-    def _write(self, row: int, hashes: list[bytes]) -> None:
-        space, tier = self._space(row), self._tier()
-        if tier is None or tier.state != "on":
-            self._count("dropped_off", len(hashes))
-            return
-        if space.block_bytes % space.layers:
-            self._count("dropped_shape", len(hashes))
-            return
-        slots = self._arena.hold(row, hashes, HOLD_S)
-        there = slots >= 0
-        self._count("dropped_evicted", int((~there).sum()))
-        hashes = [name for name, here in zip(hashes, there, strict=True) if here]
-        slots = slots[there]
-        if not hashes:
-            return
+    def _write(self, tier: NvmeTier, space: Space, names: list[bytes], slots: np.ndarray) -> None:
+        """Write what these slots hold; what another block overwrote meanwhile does not count."""
         rows = self._arena.table[slots]
-        saves = arena_saves(self._arena, slots, rows)
         shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
-        batch = _Batch(space, hashes, slots, rows["generation"].copy(), [], len(hashes))
-        self._fly(batch)
-        try:
-            batch.futures = tier.write(shape, saves)
-        except Exception:
-            logger.exception("%d blocks cannot be written", len(hashes))
-            batch.futures = [_failed() for _ in hashes]
-        for future in batch.futures:
-            future.add_done_callback(lambda _: self._one_landed(batch))
-
-    def _one_landed(self, batch: _Batch) -> None:
-        with self._wake:
-            batch.unfinished -= 1
-            if not batch.unfinished:
-                self._land(batch)
-
-    def _end(self, batch: _Batch) -> None:
-        self._judge(batch)
-        self._arena.release(batch.slots)
-
-    def _judge(self, batch: _Batch) -> None:
-        written = np.array([future.result() for future in batch.futures], np.bool_)
-        now = self._arena.table[batch.slots]
-        same = (now["state"] == READY) & (now["generation"] == batch.generations)
-        tier = self._tier()
+        futures = tier.write(shape, arena_saves(self._arena, slots, rows))
+        written = np.array([future.result() for future in futures], np.bool_)
+        now = self._arena.table[slots]
+        same = (now["state"] == READY) & (now["generation"] == rows["generation"])
         for i in np.flatnonzero(written & ~same).tolist():
-            if tier is not None:
-                tier.discard(batch.space.digest, batch.hashes[i], "overwritten")
+            tier.discard(space.digest, names[i], "overwritten")
         self._count("written", int((written & same).sum()))
         self._count("dropped_failed", int((~written).sum()))
         self._count("dropped_overwritten", int((written & ~same).sum()))
@@ -252,9 +213,3 @@ def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[Save]
         )
         for row, address, sums in zip(rows, arena.addresses(slots), arena.sums(slots), strict=True)
     ]
-
-
-def _failed() -> Future[bool]:
-    future: Future[bool] = Future()
-    future.set_result(False)
-    return future
