@@ -146,8 +146,8 @@ def test_an_upload_that_is_cut_leaves_nothing(
     ("mode", "reasons"),
     [
         ("dead", {"reads_unreachable", "reads_failed"}),
-        ("held", {"reads_timeout", "reads_given_up"}),
-        ("slow", {"reads_timeout", "reads_given_up"}),
+        ("held", {"reads_timeout"}),
+        ("slow", {"reads_timeout"}),
     ],
 )
 def test_an_endpoint_that_fails_in_the_middle_costs_hits_until_it_works_again(

@@ -89,6 +89,10 @@ class Blocks:
         rows = start + np.arange(count, dtype=np.uint64) * np.uint64(self.shape.payload_bytes)
         return np.asarray(rows[:, None] + self._layers)
 
+    def sums(self, count: int) -> list[np.ndarray]:
+        """Room for the sums of so many blocks."""
+        return list(np.zeros((count, self.shape.layers), np.uint64))
+
     def saves(self, *numbers: int) -> list[Save]:
         """These blocks, in memory."""
         made = []
@@ -108,7 +112,8 @@ class Blocks:
         places = [(n, tier.find(DIGEST, key(n))) for n in numbers]
         there = [(n, place) for n, place in places if place is not None]
         self.memory[1] = 0xEE
-        read = tier.read([place for _, place in there], self._addresses(1, len(there)))
+        held = [place for _, place in there]
+        read = tier.read(held, self._addresses(1, len(there)), self.sums(len(held)))
         good = dict(zip([n for n, _ in there], read.wait(timeout_s).tolist(), strict=True))
         for i, (number, _) in enumerate(there):
             assert not good[number] or (self.memory[1, i] == content(number)).all(), number

@@ -78,13 +78,10 @@ class Peer:
 
     # As `Agent`
 
-    def meet(self, metadata: bytes) -> Future[str]:
-        met: Future[str] = Future()
+    def meet(self, metadata: bytes, limit_s: float) -> str:
         if self.fault == "metadata":
-            met.set_exception(PullError("refused"))
-        else:
-            met.set_result("agent")
-        return met
+            raise PullError("refused")
+        return "agent"
 
     def forget(self, peer: str) -> None:
         pass

@@ -41,11 +41,13 @@ class NodeEvents:
 
     def nvme_changed(self, event: TierEvent) -> None:
         """Publish an event of the NVMe tier, unless it is of a block that a scan found (a resync
-        publishes it), or that was removed since."""
+        publishes it), or that came and was removed since."""
         nvme = self._tiers.nvme
-        there = nvme is not None and nvme.record(event.digest, event.hash) is not None
-        if event.reason != "scanned" and there == event.stored:
-            self.publish([Change(event.stored, NVME, event.digest, event.hash)])
+        if event.reason == "scanned":
+            return
+        if event.stored and (nvme is None or nvme.record(event.digest, event.hash) is None):
+            return
+        self.publish([Change(event.stored, NVME, event.digest, event.hash)])
 
     def resync(self) -> None:
         """Publish the whole state."""

@@ -148,7 +148,7 @@ class StoreNode:
         if neighbours is not None:
             neighbours.close()
         if self.tiers.objects is not None:
-            ended &= self.tiers.objects.close(_left(deadline))
+            self.tiers.objects.close(_left(deadline))
         keeper, self.tiers.keeper = self.tiers.keeper, None
         if keeper is not None:
             ended &= keeper.close(_left(deadline))

@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -66,14 +65,11 @@ class ObjectSource:
         size = max(1, READ_BYTES // block_bytes)
         return [min(size, blocks - first) for first in range(0, blocks, size)]
 
-    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
         """As `Source`."""
-        answer: Future[Offer] = Future()
-        if self._tier.may_read:
-            answer.set_result(ObjectOffer(self._tier, self.cost, digest, hashes))
-        else:
-            answer.set_exception(Unavailable("breaker"))
-        return answer
+        if not self._tier.may_read:
+            raise Unavailable("breaker")
+        return ObjectOffer(self._tier, self.cost, digest, hashes)
 
 
 class ObjectOffer:
@@ -86,25 +82,18 @@ class ObjectOffer:
         found = [tier.find(digest, block_hash) for block_hash in hashes]
         self._objects = [held for held in found if held is not None]
         self.found = [_found(held.name) for held in self._objects]
+        self._began_s, self._asked_bytes = time.monotonic(), 0
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
         """As `Offer`. The sums in `found` are known once a block has come."""
-        began_s = time.monotonic()
-        read = self._tier.read([self._objects[i] for i in which], addresses)
-
-        def arrived() -> None:
-            for i, sums in zip(which, read.sums, strict=True):
-                self.found[i].sums[:] = sums
-            good = int(read.wait(0.0).sum())
-            if good == len(which):
-                size = good * self._objects[0].name.shape.payload_bytes
-                self._cost.observe(size, time.monotonic() - began_s)
-
-        read.when_done(arrived)
-        return read
+        objects = [self._objects[i] for i in which]
+        self._asked_bytes += sum(held.name.shape.payload_bytes for held in objects)
+        return self._tier.read(objects, addresses, [self.found[i].sums for i in which])
 
     def close(self, bad: Sequence[int]) -> None:
-        """The tier itself has dropped what was bad."""
+        """As `Offer`: learn what it cost. The tier itself has dropped what was bad."""
+        if self._asked_bytes and not bad:
+            self._cost.observe(self._asked_bytes, time.monotonic() - self._began_s)
 
 
 def _found(name: ObjectName) -> Found:

@@ -27,7 +27,6 @@ class Held:
     used_s: float
     """Monotonic seconds of its last use here, or of its making."""
     hits: int = 0
-    readers: int = 0
 
     @property
     def key(self) -> bytes:
@@ -88,23 +87,21 @@ class ObjectCatalog:
         return np.fromiter((digest + padded(h) in known for h in hashes), bool, len(hashes))
 
     def use(self, held: Held, now_s: float) -> None:
-        """A reader begins."""
-        held.readers += 1
+        """A read begins."""
         held.hits += 1
         held.used_s = now_s
         if held.text in self.own:
             self.own.move_to_end(held.text)
 
     def victims(self, excess_bytes: int) -> list[str] | None:
-        """Own objects to remove for so many bytes less, unused longest first; None if those that
-        nobody reads are not enough."""
+        """Own objects to remove for so many bytes less, unused longest first; None if all of them
+        are not enough."""
         chosen: list[str] = []
         for held in self.own.values():
             if excess_bytes <= 0:
                 break
-            if not held.readers:
-                chosen.append(held.text)
-                excess_bytes -= held.name.size_bytes
+            chosen.append(held.text)
+            excess_bytes -= held.name.size_bytes
         return None if excess_bytes > 0 else chosen
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:

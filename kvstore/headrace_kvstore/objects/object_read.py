@@ -1,14 +1,16 @@
 """Blocks on their way from objects into memory.
 
-Each block comes with one request, and the answer lands in memory of its own. From there it is
-copied to its destination in the same pass that computes its checksums. So a caller may give up at
-any time: what comes later never touches the caller's memory.
+Each block comes with one request, and the answer lands in memory of its own. The thread that waits
+for the read copies it to its destination, in the same pass that computes its checksums. So a caller
+may give up at any time: what comes later never touches the caller's memory.
 """
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 import numpy as np
 
@@ -22,73 +24,65 @@ class ObjectRead:
     Args:
         objects: of one shape.
         addresses: u64 (blocks, layers), where each layer goes.
-        deadline_s: monotonic seconds at which the tier gives it up.
-
-    Attributes:
-        sums: u64 (blocks, layers), of those that are right.
+        sums: u64 (layers,) a block: filled in for those that are right.
+        deadline_s: monotonic seconds at which what has not come is given up.
+        judge: told of each block that came whether it is right.
     """
 
-    def __init__(self, objects: Sequence[Held], addresses: np.ndarray, deadline_s: float) -> None:
-        self.objects = list(objects)
-        self.deadline_s = deadline_s
+    def __init__(
+        self,
+        objects: Sequence[Held],
+        addresses: np.ndarray,
+        sums: Sequence[np.ndarray],
+        deadline_s: float,
+        judge: Callable[[Held, bool], None],
+    ) -> None:
+        self.objects, self._sums = list(objects), sums
         self._addresses = np.ascontiguousarray(addresses, np.uint64)
-        self.sums = np.zeros(self._addresses.shape, np.uint64)
-        self._ok = np.zeros(len(self.objects), np.bool_)
-        self._changed = threading.Condition()
-        self._missing = len(self.objects)
-        self._calls: list[Callable[[], None]] = []
+        self._deadline_s, self._judge = deadline_s, judge
+        self._answers: list[Future[memoryview | None]] = [Future() for _ in objects]
+        self._good: np.ndarray | None = None
+        self.called_off = False
 
-    def copy(self, block: int, data: memoryview) -> bool | None:
-        """Copy a block's bytes to where they are wanted; whether they are right, None if they are
-        not wanted any more."""
-        with self._changed:
-            if self.done():
-                return None
-            name = self.objects[block].name
-            sums = unpack(name.shape, name.hash, data, self._addresses[block])
-            if sums is not None:
-                self._ok[block], self.sums[block] = True, sums
-            return sums is not None
-
-    def settle(self) -> None:
-        """A block has come, or will not; to be called once for each."""
-        with self._changed:
-            self._missing -= 1
-        self._tell()
-
-    def done(self) -> bool:
-        """The memory is nobody's but the caller's again."""
-        return self._missing <= 0
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call this, on any thread, once `done`; at once if it is."""
-        with self._changed:
-            self._calls.append(call)
-        self._tell()
+    def answer(self, block: int, data: memoryview | None) -> None:
+        """A block's bytes are here, or will not come."""
+        with suppress(InvalidStateError):  # it was given up
+            self._answers[block].set_result(data)
 
     def call_off(self) -> None:
         """Do without what has not come; all blocks count as not there."""
-        with self._changed:
-            if not self.done():
-                self._missing = 0
-                self._ok[:] = False
-        self._tell()
+        self.called_off = True
+        for block in range(len(self._answers)):
+            self.answer(block, None)
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
         """Which blocks are in memory whole and proven right: bool (blocks,).
 
-        Raises TimeoutError while bytes may still arrive.
+        Raises TimeoutError if they are awaited for longer than that. One thread may wait.
         """
-        with self._changed:
-            if not self._changed.wait_for(self.done, timeout_s):
-                raise TimeoutError("blocks are still on their way")
-            return self._ok.copy()
+        if self._good is not None:
+            return self._good
+        until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+        good = np.zeros(len(self.objects), np.bool_)
+        for block, answer in enumerate(self._answers):
+            try:
+                data = answer.result(max(0.0, min(until_s, self._deadline_s) - time.monotonic()))
+            except TimeoutError:
+                if time.monotonic() < self._deadline_s:
+                    raise
+                self.call_off()
+            if self.called_off:
+                good[:] = False
+                break
+            if data is not None:
+                good[block] = self._copy(block, data)
+                self._judge(self.objects[block], bool(good[block]))
+        self._good = good
+        return good
 
-    def _tell(self) -> None:
-        with self._changed:
-            if not self.done():
-                return
-            self._changed.notify_all()
-            calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+    def _copy(self, block: int, data: memoryview) -> bool:
+        name = self.objects[block].name
+        sums = unpack(name.shape, name.hash, data, self._addresses[block])
+        if sums is not None:
+            self._sums[block][:] = sums
+        return sums is not None

@@ -83,7 +83,6 @@ class ObjectTier:
         self._catalog = ObjectCatalog(writer)
         self._ignored: dict[str, tuple[str, float | None]] = {}
         """By name: why it is not used, and its time stamp; it is, once it was written anew."""
-        self._flying: set[ObjectRead] = set()
         self._counts: Counter[str] = Counter()
         self._last_error = ""
         self._readers = Workers(REQUESTS, "kv-object")
@@ -96,19 +95,14 @@ class ObjectTier:
         self._keeper.start()
         return self
 
-    def close(self, timeout_s: float = 1.0) -> bool:
-        """Give up what is under way; False if bytes may still arrive in a caller's memory."""
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End it; what an endpoint that hangs still sends reaches nobody's memory."""
         deadline = time.monotonic() + timeout_s
         self._stop.set()
-        with self._lock:
-            flying = list(self._flying)
-        for read in flying:
-            read.call_off()
         for workers in (self._readers, self._putters):
             workers.close(max(0.0, deadline - time.monotonic()))
         if self._keeper.ident is not None:
             self._keeper.join(max(0.0, deadline - time.monotonic()))
-        return all(read.done() for read in flying)
 
     # Looking
 
@@ -157,39 +151,37 @@ class ObjectTier:
 
     # Reading
 
-    def read(self, objects: Sequence[Held], addresses: np.ndarray) -> ObjectRead:
-        """Start reading blocks of one shape to u64 addresses (blocks, layers). It ends by itself
-        within `READ_TIMEOUTS` request timeouts, whatever the endpoint does."""
+    def read(
+        self, objects: Sequence[Held], addresses: np.ndarray, sums: Sequence[np.ndarray]
+    ) -> ObjectRead:
+        """Start reading blocks of one shape to u64 addresses (blocks, layers). Waiting for it ends
+        within `READ_TIMEOUTS` request timeouts, whatever the endpoint does.
+
+        sums: u64 (layers,) a block, to be filled in.
+        """
         now_s = time.monotonic()
-        read = ObjectRead(objects, addresses, now_s + READ_TIMEOUTS * self._timeout_s)
+        deadline_s = now_s + READ_TIMEOUTS * self._timeout_s
+        read = ObjectRead(objects, addresses, sums, deadline_s, self._came)
         with self._lock:
-            self._flying.add(read)
             self._counts["reads"] += len(objects)
             for held in objects:
                 self._catalog.use(held, now_s)
-        read.when_done(lambda: self._over(read))
         for block in range(len(objects)):
             self._readers.submit(partial(self._bring, read, block))
         return read
 
-    def _over(self, read: ObjectRead) -> None:
-        with self._lock:
-            self._flying.discard(read)
-            for held in read.objects:
-                held.readers -= 1
-
     def _bring(self, read: ObjectRead, block: int) -> None:
         """One request, in a worker."""
-        held = read.objects[block]
+        data = None
         try:
-            data = None if read.done() else self._get(held)
-            right = None if data is None else read.copy(block, data)
-            if right is not None:
-                self._count("reads_good" if right else "reads_corrupt", 1)
-            if right is False:
-                self._forget(held.text, "corrupt")
+            data = None if read.called_off else self._get(read.objects[block])
         finally:
-            read.settle()
+            read.answer(block, data)
+
+    def _came(self, held: Held, right: bool) -> None:
+        self._count("reads_good" if right else "reads_corrupt", 1)
+        if not right:
+            self._forget(held.text, "corrupt")
 
     def _get(self, held: Held) -> memoryview | None:
         """An object's bytes; None if they cannot be had, or another reader found them bad."""
@@ -369,27 +361,15 @@ class ObjectTier:
     # Inside
 
     def _keep(self) -> None:
-        """Refresh now and then, and give up reads that take too long."""
-        next_s = time.monotonic()
-        while True:
+        """Refresh now and then."""
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            pause_s = min(1.0, self._refresh_s)
             try:
-                self._expire()
-                if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + self._refresh_s
-                    if not self.refresh():
-                        next_s = min(next_s, time.monotonic() + 1.0)
+                if self.refresh():
+                    pause_s = self._refresh_s
             except Exception:
                 logger.exception("looking after the object tier failed; it goes on")
-            if self._stop.wait(TICK_S):
-                return
-
-    def _expire(self) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            overdue = [read for read in self._flying if now_s > read.deadline_s]
-            self._counts["reads_given_up"] += len(overdue)
-        for read in overdue:
-            read.call_off()
 
     def _failed(
         self,

@@ -139,7 +139,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         digest, hashes = task
         left = len(hashes)
         try:
-            offer = self._source.open(digest, hashes).result()
+            offer = self._source.open(digest, hashes)
             self._count("absent", left - len(offer.found))
             left = len(offer.found)
             groups: dict[Any, list[int]] = {}
