@@ -57,14 +57,17 @@ class ObjectName:
         if match is None:
             return None
         digest, block_hash, place, writer = match.groups()
-        layers, layer_bytes, *where, compute_s = _PLACE.unpack(bytes.fromhex(place))
+        layers, layer_bytes, parent, depth, tenant, priority, compute_s = _PLACE.unpack(
+            bytes.fromhex(place)
+        )
         if not (math.isfinite(compute_s) and compute_s >= 0):
             return None
         try:
             shape = Shape(bytes.fromhex(digest), layers, layer_bytes)
         except ValueError:
             return None
-        return cls(shape, bytes.fromhex(block_hash), writer, *where, compute_s)
+        where = parent, depth, tenant, priority, compute_s
+        return cls(shape, bytes.fromhex(block_hash), writer, *where)
 
     def __str__(self) -> str:
         shape = self.shape

@@ -330,17 +330,18 @@ class ObjectTier:
                     self._ignored[name] = why, listed[name].modified_s
             known = self._catalog.objects.keys() | self._ignored.keys()
             room = max(0, INDEX_BLOCKS - len(self._catalog.objects))
-        fresh = sorted((listed[name] for name in listed.keys() - known), key=_age)
+        fresh = [listed[name] for name in listed.keys() - known]
+        fresh.sort(key=lambda each: -each.modified_s)
         self._count("index_full", len(fresh) - room)
         for each in reversed(fresh[:room]):  # the oldest first: it is the first to be evicted
-            name = ObjectName.parse(each.name)
-            if name is None or name.size_bytes != each.size_bytes:
-                why = "foreign" if name is None else "truncated"
+            parsed = ObjectName.parse(each.name)
+            if parsed is None or parsed.size_bytes != each.size_bytes:
+                why = "foreign" if parsed is None else "truncated"
                 with self._lock:
                     self._ignored[each.name] = why, each.modified_s
                 continue
             age_s = max(0.0, time.time() - each.modified_s)
-            self._learned(Held(name, each.name, time.monotonic() - age_s))
+            self._learned(Held(parsed, each.name, time.monotonic() - age_s))
         self._make_room(0)
         if not self.refreshed.is_set():
             self.refreshed.set()
@@ -395,7 +396,3 @@ class ObjectTier:
         if blocks > 0:
             with self._lock:
                 self._counts[name] += blocks
-
-
-def _age(listed: Any) -> float:
-    return -float(listed.modified_s)

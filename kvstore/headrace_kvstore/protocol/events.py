@@ -113,15 +113,16 @@ def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
     """Events in the order of the changes; runs of one kind become one."""
     left = iter(changes)
     while part := list(islice(left, BATCH_BLOCKS)):
-        yield [_event(*kind, list(run)) for kind, run in groupby(part, lambda c: c[:3])]
+        yield [_event(list(run)) for _, run in groupby(part, lambda change: change[:3])]
 
 
-def _event(stored: bool, medium: str, digest: bytes, run: list[Change]) -> KVEvent:
+def _event(run: list[Change]) -> KVEvent:
+    first = run[0]
     hashes: list[bytes | int] = [plain_hash(change.hash) for change in run]
-    where: dict[str, Any] = {"locality": LOCAL, "ownership": digest.hex()}
-    if not stored:
-        return BlockRemoved(hashes, medium, **where)
-    return BlockStored(hashes, None, [], 0, None, medium, None, **where)
+    where: dict[str, Any] = {"locality": LOCAL, "ownership": first.digest.hex()}
+    if not first.stored:
+        return BlockRemoved(hashes, first.medium, **where)
+    return BlockStored(hashes, None, [], 0, None, first.medium, None, **where)
 
 
 def plain_hash(padded: bytes) -> bytes:

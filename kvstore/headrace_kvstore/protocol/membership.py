@@ -16,6 +16,8 @@ from zmq.utils import z85
 
 LEAST_SECRET_CHARACTERS = 16
 """A recorded handshake lets an outsider try secrets without asking anybody."""
+HANDSHAKE_MS = 5000
+"""Who has not proved himself by then is disconnected."""
 _DOMAIN = "headrace"
 
 
@@ -39,6 +41,7 @@ class Membership:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         return guard
 
     def callback(self, domain: str, key: bytes) -> bool:

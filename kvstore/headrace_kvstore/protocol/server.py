@@ -37,11 +37,11 @@ POLL_MS, BUSY_POLL_MS = 100, 5
 class Staged(NamedTuple):
     """A reply at once, and another under the same id when there is more to say."""
 
-    now: wire.Message
+    now: wire.Body
     later: Future[Any]
 
 
-Handle = Callable[[Any], "wire.Message | Future[Any] | Staged"]
+Handle = Callable[[Any], "wire.Body | Future[Any] | Staged"]
 
 
 class NodeRunning(RuntimeError):
@@ -136,7 +136,7 @@ class FrameServer:
             reply = wire.Failed(repr(error))
         self._answer(client, id, reply)
 
-    def _answer(self, client: bytes, id: int, reply: wire.Message | Future[Any] | Staged) -> None:
+    def _answer(self, client: bytes, id: int, reply: wire.Body | Future[Any] | Staged) -> None:
         if isinstance(reply, Staged):
             if len(self._staged) < STAGED_AT_ONCE:
                 self._staged.append((client, id, reply.later))
@@ -162,7 +162,7 @@ class FrameServer:
             self._answer(client, id, wire.Failed(repr(error)) if error else future.result())
         return waiting
 
-    def _send(self, client: bytes, id: int, reply: wire.Message) -> None:
+    def _send(self, client: bytes, id: int, reply: wire.Body) -> None:
         try:
             self._socket.send_multipart((client, wire.encode(id, reply)), zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -44,6 +44,7 @@ Tier = Annotated[str, Meta(max_length=16)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
 Hash = Annotated[bytes, Meta(min_length=1, max_length=HASH_BYTES)]
 Hashes = Annotated[list[Hash], Meta(max_length=2**16)]
+Index = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
@@ -148,8 +149,8 @@ class Located(Message):
 
     layers: int = 0
     layer_bytes: int = 0
-    files: list[tuple[str, int]] = []
-    places: list[tuple[int, int]] = []
+    files: list[tuple[str, Index]] = []
+    places: list[tuple[Index, Index]] = []
     sums: bytes = b""
     pulling: int = 0
     wait_s: float = 0.0
@@ -179,6 +180,7 @@ class Failed(Message):
     reason: str
 
 
+Body = Message | Notes
 Reply = Done | Located | Surveyed | Stats | Notes | Failed
 
 
@@ -192,7 +194,7 @@ _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
-def encode(id: int, body: Message) -> bytes:
+def encode(id: int, body: Body) -> bytes:
     """One frame."""
     return _encoder.encode((PROTOCOL, id, body))
 
