@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from itertools import groupby
 from typing import Any
 
+import zmq
+
 from headrace_kvstore.node_settings import is_address
 from headrace_kvstore.peers.agent import PullError
 from headrace_kvstore.peers.directory import MEDIA, Directory
@@ -52,6 +54,7 @@ class Peers:
     ) -> None:
         self._members = members
         self._is_own, self._pause_s, self._board = is_own, pause_s, board
+        self._context = zmq.Context()
         self._lock = threading.Lock()
         self._directory = Directory()
         self._links: dict[str, Link] = {}
@@ -68,7 +71,8 @@ class Peers:
         with self._lock:
             if address not in self._links:
                 client = Client(
-                    *(f"tcp://{address}", decode_reply, self._members.enter, ANSWER_S, RETRY_S)
+                    *(f"tcp://{address}", decode_reply, self._members.enter),
+                    *(ANSWER_S, RETRY_S, self._context),
                 )
                 self._links[address] = Link(
                     *(address, client, self._directory, self._board),
@@ -186,6 +190,7 @@ class Peers:
         for wait in (False, True):
             for link in links:
                 link.close(wait)
+        self._context.term()
 
     def _all(self) -> list[Link]:
         with self._lock:

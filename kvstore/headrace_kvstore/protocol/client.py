@@ -66,6 +66,7 @@ class Client:
         prepare: called with each socket before it connects; may raise OSError.
         timeout_s: longest wait for an answer.
         retry_s: for how long a node that was away is not asked.
+        context: shared with other clients; None for one of its own.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Client:
         prepare: Callable[[zmq.Socket[bytes]], None],
         timeout_s: float,
         retry_s: float,
+        context: zmq.Context[Any] | None = None,
     ) -> None:
         self.endpoint, self.timeout_s, self.retry_s = endpoint, timeout_s, retry_s
         self._decode, self._prepare = decode, prepare
@@ -87,7 +89,7 @@ class Client:
         self._closed = False
         self._bell = -1
         self._socket: zmq.Socket[bytes] | None = None
-        self._context: zmq.Context[Any] | None = None
+        self._context, self._owns_context = context, context is None
         self._thread: threading.Thread | None = None
 
     def ask(self, request: wire.Message, limit_s: float | None = None) -> Future[Any]:
@@ -127,7 +129,7 @@ class Client:
                 self._counts["unsent"] += 1
                 return False
             if self._thread is None:
-                self._context = zmq.Context()
+                self._context = self._context or zmq.Context()
                 self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._thread = threading.Thread(target=self._run, name="kv-client", daemon=True)
                 self._thread.start()
@@ -147,7 +149,7 @@ class Client:
         self._go_away("closed")
         with self._lock:
             os.close(self._bell)
-        if self._context is not None:
+        if self._owns_context and self._context is not None:
             self._context.term()
 
     def _wait(self) -> None:
