@@ -252,17 +252,6 @@ def test_what_a_reader_reports_bad_is_gone_from_that_tier(node: StoreNode, engin
         node.operations.report_bad(DIGEST, keys(1), "tape")
 
 
-def test_clear_drops_a_namespace_or_all_in_the_tiers_named(node: StoreNode, engine: Engine) -> None:
-    written(node, engine, 0, 1)
-    assert node.operations.clear(b"another-digest-!") == 0
-    assert node.operations.clear(DIGEST, ["dram"]) == 2
-    assert engine.has(0) == [False] and located(node, 0, 1) == 2
-    assert node.operations.clear() == 2
-    assert located(node, 0) == 0
-    with pytest.raises(ValueError, match="unknown tier"):
-        node.operations.clear(tiers=["tape"])
-
-
 def test_stats_are_json_and_say_what_each_tier_holds(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0, 1)
     located(node, 0, 1, 2)

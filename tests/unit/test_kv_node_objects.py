@@ -135,19 +135,6 @@ def test_prefetch_takes_from_disk_what_is_there_and_from_objects_the_rest(start:
     other.close()
 
 
-def test_clear_leaves_objects_alone_unless_they_are_named(start: Start) -> None:
-    node = start()
-    engine = Engine(node.settings)
-    shared(node, engine, 0, 1)
-    node.operations.clear()
-    assert objects(node)["blocks"] == 2
-    assert node.operations.clear(tiers=["object"]) == 2
-    assert objects(node)["blocks"] == 0
-    with pytest.raises(ValueError, match="object"):
-        node.operations.clear(tiers=["tape"])
-    engine.close()
-
-
 def test_stats_are_json_and_tell_of_the_object_tier(start: Start) -> None:
     node = start()
     stats = objects(node)

@@ -97,8 +97,6 @@ def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
         wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
         wire.Survey(DIGEST, keys(0, 1), 0.5),
         wire.ReportBad(DIGEST, [b"\0" * 16], "nvme"),
-        wire.Clear(),
-        wire.Clear(DIGEST, ["dram"]),
         wire.GetStats(),
     ],
 )

@@ -208,16 +208,6 @@ def test_a_restart_with_less_room_removes_the_oldest(
     assert has(again, 0, 1, 2, 3) == [False, False, True, True]
 
 
-def test_clear_removes_what_is_ours(begin: Begin, blocks: Blocks, store: FakeStore) -> None:
-    blocks.write(begin("other", refresh_s=60), 9)
-    tier = begin("mine")
-    blocks.write(tier, 0, 1)
-    assert tier.clear(b"another namespace"[:16]) == 0
-    assert tier.clear(DIGEST) == 2
-    assert has(tier, 0, 1, 9) == [False, False, True]
-    assert [name.writer for name in store.names()] == ["other"]
-
-
 # Damage
 
 

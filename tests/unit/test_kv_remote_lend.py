@@ -290,6 +290,6 @@ def test_what_cannot_be_meant_is_refused(frame: bytes) -> None:
 def test_an_engine_s_requests_are_not_heard_from_peers() -> None:
     from headrace_kvstore.protocol import wire
 
-    for request in (wire.Clear(), wire.GetStats()):
+    for request in (wire.Ping(), wire.GetStats()):
         with pytest.raises(WireError):
             messages.decode_request(encode(1, request))

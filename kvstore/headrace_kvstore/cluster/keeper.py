@@ -51,10 +51,6 @@ class StoreNodeActor:
         """As `Operations.stats`."""
         return self._node.operations.stats()
 
-    def warm(self) -> int:
-        """As `Operations.warm`."""
-        return self._node.operations.warm()
-
     def secret(self) -> str | None:
         """What it knows other nodes of the app by."""
         return self._node.settings.secret
@@ -120,11 +116,6 @@ class StoreKeeper:
             }
             for machine, stats in zip(nodes, answers, strict=True)
         ]
-
-    async def warm(self) -> int:
-        """Have each node bring its NVMe tier's best blocks into DRAM; how many were queued."""
-        answers = await asyncio.gather(*(self._ask(n, "warm") for n in self._nodes.values()))
-        return sum(answer or 0 for answer in answers)
 
     async def __del__(self) -> None:
         self._task.cancel()

@@ -1,4 +1,4 @@
-"""What clients can ask of a node: find blocks, bring them closer, drop and count them.
+"""What clients can ask of a node: find blocks, bring them closer, and count them.
 
 Every operation works on the tiers that exist at that moment. A missing tier has no blocks. Requests
 that take microseconds are answered in the socket's thread. Those that read many blocks or wait for
@@ -31,8 +31,6 @@ from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.server import Staged
 
 TIERS = ("dram", "nvme")
-CLEARABLE = (*TIERS, "object")
-"""The object tier is cleared only if it is named: other clusters may share its blocks."""
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that no client asked for."""
 
@@ -93,8 +91,6 @@ class Operations:
         match request:
             case wire.ReportBad(digest, hashes, tier):
                 return wire.Done(self.report_bad(digest, hashes, tier))
-            case wire.Clear(whose, tiers):
-                return wire.Done(self.clear(whose, tiers or TIERS))
             case wire.GetStats():
                 return wire.Stats(self.stats())
         return wire.Failed(f"nobody answers {type(request).__name__}")
@@ -168,7 +164,8 @@ class Operations:
 
         Raises ValueError for an unknown tier.
         """
-        _check(tier, TIERS)
+        if tier not in TIERS:
+            raise ValueError(f"unknown tier {tier!r}; give one of {', '.join(TIERS)}")
         self._counts[f"{tier}_reported_bad"] += len(hashes)
         if tier == "dram":
             return self.tiers.in_dram(digest, lambda dram, row: dram.arena.discard(row, hashes))
@@ -183,28 +180,6 @@ class Operations:
             room = 0 if tiers.dram is None else tiers.dram.arena.free_bytes()
         best = self._worth.best(list(below_dram(tiers.nvme, tiers.objects)), room)
         return sum(self.prefetch(digest, hashes, WARM_PRIORITY) for digest, hashes in best)
-
-    def clear(self, digest: bytes | None = None, tiers: Sequence[str] = TIERS) -> int:
-        """Drop all blocks of a namespace, or of all, pinned and leased ones too; returns how many.
-
-        Of objects, if "object" is named, those that this node's writer made. Raises ValueError for
-        an unknown tier.
-        """
-        for tier in tiers:
-            _check(tier, CLEARABLE)
-        dropped, nvme, objects = 0, self.tiers.nvme, self.tiers.objects
-        if "object" in tiers and objects is not None:
-            dropped += objects.clear(digest)
-        if "nvme" in tiers and nvme is not None:
-            for owner, rows in nvme.contents():
-                if digest in (None, owner):
-                    dropped += sum(nvme.discard(owner, row["hash"].tobytes()) for row in rows)
-        if "dram" in tiers and digest is not None:
-            dropped += self.tiers.in_dram(digest, lambda dram, row: dram.arena.clear(row))
-        elif "dram" in tiers:
-            with self.tiers.arena_lock:
-                dropped += 0 if self.tiers.dram is None else self.tiers.dram.arena.clear()
-        return dropped
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: each tier's state, sizes and hits, and what the node does."""
@@ -235,8 +210,3 @@ def _staged(located: wire.Located, pulling: Pulling) -> Staged:
     pulling.done.add_done_callback(lambda _: later.set_result(located))
     now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
     return Staged(now, later)
-
-
-def _check(tier: str, tiers: Sequence[str]) -> None:
-    if tier not in tiers:
-        raise ValueError(f"unknown tier {tier!r}; give one of {', '.join(tiers)}")

@@ -295,13 +295,6 @@ class ObjectTier:
         self._count("objects_evicted", len(names))
         return True
 
-    def clear(self, digest: bytes | None = None) -> int:
-        """Remove all objects of ours, of one namespace or all; how many there were."""
-        with self._lock:
-            own = self._catalog.own.values()
-            mine = [held.text for held in own if digest in (None, held.name.shape.digest)]
-        return len(mine) if not mine or self._delete(mine) else 0
-
     # Learning what is there
 
     def refresh(self) -> bool:

@@ -97,13 +97,6 @@ class ReportBad(Message):
     tier: Tier
 
 
-class Clear(Message):
-    """Drop all blocks of a namespace, or of all, in these tiers. `Done`: how many."""
-
-    digest: Digest | None = None
-    tiers: Annotated[list[Tier], Meta(max_length=8)] = []
-
-
 class GetStats(Message):
     """Answered by `Stats`."""
 
@@ -125,10 +118,10 @@ class ReadNotes(Message):
     but: Name = b""
 
 
-Request = Ping | Locate | Survey | ReportBad | Clear | GetStats | PostNote | ReadNotes
+Request = Ping | Locate | Survey | ReportBad | GetStats | PostNote | ReadNotes
 
 
-SLOW = (ReportBad, Clear, GetStats)
+SLOW = (ReportBad, GetStats)
 """Requests that may take longer than a moment."""
 
 
