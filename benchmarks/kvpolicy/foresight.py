@@ -52,5 +52,4 @@ class Foresight(CostAware):
         ahead_s = np.maximum(self._slot_next_s - now_s, 0.5)
         ahead_s[self._slot_next_s < now_s] = np.inf
         saved_s = np.maximum(table["compute_s"] - table["load_s"], 0.0)
-        worth: Floats = saved_s / ahead_s / np.maximum(table["bytes"], 1.0)
-        return worth
+        return forest.density(saved_s / ahead_s, table["bytes"].astype(np.float64))

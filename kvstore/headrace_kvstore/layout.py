@@ -234,32 +234,19 @@ class BlockLayout:
         return (places * np.uint64(self.piece_bytes)).reshape(-1, pieces)
 
     def _refuse_shared_bytes(self) -> None:
-        """Pieces of all layers, each repeated `blocks` times a stride apart, must be disjoint.
-
-        Two whose whole ranges are apart are. Interleaved ones (layers inside blocks) must have
-        equal strides s; then, for a distance d between their starts, block i of one meets block j
-        of the other iff |d + (j - i) s| is less than the size of the one that comes first, and
-        only the two multiples next to d can.
-        """
-        size, pieces = self.piece_bytes, len(self.layers[0].offsets)
-        starts = self._bases.ravel().astype(np.int64)
-        steps = np.repeat(self._block_strides.astype(np.int64), pieces)
-        owner = np.repeat(np.arange(len(self.layers)), pieces)
-        ends = starts + (self.blocks - 1) * steps + size
-        order = np.argsort(starts, kind="stable")
-        for at, mine in enumerate(order):
-            rest = order[at + 1 :]
-            near = rest[(starts[rest] < ends[mine]) & (owner[rest] != owner[mine])]
-            if not near.size:
-                continue
-            step, distance = steps[mine], starts[near] - starts[mine]
-            ahead = distance % step if self.blocks > 1 else distance
-            beyond_range = distance // max(step, 1) + 1 >= self.blocks
-            shared = (steps[near] != step) | (ahead < size)
-            shared |= ~beyond_range & (step - ahead < size)
-            if shared.any():
-                one, two = self.names[owner[mine]], self.names[owner[near[shared.argmax()]]]
+        """Layers whose ranges meet must lie inside each other's blocks: one stride for all, and
+        within it, no piece that reaches into another."""
+        first, size = self._bases.ravel().astype(np.int64), self.piece_bytes
+        steps = np.repeat(self._block_strides.astype(np.int64), len(self.layers[0].offsets))
+        ends = first + (self.blocks - 1) * steps + size
+        order = np.argsort(first, kind="stable")
+        apart = np.maximum.accumulate(ends[order])[:-1] <= first[order][1:]
+        for run in np.split(order, np.flatnonzero(apart) + 1):
+            places = np.sort((first[run] - first[run[0]]) % max(1, steps[run[0]]))
+            gaps = np.diff(places, append=places[0] + steps[run[0]])
+            if len(run) > 1 and ((steps[run] != steps[run[0]]).any() or gaps.min() < size):
+                names = sorted({self.names[i // len(self.layers[0].offsets)] for i in run})
                 raise LayoutError(
-                    f"{one} and {two} share bytes, or lie in each other with unequal block strides:"
-                    " one cache under two names, or overlaid groups of a hybrid model"
+                    f"{' and '.join(names[:2])} share bytes, or lie in each other with unequal "
+                    "block strides: one cache under two names, or overlaid groups of a hybrid model"
                 )

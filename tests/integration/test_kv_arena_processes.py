@@ -19,7 +19,6 @@ from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import FileLock
 from headrace_kvstore.arena.shared_file import SharedFile
-from headrace_kvstore.arena.writers import process_started_s
 from tests.support.kvcheck import broken
 
 BLOCK, LAYERS, BLOCKS, KEYS = 16_000, 4, 60, 200
@@ -315,18 +314,6 @@ def test_a_stopped_holder_does_not_hang_the_others(tmp_path: Path) -> None:
     lock.close()
 
 
-def test_a_process_is_known_by_number_and_start() -> None:
-    now_s = time.monotonic()
-    child = fork(lambda: time.sleep(30))
-    started_s = process_started_s(child)
-    assert started_s is not None and now_s - 0.1 < started_s <= time.monotonic()
-    os.kill(child, signal.SIGKILL)
-    while process_started_s(child) is not None:  # a zombie is dead
-        time.sleep(0.001)
-    end(child)
-    assert process_started_s(child) is None
-
-
 def test_a_process_killed_inside_the_policy_leaves_it_of_use(tmp_path: Path) -> None:
     """It had the lock, and had written anything into the state."""
 
@@ -340,7 +327,7 @@ def test_a_process_killed_inside_the_policy_leaves_it_of_use(tmp_path: Path) -> 
 
     def die() -> None:
         with open_().policy as policy:
-            for table in (policy._prompts, policy._blocks, policy._exposure_s, policy._serial):
+            for table in (policy._prompts, policy._blocks, policy._exposure_s):
                 table.view(np.uint8)[:] = 0xF3
             os.kill(os.getpid(), signal.SIGKILL)
 

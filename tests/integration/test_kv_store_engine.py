@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S
+from headrace_kvstore.arena.arena import WRITER_LIMIT_S, Arena
 from headrace_kvstore.table import READY, WRITING
 from tests.support.kvcheck import broken
 from tests.support.machine import (
@@ -221,7 +220,7 @@ class TestFaults:
             victim.kill()
             assert_same(engine.answer(), [cold[MIDDLE], cold[LONG]])
             left = arena.table["state"] == WRITING
-            arena.table["stored_s"][left] -= WRITER_TIMEOUT_S  # so long ago
+            arena.table["stored_s"][left] -= WRITER_LIMIT_S  # so long ago
             until(lambda: engine.answers([fresh], anew=True)[0].cached == 2 * BLOCK)
             assert int((arena.table["state"] == WRITING).sum()) == 0
             assert broken(arena) == []

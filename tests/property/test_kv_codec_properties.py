@@ -54,11 +54,9 @@ def decoded(codec, shape, stored):
     return from_layer(shape, layer)
 
 
-def matrices(shape, keys, values):
-    """For K and V: [head][row][column] as stored, and whether a column shares a scale."""
-    order = shape.order
-    yield (keys.swapaxes(1, 2), False) if order is Order.VEC else (keys, True)
-    yield values, False
+def matrices(keys, values):
+    """K and V as [head][row][column], as stored in every order; a row shares a scale."""
+    return keys.swapaxes(1, 2), values
 
 
 @QUICK
@@ -67,13 +65,13 @@ def test_fp8_stores_what_the_format_says(layer):
     shape, keys, values = layer
     k_min = -15 if shape.dtype == "float16" else -100
     scales, codes = [], []
-    for matrix, across in matrices(shape, keys, values):
-        largest = np.abs(matrix).max(axis=1 if across else 2).astype(np.float64)
+    for matrix in matrices(keys, values):
+        largest = np.abs(matrix).max(axis=2).astype(np.float64)
         k = np.full(largest.shape, k_min)
         while (small := largest > 448 * 2.0**k).any():
             k += small
         scales.append((127 + k).ravel())
-        scaled = matrix.astype(np.float64) / 2.0 ** (k[:, None] if across else k[:, :, None])
+        scaled = matrix.astype(np.float64) / 2.0 ** k[:, :, None]
         apart = np.abs(np.abs(scaled)[..., None] - E4M3)
         nearest = apart == apart.min(axis=-1, keepdims=True)
         even = np.where(nearest, np.arange(127) % 2, 2).argmin(axis=-1)
@@ -101,14 +99,10 @@ def test_fp8_errs_within_its_bound_and_only_once(layer):
     assert all(np.array_equal(a, b) for a, b in zip(got, again, strict=True))
 
 
-def grouped(matrix, across, group):
-    """[head][row][column] to [head][row][group][element], or [head][group][element][column]."""
+def grouped(matrix, group):
+    """[head][row][column] to [head][row][group][element]."""
     h, rows, cols = matrix.shape
-    return (
-        matrix.reshape(h, rows // group, group, cols)
-        if across
-        else matrix.reshape(h, rows, cols // group, group)
-    )
+    return matrix.reshape(h, rows, cols // group, group)
 
 
 def rounded(numbers, dtype, up):
@@ -129,10 +123,9 @@ def test_int4_stores_what_the_format_says_within_its_bound(layer, group):
     kept = "float16" if shape.dtype == "float16" else "bfloat16"
     leasts, steps, codes = [], [], []
     got = decoded(Int4(group), shape, stored := encoded(Int4(group), shape, keys, values))
-    parts = zip(matrices(shape, keys, values), matrices(shape, *got), strict=True)
-    for (matrix, across), (back, _) in parts:
-        axis = 2 if across else 3
-        x = grouped(matrix, across, group)
+    for matrix, back in zip(matrices(keys, values), matrices(*got), strict=True):
+        axis = 3
+        x = grouped(matrix, group)
         lowest = x.min(axis=axis)
         minus_zero = (lowest == 0) & np.signbit(x).any(axis=axis)
         bits, least = rounded(np.where(minus_zero, np.float32(-0.0), lowest), kept, up=False)
@@ -150,7 +143,7 @@ def test_int4_stores_what_the_format_says_within_its_bound(layer, group):
         steps.append(step_bits.ravel())
         codes.append((low | (high << 4)).ravel())
 
-        y = grouped(back, across, group).astype(np.float64)
+        y = grouped(back, group).astype(np.float64)
         slack = (ROUNDING[shape.dtype] + 2.0**-22) * (np.abs(y) + 15 * s) + 2.0**-100
         assert (np.abs(x.astype(np.float64) - y) <= s / 2 + slack).all()
     parameters = np.concatenate((*leasts, *steps)).astype(np.uint16).view(np.uint8)

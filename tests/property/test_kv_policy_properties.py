@@ -18,6 +18,7 @@ from benchmarks.kvpolicy.workload import Costs, Workload, from_chains
 from headrace_kvstore.policy import LRU, CostAware, Policy
 from headrace_kvstore.policy.cost_aware import state_dtype
 from headrace_kvstore.policy.hazard import AGES, best_rate, fit
+from headrace_kvstore.policy.tree import Forest
 from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
 MAKERS = {
@@ -114,6 +115,22 @@ def test_all_that_can_go_goes(name: str, table: np.ndarray) -> None:
     chosen = MAKERS[name](len(table)).choose(table, 100.0, len(table)).tolist()
     expected = set(np.flatnonzero(table["state"] == READY).tolist()) - held
     assert set(chosen) == expected
+
+
+@given(table=tables(), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_densities_never_rise_with_depth_and_keep_the_total(
+    table: np.ndarray, data: st.DataObject
+) -> None:
+    n = len(table)
+    value = np.array(data.draw(st.lists(st.floats(0, 9), min_size=n, max_size=n)))
+    forest = Forest(table)
+    density = forest.density(value, np.ones(n))
+    used = table["state"] != FREE
+    assert np.isclose(density[used].sum(), value[used].sum())
+    for slot in np.flatnonzero(used).tolist():
+        if forest.parents[slot] >= 0:
+            assert density[slot] <= density[forest.parents[slot]] + 1e-9
 
 
 @st.composite

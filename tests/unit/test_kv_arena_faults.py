@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena, ArenaFormatError, LockBusyError
+from headrace_kvstore.arena.arena import (
+    NO_ROOM,
+    TAKEN,
+    WRITER_LIMIT_S,
+    Arena,
+    ArenaFormatError,
+    LockBusyError,
+)
 from headrace_kvstore.arena.geometry import SECTION
 from headrace_kvstore.table import WRITING
 from tests.support.kvarena import (
@@ -82,12 +89,12 @@ def test_records_that_cannot_be_are_freed(make: Make) -> None:
     assert present(arena, row, 1, 2, 3, 4) == [4]
 
 
-def test_a_reservation_that_nothing_living_explains_is_taken_back(make: Make) -> None:
+def test_a_reservation_that_is_too_old_is_taken_back(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=1, clock=clock)
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1), [0], [0])
-    clock.now_s += 599.0
+    clock.now_s += WRITER_LIMIT_S - 1.0
     assert arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]).tolist() == [TAKEN, NO_ROOM]
     assert arena.table["state"][slots[0]] == WRITING
     clock.now_s += 2.0

@@ -8,12 +8,9 @@ import pytest
 from headrace_kvstore.policy import LRU, CostAware, block_keys
 from headrace_kvstore.policy.cost_aware import state_dtype
 from headrace_kvstore.policy.disk import (
-    CALM,
     UNKNOWN_RATIO,
-    pressure,
     saved_s,
     worth_keeping,
-    worth_writing,
 )
 from headrace_kvstore.table import SLOT
 
@@ -58,27 +55,3 @@ def test_cost_aware_expects_a_conversation_that_waits() -> None:
     assert rate[0] == rate[1] == rate[3] > 0.0
     assert rate[4] > 0.0  # never seen: as a first turn
     assert (policy.rates(keys, rows(used_s=[10.0] * 5), 9000.0)[[0, 3]] < rate[[0, 3]]).all()
-
-
-def test_pressure_begins_where_the_disk_falls_behind() -> None:
-    assert [pressure(b) for b in (0.0, CALM, 0.5 * (1 + CALM), 1.0, 2.0)] == [0, 0, 0.5, 1, 1]
-
-
-def test_a_disk_that_keeps_up_writes_everything() -> None:
-    worth = np.zeros(3)
-    assert worth_writing(rows(hits=[0, 0, 0]), worth, np.ones(9), CALM).all()
-
-
-def test_a_disk_that_does_not_writes_the_better_share() -> None:
-    others = np.arange(101) / MB
-    worth = np.array([10.0, 49.0, 51.0, 99.0])
-    given = rows(hits=[0] * 4)
-    assert worth_writing(given, worth, others, 0.75).tolist() == [False, False, True, True]
-    assert worth_writing(given, worth, others, 1.0).tolist() == [False] * 4
-    given["pinned"][0], given["priority"][1] = 1, 1
-    assert worth_writing(given, worth, others, 1.0).tolist() == [True, True, False, False]
-
-
-def test_with_nothing_to_compare_with_all_is_written() -> None:
-    assert worth_writing(rows(hits=[0]), np.zeros(1), np.zeros(0), 1.0).tolist() == [True]
-    assert worth_writing(np.zeros(0, SLOT), np.zeros(0), np.ones(3), 1.0).tolist() == []

@@ -8,8 +8,8 @@ Correctness rests on neither lock nor lease. Checksums are seeded with the key, 
 reused during a read is a miss. A lease only avoids that wasted read. It expires by itself, so a
 dead reader costs nothing. A process that dies inside a critical section leaves the header's section
 word odd; the next process to take the lock rebuilds index and free chains (see `kernels`). A
-process that dies while it copies a block in leaves a slot WRITING. That slot is reclaimed when room
-is short or its key is stored again.
+process that dies while it copies a block in leaves a slot WRITING. After WRITER_LIMIT_S that slot
+is reclaimed when room is short or its key is stored again.
 
 Times are time.monotonic() seconds, which all processes of a machine share. So the file must not
 survive a restart of the machine: its folder is a tmpfs.
@@ -47,7 +47,6 @@ from headrace_kvstore.arena.geometry import (
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.section import Refused
 from headrace_kvstore.arena.shared_file import SharedFile
-from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import slot_keys
 from headrace_kvstore.table import READY, WRITING, pack_hashes
@@ -58,6 +57,8 @@ Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
 LOOKUP_TRIES = 4
+WRITER_LIMIT_S = 120.0
+"""A reservation that old has lost its writer. If it still writes, checksums tell."""
 INF = float("inf")
 TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
@@ -275,7 +276,7 @@ class Arena(ArenaMap):
         blocks["owner"], blocks["stored_s"], blocks["used_s"] = os.getpid(), now_s, now_s
 
         def place() -> int:
-            left = kernels.place(self._t, blocks, now_s - WRITER_TIMEOUT_S, slots)
+            left = kernels.place(self._t, blocks, now_s - WRITER_LIMIT_S, slots)
             kernels.commit(self._t, slots)
             return int(left)
 
@@ -383,9 +384,9 @@ class Arena(ArenaMap):
 
     def _left_behind(self, now_s: float) -> Chosen:
         """Slots whose writers will not finish them, with generations."""
-        generations = self.table["generation"].copy()
-        slots = left_behind(self.table, now_s)
-        return slots, generations[slots]
+        old = self.table["stored_s"] < now_s - WRITER_LIMIT_S
+        slots = np.flatnonzero((self.table["state"] == WRITING) & old)
+        return slots, self.table["generation"][slots]
 
 
 __all__ = ["Arena", "ArenaFormatError", "LockBusyError"]

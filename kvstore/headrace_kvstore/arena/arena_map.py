@@ -57,7 +57,7 @@ class ArenaMap:
         self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
 
         def section(patience_s: float) -> Section:
-            return Section(file.lock, self._words, self._t, self.table, patience_s)
+            return Section(file.lock, self._words, self._t, patience_s)
 
         self._section, self._short_section = section(PATIENCE_S), section(LOOKUP_PATIENCE_S)
 

@@ -277,11 +277,8 @@ def drop(
 
 
 @njit(cache=True)
-def repair(t: Tables, dead: np.ndarray) -> None:
-    """Rebuild all that follows from the slot table; free what dead writers (bool [slots]) left.
-
-    May be killed itself and begun again.
-    """
+def repair(t: Tables) -> None:
+    """Rebuild all that follows from the slot table. May be killed itself and begun again."""
     t.buckets[:] = 0
     for segment in range(t.segments.size):
         t.segments[segment].namespace = NONE
@@ -297,7 +294,6 @@ def repair(t: Tables, dead: np.ndarray) -> None:
         holder = t.segments[segment].namespace
         if (
             (record.state != WRITING and record.state != READY)
-            or dead[slot]
             or row >= np.int64(t.words[NAMESPACE_COUNT])
             or (holder != NONE and holder != row)
             or slot - segment * _per_segment(t) >= _capacity(t, segment, row)
@@ -341,6 +337,6 @@ def warm() -> None:
     lease(t, 0, keys, 0.0, 0.0, True, slots)
     release(t, slots, 0.0)
     drop(t, slots, np.zeros(1, np.uint32), READY, 0.0, DROPPED)
-    repair(t, np.zeros(t.table.size, np.bool_))
+    repair(t)
     for kernel in (place, commit, write_sums, publish, lookup, lease, release, drop, repair):
         kernel.disable_compile()

@@ -7,14 +7,14 @@ decoded KV is never taken for exact KV.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace_kvstore.codec.lanes import BITS
-from headrace_kvstore.codec.shape import LayerShape
+from headrace_kvstore.codec.shape import LayerShape, Order
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +33,8 @@ class Unfit(ValueError):
 class Coder:
     """A codec bound to one shape. Methods are thread-safe and release the GIL at work.
 
-    Subclasses give `write` and `read`.
+    Subclasses give `write` and `read`, which see layers in `Order.VEC`: elements that share a scale
+    follow each other. Layers in another order are turned on the way.
 
     Args:
         codec: the codec's name, for messages.
@@ -41,9 +42,11 @@ class Coder:
     """
 
     def __init__(self, codec: str, shape: LayerShape, end_bytes: int) -> None:
+        shape.halves(np.empty(2 * shape.plane_elements, np.uint8))
         if shape.dtype not in BITS:
             raise ValueError(f"{codec} takes {', '.join(BITS)}, not {shape.dtype}")
         self.codec, self.layer_bytes, self.end_bytes = codec, shape.layer_bytes, end_bytes
+        self._shape, self._vec = shape, replace(shape, order=Order.VEC)
         self.stored_bytes = -(-end_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.bits = BITS[shape.dtype]
         # Values from here on are refused (see `Unfit`). Below, neither rounding up nor int4's
@@ -67,6 +70,8 @@ class Coder:
         values that the codec refuses (`stored` is then undefined).
         """
         source = view("layer", layer, self.layer_bytes, self.bits)
+        if self._shape != self._vec:
+            source = turned(source, self._shape, self._vec)
         if not self.write(source, view("stored", stored, self.stored_bytes, np.uint8)):
             raise Unfit(f"{self.codec} refuses a layer with values not finite or too large")
         stored[self.end_bytes :] = 0
@@ -77,7 +82,12 @@ class Coder:
         Any bytes decode without fault, to whatever numbers they mean: checksums come before.
         """
         target = view("layer", layer, self.layer_bytes, self.bits)
-        self.read(view("stored", stored, self.stored_bytes, np.uint8), target)
+        source = view("stored", stored, self.stored_bytes, np.uint8)
+        if self._shape == self._vec:
+            return self.read(source, target)
+        vec = np.empty_like(target)
+        self.read(source, vec)
+        target[:] = turned(vec, self._vec, self._shape)
 
     def warm(self) -> None:
         """Compile what this coder needs (seconds once on a machine, then cached on disk)."""
@@ -133,9 +143,12 @@ def tag(codec: Codec) -> str:
     return f"{codec.name}:{inside}" if inside else codec.name
 
 
-def planes(shape: LayerShape, groups: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """`lanes.fields` of K and V."""
-    return np.array([(*p, g) for p, g in zip(shape.planes, groups, strict=True)], np.int64)
+def turned(layer: Any, order: LayerShape, wanted: LayerShape) -> Any:
+    """The layer's elements in another order."""
+    result = np.empty_like(layer)
+    for to, of in zip(wanted.halves(result), order.halves(layer), strict=True):
+        to[...] = of
+    return result
 
 
 def view(name: str, buffer: Bytes, size_bytes: int, element: Any) -> Any:

@@ -17,8 +17,8 @@ where 2^(k-10), half the step of e4m3's subnormals, is below a * 2^-17 unless k 
 Errors are relative, so K's channels of large magnitude carry most of them into the attention's
 scores, whatever the scales.
 
-Stored layer: scales of K [head][channel], scales of V [head][token], codes of K, codes of V (each
-[head][row][column] in the engine's order of rows), zeros up to a multiple of 64 bytes.
+Stored layer: scales of K [head][channel], scales of V [head][token], codes of K
+[head][channel][token], codes of V [head][token][channel], zeros up to a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from headrace_kvstore.codec.base import Bytes, Codec, Coder, planes
+from headrace_kvstore.codec.base import Bytes, Codec, Coder
 from headrace_kvstore.codec.lanes import (
     as_bits,
     as_float,
     cut,
     e4m3,
-    fields,
     larger,
     load,
     magnitude,
@@ -45,6 +44,10 @@ from headrace_kvstore.codec.shape import LayerShape
 
 K_MIN = {"float32": -100, "bfloat16": -100, "float16": -15}
 """Least scale exponent: keeps 2^(k-9), the smallest code, a normal number (float16: a number)."""
+
+
+Groups = tuple[int, int]
+"""Elements that share a scale: tokens of a key's channel, channels of a value's token."""
 
 
 @njit(inline="always")
@@ -75,96 +78,64 @@ def power(k: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def write_scales(layer: Any, scales: Any, planes: Any, k_min: int, limit: int) -> bool:
-    """Scales of both planes; False for a value out of bounds."""
-    at = 0
-    for plane in range(2):
-        offset, heads, head_stride, rows, row_stride, cols, across, _ = fields(planes, plane)
-        sizes = np.empty(cols if across else rows, np.int32)
+def write_codes(
+    layer: Any, scales: Any, codes: Any, heads: int, groups: Groups, k_min: int, limit: int
+) -> bool:
+    """Scales and codes of a layer; False for a value out of bounds."""
+    at, code, plane = 0, 0, groups[0] * groups[1]
+    for half in range(2):
+        group = groups[half]
         for head in range(heads):
-            row = offset + head * head_stride
-            sizes[:] = 0
-            for r in range(rows):
-                if across:
-                    for i in range(cols):
-                        size = magnitude(widen(load(layer, row + i)))
-                        store(sizes, i, larger(load(sizes, i), size))
-                else:
-                    largest = np.int32(0)
-                    for i in range(cols):
-                        largest = larger(largest, magnitude(widen(load(layer, row + i))))
-                    sizes[r] = largest
-                row += row_stride
-            for i in range(sizes.size):
-                if sizes[i] >= limit:
+            begin = (2 * head + half) * plane
+            for start in range(begin, begin + plane, group):
+                largest = np.int32(0)
+                for i in range(group):
+                    largest = larger(largest, magnitude(widen(load(layer, start + i))))
+                if largest >= limit:
                     return False
-                store(scales, at + i, exponent(sizes[i], k_min) + 127)
-            at += sizes.size
+                k = exponent(largest, k_min)
+                store(scales, at, k + 127)
+                inverse = power(-k)
+                for i in range(group):
+                    scaled = np.float32(widen(load(layer, start + i)) * inverse)
+                    store(codes, code + i, to_e4m3(scaled))
+                at, code = at + 1, code + group
     return True
 
 
 @njit(nogil=True, cache=True)
-def write_codes(layer: Any, scales: Any, codes: Any, planes: Any) -> None:
-    """Codes of both planes under the scales already written."""
-    at, code = 0, 0
-    for plane in range(2):
-        offset, heads, head_stride, rows, row_stride, cols, across, _ = fields(planes, plane)
-        inverses = np.empty(cols if across else rows, np.float32)
-        for head in range(heads):
-            row = offset + head * head_stride
-            for i in range(inverses.size):
-                inverses[i] = power(127 - np.int64(load(scales, at + i)))
-            at += inverses.size
-            for r in range(rows):
-                inverse = inverses[0 if across else r]
-                for i in range(cols):
-                    scaled = widen(load(layer, row + i)) * (
-                        load(inverses, i) if across else inverse
-                    )
-                    store(codes, code + i, to_e4m3(np.float32(scaled)))
-                row += row_stride
-                code += cols
-
-
-@njit(nogil=True, cache=True)
-def read_codes(layer: Any, scales: Any, codes: Any, planes: Any) -> None:
-    """Decode both planes into `layer`."""
+def read_codes(layer: Any, scales: Any, codes: Any, heads: int, groups: Groups) -> None:
+    """Decode a layer."""
     like = layer[0]
-    at, code = 0, 0
-    for plane in range(2):
-        offset, heads, head_stride, rows, row_stride, cols, across, _ = fields(planes, plane)
-        factors = np.empty(cols if across else rows, np.float32)
+    at, code, plane = 0, 0, groups[0] * groups[1]
+    for half in range(2):
+        group = groups[half]
         for head in range(heads):
-            row = offset + head * head_stride
-            for i in range(factors.size):
-                factors[i] = power(np.int64(load(scales, at + i)) - 127 + 8)
-            at += factors.size
-            for r in range(rows):
-                factor = factors[0 if across else r]
-                for i in range(cols):
-                    value = e4m3(load(codes, code + i)) * (load(factors, i) if across else factor)
-                    store(layer, row + i, cut(np.float32(value), like))
-                row += row_stride
-                code += cols
+            begin = (2 * head + half) * plane
+            for start in range(begin, begin + plane, group):
+                factor = power(np.int64(load(scales, at)) - 127 + 8)
+                for i in range(group):
+                    value = np.float32(e4m3(load(codes, code + i)) * factor)
+                    store(layer, start + i, cut(value, like))
+                at, code = at + 1, code + group
 
 
 class Fp8Coder(Coder):
     """`Fp8` for one shape."""
 
     def __init__(self, shape: LayerShape) -> None:
-        # One byte for each channel of K and each token of V, of every head.
-        self.scale_bytes = shape.kv_heads * (shape.head_dim + shape.block_tokens)
+        self.heads, self.groups = shape.kv_heads, (shape.block_tokens, shape.head_dim)
+        self.scale_bytes = self.heads * sum(self.groups)
         super().__init__("fp8", shape, self.scale_bytes + 2 * shape.plane_elements)
-        self.planes, self.k_min = planes(shape, (0, 0)), K_MIN[shape.dtype]
+        self.k_min = K_MIN[shape.dtype]
 
     def write(self, layer: Any, stored: Bytes) -> bool:
-        if not write_scales(layer, stored, self.planes, self.k_min, self.limit):
-            return False
-        write_codes(layer, stored, stored[self.scale_bytes :], self.planes)
-        return True
+        codes = stored[self.scale_bytes :]
+        bounds = self.k_min, self.limit
+        return bool(write_codes(layer, stored, codes, self.heads, self.groups, *bounds))
 
     def read(self, stored: Bytes, layer: Any) -> None:
-        read_codes(layer, stored, stored[self.scale_bytes :], self.planes)
+        read_codes(layer, stored, stored[self.scale_bytes :], self.heads, self.groups)
 
 
 class Fp8(Codec):

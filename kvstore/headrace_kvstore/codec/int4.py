@@ -18,9 +18,9 @@ u, the rounding to the engine's format: 2^-8 bfloat16, 2^-11 float16, 2^-24 floa
 arithmetic; e, what m lost by rounding down: at most 2^-7 |min|, nothing in the 16-bit formats.
 A constant group of a 16-bit format comes back exactly.
 
-Stored layer: m of K and V, s of K and V (2 bytes each, [head][row][group], or [head][group][column]
-where a channel stands in a column), codes of K and V, zeros up to a multiple of 64 bytes. A byte
-holds elements i (low half) and i + group/2 (high half) of a group.
+Stored layer: m of K and V, s of K and V (2 bytes each, [head][channel][group] of K,
+[head][token][group] of V), codes of K and V in the same order, zeros up to a multiple of 64 bytes.
+A byte holds elements i (low half) and i + group/2 (high half) of a group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from headrace_kvstore.codec.base import Bytes, Codec, Coder, planes
+from headrace_kvstore.codec.base import Bytes, Codec, Coder
 from headrace_kvstore.codec.lanes import (
     as_bits,
-    fields,
     larger,
     load,
     narrow,
@@ -92,142 +91,81 @@ def fit(low: int, high: int, leasts: Any, steps: Any, at: int, limit: int) -> bo
 
 
 @njit(nogil=True, cache=True)
-def write_groups(layer: Any, leasts: Any, steps: Any, planes: Any, limit: int) -> bool:
-    """m and s of both planes; False for a value out of bounds."""
-    at = 0
-    for plane in range(2):
-        offset, heads, head_stride, rows, row_stride, cols, across, group = fields(planes, plane)
-        tall, wide = (group, cols) if across else (1, group)
-        lows, highs = np.empty(cols, np.int32), np.empty(cols, np.int32)
+def write_codes(
+    layer: Any,
+    leasts: Any,
+    steps: Any,
+    codes: Any,
+    heads: int,
+    groups: tuple[int, int],
+    limit: int,
+) -> bool:
+    """m, s and codes of a layer; False for a value out of bounds."""
+    at, code, plane = 0, 0, codes.size // heads
+    for side in range(2):
+        group, half = groups[side], groups[side] // 2
         for head in range(heads):
-            row = offset + head * head_stride
-            for _ in range(rows // tall):
-                if across:
-                    lows[:] = HIGHEST
-                    highs[:] = LOWEST
-                    for _ in range(tall):
-                        for i in range(cols):
-                            ranked = rank(widen(load(layer, row + i)))
-                            store(lows, i, smaller(load(lows, i), ranked))
-                            store(highs, i, larger(load(highs, i), ranked))
-                        row += row_stride
-                else:
-                    for g in range(cols // wide):
-                        low, high = HIGHEST, LOWEST
-                        for i in range(wide):
-                            ranked = rank(widen(load(layer, row + g * wide + i)))
-                            low, high = smaller(low, ranked), larger(high, ranked)
-                        lows[g], highs[g] = low, high
-                    row += row_stride
-                for g in range(cols if across else cols // wide):
-                    if not fit(lows[g], highs[g], leasts, steps, at, limit):
-                        return False
-                    at += 1
+            begin = (2 * head + side) * plane
+            for start in range(begin, begin + plane, group):
+                low, high = HIGHEST, LOWEST
+                for i in range(group):
+                    ranked = rank(widen(load(layer, start + i)))
+                    low, high = smaller(low, ranked), larger(high, ranked)
+                if not fit(low, high, leasts, steps, at, limit):
+                    return False
+                least, step = widen(load(leasts, at)), widen(load(steps, at))
+                inverse = np.float32(1.0) / step if step > 0 else np.float32(0.0)
+                for i in range(half):
+                    a = to_code(widen(load(layer, start + i)), least, inverse)
+                    b = to_code(widen(load(layer, start + half + i)), least, inverse)
+                    store(codes, code + i, a | (b << 4))
+                at, code = at + 1, code + half
     return True
 
 
 @njit(nogil=True, cache=True)
-def write_codes(layer: Any, leasts: Any, steps: Any, codes: Any, planes: Any) -> None:
-    """Codes of both planes under the m and s already written."""
-    at, code = 0, 0
-    for plane in range(2):
-        offset, heads, head_stride, rows, row_stride, cols, across, group = fields(planes, plane)
-        count = cols if across else cols // group
-        floors, inverses = np.empty(count, np.float32), np.empty(count, np.float32)
-        half = group // 2
-        below = half * row_stride
-        for head in range(heads):
-            top = offset + head * head_stride
-            for _ in range(rows // group if across else rows):
-                for g in range(count):
-                    step = widen(load(steps, at + g))
-                    inverses[g] = np.float32(1.0) / step if step > 0 else np.float32(0.0)
-                    floors[g] = widen(load(leasts, at + g))
-                at += count
-                if across:
-                    for row in range(top, top + below, row_stride):
-                        for i in range(cols):
-                            least, inverse = load(floors, i), load(inverses, i)
-                            a = to_code(widen(load(layer, row + i)), least, inverse)
-                            b = to_code(widen(load(layer, row + below + i)), least, inverse)
-                            store(codes, code + i, a | (b << 4))
-                        code += cols
-                    top += group * row_stride
-                else:
-                    for g in range(count):
-                        least, inverse, first = floors[g], inverses[g], top + g * group
-                        for i in range(half):
-                            a = to_code(widen(load(layer, first + i)), least, inverse)
-                            b = to_code(widen(load(layer, first + half + i)), least, inverse)
-                            store(codes, code + i, a | (b << 4))
-                        code += half
-                    top += row_stride
-
-
-@njit(nogil=True, cache=True)
-def read_codes(layer: Any, leasts: Any, steps: Any, codes: Any, planes: Any) -> None:
-    """Decode both planes into `layer`."""
+def read_codes(
+    layer: Any, leasts: Any, steps: Any, codes: Any, heads: int, groups: tuple[int, int]
+) -> None:
+    """Decode a layer."""
     like = layer[0]
-    at, code = 0, 0
-    for plane in range(2):
-        offset, heads, head_stride, rows, row_stride, cols, across, group = fields(planes, plane)
-        count = cols if across else cols // group
-        half = group // 2
-        below = half * row_stride
+    at, code, plane = 0, 0, codes.size // heads
+    for side in range(2):
+        group, half = groups[side], groups[side] // 2
         for head in range(heads):
-            top = offset + head * head_stride
-            for _ in range(rows // group if across else rows):
-                if across:
-                    for row in range(top, top + below, row_stride):
-                        for i in range(cols):
-                            both = np.int32(load(codes, code + i))
-                            least, step = widen(load(leasts, at + i)), widen(load(steps, at + i))
-                            a = from_code(both & 0xF, least, step)
-                            b = from_code(both >> 4, least, step)
-                            store(layer, row + i, narrow(a, like))
-                            store(layer, row + below + i, narrow(b, like))
-                        code += cols
-                    top += group * row_stride
-                else:
-                    for g in range(count):
-                        least, step = widen(load(leasts, at + g)), widen(load(steps, at + g))
-                        first = top + g * group
-                        for i in range(half):
-                            both = np.int32(load(codes, code + i))
-                            a = from_code(both & 0xF, least, step)
-                            b = from_code(both >> 4, least, step)
-                            store(layer, first + i, narrow(a, like))
-                            store(layer, first + half + i, narrow(b, like))
-                        code += half
-                    top += row_stride
-                at += count
+            begin = (2 * head + side) * plane
+            for start in range(begin, begin + plane, group):
+                least, step = widen(load(leasts, at)), widen(load(steps, at))
+                for i in range(half):
+                    both = np.int32(load(codes, code + i))
+                    a, b = from_code(both & 0xF, least, step), from_code(both >> 4, least, step)
+                    store(layer, start + i, narrow(a, like))
+                    store(layer, start + half + i, narrow(b, like))
+                at, code = at + 1, code + half
 
 
 class Int4Coder(Coder):
     """`Int4` for one shape."""
 
     def __init__(self, shape: LayerShape, groups: tuple[int, int]) -> None:
-        self.groups = sum(shape.plane_elements // group for group in groups)
-        super().__init__("int4", shape, 4 * self.groups + shape.plane_elements)
-        self.planes = planes(shape, groups)
+        self.heads, self.groups = shape.kv_heads, groups
+        self.count = sum(shape.plane_elements // group for group in groups)
+        super().__init__("int4", shape, 4 * self.count + shape.plane_elements)
         self.parameter_bits = PARAMETER[shape.dtype]
 
     def parts(self, stored: Bytes) -> tuple[Any, Any, Any]:
         """m, s and codes within `stored`."""
-        halves = stored[: 4 * self.groups].view(self.parameter_bits)
+        halves = stored[: 4 * self.count].view(self.parameter_bits)
         if not halves.flags.aligned:
             raise ValueError("stored begins within an element of 2 bytes")
-        return halves[: self.groups], halves[self.groups :], stored[4 * self.groups :]
+        codes = stored[4 * self.count : self.end_bytes]
+        return halves[: self.count], halves[self.count :], codes
 
     def write(self, layer: Any, stored: Bytes) -> bool:
-        leasts, steps, codes = self.parts(stored)
-        if not write_groups(layer, leasts, steps, self.planes, self.limit):
-            return False
-        write_codes(layer, leasts, steps, codes, self.planes)
-        return True
+        return bool(write_codes(layer, *self.parts(stored), self.heads, self.groups, self.limit))
 
     def read(self, stored: Bytes, layer: Any) -> None:
-        read_codes(layer, *self.parts(stored), self.planes)
+        read_codes(layer, *self.parts(stored), self.heads, self.groups)
 
 
 @dataclass(frozen=True)

@@ -149,13 +149,6 @@ def smaller(context: Any, a: Any, b: Any) -> Any:
 
 
 @njit(inline="always")
-def fields(planes: Any, plane: int) -> Any:
-    """The eight numbers of one plane: those of `shape.Plane`, then the size of a group."""
-    p = planes[plane]
-    return p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]
-
-
-@njit(inline="always")
 def magnitude(value: Any) -> Any:
     """Bits of |value|: an int32 that grows with |value|, infinity and NaN on top."""
     return np.int32(as_bits(value) & 0x7FFFFFFF)

@@ -1,15 +1,14 @@
 """Where the keys and values lie in one layer of one KV block, as the engine keeps it.
 
 A codec must find a key's channels and a value's tokens, so it is told the order in memory, not just
-the size. Every order known here is two planes (K and V) of `heads` matrices each, whose columns are
-contiguous; they differ in strides and in whether K's rows are tokens or channels.
+the size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 """Bytes of one element; "uint8" stands for a cache that the engine itself keeps quantised."""
@@ -30,22 +29,6 @@ class Order(StrEnum):
     """All of K as N x H x D, then all of V."""
     LATENT = "latent"
     """N x H x D of one compressed vector (MLA): K and V cannot be told apart."""
-
-
-class Plane(NamedTuple):
-    """K or V of one layer: `heads` matrices of `rows` x `cols` elements, columns contiguous.
-
-    Offset and strides count elements.
-    """
-
-    offset: int
-    heads: int
-    head_stride: int
-    rows: int
-    row_stride: int
-    cols: int
-    across: int
-    """1: elements that share a scale stand in one column; 0: in one row."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +60,24 @@ class LayerShape:
         planes = 1 if self.order is Order.LATENT else 2
         return planes * self.plane_elements * ELEMENT_BYTES[self.dtype]
 
-    @property
-    def planes(self) -> tuple[Plane, Plane]:
-        """K and V; a scale is shared by tokens of one channel in K, by channels of one token in V.
+    def halves(self, layer: Any) -> tuple[Any, Any]:
+        """K and V as views [heads, tokens, channels] of the layer's elements.
 
-        ValueError where K and V cannot be told apart.
+        ValueError where they cannot be told apart.
         """
         h, n, d = self.kv_heads, self.block_tokens, self.head_dim
         match self.order:
             case Order.VEC:
-                return Plane(0, h, 2 * n * d, d, n, n, 0), Plane(n * d, h, 2 * n * d, n, d, d, 0)
+                both = layer.reshape(h, 2, n * d)
+                return both[:, 0].reshape(h, d, n).swapaxes(1, 2), both[:, 1].reshape(h, n, d)
             case Order.HND:
-                head, row, value = 2 * n * d, 2 * d, d
+                both = layer.reshape(h, n, 2, d).transpose(2, 0, 1, 3)
             case Order.NHD:
-                head, row, value = 2 * d, 2 * h * d, d
+                both = layer.reshape(n, h, 2, d).transpose(2, 1, 0, 3)
             case Order.HND_APART:
-                head, row, value = n * d, d, h * n * d
+                both = layer.reshape(2, h, n, d)
             case Order.NHD_APART:
-                head, row, value = d, h * d, h * n * d
+                both = layer.reshape(2, n, h, d).swapaxes(1, 2)
             case Order.LATENT:
                 raise ValueError("a latent (MLA) layer has no K and V to tell apart: store it raw")
-        return Plane(0, h, head, n, row, d, 1), Plane(value, h, head, n, row, d, 0)
+        return both[0], both[1]

@@ -23,7 +23,7 @@ from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.protocol.events import Change
 from headrace_kvstore.staging.prefetch import Prefetcher
 from headrace_kvstore.staging.sources import NvmeSource
-from headrace_kvstore.staging.write_behind import Admit, WriteBehind
+from headrace_kvstore.staging.write_behind import WriteBehind
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -57,16 +57,13 @@ class DramWork:
         self,
         settings: NodeSettings,
         tier: Callable[[], NvmeTier | None],
-        admit: Admit,
         publish: Callable[[list[Change]], None],
         resync: Callable[[], None],
         peers: Peers | None = None,
         objects: ObjectTier | None = None,
     ) -> None:
         self.arena = open_arena(settings)
-        self.writer = WriteBehind(
-            self.arena, tier, settings.backlog_bytes, settings.writing_bytes, admit
-        )
+        self.writer = WriteBehind(self.arena, tier, settings.backlog_bytes, settings.writing_bytes)
         self.prefetcher = Prefetcher(self.arena, NvmeSource(tier), settings.reading_bytes)
         self._settings, self._tier = settings, tier
         self.remote: RemoteWork | None = None

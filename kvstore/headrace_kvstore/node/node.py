@@ -36,7 +36,6 @@ from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.server import NodeServer
-from headrace_kvstore.staging.write_behind import Admit
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -51,7 +50,6 @@ class StoreNode:
 
     Args:
         settings: what is stored where.
-        admit: which stored blocks are worth writing to NVMe; None has the policy decide.
         mover: shared with others; None makes one of its own where there is an NVMe tier.
 
     Attributes:
@@ -59,13 +57,10 @@ class StoreNode:
         operations: what clients can ask for.
     """
 
-    def __init__(
-        self, settings: NodeSettings, *, admit: Admit | None = None, mover: Mover | None = None
-    ) -> None:
+    def __init__(self, settings: NodeSettings, *, mover: Mover | None = None) -> None:
         self.settings = settings
         self.tiers = Tiers()
         self._worth = Worth(lambda: self.tiers.dram)
-        self._admit = admit or self._worth.writing
         self._mover, self._owns_mover = mover, mover is None
         self._events = NodeEvents(settings, self.tiers)
         board = Board(settings.board_bytes, secrets.token_hex(8))
@@ -208,7 +203,7 @@ class StoreNode:
         settings = self.settings
         try:
             dram = DramWork(
-                *(settings, lambda: self.tiers.nvme, self._admit, self._events.publish),
+                *(settings, lambda: self.tiers.nvme, self._events.publish),
                 *(self._events.resync, self.tiers.peers, self.tiers.objects),
             )
         except (OSError, ValueError, LockBusyError) as error:

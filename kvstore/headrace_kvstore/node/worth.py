@@ -1,4 +1,4 @@
-"""What a block is worth to a node: on NVMe, written there, or brought back into DRAM.
+"""What a block is worth to a node: on NVMe, or brought back into DRAM.
 
 The unit is seconds of computing saved per second. It comes from the arena policy's forecast of
 each block's next use (`policy.disk`); without an arena it comes from past use alone.
@@ -17,13 +17,10 @@ from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import padded
 from headrace_kvstore.objects.object_tier import ObjectTier
-from headrace_kvstore.policy.disk import pressure, worth_keeping, worth_writing
+from headrace_kvstore.policy.disk import worth_keeping
 
 REMEMBERED_USES = 1 << 16
 """How many blocks are remembered as read from NVMe by one request."""
-
-SAMPLE_BLOCKS = 1024
-"""Blocks in DRAM that new ones are compared with before they are written."""
 
 
 class Worth:
@@ -42,18 +39,6 @@ class Worth:
         if dram is None:
             return use_per_second(digest, rows, now_s)
         return worth_keeping(rows, dram.arena.rates(digest, rows))
-
-    def writing(self, rows: np.ndarray, backlog: float) -> np.ndarray:
-        """Which blocks of one namespace of the arena to write: an `Admit`."""
-        dram = self._dram()
-        if dram is None or not len(rows) or pressure(backlog) == 0.0:
-            return np.ones(len(rows), np.bool_)
-        row = int(rows["namespace"][0])
-        digest, now_s = dram.arena.spaces()[row].digest, time.monotonic()
-        there, _ = dram.arena.blocks(row)
-        sample = there[:: max(1, len(there) // SAMPLE_BLOCKS)]
-        others = self.keeping(digest, sample, now_s) / np.maximum(sample["bytes"], 1.0)
-        return worth_writing(rows, self.keeping(digest, rows, now_s), others, backlog)
 
     def best(
         self, contents: Sequence[tuple[bytes, np.ndarray]], room_bytes: int

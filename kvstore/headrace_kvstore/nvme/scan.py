@@ -1,7 +1,6 @@
 """The start-up scan: finds the blocks in a folder of segments by reading their headers only.
 
-The headers of many segments are read at once, up to `SCAN_BYTES`, to keep a fast disk's queue
-full. A segment is removed if its own header does not verify: its writer died early, or it has
+A segment is removed if its own header does not verify: its writer died early, or it has
 another version. A record is skipped if its header does not verify.
 """
 
@@ -23,11 +22,6 @@ from headrace_kvstore.nvme.record import PAGE_BYTES, Block, Shape, unpack_header
 from headrace_kvstore.nvme.segment import SegmentFiles, page_memory
 
 logger = logging.getLogger("headrace.kvstore")
-
-SCAN_BYTES = 32 * 2**20
-"""Headers in memory at once."""
-SCAN_SEGMENTS = 64
-"""Segments open at once."""
 
 _NAME = re.compile(r"segment-(\d{10})\.kv")
 
@@ -73,15 +67,14 @@ def scan_folder(folder: Path, mover: Mover, files: SegmentFiles, catalog: Catalo
         else:
             segments.append(segment)
     sequences: dict[bytes, int] = {}
-    for group in _groups(segments):
-        for segment, slot, block in _read_headers(group, mover, files):
+    for segment in segments:
+        for slot, block in _read_headers(segment, mover, files):
             if block is None:
                 result.damaged_headers += 1
                 continue
             result.last_sequence = max(result.last_sequence, block.sequence)
             segment.next_slot = max(segment.next_slot, slot + 1)
             _book(catalog, segment, slot, block, sequences)
-    for segment in segments:
         catalog.segments[segment.number] = segment
     result.segments, result.blocks = len(segments), len(catalog)
     result.seconds = time.monotonic() - started
@@ -95,49 +88,29 @@ def _open_segment(path: str, number: int) -> Segment | None:
     return None if shape is None else Segment(number, path, size, shape, shape.slots(size))
 
 
-def _groups(segments: list[Segment]) -> Iterator[list[Segment]]:
-    group: list[Segment] = []
-    headers_bytes = 0
-    for segment in segments:
-        mine = segment.slots * segment.shape.header_bytes
-        if group and (headers_bytes + mine > SCAN_BYTES or len(group) == SCAN_SEGMENTS):
-            yield group
-            group, headers_bytes = [], 0
-        group.append(segment)
-        headers_bytes += mine
-    if group:
-        yield group
-
-
 def _read_headers(
-    group: list[Segment], mover: Mover, files: SegmentFiles
-) -> Iterator[tuple[Segment, int, Block | None]]:
+    segment: Segment, mover: Mover, files: SegmentFiles
+) -> Iterator[tuple[int, Block | None]]:
     """Each slot whose header is not blank, with its block or None."""
-    slots = [(segment, slot) for segment in group for slot in range(segment.slots)]
-    lengths = np.array([segment.shape.header_bytes for segment, _ in slots], dtype=np.int64)
-    memory, address = page_memory(int(lengths.sum()))
-    begins = np.concatenate([[0], np.cumsum(lengths)])[: len(slots)]
-    offsets = np.array([s.shape.header_offset(slot) for s, slot in slots], dtype=np.int64)
-    opened = {segment.number: files.acquire(segment.path) for segment in group}
-    begins_at = address + begins
-    fds = np.zeros(len(slots), np.int64)
-    for segment in group:
-        mine = np.array([each is segment for each, _ in slots], bool)
-        file = opened[segment.number]
-        fds[mine] = file.choose_fds(begins_at[mine], offsets[mine], lengths[mine])
+    length = segment.shape.header_bytes
+    memory, address = page_memory(segment.slots * length)
+    begins = np.arange(segment.slots) * length
+    offsets = np.array([segment.shape.header_offset(i) for i in range(segment.slots)], np.int64)
+    lengths = np.full(segment.slots, length)
+    file = files.acquire(segment.path)
     try:
-        mover.read(begins_at, fds, offsets, lengths).result()
+        fds = file.choose_fds(address + begins, offsets, lengths)
+        mover.read(address + begins, fds, offsets, lengths).result()
     except MoveError as error:
         logger.warning("%d headers cannot be read: %s", len(error.pieces), error)
         for i in error.pieces:
-            memory[begins[i] : begins[i] + lengths[i]] = 0
+            memory[begins[i] : begins[i] + length] = 0
     finally:
-        for file in opened.values():
-            files.release(file)
-    for (segment, slot), begin, length in zip(slots, begins, lengths, strict=True):
+        files.release(file)
+    for slot, begin in enumerate(begins.tolist()):
         header = memory[begin : begin + length]
         if header.any():
-            yield segment, slot, unpack_header(segment.shape, header.tobytes())
+            yield slot, unpack_header(segment.shape, header.tobytes())
 
 
 def _book(

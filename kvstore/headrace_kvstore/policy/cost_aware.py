@@ -9,8 +9,8 @@ For a block b at time t,
   conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of what
   `history` knows of each)
 
-A block is of use only with its ancestors, so these count as much as the best block that needs
-them (`tree.worst_first`). What is least worth goes first.
+Blocks stand or fall with their ancestors, so groups of blocks are compared (`Forest.density`).
+What is least worth goes first.
 """
 
 from __future__ import annotations
@@ -139,14 +139,14 @@ class CostAware(Policy):
             self._fit(now_s)
         forest = Forest(table)
         worth = self.worth(table, forest, now_s)
-        return worst_first(table, forest, worth, now_s, need, among)
+        return worst_first(table, forest, worth, now_s, need, among, covered=True)
 
     def worth(self, table: Table, forest: Forest, now_s: float) -> NDArray[np.float64]:
-        """Saved seconds per byte-second of each slot's block, shape (slots,)."""
+        """Saved seconds per byte-second of each slot's group, shape (slots,)."""
         rate = _carried(
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
-        return rate * _saved_s(table) / np.maximum(table["bytes"], 1.0)
+        return forest.density(rate * _saved_s(table), table["bytes"].astype(np.float64))
 
     def _waiting(
         self, keys: Keys, rows: Table, now_s: float

@@ -33,9 +33,6 @@ BATCH_BLOCKS = 32
 THREADS = 2
 """While one looks at what it has written, the other keeps the disk busy."""
 
-Admit = Callable[[np.ndarray, float], np.ndarray]
-"""(rows of SLOT (n,), backlog as a share of its limit) -> which blocks to write, bool (n,)."""
-
 
 class WriteBehind(Crew[tuple[int, list[bytes]]]):
     """Writes an arena's blocks to whatever `tier()` is.
@@ -44,7 +41,6 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         tier: the NVMe tier, or None while there is none.
         backlog_bytes: blocks that may wait.
         writing_bytes: blocks on their way to the disk at once.
-        admit: which blocks are worth it.
     """
 
     def __init__(
@@ -53,12 +49,11 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         tier: Callable[[], NvmeTier | None],
         backlog_bytes: int,
         writing_bytes: int,
-        admit: Admit,
     ) -> None:
         super().__init__("kv-write-behind", THREADS)
         self.missed = False
         """Blocks that were to be written may stand in the arena unwritten."""
-        self._arena, self._tier, self._admit = arena, tier, admit
+        self._arena, self._tier = arena, tier
         self._backlog_limit, self._writing_limit = backlog_bytes, writing_bytes
         self._spaces: list[Space] = []
         self._backlog: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -78,7 +73,7 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         return tier is not None and tier.state == "on" and self.idle
 
     def offer(self, row: int, hashes: Sequence[bytes]) -> None:
-        """Blocks of one namespace that were stored; those worth it will be written."""
+        """Blocks of one namespace that were stored; those that the disk lacks will be written."""
         tier = self._tier()
         if tier is None or tier.state != "on" or not hashes:
             self.missed |= bool(hashes)
@@ -90,11 +85,7 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         if not len(there):
             return
         with self._wake:
-            share = self._backlog_bytes / self._backlog_limit
-            wanted = self._admit(self._arena.table[slots[there]], share)
-            self._counts["refused"] += int((~wanted).sum())
-            self.missed |= not wanted.all()
-            for i in there[wanted].tolist():
+            for i in there.tolist():
                 self._enqueue((row, hashes[i]), space.block_bytes)
             self._wake.notify_all()
 
