@@ -377,7 +377,7 @@ def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
     until(lambda: sees((DRAM, 0), (DRAM, 1), (NVME, 0), (NVME, 1)))
     engine.arena.discard(engine.row, keys(0))
     until(lambda: sees((DRAM, 1), (NVME, 0), (NVME, 1)))
-    node.operations.report_bad(DIGEST, keys(1), "nvme")
+    node.operations.report_bad(DIGEST, keys(1))
     until(lambda: sees((DRAM, 1), (NVME, 0)))
     late = Subscriber(node._events.publisher)
     late.replay(0)

@@ -96,7 +96,7 @@ def client(tmp_path: Path, node: Node) -> Iterator[NodeClient]:
         wire.Ping(),
         wire.Locate("r-1", DIGEST, keys(0, 1), 30.0),
         wire.Survey(DIGEST, keys(0, 1), 0.5),
-        wire.ReportBad(DIGEST, [b"\0" * 16], "nvme"),
+        wire.ReportBad(DIGEST, [b"\0" * 16]),
         wire.GetStats(),
     ],
 )
@@ -273,7 +273,7 @@ def test_without_a_node_every_question_is_answered_at_once(tmp_path: Path) -> No
     client = NodeClient("arena", socket_folder=tmp_path, retry_s=60.0)
     with pytest.raises(NodeAway):
         asked(client, "r-1", 0).result(PATIENT_S)
-    assert not client.tell(wire.ReportBad(DIGEST, keys(0), "nvme"))
+    assert not client.tell(wire.ReportBad(DIGEST, keys(0)))
     request, begun = wire.Locate("r-2", DIGEST, keys(0), 30.0), time.thread_time()
     for _ in range(1000):
         assert client.ask(request).done()
@@ -338,7 +338,7 @@ def test_more_requests_than_may_wait_are_refused(
 
 def test_what_nobody_waits_for_is_not_answered(client: NodeClient, node: Node) -> None:
     node.seen.clear()
-    told = [wire.ReportBad(DIGEST, keys(1), "dram"), wire.ReportBad(DIGEST, keys(2), "nvme")]
+    told = [wire.ReportBad(DIGEST, keys(1)), wire.ReportBad(DIGEST, keys(2))]
     assert all(client.tell(request) for request in told)
     assert locate(client) == []
     assert node.seen[:2] == told

@@ -30,7 +30,6 @@ from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.server import Staged
 
-TIERS = ("dram", "nvme")
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that no client asked for."""
 
@@ -89,8 +88,8 @@ class Operations:
 
     def _answer_slowly(self, request: wire.Request) -> wire.Reply:
         match request:
-            case wire.ReportBad(digest, hashes, tier):
-                return wire.Done(self.report_bad(digest, hashes, tier))
+            case wire.ReportBad(digest, hashes):
+                return wire.Done(self.report_bad(digest, hashes))
             case wire.GetStats():
                 return wire.Stats(self.stats())
         return wire.Failed(f"nobody answers {type(request).__name__}")
@@ -159,16 +158,9 @@ class Operations:
         dram = self.tiers.dram
         return 0 if dram is None else dram.prefetch(digest, hashes, priority)
 
-    def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str) -> int:
-        """Drop blocks whose bytes did not verify from one tier; returns how many it had.
-
-        Raises ValueError for an unknown tier.
-        """
-        if tier not in TIERS:
-            raise ValueError(f"unknown tier {tier!r}; give one of {', '.join(TIERS)}")
-        self._counts[f"{tier}_reported_bad"] += len(hashes)
-        if tier == "dram":
-            return self.tiers.in_dram(digest, lambda dram, row: dram.arena.discard(row, hashes))
+    def report_bad(self, digest: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks whose bytes did not verify from NVMe; returns how many it had."""
+        self._counts["reported_bad"] += len(hashes)
         nvme = self.tiers.nvme
         return 0 if nvme is None else sum(nvme.discard(digest, h, "corrupt") for h in hashes)
 
@@ -199,7 +191,7 @@ class Operations:
             "remote": {} if tiers.neighbours is None else tiers.neighbours.stats(),
             "board": self.board.stats(),
             "promoted": counts["promoted"],
-            "reported_bad": {tier: counts[f"{tier}_reported_bad"] for tier in TIERS},
+            "reported_bad": counts["reported_bad"],
             "requests": dict(self.requests),
             "events": self._events.stats(),
         }

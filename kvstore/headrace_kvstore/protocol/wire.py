@@ -40,7 +40,6 @@ MAX_PATH_BYTES = 107
 MAX_LEASE_S = 600.0
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-Tier = Annotated[str, Meta(max_length=16)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
 Hash = Annotated[bytes, Meta(min_length=1, max_length=HASH_BYTES)]
 Hashes = Annotated[list[Hash], Meta(max_length=2**16)]
@@ -90,11 +89,11 @@ class Survey(Message):
 
 
 class ReportBad(Message):
-    """A reader's checksums did not match: drop the blocks. `Done`: how many were there."""
+    """A reader's checksums did not match: drop the blocks from NVMe. `Done`: how many were
+    there."""
 
     digest: Digest
     hashes: Hashes
-    tier: Tier
 
 
 class GetStats(Message):
