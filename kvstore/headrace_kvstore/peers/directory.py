@@ -84,10 +84,6 @@ class Directory:
             found.append(medium)
         return found
 
-    def nodes(self) -> list[str]:
-        """Nodes that have told anything."""
-        return list(self._nodes)
-
     def blocks(self, node: str, medium: str) -> int:
         """How many blocks a node has told of."""
         known = self._nodes.get(node)

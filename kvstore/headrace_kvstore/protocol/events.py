@@ -3,9 +3,9 @@
 The structs are field for field those of `vllm.distributed.kv_events` (0.29), so that both encode to
 the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEventPublisher`:
 
-    PUB    (topic, sequence number: 8 bytes big-endian, batch)
+    PUB    ("", sequence number: 8 bytes big-endian, batch)
     replay  REQ or DEALER sends ("", first number wanted), ROUTER answers with
-            ("", topic, number, batch) for each batch, and ("", "", -1, "") in the end
+            ("", "", number, batch) for each batch, and ("", "", -1, "") in the end
 
 What the fields hold here:
 - `medium`: "DRAM" or "NVME". `locality`: "LOCAL". `ownership`: the namespace's digest in
@@ -185,7 +185,6 @@ class EventPublisher:
         endpoint: to bind the PUB socket to, such as `tcp://*:5557`; None for `log` alone.
         replay_endpoint: to bind the ROUTER socket to; None for no replay.
         contents: everything that is held now, as changes; called on the publisher's thread.
-        topic: of all batches.
 
     Raises:
         zmq.ZMQError: an endpoint cannot be bound.
@@ -196,12 +195,11 @@ class EventPublisher:
         endpoint: str | None,
         replay_endpoint: str | None,
         contents: Callable[[], Iterable[Change]],
-        topic: str = "",
         *,
         kept_bytes: int = KEPT_BYTES,
         queued_batches: int = QUEUED_BATCHES,
     ) -> None:
-        self._contents, self._topic = contents, topic.encode()
+        self._contents = contents
         self._context = zmq.Context()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self.log = EventLog(kept_bytes)
@@ -302,7 +300,7 @@ class EventPublisher:
         payload = self._encoder.encode(EventBatch(time.time(), events, 0))
         seq = self.log.add(payload)
         if zmq.PUB in self._sockets:
-            self._sockets[zmq.PUB].send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
+            self._sockets[zmq.PUB].send_multipart((b"", seq.to_bytes(8, "big"), payload))
         return seq
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
@@ -316,6 +314,6 @@ class EventPublisher:
         # more than is sent at once sees that batches are missing, and asks again.
         first, found = self.log.read(int.from_bytes(wanted, "big"))
         for seq, payload in enumerate(found[:REPLAYED_BATCHES], first):
-            frame = (client, b"", self._topic, seq.to_bytes(8, "big"), payload)
+            frame = (client, b"", b"", seq.to_bytes(8, "big"), payload)
             socket.send_multipart(frame, copy=False)
         socket.send_multipart((client, b"", b"", END_SEQ, b""))
