@@ -22,14 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_catalog import Held, ObjectCatalog
-from headrace_kvstore.objects.object_client import ObjectError, StoreClient
+from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName, pack
 from headrace_kvstore.objects.object_read import ObjectRead
 from headrace_kvstore.workers import Workers
@@ -45,6 +45,7 @@ READ_TIMEOUTS = 3
 """Request timeouts after which a read is given up, with the time that it waited for its turn."""
 TICK_S = 0.1
 
+T = TypeVar("T")
 Packed = tuple[ObjectName, memoryview]
 """An object to be made."""
 
@@ -188,20 +189,18 @@ class ObjectTier:
         with self._lock:
             if held.text not in self._catalog.objects:
                 return None
-        if not self._reads.allow(time.monotonic()):
-            self._count("reads_breaker", 1)
+
+        def get() -> memoryview:
+            try:
+                return self._client.get(held.text, 0, held.name.size_bytes)
+            except ObjectError as error:
+                if error.reason == "absent":
+                    self._forget(held.text, "gone")
+                raise
+
+        data = self._request("reads", self._reads, get)
+        if data is None:
             return None
-        try:
-            data = self._client.get(held.text, 0, held.name.size_bytes)
-        except ObjectError as error:
-            self._failed("reads", error, 1, self._reads)
-            if error.reason == "absent":
-                self._forget(held.text, "gone")
-            return None
-        except BaseException:
-            self._reads.neither()
-            raise
-        self._reads.success()
         if len(data) == held.name.size_bytes:
             return data
         self._count("reads_truncated", 1)
@@ -261,17 +260,12 @@ class ObjectTier:
         return len(made)
 
     def _put(self, name: ObjectName, data: memoryview) -> bool:
-        if not self._writes.allow(time.monotonic()):
-            self._count("writes_breaker", 1)
-            return False
-        try:
+        def put() -> bool:
             self._client.put(str(name), data)
-        except ObjectError as error:
-            self._failed("writes", error, 1, self._writes, always=True)
+            return True
+
+        if not self._request("writes", self._writes, put):
             return False
-        finally:
-            self._writes.neither()
-        self._writes.success()
         self._count("writes", 1)
         self._count("written_bytes", len(data))
         self._learned(Held(name, str(name), time.monotonic()))
@@ -290,7 +284,7 @@ class ObjectTier:
         try:
             self._client.delete(names)
         except ObjectError as error:
-            self._failed("deletes", error, len(names), None)
+            self._failed("deletes", error, len(names))
             return False  # what is still there is found again
         self._count("objects_evicted", len(names))
         return True
@@ -299,19 +293,15 @@ class ObjectTier:
 
     def refresh(self) -> bool:
         """List, take in new objects, forget what is gone; False if it failed."""
-        if not self._reads.allow(time.monotonic()):
-            return False
         with self._lock:
             before = set(self._catalog.objects)
-        try:
-            listed = {each.name: each for each in islice(self._client.list(), LISTED_OBJECTS)}
-        except ObjectError as error:
-            self._failed("lists", error, 1, self._reads, always=True)
+
+        def read_all() -> dict[str, Listed]:
+            return {each.name: each for each in islice(self._client.list(), LISTED_OBJECTS)}
+
+        listed = self._request("lists", self._reads, read_all)
+        if listed is None:
             return False
-        except BaseException:
-            self._reads.neither()
-            raise
-        self._reads.success()
         self._count("lists", 1)
         with self._lock:
             for name in before - listed.keys():
@@ -365,21 +355,29 @@ class ObjectTier:
             except Exception:
                 logger.exception("looking after the object tier failed; it goes on")
 
-    def _failed(
-        self,
-        what: str,
-        error: ObjectError,
-        count: int,
-        breaker: Breaker | None,
-        always: bool = False,
-    ) -> None:
-        self._count(f"{what}_{error.reason}", count)
-        if not (always or error.endpoint):
-            if breaker is not None:
+    def _request(self, what: str, breaker: Breaker, call: Callable[[], T]) -> T | None:
+        """What a request gives; None if it fails, or the breaker allows none. That is counted."""
+        if not breaker.allow(time.monotonic()):
+            self._count(f"{what}_breaker", 1)
+            return None
+        try:
+            answer = call()
+        except ObjectError as error:
+            if what == "reads" and error.reason == "absent":
                 breaker.success()
+            else:
+                breaker.failure(time.monotonic())
+            self._failed(what, error, 1)
+            return None
+        finally:
+            breaker.neither()
+        breaker.success()
+        return answer
+
+    def _failed(self, what: str, error: ObjectError, count: int) -> None:
+        self._count(f"{what}_{error.reason}", count)
+        if what == "reads" and error.reason == "absent":
             return
-        if breaker is not None:
-            breaker.failure(time.monotonic())
         with self._lock:
             known, self._last_error = self._last_error, error.reason
         if known != error.reason:
