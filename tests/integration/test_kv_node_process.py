@@ -110,8 +110,8 @@ def promote(node: Node, *numbers: int) -> None:
             node.call(wire.Locate(request, DIGEST, keys(number), 1.0))
 
 
-def _located(node: Node, number: int) -> list[tuple[int, int]]:
-    places: list[tuple[int, int]] = node.call(wire.Locate("r", DIGEST, keys(number), 1.0)).places
+def _located(node: Node, number: int) -> list[wire.Place]:
+    places: list[wire.Place] = node.call(wire.Locate("r", DIGEST, keys(number), 1.0)).places
     return places
 
 

@@ -41,7 +41,7 @@ FRAMES = [
         Leased(1, [Row(0, 2**47, 1, 2, 3, -4, 0.5)], bytes(32)),
         wire.Locate("r", DIGEST, keys(0), 1.0, 0.5),
         wire.PostNote("g", NOTES.notes[0]),
-        wire.Located(4, 64, [("/a", 1)], [(0, 1)], bytes(32)),
+        wire.Located(4, 64, [wire.Place("/a", 1, 0, bytes(32))]),
         wire.Surveyed([("dram", 1, 0.0)]),
     )
 ]
@@ -151,21 +151,23 @@ def test_a_lease_names_blocks_that_were_asked_for_or_is_refused(
     assert all(found.hash in asked and len(found.sums) == SHAPE.layers for found in offer.found)
 
 
+places = st.builds(
+    wire.Place,
+    *(st.text(max_size=5), st.integers(0, 9), st.integers(0, 9)),
+    st.binary(max_size=40) | st.integers(0, 5).map(lambda layers: bytes(8 * layers)),
+)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
-    *(st.integers(-1, 2**63 - 1), st.integers(-1, 2**63 - 1)),
-    st.lists(st.tuples(st.text(max_size=5), st.integers(0, 9)), max_size=3),
-    st.lists(st.tuples(st.integers(-2, 4), st.integers(-2, 9)), max_size=3),
-    st.binary(max_size=100),
+    st.integers(-1, 2**63 - 1) | st.integers(1, 5),
+    st.integers(-1, 2**63 - 1),
+    st.lists(places, max_size=3),
 )
 def test_locations_have_sense_or_are_refused(
-    layers: int,
-    layer_bytes: int,
-    files: list[tuple[str, int]],
-    places: list[tuple[int, int]],
-    sums: bytes,
+    layers: int, layer_bytes: int, places: list[wire.Place]
 ) -> None:
-    located = wire.Located(layers, layer_bytes, files, places, sums)
+    located = wire.Located(layers, layer_bytes, places)
     with contextlib.suppress(wire.WireError):
         found = wire.unpack_locations(located, DIGEST, keys(0, 1))
         assert len(found) == len(places) and all(len(f.sums) == layers for f in found)

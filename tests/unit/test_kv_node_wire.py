@@ -132,9 +132,9 @@ def test_locations_come_out_as_they_went_in(count: int) -> None:
 def test_locations_that_make_no_sense_are_refused() -> None:
     good = wire.pack_locations(places(2))
     for bad in (
-        wire.Located(good.layers, good.layer_bytes, [], good.places, good.sums),
-        wire.Located(good.layers, good.layer_bytes, good.files, good.places, good.sums[:-8]),
-        wire.Located(0, good.layer_bytes, good.files, good.places, good.sums),
+        wire.Located(good.layers + 1, good.layer_bytes, good.places),
+        wire.Located(good.layers, good.layer_bytes, [wire.Place("/kv/0", 0, 0, b"short")]),
+        wire.Located(0, good.layer_bytes, good.places),
     ):
         with pytest.raises(wire.WireError):
             wire.unpack_locations(bad, DIGEST, keys(0, 1))

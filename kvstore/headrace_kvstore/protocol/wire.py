@@ -28,7 +28,7 @@ from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol.board import Name, Note, Number, Page
 from headrace_kvstore.table import HASH_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 """One more whenever a message changes its meaning; another version is answered by `Failed`."""
 NO_REPLY = 0
 """The id of a request whose sender waits for nothing."""
@@ -130,20 +130,25 @@ class Done(Message):
     blocks: int = 0
 
 
+class Place(msgspec.Struct, array_like=True):
+    """A block in a segment file; `sums`: one u64 a layer, little-endian."""
+
+    path: str
+    segment: Index
+    slot: Index
+    sums: bytes
+
+
 class Located(Message):
     """A leading run of blocks of one shape.
 
-    `files`: path and segment number; `places`: of each block the index in `files`, and its slot;
-    `sums`: u64 (blocks, layers), little-endian. `pulling`: so many blocks behind them are being
-    pulled into DRAM from a peer; another `Located` follows under the same id when that is over, and
-    is worth `wait_s` of waiting.
+    `pulling`: so many blocks behind them are being pulled into DRAM from a peer; another `Located`
+    follows under the same id when that is over, and is worth `wait_s` of waiting.
     """
 
     layers: int = 0
     layer_bytes: int = 0
-    files: list[tuple[str, Index]] = []
-    places: list[tuple[Index, Index]] = []
-    sums: bytes = b""
+    places: list[Place] = []
     pulling: int = 0
     wait_s: float = 0.0
 
@@ -222,14 +227,12 @@ def pack_locations(locations: Sequence[Location]) -> Located:
     """Blocks of one shape, as they are sent."""
     if not locations:
         return Located()
-    files: dict[tuple[str, int], int] = {}
-    places = [
-        (files.setdefault((place.path, place.segment), len(files)), place.slot)
-        for place in locations
-    ]
-    sums = np.concatenate([place.sums for place in locations]).astype("<u8").tobytes()
     shape = locations[0].shape
-    return Located(shape.layers, shape.layer_bytes, list(files), places, sums)
+    places = [
+        Place(each.path, each.segment, each.slot, each.sums.astype("<u8").tobytes())
+        for each in locations
+    ]
+    return Located(shape.layers, shape.layer_bytes, places)
 
 
 def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -> list[Location]:
@@ -237,19 +240,20 @@ def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -
 
     Raises WireError.
     """
-    if not located.places:
+    places = located.places
+    if not places:
         return []
     try:
         shape = Shape(digest, located.layers, located.layer_bytes)
-        sums = np.frombuffer(located.sums, "<u8").astype(np.uint64)
-        rows = sums.reshape(len(located.places), shape.layers)
+        sums = np.frombuffer(b"".join(place.sums for place in places), "<u8").astype(np.uint64)
         return [
-            Location(*located.files[file], slot, shape, padded(block_hash), row)
-            for (file, slot), block_hash, row in zip(
-                located.places, hashes[: len(located.places)], rows, strict=True
+            Location(place.path, place.segment, place.slot, shape, padded(name), row)
+            for place, name, row in zip(
+                *(places, hashes[: len(places)], sums.reshape(len(places), shape.layers)),
+                strict=True,
             )
         ]
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise WireError(f"locations that make no sense: {error}") from error
 
 
