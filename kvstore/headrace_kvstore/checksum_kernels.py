@@ -20,8 +20,6 @@ Addresses are of host memory and trusted; nothing checks them.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from numba import njit, types  # type: ignore[import-untyped]
 from numba.core import cgutils  # type: ignore[import-untyped]
 from numba.extending import intrinsic  # type: ignore[import-untyped]
 
-logger = logging.getLogger("headrace.kvstore")
+from headrace_kvstore.compiled import jit
 
 SUM, COPY, COPY_SUM = 0, 1, 2
 """What `run_batch` does."""
@@ -43,16 +41,6 @@ _U64 = ir.IntType(64)
 _ROW = ir.VectorType(_U64, _WORDS)
 _SUMS = 4 * _WORDS
 """A run's state in u64: sums of low words, of high words, and the sums of those sums."""
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    """Compile on first use without the GIL, and keep the code on disk where a folder is writable
-    (beside this file, in the user's cache or in NUMBA_CACHE_DIR)."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError as error:
-        logger.info("compiled code is not kept on disk: %s", error)
-        return njit(nogil=True)(function)
 
 
 def _constant(value: int) -> ir.Constant:
@@ -187,7 +175,7 @@ def _finish(state: Any, nbytes: np.uint64, seed: np.uint64) -> np.uint64:
     return mix(mix(seed ^ mix(nbytes + gamma)) ^ folded)
 
 
-@_jit
+@jit(nogil=True)
 def run_batch(
     mode: int, stream: bool, dst: Any, src: Any, nbytes: Any, seeds: Any, sums: Any
 ) -> None:

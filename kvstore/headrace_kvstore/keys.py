@@ -48,6 +48,10 @@ class Namespace:
     """Of the weights, where the engine quantises while loading; empty otherwise."""
     overrides: str
     """Other changes to the model's configuration (RoPE scaling, ...); see `canonical`."""
+    layers: int
+    """That a block holds, in all."""
+    speculative: str
+    """The draft model that some of them belong to; empty where all are the model's own."""
     dtype: str
     kv_cache_dtype: str
     tp_rank: int

@@ -67,6 +67,8 @@ class NodeSettings(ArenaSettings):
         keep_arena: leave the arena when the node ends, for engines and the next node.
         nvme_folder: on a local disk; None for a node without an NVMe tier.
         nvme_bytes: what its files may take.
+        nvme_sync: have the disk keep each block for good before it counts as written. Without it, a
+            power cut may cost blocks.
         segment_bytes: of one of its files.
         backlog_bytes: blocks that may wait to be written; they stay in the arena meanwhile.
         writing_bytes, reading_bytes: on their way to and from the disk at once.
@@ -100,6 +102,7 @@ class NodeSettings(ArenaSettings):
     keep_arena: Flag = False
     nvme_folder: Path | None = None
     nvme_bytes: Size = 16 * 2**30
+    nvme_sync: Flag = False
     segment_bytes: Size = 256 * 2**20
     backlog_bytes: Size = 2**30
     writing_bytes: Size = 64 * 2**20

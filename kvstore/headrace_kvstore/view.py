@@ -21,8 +21,6 @@ from headrace_kvstore.supply import DRAM, Supply
 
 logger = logging.getLogger("headrace.kvstore")
 
-SMALLEST_BLOCK_BYTES = 4096
-
 Hasher = Callable[[Sequence[int], str], list[bytes]]
 """(token ids, salt) -> vLLM's hashes of the prompt's full blocks."""
 
@@ -105,21 +103,17 @@ class StoreView:
 
     def _open(self) -> bool:
         """Whether the arena is mapped and the engine's namespaces are in it."""
-        if self._rows:
-            return True
         digests = self._digests()
+        if self._rows and self._arena is not None:
+            spaces = [self._arena.space(row).digest for row in self._rows]
+            if spaces == list(digests):
+                return True
+            self._rows = []  # given to another namespace, after the engine had ended
         if not digests:
             return False
         if self._arena is None:
             try:
-                # The engine has made it, or it would have no namespace in it: its cut stands.
-                self._arena = Arena.create_or_attach(
-                    self._settings.name,
-                    self._settings.dram_bytes,
-                    folder=self._settings.folder,
-                    block_bytes=SMALLEST_BLOCK_BYTES,
-                    layers=1,
-                )
+                self._arena = Arena.attach(self._settings.name, self._settings.folder)
             except (OSError, ValueError) as error:
                 logger.error("no view of the arena %s: %s", self._settings.name, error)
                 return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,6 +196,45 @@ def test_a_namespace_is_registered_once_and_only_with_one_block_size(make: Make)
     with pytest.raises(ValueError, match="no namespace"):
         arena.lookup(256, hashes(1))
     assert arena.stats()["repairs_total"] == 0
+
+
+def full_of_namespaces(arena: Any) -> None:
+    for number in range(256):
+        arena.namespace(number.to_bytes(16, "big"), BLOCK, LAYERS)
+
+
+def test_a_namespace_that_nobody_uses_makes_room_for_a_new_one(make: Make) -> None:
+    gone = make()
+    full_of_namespaces(gone)
+    store(gone, 3, 1, 2)
+    arena = make()
+    assert arena.namespace((7).to_bytes(16, "big"), BLOCK, LAYERS) == 7
+    with pytest.raises(ValueError, match="256 namespaces"):
+        arena.namespace(DIGEST, BLOCK, LAYERS)
+    gone.close()  # as when its process ends, however that comes
+    rows = [arena.namespace(bytes([n]) * 16, BLOCK, LAYERS) for n in range(1, 255)]
+    assert len(set(rows)) == 254 and not {3, 7} & set(rows), "those without blocks go first"
+    assert present(arena, 3, 1, 2) == [1, 2]
+    assert arena.namespace(DIGEST, BLOCK, LAYERS) == 3
+    assert present(arena, 3, 1, 2) == []
+    assert broken(arena) == []
+
+
+def test_a_namespace_that_is_only_looked_at_is_not_kept(make: Make) -> None:
+    arena, other = make(), make()
+    for number in range(256):
+        arena.namespace(number.to_bytes(16, "big"), BLOCK, LAYERS, keep=False)
+    assert other.namespace(DIGEST, BLOCK, LAYERS) == 0
+    assert other.space(0).digest == DIGEST
+
+
+def test_all_blocks_are_copied_without_the_lock(make: Make) -> None:
+    arena, holder = make(), make()
+    row = arena.namespace(DIGEST, BLOCK, LAYERS)
+    store(arena, row, 1, 2)
+    with holder._section:
+        rows, seq = arena.blocks()
+    assert len(rows) == 2 and seq == arena.next_seq
 
 
 def test_the_same_hash_in_two_namespaces_is_two_blocks(make: Make) -> None:

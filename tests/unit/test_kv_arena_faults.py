@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from headrace_kvstore.arena import shared_file
 from headrace_kvstore.arena.arena import (
     NO_ROOM,
     TAKEN,
@@ -18,6 +21,7 @@ from headrace_kvstore.arena.arena import (
     LockBusyError,
 )
 from headrace_kvstore.arena.geometry import SECTION
+from headrace_kvstore.arena.locking import FileLock
 from headrace_kvstore.table import WRITING
 from tests.support.kvarena import (
     BIG_BLOCK,
@@ -210,3 +214,29 @@ def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
         with pytest.raises(LockBusyError):
             arena.clear()
     assert (arena.lease(row, hashes(1), 1.0) >= 0).all()
+
+
+def test_who_makes_a_large_arena_is_waited_for_as_long_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_file, "CREATE_PATIENCE_S", 0.2)
+    path = tmp_path / "arena"
+    maker = FileLock(os.open(path, os.O_RDWR | os.O_CREAT))
+    maker.acquire(1.0)
+    stopped = threading.Event()
+
+    def allocate() -> None:
+        for size in range(1, 11):
+            os.posix_fallocate(maker.fd, 0, size * 65536)
+            time.sleep(0.1)
+        stopped.wait(20)
+
+    thread = threading.Thread(target=allocate)
+    began_s = time.monotonic()
+    thread.start()
+    with pytest.raises(LockBusyError):
+        Arena.create_or_attach("arena", 1 << 20, folder=tmp_path, block_bytes=BLOCK)
+    assert time.monotonic() - began_s > 0.9, "given up while the file grew"
+    stopped.set()
+    thread.join()
+    maker.close()

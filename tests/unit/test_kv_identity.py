@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,17 @@ import pytest
 from headrace_kvstore.connector.identity import (
     engine_namespace,
     model_identity,
+    overrides_identity,
+    speculative_identity,
     weights_fingerprint,
 )
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where digests of files are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -29,7 +39,7 @@ def test_a_copy_elsewhere_is_the_same_model(folder: Path, tmp_path: Path) -> Non
     assert weights_fingerprint(folder) == weights_fingerprint(copy)
 
 
-@pytest.mark.parametrize("place", [0, 4095, 2**20 - 1])
+@pytest.mark.parametrize("place", [0, 4095, 12345, 2**20 - 1])
 def test_other_weights_are_another_model(folder: Path, place: int) -> None:
     before = weights_fingerprint(folder)
     weights = bytearray((folder / "model.safetensors").read_bytes())
@@ -66,4 +76,64 @@ def test_engines_whose_ranks_hold_parts_of_a_prompt_or_of_the_layers_are_refused
         model_config=None, cache_config=None, parallel_config=SimpleNamespace(**parallel)
     )
     with pytest.raises(ValueError, match=f"{kind}_parallel_size above 1"):
-        engine_namespace(config, None, 0)
+        engine_namespace(config, None, 0, [])
+
+
+def test_a_file_is_read_once(folder: Path, cache: Path) -> None:
+    before = weights_fingerprint(folder)
+    [kept] = [
+        path for path in (cache / "headrace" / "fingerprints").iterdir() if path.stat().st_size
+    ][:1]
+    kept.write_text("0" * 32)
+    assert weights_fingerprint(folder) != before, "what is kept is believed"
+    kept.write_text("half a dig")
+    assert weights_fingerprint(folder) == before, "what is no digest is not"
+
+
+def test_without_a_folder_for_the_cache_files_are_read_each_time(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = weights_fingerprint(folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert weights_fingerprint(folder) == before
+
+
+def wider(config: object) -> object:
+    return config
+
+
+def narrower(config: object) -> object:
+    return config
+
+
+def test_overrides_are_told_apart_by_value_and_by_function() -> None:
+    plain = [None, {"rope_theta": 1}, {"rope_theta": 2}, {"a": {"b": [1, 2]}}]
+    known = [overrides_identity(each) for each in (*plain, wider, narrower, {"text": wider})]
+    assert len(set(known)) == len(known)
+    assert overrides_identity({"b": 1, "a": 2}) == overrides_identity({"a": 2, "b": 1})
+    assert overrides_identity({}) == ""
+
+
+def test_overrides_that_cannot_be_told_apart_are_refused() -> None:
+    theta = 1
+    for each in (lambda config: (config, theta), print, {"x": object()}, functools.partial(wider)):
+        with pytest.raises(ValueError, match="hf_overrides"):
+            overrides_identity(each)
+
+
+def test_layers_of_a_draft_model_belong_to_the_namespace() -> None:
+    draft = SimpleNamespace(
+        model="org/draft", revision="v1", hf_config=SimpleNamespace(_commit_hash=None)
+    )
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_num_layers=lambda parallel: 2),
+        parallel_config=None,
+        speculative_config=SimpleNamespace(method="eagle", draft_model_config=draft),
+    )
+    assert speculative_identity(config, ["a", "b"]) == ""
+    assert speculative_identity(config, ["a", "b", "eagle"]) == '["eagle","org/draft","v1"]'
+    draft.revision = "v2"
+    assert "v2" in speculative_identity(config, ["a", "b", "eagle"])
+    config.speculative_config = None
+    assert speculative_identity(config, ["a", "b"]) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_kvstore.nvme.catalog import choose_victim, use_per_second
+from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
@@ -69,18 +70,6 @@ def test_two_blocks_are_two_pieces_though_they_touch_in_memory() -> None:
 
 def test_no_blocks_are_no_pieces() -> None:
     assert all(len(column) == 0 for column in plan_pieces(np.zeros(0), np.zeros((0, 3)), 0, 1))
-
-
-def test_the_segment_worth_least_goes_and_the_oldest_of_equals() -> None:
-    free = np.zeros(3, bool)
-    assert choose_victim(np.array([3.0, 1.0, 2.0]), free) == 1
-    assert choose_victim(np.array([1.0, 1.0, 2.0]), free) == 0
-
-
-def test_a_segment_in_use_stays_even_if_it_is_worth_least() -> None:
-    assert choose_victim(np.array([1.0, 2.0]), np.array([True, False])) == 1
-    assert choose_victim(np.array([1.0, 2.0]), np.array([True, True])) is None
-    assert choose_victim(np.zeros(0), np.zeros(0, bool)) is None
 
 
 def test_without_a_policy_recent_and_used_blocks_are_worth_more() -> None:
@@ -442,3 +431,67 @@ def test_reads_that_keep_failing_turn_the_tier_off(tier: NvmeTier, bench: Bench)
     assert bench.load(tier, *range(FAILED_READS)) == [False] * FAILED_READS
     assert tier.state == "off" and "reads failed" in tier.stats()["reason"]
     assert bench.has(tier, 11) == [False]
+
+
+def test_a_disk_that_hangs_in_unlink_keeps_nobody_from_looking(
+    tier: NvmeTier, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.write(tier, *range(12)) == [True] * 12
+    hangs, go = threading.Event(), threading.Event()
+    unlink = os.unlink
+
+    def slowly(path: str) -> None:
+        hangs.set()
+        assert go.wait(20)
+        unlink(path)
+
+    monkeypatch.setattr("headrace_kvstore.nvme.nvme_tier.os.unlink", slowly)
+    writer = threading.Thread(target=lambda: bench.write(tier, 12), daemon=True)
+    writer.start()
+    assert hangs.wait(20)
+    answered = threading.Event()
+    look = threading.Thread(target=lambda: (bench.has(tier, 11), answered.set()), daemon=True)
+    look.start()
+    assert answered.wait(20), "a look-up waits for the disk"
+    go.set()
+    writer.join(20)
+    assert bench.has(tier, 11, 12) == [True, True]
+
+
+def test_a_disk_that_hangs_in_a_wipe_keeps_nobody_from_looking(
+    tier: NvmeTier, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.write(tier, 0, 1) == [True] * 2
+    hangs, go = threading.Event(), threading.Event()
+
+    def slowly(*_: object) -> int:
+        hangs.set()
+        assert go.wait(20)
+        return 0
+
+    monkeypatch.setattr("headrace_kvstore.nvme.nvme_tier.os.pwrite", slowly)
+    assert tier.discard(SHAPE.digest, key(0))
+    assert hangs.wait(20)
+    assert bench.has(tier, 0, 1) == [False, True]
+    go.set()
+
+
+def test_a_segment_that_is_read_while_it_is_chosen_stays(
+    tier: NvmeTier, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bench.write(tier, *range(12)) == [True] * 12
+
+    def value(digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
+        tier.locate(SHAPE.digest, key(0), lease_s=30.0)  # while the choice is made
+        return use_per_second(digest, rows, now_s)
+
+    monkeypatch.setattr(tier, "value", value)
+    assert bench.write(tier, 12) == [True]
+    assert bench.has(tier, 0, 4) == [True, False]
+
+
+def test_synced_writes_are_found_again(tmp_path: Path, mover: Mover, bench: Bench) -> None:
+    tier = NvmeTier.open(tmp_path / "synced", SIZE_BYTES, SEGMENT_BYTES, mover, sync=True)
+    assert bench.write(tier, 0, 1) == [True, True]
+    assert bench.load(tier, 0, 1) == [True, True]
+    tier.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from vllm.v1.request import Request
 
 from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.locking import FileLock
 from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.view import StoreView
 
@@ -84,6 +86,33 @@ def test_until_the_engine_has_told_its_namespaces_nothing_is_held_and_no_arena_m
     view = StoreView(settings, lambda: known, hashes, BLOCK)
     assert (view.held_tokens(range(8), ""), view.pin(range(8), ""), view.stats()) == (0, 0, {})
     assert not (settings.folder / "arena").exists()
+
+
+def test_an_arena_that_is_not_there_is_never_made(settings: StoreSettings) -> None:
+    view = StoreView(settings, lambda: DIGESTS, hashes, BLOCK)
+    assert (view.held_tokens(range(8), ""), view.pin(range(8), ""), view.stats()) == (0, 0, {})
+    assert not (settings.folder / "arena").exists()
+
+
+def test_an_arena_that_is_being_made_is_not_waited_for(settings: StoreSettings) -> None:
+    path = settings.folder / "arena"
+    lock = FileLock(os.open(path, os.O_RDWR | os.O_CREAT))
+    os.ftruncate(lock.fd, 2**20)
+    with lock:
+        assert StoreView(settings, lambda: DIGESTS, hashes, BLOCK).held_tokens(range(8), "") == 0
+    lock.close()
+
+
+def test_a_row_that_another_namespace_has_got_holds_nothing_of_ours(
+    arena: Arena, settings: StoreSettings
+) -> None:
+    view = StoreView(settings, lambda: DIGESTS[:1], hashes, BLOCK)
+    prompt = list(range(8))
+    put(arena, 0, hashes(prompt, ""))
+    assert view.held_tokens(prompt, "") == 2 * BLOCK
+    arena._t.spaces["digest"][0] = 1
+    assert view.held_tokens(prompt, "") == 0
+    view.close()
 
 
 def test_an_arena_that_cannot_be_mapped_holds_nothing(tmp_path: Path) -> None:

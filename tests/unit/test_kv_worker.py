@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.arena import Arena, LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
+from headrace_kvstore.connector.connector import ArenaIndex
 from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
 from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
@@ -145,7 +147,7 @@ def test_a_flipped_bit_is_seen_and_the_block_dropped(node: Node, layer: int) -> 
     [slot] = arena.lookup(0, [HASHES[1]])
     arena.view(int(slot))[layer * LAYER_BYTES + 7] ^= 4
     assert load(worker, [0, 1]) == {1}
-    assert list(arena.lookup(0, HASHES[:2]) >= 0) == [True, False]
+    until(lambda: list(arena.lookup(0, HASHES[:2]) >= 0) == [True, False])
     save(worker, [1], job=2)
     assert load(worker, [1]) == set()
 
@@ -217,3 +219,64 @@ def test_layers_that_are_not_ours_are_not_waited_for(node: Node) -> None:
 def test_tenants_are_told_apart() -> None:
     assert tenant_number("") == 0
     assert len({tenant_number(str(i)) for i in range(1000)} - {0}) == 1000
+
+
+def leased(arena: Arena) -> int:
+    return int(arena.stats()["leased"])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < limit, "it does not come about"
+        time.sleep(0.002)
+
+
+def test_leases_are_given_back_when_the_load_is_done(node: Node) -> None:
+    worker, _, arena = node.engine(1)
+    save(worker, [0, 1])
+    arena.lease(0, HASHES[:2], 30.0)
+    arena.lease(0, HASHES[:1], 30.0)  # another engine reads it, too
+    assert leased(arena) == 2
+    assert load(worker, [0, 1]) == set()
+    until(lambda: leased(arena) == 1)
+
+
+def test_a_lock_that_somebody_keeps_holds_up_no_step_and_ends_none(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _, arena = node.engine(1)
+    _, _, holder = node.engine(2)
+    save(worker, [0, 1])
+    [slot] = arena.lookup(0, [HASHES[1]])
+    arena.view(int(slot))[7] ^= 4
+    monkeypatch.setattr(arena._section, "_patience_s", 3600.0)
+    done = threading.Event()
+
+    def step() -> None:
+        index = ArenaIndex(arena, [0], 30.0)
+        assert index.leading(HASHES[:2]) == 2
+        index.lease(HASHES[:2])
+        assert load(worker, [0, 1]) == {1}
+        done.set()
+
+    with holder._section:
+        engine = threading.Thread(target=step, daemon=True)
+        engine.start()
+        assert done.wait(20), "a step waits for a lock"
+    until(lambda: list(arena.lookup(0, HASHES[:2]) >= 0) == [True, False])
+
+
+def test_an_arena_that_fails_after_a_load_ends_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _, arena = node.engine(1)
+    save(worker, [0])
+
+    def busy(*_: object) -> None:
+        raise LockBusyError("the lock is held")
+
+    monkeypatch.setattr(arena, "release", busy)
+    assert load(worker, [0]) == set()
+    save(worker, [1], job=2)
+    assert worker.counts["saved"] == 2

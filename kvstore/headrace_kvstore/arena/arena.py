@@ -45,11 +45,11 @@ from headrace_kvstore.arena.geometry import (
     slot_bytes,
 )
 from headrace_kvstore.arena.locking import LockBusyError
-from headrace_kvstore.arena.section import Refused
+from headrace_kvstore.arena.section import Refused, Section
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import slot_keys
-from headrace_kvstore.table import READY, WRITING, pack_hashes
+from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -74,8 +74,8 @@ class Arena(ArenaMap):
     default_quota: the same for tenants not listed. A tenant that stores more gives up blocks of its
     own first.
 
-    Calls that find the lock held for PATIENCE_S miss (`lease`, `reserve`, `publish`) or raise
-    LockBusyError (all others but `lookup`, which never waits for long).
+    Calls that find the lock held for PATIENCE_S (`lease`: BRIEF_S) miss (`lease`, `reserve`,
+    `publish`) or raise LockBusyError (all others but `lookup`, which takes no lock).
     """
 
     def __init__(
@@ -148,13 +148,22 @@ class Arena(ArenaMap):
             logger.warning("arena %s is kept by %s, not %s", name, arena.policy.name, policy)
         return arena
 
+    @classmethod
+    def attach(cls, name: str, folder: str | Path = "/dev/shm") -> Arena:
+        """Open the arena of that name; raises FileNotFoundError if nobody has made it yet, without
+        waiting for one that is being made."""
+        kernels.warm()
+        return cls(SharedFile.attach(Path(folder) / name))
+
     # What is stored
 
-    def namespace(self, digest: bytes, block_bytes: int, layers: int) -> int:
+    def namespace(self, digest: bytes, block_bytes: int, layers: int, keep: bool = True) -> int:
         """The row of a namespace, registered if it is new.
 
-        digest: 16 bytes. Raises ValueError if it is registered with another block size or number
-        of layers, if a segment is too small for its blocks, or if the table is full.
+        digest: 16 bytes. With `keep` the row stays this namespace's as long as this handle lives.
+        Where the table is full, a row that nobody keeps is given to the new namespace, one without
+        blocks before others. Raises ValueError if the namespace is registered with another block
+        size or number of layers, if a segment is too small for its blocks, or if all rows are kept.
         """
         if len(digest) != 16 or block_bytes < 1 or layers < 1:
             raise ValueError(
@@ -171,6 +180,8 @@ class Arena(ArenaMap):
                             f"namespace {digest.hex()} has blocks of {known[0]} bytes and "
                             f"{known[1]} layers, not {block_bytes} and {layers}"
                         )
+                    if keep:
+                        self._file.use(row)
                     return row
             needed = slot_bytes(block_bytes, layers)
             if needed > int(self._t.segments["bytes"].max()):
@@ -178,14 +189,34 @@ class Arena(ArenaMap):
                     f"a block of {block_bytes} bytes is larger than a segment of this arena: "
                     f"{self.geometry.segment_bytes} bytes"
                 )
-            if count == NAMESPACES:
-                raise Refused(f"the arena has {NAMESPACES} namespaces already")
-            spaces[count] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
-            self._words[NAMESPACE_COUNT] = count + 1
-            return count
+            row = count if count < NAMESPACES else self._reclaimed_row()
+            spaces[row] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
+            self._words[NAMESPACE_COUNT] = max(count, row + 1)
+            if keep:
+                self._file.use(row)
+            return row
+
+    def _reclaimed_row(self) -> int:
+        """A row that nobody keeps, its blocks dropped: the one used least lately. In a section."""
+        used_s = np.full(NAMESPACES, -INF)
+        held = self.table["state"] != FREE
+        np.maximum.at(used_s, self.table["namespace"][held], self.table["used_s"][held])
+        for row in np.argsort(used_s, kind="stable").tolist():
+            if not self._file.unused(row):
+                continue
+            slots = np.flatnonzero(held & (self.table["namespace"] == row))
+            generations = self.table["generation"][slots]
+            for state in (READY, WRITING):
+                self._drop(slots, generations, state, EVICTED_TOTAL)
+            return int(row)
+        raise Refused(f"the arena has {NAMESPACES} namespaces in use already")
 
     def lookup(self, row: int, hashes: Hashes) -> np.ndarray:
-        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects at all."""
+        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects, no lock.
+
+        Each hit was found in its slot's record. Where others change the index all the time, a block
+        in motion may be missed.
+        """
         self._check_row(row)
         keys = pack_hashes(hashes)
         slots = np.empty(len(keys), np.int64)
@@ -193,31 +224,29 @@ class Arena(ArenaMap):
             before = self._words[SECTION]
             kernels.lookup(self._t, row, keys, slots)
             if before % 2 == 0 and self._words[SECTION] == before:
-                return slots
-        try:
-            with self._short_section:
-                kernels.lookup(self._t, row, keys, slots)
-        except LockBusyError:
-            pass  # each hit was found in its slot's record; a block in motion may be missed
+                break
         return slots
 
     def lease(self, row: int, hashes: Hashes, lease_s: float) -> np.ndarray:
-        """As lookup; what is there stays for `lease_s` seconds, and counts as used once more."""
+        """As lookup; what is there stays for `lease_s` seconds and counts as used once more. -1 for
+        all where the lock cannot be had at once: an engine's step waits for this."""
         try:
-            return self._leased(row, hashes, lease_s, used=True)
+            return self._leased(self._brief_section, row, hashes, lease_s, used=True)
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
             return np.full(len(hashes), -1, np.int64)
 
     def hold(self, row: int, hashes: Hashes, hold_s: float) -> np.ndarray:
         """As `lease`, but the blocks do not count as used: policies see readers only."""
-        return self._leased(row, hashes, hold_s, used=False)
+        return self._leased(self._section, row, hashes, hold_s, used=False)
 
-    def _leased(self, row: int, hashes: Hashes, lease_s: float, used: bool) -> np.ndarray:
+    def _leased(
+        self, section: Section, row: int, hashes: Hashes, lease_s: float, used: bool
+    ) -> np.ndarray:
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.empty(len(keys), np.int64)
-        with self._section:
+        with section:
             kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, slots)
         return slots
 

@@ -26,7 +26,8 @@ from headrace_kvstore.arena.section import Section
 from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
 from headrace_kvstore.table import EVENT, READY, SLOT
 
-LOOKUP_PATIENCE_S = 0.05
+BRIEF_S = 0.5e-3
+"""Longest wait of a call on an engine's thread. Sections take microseconds."""
 
 
 class Space(NamedTuple):
@@ -59,17 +60,18 @@ class ArenaMap:
         def section(patience_s: float) -> Section:
             return Section(file.lock, self._words, self._t, patience_s)
 
-        self._section, self._short_section = section(PATIENCE_S), section(LOOKUP_PATIENCE_S)
+        self._section, self._brief_section = section(PATIENCE_S), section(BRIEF_S)
 
     # Namespaces and blocks
 
     def spaces(self) -> list[Space]:
         """Namespaces by row."""
-        rows = self._t.spaces[: int(self._words[NAMESPACE_COUNT])]
-        return [
-            Space(row["digest"].tobytes(), int(row["block_bytes"]), int(row["layers"]))
-            for row in rows
-        ]
+        return [self.space(row) for row in range(int(self._words[NAMESPACE_COUNT]))]
+
+    def space(self, row: int) -> Space:
+        """One namespace."""
+        found = self._t.spaces[row]
+        return Space(found["digest"].tobytes(), int(found["block_bytes"]), int(found["layers"]))
 
     def row_of(self, digest: bytes) -> int | None:
         """A namespace's row, if it is registered."""
@@ -133,12 +135,19 @@ class ArenaMap:
         return found.view(EVENT), upto, False
 
     def blocks(self, row: int | None = None) -> tuple[np.ndarray, int]:
-        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add."""
-        with self._section:
-            wanted = self.table["state"] == READY
-            if row is not None:
-                wanted &= self.table["namespace"] == row
-            return self.table[wanted], int(self._words[EVENT_HEAD])
+        """All readable blocks (SLOT [n], a copy), and the sequence number from which events add.
+
+        Takes no lock: what changes meanwhile is told by these events, and a slot that was given to
+        another block while it was copied is left out.
+        """
+        head, generations = int(self._words[EVENT_HEAD]), self.table["generation"].copy()
+        wanted = self.table["state"] == READY
+        if row is not None:
+            wanted &= self.table["namespace"] == row
+        slots = np.flatnonzero(wanted)
+        rows = self.table[slots]
+        same = (self.table["generation"][slots] == generations[slots]) & (rows["state"] == READY)
+        return rows[same], head
 
     def stats(self) -> dict[str, Any]:
         """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
@@ -170,7 +179,7 @@ class ArenaMap:
         if hasattr(self, "_t"):
             self._words.release()
             del self._t, self.table, self._bytes, self._u64, self._words
-            del self._section, self._short_section
+            del self._section, self._brief_section
             self._file.close()
 
     # Inside

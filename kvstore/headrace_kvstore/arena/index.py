@@ -9,9 +9,9 @@ others run under the lock (see arena/kernels.py).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
 
 from headrace_kvstore.arena.geometry import Tables
+from headrace_kvstore.compiled import jit
 from headrace_kvstore.table import READY
 
 Int = int | np.int64
@@ -22,7 +22,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-@njit(cache=True)
+@jit()
 def mix(row: int, key: np.ndarray) -> int:
     """64 well-mixed bits of (row, key); vLLM's hashes are uniform, others need not be."""
     x = key[0] ^ (key[1] * np.uint64(0x9E3779B97F4A7C15))
@@ -32,7 +32,7 @@ def mix(row: int, key: np.ndarray) -> int:
     return x ^ (x >> np.uint64(31))
 
 
-@njit(cache=True)
+@jit()
 def find(t: Tables, row: int, key: np.ndarray) -> Int:
     """The slot that holds the key in any state, or ABSENT."""
     mask = t.buckets.size - 1
@@ -59,7 +59,7 @@ def find(t: Tables, row: int, key: np.ndarray) -> Int:
     return ABSENT
 
 
-@njit(cache=True)
+@jit()
 def insert(t: Tables, slot: Int) -> None:
     mask = t.buckets.size - 1
     tag = mix(t.table[slot].namespace, t.table[slot].hash) >> _HALF
@@ -69,7 +69,7 @@ def insert(t: Tables, slot: Int) -> None:
     t.buckets[at] = (tag << _HALF) | np.uint64(slot + 1)
 
 
-@njit(cache=True)
+@jit()
 def remove(t: Tables, slot: Int) -> None:
     """Take the slot out of the index, and move what had to stand behind it forward."""
     mask = t.buckets.size - 1
@@ -90,7 +90,7 @@ def remove(t: Tables, slot: Int) -> None:
     t.buckets[hole] = 0
 
 
-@njit(cache=True)
+@jit()
 def lookup(t: Tables, row: int, keys: np.ndarray, slots: np.ndarray) -> None:
     """slots[i] = the READY slot of keys[i], or ABSENT. Runs without the lock."""
     for i in range(keys.shape[0]):

@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped]
 
 from headrace_kvstore.arena.geometry import (
     DROPPED,
@@ -40,6 +39,7 @@ from headrace_kvstore.arena.geometry import (
     slot_bytes,
 )
 from headrace_kvstore.arena.index import ABSENT, Int, find, insert, lookup, remove
+from headrace_kvstore.compiled import jit
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, WRITING
 
 NO_ROOM = -2  # `place`: no slot was free
@@ -48,24 +48,24 @@ STUCK = -3  # `place`: its writer has had it for longer than it may
 _ONE = np.uint64(1)
 
 
-@njit(cache=True)
+@jit()
 def _per_segment(t: Tables) -> int:
     return t.table.size // t.segments.size
 
 
-@njit(cache=True)
+@jit()
 def _capacity(t: Tables, segment: Int, row: int) -> Int:
     fit: Int = np.int64(t.segments[segment].bytes // t.spaces[row].slot_bytes)
     return min(fit, np.int64(_per_segment(t)))
 
 
-@njit(cache=True)
+@jit()
 def _chain(t: Tables, slot: Int, segment: Int) -> None:
     t.free[slot] = t.segments[segment].free
     t.segments[segment].free = slot
 
 
-@njit(cache=True)
+@jit()
 def _chain_free(t: Tables, segment: Int, row: int) -> None:
     """Chain all FREE slots of a segment that the namespace holds, the first one first."""
     first = segment * _per_segment(t)
@@ -74,7 +74,7 @@ def _chain_free(t: Tables, segment: Int, row: int) -> None:
             _chain(t, slot, segment)
 
 
-@njit(cache=True)
+@jit()
 def _take_slot(t: Tables, row: int, segment: Int) -> tuple[Int, Int]:
     """A FREE slot for the namespace and its segment, or (ABSENT, ABSENT).
 
@@ -102,7 +102,7 @@ def _take_slot(t: Tables, row: int, segment: Int) -> tuple[Int, Int]:
     return slot, segment
 
 
-@njit(cache=True)
+@jit()
 def _wipe(record: Any) -> None:
     record.state = FREE
     record.pinned = 0
@@ -110,7 +110,7 @@ def _wipe(record: Any) -> None:
     record.lease_until_s = 0.0
 
 
-@njit(cache=True)
+@jit()
 def _give_back(t: Tables, slot: Int) -> None:
     """Make the slot FREE; a segment without blocks becomes nobody's."""
     remove(t, slot)
@@ -123,7 +123,7 @@ def _give_back(t: Tables, slot: Int) -> None:
         t.segments[segment].free = NONE
 
 
-@njit(cache=True)
+@jit()
 def _announce(t: Tables, kind: int, slot: Int) -> None:
     head = t.words[EVENT_HEAD]
     at = np.int64(head) & (t.events.size - 1)
@@ -138,7 +138,7 @@ def _announce(t: Tables, kind: int, slot: Int) -> None:
     t.words[EVENT_HEAD] = head + _ONE
 
 
-@njit(cache=True)
+@jit()
 def lease(
     t: Tables,
     row: int,
@@ -163,7 +163,7 @@ def lease(
             record.hits += 1
 
 
-@njit(cache=True)
+@jit()
 def release(t: Tables, slots: np.ndarray, now_s: float) -> None:
     """End one lease of each slot; the last reader's ends the slot's."""
     for slot in slots:
@@ -176,7 +176,7 @@ def release(t: Tables, slots: np.ndarray, now_s: float) -> None:
                 record.lease_until_s = now_s
 
 
-@njit(cache=True)
+@jit()
 def place(t: Tables, rows: np.ndarray, stuck_before_s: float, slots: np.ndarray) -> int:
     """Fill a slot for each block whose slots[i] is NO_ROOM; `commit` must follow.
 
@@ -210,7 +210,7 @@ def place(t: Tables, rows: np.ndarray, stuck_before_s: float, slots: np.ndarray)
     return left
 
 
-@njit(cache=True)
+@jit()
 def commit(t: Tables, slots: np.ndarray) -> None:
     """The slots that `place` filled are WRITING from here on."""
     for slot in slots:
@@ -218,14 +218,14 @@ def commit(t: Tables, slots: np.ndarray) -> None:
             t.table[slot].state = WRITING
 
 
-@njit(cache=True)
+@jit()
 def _is_mine(t: Tables, slot: Int, owner: int) -> bool:
     if slot < 0 or slot >= t.table.size:
         return False
     return t.table[slot].state == WRITING and t.table[slot].owner == owner
 
 
-@njit(cache=True)
+@jit()
 def write_sums(
     t: Tables,
     words: np.ndarray,
@@ -241,7 +241,7 @@ def write_sums(
                 words[offsets[i] + layer] = sums[i, layer]
 
 
-@njit(cache=True)
+@jit()
 def publish(t: Tables, slots: np.ndarray, owner: int, now_s: float, done: np.ndarray) -> None:
     """Make READY what `owner` writes; done[i] says whether it was."""
     for i in range(slots.size):
@@ -255,7 +255,7 @@ def publish(t: Tables, slots: np.ndarray, owner: int, now_s: float, done: np.nda
             _announce(t, STORED, slots[i])
 
 
-@njit(cache=True)
+@jit()
 def drop(
     t: Tables, slots: np.ndarray, generations: np.ndarray, state: int, now_s: float, total: int
 ) -> int:
@@ -276,7 +276,7 @@ def drop(
     return dropped
 
 
-@njit(cache=True)
+@jit()
 def repair(t: Tables) -> None:
     """Rebuild all that follows from the slot table. May be killed itself and begun again."""
     t.buckets[:] = 0

@@ -37,7 +37,8 @@ PATIENCE_S = 2.0
 that does not come back in this time is stopped, and the caller is better off without."""
 
 
-def _one_byte(kind: int, byte: int) -> bytes:
+def one_byte(kind: int, byte: int) -> bytes:
+    """The kernel's `struct flock` for one byte of a file."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 
@@ -49,8 +50,8 @@ class FileLock:
 
     def __init__(self, fd: int, byte: int = 0) -> None:
         self.fd = fd
-        self._take = _one_byte(fcntl.F_WRLCK, byte)
-        self._drop = _one_byte(fcntl.F_UNLCK, byte)
+        self._take = one_byte(fcntl.F_WRLCK, byte)
+        self._drop = one_byte(fcntl.F_UNLCK, byte)
         self._threads = threading.Lock()
         _locks.add(self)
 
@@ -76,9 +77,10 @@ class FileLock:
             if tries <= SPINS:
                 os.sched_yield()
                 continue
-            if time.monotonic() >= deadline_s:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0.0:
                 raise LockBusyError(f"another process held the lock for {patience_s} s")
-            time.sleep(sleep_s)
+            time.sleep(min(sleep_s, left_s))
             sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
 
     def release(self) -> None:

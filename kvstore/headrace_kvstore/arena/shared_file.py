@@ -13,6 +13,7 @@ mount /dev/shm with `mpol=interleave` or start the creator under `numactl --inte
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -20,14 +21,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from headrace_kvstore.arena.locking import FileLock
+from headrace_kvstore.arena.locking import FileLock, LockBusyError, one_byte
 
-CREATE_PATIENCE_S = 120.0
-"""Allocating takes about a quarter of a second per GiB; others wait for the creator that long."""
+CREATE_PATIENCE_S = 30.0
+"""Allocating takes about a quarter of a second per GiB. Others wait for the creator as long as the
+file grows at least once in this time."""
 
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 MADV_POPULATE_WRITE = 23
 MAGIC_BYTES = 8
+USES = 16
+"""First of the file's bytes whose locks say who uses what; locks do not touch the bytes."""
 
 
 class SharedFile:
@@ -42,6 +46,7 @@ class SharedFile:
         self.memory = memory
         self.lock = lock
         self.second_lock = FileLock(_reopen(lock.fd), byte=1)
+        self._uses_fd = _reopen(lock.fd)
         self.created = created
         self.size_bytes = len(memory)
         self._inode = os.fstat(lock.fd).st_ino
@@ -61,7 +66,7 @@ class SharedFile:
         while True:
             lock = FileLock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             try:
-                lock.acquire(CREATE_PATIENCE_S)
+                _wait_for_creator(lock)
                 try:
                     if _names(path, os.fstat(lock.fd).st_ino):
                         return cls._open_locked(path, lock, size_bytes, initialise)
@@ -73,6 +78,18 @@ class SharedFile:
             lock.close()  # unlinked while this process waited: try again
 
     @classmethod
+    def attach(cls, path: Path) -> SharedFile:
+        """Attach to a complete file. Raises FileNotFoundError if there is none; does not wait."""
+        lock = FileLock(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        try:
+            if not any(os.pread(lock.fd, MAGIC_BYTES, 0)):
+                raise FileNotFoundError(errno.ENOENT, "is still being made", str(path))
+            return cls(path, _map(lock.fd), lock, created=False)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
     def _open_locked(
         cls, path: Path, lock: FileLock, size_bytes: int, initialise: Callable[[mmap.mmap], None]
     ) -> SharedFile:
@@ -82,6 +99,20 @@ class SharedFile:
         initialise(memory)
         return cls(path, memory, lock, created=True)
 
+    def use(self, number: int) -> None:
+        """Say that this process uses part `number` of the file, until it closes the file or ends.
+        Call it, and `unused`, with `lock` held."""
+        fcntl.fcntl(self._uses_fd, fcntl.F_OFD_SETLK, one_byte(fcntl.F_RDLCK, USES + number))
+
+    def unused(self, number: int) -> bool:
+        """Whether no living process uses part `number`, this handle included."""
+        try:
+            fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, one_byte(fcntl.F_WRLCK, USES + number))
+        except BlockingIOError:
+            return False
+        fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, one_byte(fcntl.F_UNLCK, USES + number))
+        return True
+
     def unlink(self) -> None:
         """Remove the name, if it still stands for this file; the memory goes with its last user."""
         if _names(self.path, self._inode):
@@ -89,6 +120,9 @@ class SharedFile:
 
     def close(self) -> None:
         """Unmap; memory that somebody still views is unmapped with the last view."""
+        if self._uses_fd >= 0:
+            os.close(self._uses_fd)
+            self._uses_fd = -1
         self.lock.close()
         self.second_lock.close()
         with suppress(BufferError):
@@ -102,6 +136,17 @@ def huge_page_mode() -> str:
     except OSError:
         return "unsupported"
     return next((word.strip("[]") for word in words if word.startswith("[")), "unsupported")
+
+
+def _wait_for_creator(lock: FileLock) -> None:
+    """Take the lock. Raises LockBusyError if the one who holds it allocates nothing."""
+    while True:
+        size = os.fstat(lock.fd).st_blocks
+        try:
+            return lock.acquire(CREATE_PATIENCE_S)
+        except LockBusyError:
+            if os.fstat(lock.fd).st_blocks == size:
+                raise
 
 
 def _names(path: Path, inode: int) -> bool:

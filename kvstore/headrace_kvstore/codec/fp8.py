@@ -41,6 +41,7 @@ from headrace_kvstore.codec.lanes import (
     widen,
 )
 from headrace_kvstore.codec.shape import LayerShape
+from headrace_kvstore.compiled import jit
 
 K_MIN = {"float32": -100, "bfloat16": -100, "float16": -15}
 """Least scale exponent: keeps 2^(k-9), the smallest code, a normal number (float16: a number)."""
@@ -77,7 +78,7 @@ def power(k: Any) -> Any:
     return as_float(np.int32((k + 127) << 23))
 
 
-@njit(nogil=True, cache=True)
+@jit(nogil=True)
 def write_codes(
     layer: Any, scales: Any, codes: Any, heads: int, groups: Groups, k_min: int, limit: int
 ) -> bool:
@@ -103,7 +104,7 @@ def write_codes(
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit(nogil=True)
 def read_codes(layer: Any, scales: Any, codes: Any, heads: int, groups: Groups) -> None:
     """Decode a layer."""
     like = layer[0]

@@ -44,6 +44,7 @@ from headrace_kvstore.codec.lanes import (
     widen,
 )
 from headrace_kvstore.codec.shape import LayerShape
+from headrace_kvstore.compiled import jit
 
 PARAMETER: dict[str, Any] = {"float32": np.uint16, "bfloat16": np.uint16, "float16": np.int16}
 """Format of m and s for each dtype, named as in `lanes`."""
@@ -65,7 +66,7 @@ def from_code(code: Any, least: Any, step: Any) -> Any:
     return np.float32(least + np.float32(np.float32(np.int32(code)) * step))
 
 
-@njit(nogil=True, cache=True)
+@jit(nogil=True)
 def fit(low: int, high: int, leasts: Any, steps: Any, at: int, limit: int) -> bool:
     """Write m and s of a group with these lowest and highest ranks; False if out of bounds.
 
@@ -90,7 +91,7 @@ def fit(low: int, high: int, leasts: Any, steps: Any, at: int, limit: int) -> bo
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit(nogil=True)
 def write_codes(
     layer: Any,
     leasts: Any,
@@ -123,7 +124,7 @@ def write_codes(
     return True
 
 
-@njit(nogil=True, cache=True)
+@jit(nogil=True)
 def read_codes(
     layer: Any, leasts: Any, steps: Any, codes: Any, heads: int, groups: tuple[int, int]
 ) -> None:

@@ -138,7 +138,10 @@ class StoreConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.WORKER:
             ranks = range(parallel.rank % len(ranks), parallel.rank % len(ranks) + 1)
         spaces = [
-            engine_namespace(vllm_config, kv_cache_config.kv_cache_layout, rank, self._codec)
+            engine_namespace(
+                *(vllm_config, kv_cache_config.kv_cache_layout, rank),
+                *(group.layer_names, self._codec),
+            )
             for rank in ranks
         ]
         rows = [self._arena.namespace(s.digest, self._block_bytes, self._layers) for s in spaces]
@@ -354,4 +357,5 @@ class ArenaIndex:
 
     def lease(self, hashes: Sequence[bytes]) -> None:
         for row in self._rows:
-            self._arena.lease(row, hashes, self._lease_s)
+            if (self._arena.lease(row, hashes, self._lease_s) < 0).all():
+                break  # gone, or the lock is held: checksums tell what is read without a lease

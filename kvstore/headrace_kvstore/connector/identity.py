@@ -8,6 +8,12 @@ is.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +21,16 @@ from headrace_kvstore._vllm_compat import cpu_attention_isa, hash_seed, vllm_ver
 from headrace_kvstore.codec import Codec, Raw, tag
 from headrace_kvstore.keys import Namespace, canonical, fingerprint
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+_READERS = 8
+"""Threads that read weights; hashing releases Python's lock."""
 
 
 def engine_namespace(
-    vllm_config: Any, cache_layout: str | None, rank: int, codec: Codec | None = None
+    vllm_config: Any,
+    cache_layout: str | None,
+    rank: int,
+    layer_names: Sequence[str],
+    codec: Codec | None = None,
 ) -> Namespace:
     """The namespace of one worker's blocks.
 
@@ -28,6 +38,7 @@ def engine_namespace(
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
         rank: of the worker among the tensor-parallel ones.
+        layer_names: layers whose KV a block holds, those of a draft model among them.
         codec: that blocks are stored under; a lossy one has a namespace of its own.
 
     Raises:
@@ -39,14 +50,15 @@ def engine_namespace(
         if getattr(parallel, f"{kind}_size") > 1:
             raise ValueError(f"the KV store does not serve engines with {kind}_size above 1")
     name, revision = model_identity(model)
-    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
     codec = codec or Raw()
     attention = vllm_config.attention_config.backend
     return Namespace(
         model=name,
         revision=revision,
         quantization=model.quantization or "",
-        overrides=canonical(overrides) if overrides else "",
+        overrides=overrides_identity(model.hf_overrides),
+        layers=len(layer_names),
+        speculative=speculative_identity(vllm_config, layer_names),
         dtype=str(model.dtype),
         kv_cache_dtype=cache.cache_dtype,
         tp_rank=rank,
@@ -73,21 +85,74 @@ def model_identity(model: Any) -> tuple[str, str]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A digest of a model folder's files, 16 hex digits, without reading all of their bytes.
+    """A digest of all bytes of a model folder's files, 16 hex digits.
 
-    Names, sizes, and of each file its head, its tail and 62 places spread between them: enough to
-    tell checkpoints of one architecture apart, since training moves all of the weights.
+    A file is read once a machine: its digest is kept in the user's cache under its path, size,
+    inode and time of change.
     """
-    digest = hashlib.blake2b(digest_size=8)
     suffixes = {".safetensors", ".bin", ".gguf", ".json", ".pt"}
-    for path in sorted(p for p in folder.iterdir() if p.suffix in suffixes):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for i in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+    paths = sorted(p for p in folder.iterdir() if p.suffix in suffixes)
+    digest = hashlib.blake2b(digest_size=8)
+    with ThreadPoolExecutor(_READERS) as readers:
+        for path, of_file in zip(paths, readers.map(_file_digest, paths), strict=True):
+            digest.update(f"{path.name}\0{of_file}\0".encode())
     return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    about = path.stat()
+    facts = path.resolve(), about.st_size, about.st_ino, about.st_mtime_ns, about.st_ctime_ns
+    name = hashlib.blake2b("\0".join(map(str, facts)).encode(), digest_size=16).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    kept = cache / "headrace" / "fingerprints" / name
+    with suppress(OSError, RuntimeError):
+        known = kept.read_text()
+        if len(known) == 32:
+            return known
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    with suppress(OSError, RuntimeError):  # a cache that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        half = kept.with_suffix(f".{os.getpid()}")
+        half.write_text(found)
+        half.replace(kept)
+    return found
+
+
+def overrides_identity(overrides: Any) -> str:
+    """`hf_overrides` as text that is equal only for equal overrides.
+
+    A function is known by its name and source. Raises ValueError for one whose source does not say
+    all that it does: no source, a closure, or another callable.
+    """
+
+    def named(value: Any) -> Any:
+        try:
+            if not inspect.isfunction(value) or value.__closure__ or value.__defaults__:
+                raise TypeError("not a function that stands by itself")
+            return [value.__module__, value.__qualname__, inspect.getsource(value)]
+        except (OSError, TypeError) as error:
+            raise ValueError(
+                f"hf_overrides: {value!r} cannot be told from others ({error}); give values, or a "
+                "function of a module without a closure or default arguments"
+            ) from error
+
+    if not overrides:
+        return ""
+    return json.dumps(
+        overrides, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=named
+    )
+
+
+def speculative_identity(vllm_config: Any, layer_names: Sequence[str]) -> str:
+    """Which draft model some of these layers belong to; empty where all are the model's own."""
+    own = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    speculative = vllm_config.speculative_config
+    if speculative is None or len(layer_names) <= own:
+        return ""
+    draft = getattr(speculative, "draft_model_config", None)
+    model = model_identity(draft) if draft is not None else ("?", "")
+    return canonical([speculative.method, *model])
 
 
 def device_identity(vllm_config: Any) -> str:

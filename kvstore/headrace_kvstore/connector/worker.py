@@ -178,7 +178,7 @@ class WorkerHalf:
         slots = self._arena.lookup(self._row, load.hashes)
         here = np.flatnonzero(slots >= 0)
         arena = _ArenaSource(self._arena, self._cache, slots[here], blocks[here], seeds[here])
-        source = _StepSource(load, blocks, [(here, arena)])
+        source = _StepSource(load, blocks, slots[here], [(here, arena)])
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and self._files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
@@ -228,8 +228,16 @@ class WorkerHalf:
         self._failed.update(source.blocks[bad].tolist())
         if bad.any():
             logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
-        if corrupt:
-            self._arena.discard(self._row, corrupt)
+        self._saver.submit(self._after_load, source.slots, corrupt)
+
+    def _after_load(self, slots: np.ndarray, corrupt: list[bytes]) -> None:
+        """Give the leases of a load back, and drop blocks whose bytes were wrong."""
+        try:
+            self._arena.release(slots)
+            if corrupt:
+                self._arena.discard(self._row, corrupt)
+        except Exception as error:
+            logger.warning("the leases of a load run out by themselves: %s", error)
 
     def _measure(self, files: FileSource, seconds: float) -> None:
         """Learn from a load that came to its end, or from how far a late one came."""
@@ -301,15 +309,17 @@ class _ArenaSource:
 
 
 class _StepSource:
-    """One step's load: which of its blocks comes from which source; the rest is gone."""
+    """One step's load: which of its blocks comes from which source; the rest is gone. `slots` are
+    those in the arena, leased by the scheduler half."""
 
     def __init__(
         self,
         load: Load,
         blocks: np.ndarray,
+        slots: np.ndarray,
         parts: list[tuple[np.ndarray, _ArenaSource | FileSource]],
     ) -> None:
-        self.hashes, self.blocks, self.parts = load.hashes, blocks, parts
+        self.hashes, self.blocks, self.slots, self.parts = load.hashes, blocks, slots, parts
         self.files: FileSource | None = None
 
     @property

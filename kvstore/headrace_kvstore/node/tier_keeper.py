@@ -103,6 +103,7 @@ class TierKeeper:
         try:
             tier = NvmeTier.open(
                 *(settings.nvme_folder, settings.nvme_bytes, settings.segment_bytes, self._mover),
+                sync=settings.nvme_sync,
                 events=[self._on_event],
             )
         except FolderBusy as error:

@@ -24,18 +24,6 @@ def use_per_second(digest: bytes, rows: np.ndarray, now_s: float) -> np.ndarray:
     return (1.0 + rows["hits"]) / (1.0 + np.maximum(0.0, now_s - rows["used_s"]))
 
 
-def choose_victim(values: np.ndarray, busy: np.ndarray) -> int | None:
-    """Position of the segment to give up: least value, the first of equals; None if all are busy.
-
-    Args:
-        values: f8 (segments,), oldest segment first.
-        busy: bool (segments,), true where a record is pinned, leased, being read or written.
-    """
-    if busy.all():
-        return None
-    return int(np.argmin(np.where(busy, np.inf, values)))
-
-
 @dataclass
 class Segment:
     """One file. Slots below `next_slot` were given out."""
@@ -135,14 +123,20 @@ class Catalog:
         for row in segment.rows[segment.rows >= 0].tolist():
             yield row, self.table[row]["hash"].tobytes()
 
-    def victim(self, value: Value, now_s: float) -> Segment | None:
-        """The segment to give up, or None if each one is in use."""
-        segments = [self.segments[number] for number in sorted(self.segments)]
-        values, busy = np.zeros(len(segments)), np.zeros(len(segments), bool)
-        for i, segment in enumerate(segments):
-            rows = self.table[segment.rows[segment.rows >= 0]]
-            values[i] = value(segment.shape.digest, rows, now_s).sum()
-            held = (rows["pinned"] > 0) | (rows["lease_until_s"] > now_s)
-            busy[i] = segment.users > 0 or held.any()
-        chosen = choose_victim(values, busy)
-        return None if chosen is None else segments[chosen]
+    def views(self) -> list[tuple[Segment, np.ndarray]]:
+        """Each segment, oldest first, with copies of its blocks' rows, SLOT (n,)."""
+        segments = (self.segments[number] for number in sorted(self.segments))
+        return [(each, self.table[each.rows[each.rows >= 0]]) for each in segments]
+
+    def drop(self, segment: Segment, now_s: float) -> list[bytes] | None:
+        """Forget a segment; the hashes of its blocks, or None if it is in use: being read or
+        written, or with a block that is pinned or leased."""
+        rows = segment.rows[segment.rows >= 0]
+        entries = self.table[rows]
+        held = (entries["pinned"] > 0) | (entries["lease_until_s"] > now_s)
+        if segment.number not in self.segments or segment.users or held.any():
+            return None
+        for row in rows.tolist():
+            self.remove(row)
+        del self.segments[segment.number]
+        return [entry["hash"].tobytes() for entry in entries]

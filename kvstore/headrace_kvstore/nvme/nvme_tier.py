@@ -2,7 +2,7 @@
 
 Writing is append-only. A block gets the next slot of its namespace's open segment. Its payload is
 written first, then its header, and only then can it be found. When the folder is full, the segment
-whose blocks are worth least (`catalog.choose_victim`) is removed and a new one is created. A new
+whose blocks are worth least is removed and a new one is created. A new
 segment is a new file: it holds no old headers, and readers of the removed file still read the
 right bytes. After a restart the headers tell which blocks are here.
 
@@ -13,8 +13,8 @@ No error reaches a request. A write is dropped and counted if too much is in fli
 segment is in use. A disk that is full, read-only or failing turns writing off. Eight failed reads
 in a row turn the tier off. Both are logged once and shown by `stats`.
 
-Data is not synced. A process that dies loses no published block. A power cut may tear blocks, and
-checksums find them, so syncing would only save a few hits.
+A process that dies loses no published block. A power cut may tear blocks, and checksums find them,
+so syncing (`sync`) only saves a few hits.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from headrace_kvstore.nvme.record import (
 from headrace_kvstore.nvme.record_writer import Flight, make_segment, write_record
 from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
+from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -67,7 +68,9 @@ class FolderBusy(RuntimeError):
 class NvmeTier:
     """Blocks on a local disk. Thread-safe; made by `NvmeTier.open`."""
 
-    def __init__(self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover):
+    def __init__(
+        self, folder: Path, size_bytes: int, segment_bytes: int, mover: Mover, sync: bool = False
+    ) -> None:
         self.folder, self.size_bytes = folder, size_bytes
         self.segment_bytes = min(segment_bytes, size_bytes) // PAGE_BYTES * PAGE_BYTES
         self.mover = mover
@@ -81,7 +84,8 @@ class NvmeTier:
         self._growing = threading.Lock()
         self._lock_fd = -1
         self._catalog = Catalog()
-        self._files = SegmentFiles(writable=True)
+        self._files = SegmentFiles(writable=True, sync=sync)
+        self._wiper = Workers(1, "kv-nvme-wipe")
         self._reader = BlockReader(self.mover, self._files)
         self._open: dict[Shape, Segment] = {}
         self._writing: dict[bytes, Future[bool]] = {}
@@ -98,6 +102,7 @@ class NvmeTier:
         segment_bytes: int,
         mover: Mover,
         *,
+        sync: bool = False,
         value: Value = use_per_second,
         writing_limit_bytes: int = WRITING_BYTES,
         events: Sequence[Callable[[TierEvent], None]] = (),
@@ -108,13 +113,14 @@ class NvmeTier:
             size_bytes: what all segment files may take together; more is removed at once.
             segment_bytes: size of a new segment, a multiple of 4,096.
             mover: reads and writes the files; shared with others.
+            sync: a write is done once the disk has it for good (O_DSYNC).
             value: what keeping a block is worth; decides which segment goes.
             events: called with each `TierEvent`, with "scanned" blocks before this returns.
 
         Raises:
             FolderBusy: another process owns it. A bad disk does not raise: see `state`.
         """
-        tier = cls(Path(folder), size_bytes, segment_bytes, mover)
+        tier = cls(Path(folder), size_bytes, segment_bytes, mover, sync)
         tier.value, tier.writing_limit_bytes = value, writing_limit_bytes
         tier.events.extend(events)
         try:
@@ -334,7 +340,7 @@ class NvmeTier:
     def _grow(self, shape: Shape) -> bool:
         """See to it that the namespace has a segment with a free slot; False if it cannot have one.
 
-        The disk allocates without the tier's lock, so that only writers wait for it.
+        The disk allocates and removes without the tier's lock, so that only writers wait for it.
         """
         slots = shape.slots(self.segment_bytes)
         with self._growing:
@@ -342,20 +348,21 @@ class NvmeTier:
                 with self._lock:
                     if self._open_segment(shape) is not None:
                         return True
-                    if not slots or self.state != "on" or not self._make_room():
+                    if not slots or self.state != "on":
                         return False
-                    number = self._next_segment
-                    self._next_segment += 1
+                if not self._make_room():
+                    return False
+                number = self._next_segment
+                self._next_segment += 1
                 path = segment_path(self.folder, number)
                 try:
                     make_segment(path, self.segment_bytes, shape)
                 except OSError as error:
                     # Others filled the disk: live with less, until nothing of ours is left to give.
-                    with self._lock:
-                        no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                        if not no_room or not self._reclaim():
-                            self._turn("read-only", f"cannot make a segment: {error}")
-                            return False
+                    no_room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                    if not no_room or not self._reclaim():
+                        self._turn("read-only", f"cannot make a segment: {error}")
+                        return False
                     continue
                 segment = Segment(number, path, self.segment_bytes, shape, slots)
                 with self._lock:
@@ -371,10 +378,31 @@ class NvmeTier:
         return True
 
     def _reclaim(self) -> bool:
-        """Remove the segment that is worth least; False if there is none to remove."""
-        segment = self._catalog.victim(self.value, time.monotonic())
-        if segment is None:
+        """Remove the segment that is worth least; False if there is none to remove.
+
+        Called by one thread at a time, without the tier's lock: others neither wait for the choice
+        nor for the disk.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            segments = self._catalog.views()
+        worth = [self.value(each.shape.digest, rows, now_s).sum() for each, rows in segments]
+        for i in np.argsort(worth, kind="stable").tolist():
+            segment = segments[i][0]
+            with self._lock:
+                gone = self._catalog.drop(segment, now_s)
+                if gone is None:
+                    continue
+                if self._open.get(segment.shape) is segment:
+                    del self._open[segment.shape]
+                self._counts["segments_reclaimed"] += 1
+                self._counts["blocks_evicted"] += len(gone)
+            break
+        else:
             return False
+        self._files.close([segment.path])
+        for block_hash in gone:
+            self._tell(TierEvent(False, segment.shape.digest, block_hash, "evicted"))
         try:
             os.unlink(segment.path)
         except FileNotFoundError:
@@ -382,37 +410,33 @@ class NvmeTier:
         except OSError as error:
             self._turn("read-only", f"cannot remove {segment.path}: {error}")
             return False
-        gone = list(self._catalog.hashes(segment))
-        for row, _ in gone:
-            self._catalog.remove(row)
-        del self._catalog.segments[segment.number]
-        self._files.close([segment.path])
-        if self._open.get(segment.shape) is segment:
-            del self._open[segment.shape]
-        self._counts["segments_reclaimed"] += 1
-        self._counts["blocks_evicted"] += len(gone)
-        for _, block_hash in gone:
-            self._tell(TierEvent(False, segment.shape.digest, block_hash, "evicted"))
         return True
 
     def discard(self, digest: bytes, block_hash: bytes, reason: str = "discarded") -> bool:
-        """Forget a block, on disk too; False if it was not here."""
+        """Forget a block, on disk too, in the background; False if it was not here."""
         with self._lock:
             row = self._catalog.row(digest, block_hash)
             if row is None:
                 return False
             segment, slot = self._catalog.place(row)
             self._catalog.remove(row)
-            try:
-                file = self._files.acquire(segment.path)
-                try:
-                    os.pwrite(file.fd, bytes(PAGE_BYTES), segment.shape.header_offset(slot))
-                finally:
-                    self._files.release(file)
-            except OSError as error:
-                logger.warning("a discarded block stays in %s: %s", segment.path, error)
+            segment.users += 1
+        self._wiper.submit(lambda: self._wipe(segment, slot))
         self._tell(TierEvent(False, digest, padded(block_hash), reason))
         return True
+
+    def _wipe(self, segment: Segment, slot: int) -> None:
+        try:
+            file = self._files.acquire(segment.path)
+            try:
+                os.pwrite(file.fd, bytes(PAGE_BYTES), segment.shape.header_offset(slot))
+            finally:
+                self._files.release(file)
+        except OSError as error:
+            logger.warning("a discarded block stays in %s: %s", segment.path, error)
+        finally:
+            with self._lock:
+                segment.users -= 1
 
     # Beginning and end
 
@@ -476,6 +500,7 @@ class NvmeTier:
         with self._lock:
             self.state, self.reason = "off", self.reason or "closed"
             segments = list(self._catalog.segments.values())
+        self._wiper.close(timeout_s)
         while any(segment.users for segment in segments) and time.monotonic() < deadline:
             time.sleep(0.001)
         self._files.close()

@@ -82,8 +82,8 @@ class File:
 class SegmentFiles:
     """Open files by path, the least recently used closed first."""
 
-    def __init__(self, writable: bool = False) -> None:
-        self._flags = os.O_RDWR if writable else os.O_RDONLY
+    def __init__(self, writable: bool = False, sync: bool = False) -> None:
+        self._flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_DSYNC if sync else 0)
         self._lock = threading.Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Self
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from headrace_kvstore.compiled import jit
 from headrace_kvstore.policy.base import (
     Keys,
     Mask,
@@ -199,7 +199,7 @@ _EDGES = AGE_EDGES_S.copy()
 _UNKNOWN = cell_of(-1.0, 0, 16, 16)  # a first turn of middling length
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _rate_at(best, cell, age_s):  # type: ignore[no-untyped-def]
     """`best_rate` of a cell at an age, between the bins' edges."""
     age = max(0.0, age_s)
@@ -208,7 +208,7 @@ def _rate_at(best, cell, age_s):  # type: ignore[no-untyped-def]
     return (1.0 - part) * best[cell, k] + part * best[cell, k + 1]
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def waiting(keys, used_s, blocks, prompts, best, now_s):  # type: ignore[no-untyped-def]
     """The conversation that passed each block last, 0 where none is remembered, and its rate; a
     block of unknown history is taken for that of a first turn when the block was used."""
@@ -224,7 +224,7 @@ def waiting(keys, used_s, blocks, prompts, best, now_s):  # type: ignore[no-unty
     return serials, rate
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _carried(parents, order, serials, own):  # type: ignore[no-untyped-def]
     """Expected hits per second of each slot in use: a conversation counts once, at the deepest
     block of its that is there, and in all blocks before that."""

@@ -12,8 +12,8 @@ a new one, as those do that share a beginning with others (a system prompt).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from headrace_kvstore.compiled import jit
 from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, FRESH, GAPS, LENGTHS, TURNS
 
 PROMPT = np.dtype(
@@ -34,7 +34,7 @@ WAYS = 8  # entries that compete for one place
 _EDGES = AGE_EDGES_S.copy()
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def age_bin(age_s):  # type: ignore[no-untyped-def]
     low, high = 0, AGES - 1
     while low < high:
@@ -46,7 +46,7 @@ def age_bin(age_s):  # type: ignore[no-untyped-def]
     return low
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _log2(n, top):  # type: ignore[no-untyped-def]
     k = 0
     while n > 1 and k < top:
@@ -55,7 +55,7 @@ def _log2(n, top):  # type: ignore[no-untyped-def]
     return k
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
     """The cell of a prompt; `gap_s` below 0: no turn before. Classes as hazard.py lists them."""
     gap = 0 if gap_s < 0.0 else 1 + _log2(int(min(gap_s, 1e6)) // 8, GAPS - 2)
@@ -65,7 +65,7 @@ def cell_of(gap_s, turn, fresh, blocks):  # type: ignore[no-untyped-def]
     return ((gap * TURNS + turns) * FRESH + news) * LENGTHS + length
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def count_waiting(row, now_s, exposure_s):  # type: ignore[no-untyped-def]
     """Book the seconds that a prompt waited since it was last counted."""
     if not 0 <= row.cell < len(exposure_s):
@@ -79,14 +79,14 @@ def count_waiting(row, now_s, exposure_s):  # type: ignore[no-untyped-def]
     row.counted_s = max(row.counted_s, now_s)
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def count_all(prompts, now_s, exposure_s):  # type: ignore[no-untyped-def]
     for row in prompts:
         if row.serial > 0:
             count_waiting(row, now_s, exposure_s)
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def find(blocks, key):  # type: ignore[no-untyped-def]
     """The entry of `key`, or -1 - the entry to take for it."""
     places = len(blocks) // WAYS
@@ -102,7 +102,7 @@ def find(blocks, key):  # type: ignore[no-untyped-def]
     return -1 - oldest
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s):  # type: ignore[no-untyped-def]
     """Book a prompt's arrival; returns its row's serial, 0 for a prompt without blocks."""
     if len(keys) == 0:

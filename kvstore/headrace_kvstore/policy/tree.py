@@ -7,9 +7,9 @@ their parents, and blocks that lost an ancestor (orphans) go first of all.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from headrace_kvstore.compiled import jit
 from headrace_kvstore.policy.base import (
     Mask,
     Slots,
@@ -90,7 +90,7 @@ def worst_first(
     return slots[rank[:need]]
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _deepest_first(depth, used):  # type: ignore[no-untyped-def]
     """Counting sort; depths beyond the number of slots (no chain is that long) count as equal."""
     limit = len(depth)
@@ -110,7 +110,7 @@ def _deepest_first(depth, used):  # type: ignore[no-untyped-def]
     return order
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _link(keys, parent_keys, depth, order):  # type: ignore[no-untyped-def]
     bits = 4
     while (1 << bits) < 2 * len(order):
@@ -141,7 +141,7 @@ def _link(keys, parent_keys, depth, order):  # type: ignore[no-untyped-def]
     return parents
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _cover(parents, order, score):  # type: ignore[no-untyped-def]
     for i in order:
         p = parents[i]
@@ -149,7 +149,7 @@ def _cover(parents, order, score):  # type: ignore[no-untyped-def]
             score[p] = score[i]
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
     for i in held:
         p = parents[i]
@@ -158,7 +158,7 @@ def _block_ancestors(parents, held, blocked):  # type: ignore[no-untyped-def]
             p = parents[p]
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _density(parents, order, value, weight):  # type: ignore[no-untyped-def]
     """Groups are linked lists: `first`/`following` chain a group's child groups, `last` splices
     two chains in one step. Once a group grew by a denser child its density only rises, so one

@@ -166,7 +166,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
         """Arena slots for blocks of one kind, below 0 where there is none."""
         first = found[0]
         shape = first.shape
-        row = self._arena.namespace(shape.digest, shape.payload_bytes, shape.layers)
+        row = self._arena.namespace(shape.digest, shape.payload_bytes, shape.layers, keep=False)
         slots = self._arena.reserve(
             row,
             [each.hash for each in found],

@@ -55,7 +55,6 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
         """Blocks that were to be written may stand in the arena unwritten."""
         self._arena, self._tier = arena, tier
         self._backlog_limit, self._writing_limit = backlog_bytes, writing_bytes
-        self._spaces: list[Space] = []
         self._backlog: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._backlog_bytes = 0
         self._begin()
@@ -188,9 +187,7 @@ class WriteBehind(Crew[tuple[int, list[bytes]]]):
             self.missed |= name in ("dropped_failed", "dropped_off", "dropped_overwritten")
 
     def _space(self, row: int) -> Space:
-        if row >= len(self._spaces):
-            self._spaces = self._arena.spaces()
-        return self._spaces[row]
+        return self._arena.space(row)
 
 
 def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[Save]:
