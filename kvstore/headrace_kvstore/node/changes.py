@@ -14,7 +14,7 @@ from headrace_kvstore.protocol.events import DRAM, NVME, Change, EventPublisher
 class NodeEvents:
     """Publishes changes once `open` was called, and drops them before. Thread-safe but for `open`.
 
-    What is in objects is not published: every node that may read the store lists it by itself.
+    Blocks in objects are not published: every node that may read the object store lists it itself.
 
     Args:
         tiers: whose blocks they are.

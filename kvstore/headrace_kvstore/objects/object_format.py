@@ -5,9 +5,9 @@
              seconds to compute it f32                        little-endian
     object = [one u64 checksum a layer][layer 0][layer 1]...
 
-So a listing tells everything about the blocks of a store: no object is read to find out. It tells
-which objects are whole, too, because the size follows from the name. Equal names hold equal bytes:
-writing an object again repairs it.
+So a listing describes all blocks of a store, and no object is read to learn what it holds. The size
+follows from the name, so a listing also shows which objects are truncated. Equal names hold equal
+bytes, so writing an object again repairs it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ObjectName:
 
     @classmethod
     def parse(cls, text: str) -> ObjectName | None:
-        """None for a name that nobody here gives."""
+        """None for a name that is not one of ours."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None

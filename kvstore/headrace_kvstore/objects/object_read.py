@@ -2,7 +2,7 @@
 
 Each block comes with one request, and the answer lands in memory of its own. The thread that waits
 for the read copies it to its destination, in the same pass that computes its checksums. So a caller
-may give up at any time: what comes later never touches the caller's memory.
+may give up at any time: a late answer never touches the caller's memory.
 """
 
 from __future__ import annotations

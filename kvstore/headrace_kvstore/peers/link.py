@@ -1,4 +1,4 @@
-"""What this node knows of one peer: its identity, its health, its blocks, its board.
+"""This node's view of one peer: its identity, its health, its blocks, its board.
 
 The peer is greeted first; its answer names its generation and its memory. Then it is asked every
 `LOOK_S` for new notes of its board and new batches of its events, `LOOK_BYTES` at a time. A new

@@ -36,7 +36,7 @@ MAX_LOOK_BYTES = 2**22
 Generation = Annotated[str, Meta(max_length=64)]
 Small = Annotated[int, Meta(ge=0, lt=2**32)]
 Word = Annotated[int, Meta(ge=0)]
-"""Of 64 bits, as all that msgpack knows are."""
+"""Up to 64 bits, the largest that msgpack carries."""
 
 
 class Hello(Message):
@@ -50,7 +50,7 @@ class Look(Message):
     after: Number
     batch: Number
     most_bytes: Annotated[int, Meta(ge=0, le=MAX_LOOK_BYTES)]
-    """Of either, unless one note or batch takes more."""
+    """For notes, and as much again for batches. A single larger one is sent all the same."""
 
 
 class Lease(Message):

@@ -18,9 +18,9 @@ What the fields hold here:
 Batches are numbered from 0, and each has at most `BATCH_BLOCKS` blocks. A whole state begins with
 `AllBlocksCleared` and is as many batches as it takes. It is published at the start, when the node
 fell behind, and when the batches since the last one take more than `KEPT_BYTES`. Batches before it
-are then forgotten, so the log is never longer than a state and `KEPT_BYTES`. Who asks for a batch
-that is gone, or was never sent because the node was restarted, gets the log from its beginning.
-Blocks may be told twice; an index of hashes does not mind.
+are then forgotten, so the log is never longer than a state and `KEPT_BYTES`. A subscriber that asks
+for a batch that is gone, or that was never sent because the node was restarted, gets the log from
+its beginning. A block may be published twice; an index of hashes does not mind.
 """
 
 from __future__ import annotations
@@ -310,8 +310,8 @@ class EventPublisher:
             return
         client, _, wanted = frames
         self.replays += 1
-        # Not copied: whoever asks and does not read holds no memory but the log's own. Who wants
-        # more than is sent at once sees that batches are missing, and asks again.
+        # The frames are not copied, so a subscriber that asks and does not read costs no memory
+        # beyond the log's own. One that wants more than is sent at once sees the gap and asks again.
         first, found = self.log.read(int.from_bytes(wanted, "big"))
         for seq, payload in enumerate(found[:REPLAYED_BATCHES], first):
             frame = (client, b"", b"", seq.to_bytes(8, "big"), payload)

@@ -1,7 +1,7 @@
 """Proof that a peer belongs to the app: CurveZMQ keys, derived from a secret that all members have.
 
-Every member derives the same pair of keys. A server lets in only who has it, and the line is
-encrypted and signed. Without the secret nobody learns more than that a port is open.
+Every member derives the same pair of keys. A server admits only clients that have it. The line is
+encrypted and signed. A stranger learns that a port is open, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 LEAST_SECRET_CHARACTERS = 16
-"""A recorded handshake lets an outsider try secrets without asking anybody."""
+"""An outsider who recorded a handshake can try secrets offline, so a secret must be long."""
 HANDSHAKE_MS = 5000
-"""Who has not proved himself by then is disconnected."""
+"""A client that has not proved itself by then is disconnected."""
 _DOMAIN = "headrace"
 
 
 class Membership:
-    """What a member holds. `secret` is never sent."""
+    """The keys of a member. The secret itself is never sent."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -30,7 +30,7 @@ class Membership:
         self._public: bytes = zmq.curve_public(self._private)
 
     def key(self, purpose: bytes) -> bytes:
-        """32 bytes that only members can derive, others for each purpose."""
+        """32 bytes that only members can derive, different for each purpose."""
         return hashlib.blake2b(self._secret, digest_size=32, person=purpose).digest()
 
     def guard(self, socket: zmq.Socket[bytes]) -> ThreadAuthenticator:
