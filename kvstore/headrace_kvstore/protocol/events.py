@@ -311,7 +311,7 @@ class EventPublisher:
         client, _, wanted = frames
         self.replays += 1
         # The frames are not copied, so a subscriber that asks and does not read costs no memory
-        # beyond the log's own. A long replay is sent in parts: a subscriber sees the gap and asks on.
+        # beyond the log's own. A long replay is sent in parts: the subscriber asks again.
         first, found = self.log.read(int.from_bytes(wanted, "big"))
         for seq, payload in enumerate(found[:REPLAYED_BATCHES], first):
             frame = (client, b"", b"", seq.to_bytes(8, "big"), payload)
