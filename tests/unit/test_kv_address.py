@@ -39,7 +39,7 @@ def namespace(**changes: Any) -> Namespace:
 
 def test_the_digest_never_changes_by_itself() -> None:
     """Stored blocks are found by it: a change makes every cache cold."""
-    assert namespace().digest.hex() == "860778ef4313fa86ea8129534e1bbc49"
+    assert namespace().digest.hex() == "331276498818333a889a5ab6877960f7"
 
 
 def test_any_field_makes_another_namespace() -> None:

@@ -210,12 +210,12 @@ def test_a_namespace_that_nobody_uses_makes_room_for_a_new_one(make: Make) -> No
     arena = make()
     assert arena.namespace((7).to_bytes(16, "big"), BLOCK, LAYERS) == 7
     with pytest.raises(ValueError, match="256 namespaces"):
-        arena.namespace(DIGEST, BLOCK, LAYERS)
+        arena.namespace(OTHER, BLOCK, LAYERS)
     gone.close()  # as when its process ends, however that comes
-    rows = [arena.namespace(bytes([n]) * 16, BLOCK, LAYERS) for n in range(1, 255)]
+    rows = [arena.namespace((1000 + n).to_bytes(16, "big"), BLOCK, LAYERS) for n in range(1, 255)]
     assert len(set(rows)) == 254 and not {3, 7} & set(rows), "those without blocks go first"
     assert present(arena, 3, 1, 2) == [1, 2]
-    assert arena.namespace(DIGEST, BLOCK, LAYERS) == 3
+    assert arena.namespace(OTHER, BLOCK, LAYERS) == 3
     assert present(arena, 3, 1, 2) == []
     assert broken(arena) == []
 
@@ -224,8 +224,8 @@ def test_a_namespace_that_is_only_looked_at_is_not_kept(make: Make) -> None:
     arena, other = make(), make()
     for number in range(256):
         arena.namespace(number.to_bytes(16, "big"), BLOCK, LAYERS, keep=False)
-    assert other.namespace(DIGEST, BLOCK, LAYERS) == 0
-    assert other.space(0).digest == DIGEST
+    assert other.namespace(OTHER, BLOCK, LAYERS) == 0
+    assert other.space(0).digest == OTHER
 
 
 def test_all_blocks_are_copied_without_the_lock(make: Make) -> None:

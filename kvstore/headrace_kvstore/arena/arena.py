@@ -28,7 +28,6 @@ import numpy as np
 
 from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.arena_map import ArenaMap
-from headrace_kvstore.arena.eviction import Chosen, Eviction
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -45,13 +44,18 @@ from headrace_kvstore.arena.geometry import (
     slot_bytes,
 )
 from headrace_kvstore.arena.locking import LockBusyError
+from headrace_kvstore.arena.room import own_victims, victims
 from headrace_kvstore.arena.section import Refused, Section
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.policy import shared as policies
-from headrace_kvstore.policy.base import slot_keys
+from headrace_kvstore.policy.base import block_keys, slot_keys
 from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
+
+Chosen = tuple[np.ndarray, np.ndarray]
+"""Slots, and the generations in which they were chosen: a choice may be outdated when it is carried
+out, since it is made without the arena's lock."""
 
 Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
@@ -75,7 +79,7 @@ class Arena(ArenaMap):
     own first.
 
     Calls that find the lock held for PATIENCE_S (`lease`: BRIEF_S) miss (`lease`, `reserve`,
-    `publish`) or raise LockBusyError (all others but `lookup`, which takes no lock).
+    `publish`) or raise LockBusyError (all others but `lookup`, which goes on without it).
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Arena(ArenaMap):
             *(name, self._t.state, self.table, self.geometry.size_bytes),
             *(file.second_lock, clock),
         )
-        self._eviction = Eviction(self._t, self.table, self.policy, quotas or {}, default_quota)
+        self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
     @classmethod
     def create_or_attach(
@@ -212,10 +216,10 @@ class Arena(ArenaMap):
         raise Refused(f"the arena has {NAMESPACES} namespaces in use already")
 
     def lookup(self, row: int, hashes: Hashes) -> np.ndarray:
-        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects, no lock.
+        """Slots (int64 [n]) of the blocks that are there, -1 for others. No side effects.
 
-        Each hit was found in its slot's record. Where others change the index all the time, a block
-        in motion may be missed.
+        Each hit was found in its slot's record. Where others change the index all the time and keep
+        the lock, a block in motion may be missed.
         """
         self._check_row(row)
         keys = pack_hashes(hashes)
@@ -224,7 +228,12 @@ class Arena(ArenaMap):
             before = self._words[SECTION]
             kernels.lookup(self._t, row, keys, slots)
             if before % 2 == 0 and self._words[SECTION] == before:
-                break
+                return slots
+        try:
+            with self._brief_section:  # repairs what a process that died inside has left
+                kernels.lookup(self._t, row, keys, slots)
+        except LockBusyError:
+            pass
         return slots
 
     def lease(self, row: int, hashes: Hashes, lease_s: float) -> np.ndarray:
@@ -259,7 +268,9 @@ class Arena(ArenaMap):
         keys = pack_hashes(hashes)
         at_s = self._clock() if at_s is None else at_s
         try:
-            self._eviction.prompt(row, np.ascontiguousarray(keys[:, 0]), at_s)
+            if self.policy.learns and len(keys):
+                heads = np.ascontiguousarray(keys[:, 0])
+                self.policy.ask(lambda policy: policy.prompt(block_keys(row, heads), at_s))
         except LockBusyError:
             return False
         return True
@@ -312,13 +323,13 @@ class Arena(ArenaMap):
         try:
             absent = np.flatnonzero(self.lookup(row, keys) < 0)
             asked_bytes = len(absent) * float(self._t.spaces["slot_bytes"][row])
-            own = self._eviction.over_quota(tenant, asked_bytes, now_s)
+            own = self._over_quota(tenant, asked_bytes, now_s)
             with self._section:
                 self._drop(*own, READY, EVICTED_TOTAL, now_s)
                 left = place()
             if left:
                 gone = self._left_behind(now_s)
-                given_up = self._eviction.victims(row, left, now_s)
+                given_up = self._victims(row, left, now_s)
                 with self._section:
                     self._drop(*gone, WRITING, RECLAIMED_TOTAL)
                     self._drop(*given_up, READY, EVICTED_TOTAL, now_s)
@@ -392,8 +403,8 @@ class Arena(ArenaMap):
             return self._drop(slots, self.table["generation"][slots], READY, DROPPED)
 
     def close(self) -> None:
-        if hasattr(self, "_eviction"):
-            del self._eviction, self.policy
+        if hasattr(self, "policy"):
+            del self.policy
         super().close()
 
     def __enter__(self) -> Arena:
@@ -410,6 +421,28 @@ class Arena(ArenaMap):
         if not len(slots):
             return 0
         return int(kernels.drop(self._t, slots, generations, state, now_s, total))
+
+    def _victims(self, row: int, need: int, now_s: float) -> Chosen:
+        """Slots whose eviction makes room for `need` blocks of a namespace, if there is a way."""
+        generations = self.table["generation"].copy()
+        space = row, int(self._t.spaces["slot_bytes"][row])
+        slots = self.policy.ask(
+            lambda policy: victims(self.table, self._t.segments, *space, need, now_s, policy.choose)
+        )
+        return slots, generations[slots]
+
+    def _over_quota(self, tenant: int, asked_bytes: float, now_s: float) -> Chosen:
+        """Blocks of the tenant's own that must go before it stores so many bytes."""
+        limit = self._quotas.get(tenant, self._default_quota if tenant else None)
+        if limit is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+        generations = self.table["generation"].copy()
+        held_bytes = float(self.table["bytes"][self.table["tenant"] == tenant].sum())
+        excess_bytes = min(asked_bytes, held_bytes + asked_bytes - limit)
+        slots = self.policy.ask(
+            lambda policy: own_victims(self.table, tenant, excess_bytes, now_s, policy.choose)
+        )
+        return slots, generations[slots]
 
     def _left_behind(self, now_s: float) -> Chosen:
         """Slots whose writers will not finish them, with generations."""

@@ -26,8 +26,9 @@ from headrace_kvstore.arena.section import Section
 from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
 from headrace_kvstore.table import EVENT, READY, SLOT
 
-BRIEF_S = 0.5e-3
-"""Longest wait of a call on an engine's thread. Sections take microseconds."""
+BRIEF_S = 0.2e-3
+"""Longest wait for the lock on an engine's thread, which makes a few such calls a worker. Sections
+take microseconds."""
 
 
 class Space(NamedTuple):

@@ -4,9 +4,9 @@ A read takes some layers of many blocks, each layer to its own address. Layers t
 memory and in the file become one piece.
 
 Each file is opened twice. A piece goes through the O_DIRECT descriptor if its address, offset and
-length are aligned as the file system asks (statx; 4,096 where it does not say), otherwise through
-the page cache. O_DIRECT copies nothing and keeps the page cache free of bytes that the DRAM arena
-holds already. So callers should pass page-aligned memory, as arena slots are.
+length are whole pages, which every file system takes, otherwise through the page cache. O_DIRECT
+copies nothing and keeps the page cache free of bytes that the DRAM arena holds already. So callers
+should pass page-aligned memory, as arena slots are.
 
 A published record never changes and a segment's name is never reused. So a Location stays right
 until the file is removed, and then the block is missing, not wrong.
@@ -14,10 +14,8 @@ until the file is removed, and then the block is missing, not wrong.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -63,8 +61,6 @@ class File:
     path: str
     fd: int
     direct_fd: int
-    memory_align: int
-    offset_align: int
     users: int = 0
 
     def choose_fds(
@@ -73,9 +69,7 @@ class File:
         """For each piece the descriptor it goes through, (n,) int64."""
         if self.direct_fd < 0:
             return np.full(len(addresses), self.fd)
-        aligned = (addresses % self.memory_align == 0) & (
-            (offsets | lengths) % self.offset_align == 0
-        )
+        aligned = (addresses | offsets | lengths) % PAGE_BYTES == 0
         return np.where(aligned, self.direct_fd, self.fd)
 
 
@@ -112,12 +106,10 @@ class SegmentFiles:
 
     def _open(self, path: str) -> File:
         fd = os.open(path, self._flags | os.O_CLOEXEC)
-        memory_align, offset_align = direct_alignment(fd)
         direct_fd = -1
-        if offset_align:
-            with suppress(OSError):
-                direct_fd = os.open(path, self._flags | os.O_CLOEXEC | os.O_DIRECT)
-        return File(path, fd, direct_fd, memory_align, offset_align)
+        with suppress(OSError):
+            direct_fd = os.open(path, self._flags | os.O_CLOEXEC | os.O_DIRECT)
+        return File(path, fd, direct_fd)
 
     def _close(self, files: Sequence[File]) -> None:
         for file in files:
@@ -282,16 +274,3 @@ def page_memory(length: int) -> tuple[np.ndarray, int]:
     """Zeroed, page-aligned memory: u8 (at least length,) and its address."""
     memory = np.frombuffer(mmap.mmap(-1, max(1, length)), np.uint8)
     return memory, memory.ctypes.data
-
-
-def direct_alignment(fd: int) -> tuple[int, int]:
-    """What O_DIRECT asks of memory and of offsets and lengths, bytes; 0 where it is not offered."""
-    statx_dioalign, at_empty_path = 0x2000, 0x1000
-    libc = ctypes.CDLL(None)
-    answer = ctypes.create_string_buffer(256)
-    if hasattr(libc, "statx") and not libc.statx(fd, b"", at_empty_path, statx_dioalign, answer):
-        (mask,) = struct.unpack_from("<I", answer, 0)
-        if mask & statx_dioalign:
-            memory, offset = struct.unpack_from("<II", answer, 0x98)
-            return memory, offset
-    return PAGE_BYTES, PAGE_BYTES

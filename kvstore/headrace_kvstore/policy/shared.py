@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.table import READY, SLOT
 
 logger = logging.getLogger("headrace.kvstore")
+
+T = TypeVar("T")
 
 DEFAULT = "cost-aware"
 HEAD_BYTES = 64
@@ -102,6 +105,21 @@ class SharedPolicy:
     def learns(self) -> bool:
         """Whether there is any use in telling it of prompts."""
         return self.policy.learns
+
+    def ask(self, call: Callable[[Policy], T]) -> T:
+        """Call the policy inside its section. If it raises, the error is logged and LRU answers.
+
+        None of this happens under the arena's own lock, so look-ups and leases never wait for it.
+        Raises LockBusyError where others keep the policy.
+        """
+        try:
+            with self as policy:
+                return call(policy)
+        except TimeoutError:
+            raise
+        except Exception:
+            logger.exception("policy %s failed; LRU decides", self.name)
+            return call(LRU())
 
     def __enter__(self) -> Policy:
         self.lock.__enter__()
