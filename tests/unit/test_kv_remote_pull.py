@@ -211,6 +211,23 @@ def test_a_second_wish_for_a_block_on_its_way_waits_for_the_same_pull(
     assert reader.puller.fetch(DIGEST, []).result(60) == 0
 
 
+def test_a_block_wanted_anew_while_its_pull_ends_is_pulled_again(
+    peer: Peer, reader: Reader
+) -> None:
+    peer.engine.put(0, 1)
+    again: list[Future[int]] = []
+
+    def released(address: str, body: Any) -> None:
+        if not again:
+            reader.arena.clear()
+            again.append(reader.puller.fetch(DIGEST, keys(0, 1)))
+
+    peer.tell = released  # type: ignore[method-assign]
+    assert reader.pull(0, 1) == 2
+    until(lambda: bool(again))
+    assert again[0].result(60) == 2
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 3, 46, 64])
 def test_reads_halve_down_to_one_block(blocks: int) -> None:
     block_bytes = 6 * 2**20
