@@ -116,10 +116,10 @@ class NodeTool:
 
     def forget_dram(self) -> None:
         """Drop everything from the arena."""
-        from headrace_kvstore.protocol import wire
-        from headrace_kvstore.protocol.client import call
+        from headrace_kvstore.arena.arena import Arena
 
-        call(self._name, wire.Clear(None, ["dram"]))
+        with Arena.create_or_attach(self._name, 1 << 30) as arena:
+            arena.clear()
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float) -> None:
         """Until the node's stats are so. Raises CannotRun if they never are."""

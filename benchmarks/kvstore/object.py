@@ -1,12 +1,12 @@
 """The object tier against its own client's bare requests, to one S3 server on loopback.
 
-46 blocks of 5.9 MB lie in objects of the tier's usual size. Bare means the same client, the same
-ranges, as many requests at once, answers dropped. Through the tier means all of it: finding the
+46 blocks of 5.9 MB lie in an object each. Bare means the same client, the same objects, as many
+requests at once, answers dropped. Through the tier means all of it: finding the
 blocks, copying each layer to where it is wanted, comparing its checksum. Writes: packing, summing
 and putting, against putting bytes that lie ready.
 
-How many blocks should share an object, and a request, is read from `get_*` and `put_*`: bare
-requests of 1, 4 and 16 MiB, one after the other. The server is moto, in a process of its own; it
+What small blocks lose is read from `get_*` and `put_*`: bare requests of 1, 4 and 16 MiB, one after
+the other. The server is moto, in a process of its own; it
 is slow, and a real store is farther: what a request costs beyond its bytes is more there.
 """
 
@@ -31,14 +31,14 @@ from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, L
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
 from headrace_kvstore.checksum import payload_sums
 from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.objects.object_catalog import Held
 from headrace_kvstore.objects.object_client import StoreClient
-from headrace_kvstore.objects.object_format import most_blocks
-from headrace_kvstore.objects.object_pack import Packed, pack_blocks
-from headrace_kvstore.objects.object_read import plan_runs
-from headrace_kvstore.objects.object_tier import REQUESTS, ObjectTier
+from headrace_kvstore.objects.object_format import ObjectName, pack
+from headrace_kvstore.objects.object_tier import REQUESTS, ObjectTier, Packed
 
 ROUNDS, QUICK_ROUNDS = 9, 3
-OBJECT_BYTES = 16 * 2**20
+PUT_AT_ONCE = 2
+"""Blocks that are written together: 12 MB."""
 SIZES = (1, 4, 16)
 """MiB of single requests."""
 SHAPE = Shape(b"headrace-object!", LAYERS, KV_HEADS * BLOCK_TOKENS * 2 * HEAD_DIM * 4)
@@ -103,21 +103,21 @@ class Bench:
             for name, row in zip(hashes, sources, strict=True)
         ]
         self.tier.refreshed.wait(START_S)
-        size = most_blocks(SHAPE, OBJECT_BYTES)
-        for first in range(0, BLOCKS, size):
-            if not self.tier.write(SHAPE, self._saves[first : first + size]):
+        for save in self._saves:
+            if not self.tier.write(SHAPE, [save]):
                 raise RuntimeError(f"blocks were not written: {self.tier.stats()}")
         found = [self.tier.find(SHAPE.digest, name) for name in hashes]
-        self._places = [place for place in found if place is not None]
-        packed = self._packed()
-        self._ready = packed.data
-        self.packed_bytes = len(packed.data)
+        self._objects = [held for held in found if held is not None]
+        self._sums = list(np.zeros((BLOCKS, LAYERS), np.uint64))
+        self._ready = [data for _, data in self._packed()]
+        self.packed_bytes = sum(map(len, self._ready))
 
     def load(self) -> float:
         """Seconds of reading all blocks through the tier."""
 
         def run() -> None:
-            if not self.tier.read(self._places, self._addresses(1)).wait(TIMEOUT_S).all():
+            read = self.tier.read(self._objects, self._addresses(1), self._sums)
+            if not read.wait(TIMEOUT_S).all():
                 raise RuntimeError(f"blocks did not come back: {self.tier.stats()}")
 
         return seconds(run)
@@ -125,20 +125,22 @@ class Bench:
     def get(self) -> float:
         """Seconds of the same requests alone."""
 
-        def one(run: list[int]) -> None:
-            name = self._places[run[0]].bundle.name
-            offset = name.payload_offset(self._places[run[0]].position)
-            self.client.get(str(name), offset, len(run) * SHAPE.payload_bytes)
+        def one(held: Held) -> None:
+            self.client.get(held.text, 0, held.name.size_bytes)
 
-        return seconds(lambda: list(self._pool.map(one, plan_runs(self._places))))
+        return seconds(lambda: list(self._pool.map(one, self._objects)))
 
     def save(self) -> float:
-        """Seconds of packing and putting one object's blocks."""
+        """Seconds of packing and putting some blocks."""
         return seconds(lambda: self.tier.put(self._packed()))
 
     def put(self) -> float:
-        """Seconds of putting as many bytes."""
-        return seconds(lambda: self.client.put(self._fresh(), self._ready))
+        """Seconds of putting as many bytes, as many requests at once."""
+
+        def one(data: memoryview) -> None:
+            self.client.put(self._fresh(), data)
+
+        return seconds(lambda: list(self._pool.map(one, self._ready)))
 
     def single(self, size_bytes: int, rounds: int) -> dict[str, list[float]]:
         """Seconds of single requests of one size."""
@@ -160,8 +162,14 @@ class Bench:
         """A name that nothing has."""
         return f"raw/{next(self._numbers)}"
 
-    def _packed(self) -> Packed:
-        return pack_blocks(SHAPE, "bench", self._saves[: most_blocks(SHAPE, OBJECT_BYTES)])
+    def _packed(self) -> list[Packed]:
+        """Some blocks, copied, under the names that they have."""
+        made = []
+        for save in self._saves[:PUT_AT_ONCE]:
+            data = pack(SHAPE, save)
+            assert data is not None
+            made.append((ObjectName.of(SHAPE, "bench", save), data))
+        return made
 
     def _addresses(self, side: int) -> np.ndarray:
         """u64 [blocks, layers]."""

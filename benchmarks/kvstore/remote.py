@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.kvstore.child import Child
-from benchmarks.kvstore.remote_owner import DIGEST, hashes, raw_agent
+from benchmarks.kvstore.remote_owner import DIGEST, SECRET, hashes, raw_agent
 from benchmarks.kvstore.stage import BLOCK_TOKENS, BLOCKS, HEAD_DIM, KV_HEADS, LAYERS
 from benchmarks.kvstore.timing import CannotRun, Figures, ratios, seconds, take_turns
 from headrace_kvstore.node.node import StoreNode
@@ -81,6 +81,7 @@ class Pair:
                 dram_bytes=int(1.2 * BLOCKS * (self.block_bytes + 4096)) + (8 << 20),
                 block_bytes=self.block_bytes,
                 layers=LAYERS,
+                secret=SECRET,
                 peers=(self._owner.do("where")["address"],),
                 pulling_bytes=2 * self.size_bytes,
                 socket_folder=folder,

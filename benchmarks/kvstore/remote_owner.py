@@ -21,6 +21,7 @@ from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.peers.agent import LAST_PAUSE_S
 
+SECRET = "of the two nodes of this benchmark"
 DIGEST = b"benchmark-remote"
 
 
@@ -37,6 +38,7 @@ class Owner:
                 dram_bytes=int(2.3 * args.blocks * (block_bytes + 4096)) + (8 << 20),
                 block_bytes=block_bytes,
                 layers=args.layers,
+                secret=SECRET,
                 listen="127.0.0.1:0",
                 socket_folder=folder,
             )

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from headrace_kvstore.objects.object_format import WRITER
+from headrace_kvstore.protocol.membership import LEAST_SECRET_CHARACTERS
 from headrace_kvstore.protocol.wire import MAX_LEASE_S
 from headrace_kvstore.settings import (
     ArenaSettings,
@@ -43,6 +44,13 @@ Addresses = Annotated[
     check(lambda value: isinstance(value, list | tuple), "a list of HOST:PORT"),
     BeforeValidator(_split),
 ]
+Secret = Annotated[
+    str,
+    check(
+        lambda value: isinstance(value, str) and len(value) >= LEAST_SECRET_CHARACTERS,
+        f"a random text of {LEAST_SECRET_CHARACTERS} characters at least",
+    ),
+]
 Endpoint = Annotated[str, matching(r"(tcp|ipc|inproc)://.+", "tcp://HOST:PORT or ipc://PATH")]
 ObjectUrl = Annotated[str, matching(r"[a-z0-9]+://.*", "s3://BUCKET/PREFIX or file:///FOLDER")]
 Options = Annotated[
@@ -67,6 +75,7 @@ class NodeSettings(ArenaSettings):
         sweep_s: least time between looks through the arena for blocks that were not written.
         warm: fill the arena's free room from NVMe at start.
         events, replay: ZeroMQ endpoints to publish KV events at, and to replay them.
+        secret: what the app's nodes prove themselves to each other with; the same for all of them.
         listen: HOST:PORT for peers; port 0 takes a free one. None: this node's blocks stay its own.
         peers: HOST:PORT of other nodes to pull blocks from; may name this one too.
         pulling_bytes: on their way from peers at once.
@@ -77,7 +86,6 @@ class NodeSettings(ArenaSettings):
         object_writer: whose objects count as this node's own; None takes `name`. Nodes of one
             writer share `object_bytes` and may remove each other's objects.
         object_bytes: what its own objects may take.
-        object_part_bytes: size of one object, about; at least one block.
         object_bytes_per_s: what writing them may take of the line, in the mean.
         object_sweep_s: between looks through the arena for blocks worth writing there.
         object_refresh_s: between looks for what others have written.
@@ -103,6 +111,7 @@ class NodeSettings(ArenaSettings):
     warm: Flag = False
     events: Endpoint | None = None
     replay: Endpoint | None = None
+    secret: Secret | None = Field(default=None, repr=False)
     listen: Listen | None = None
     peers: Addresses = ()
     pulling_bytes: Size = 256 * 2**20
@@ -112,7 +121,6 @@ class NodeSettings(ArenaSettings):
     object_options: Options = Field(default_factory=dict, repr=False)
     object_writer: Writer | None = None
     object_bytes: Size = 64 * 2**30
-    object_part_bytes: Size = 16 * 2**20
     object_bytes_per_s: Size = 64 * 2**20
     object_sweep_s: Seconds = 10.0
     object_refresh_s: Seconds = 30.0
@@ -122,6 +130,13 @@ class NodeSettings(ArenaSettings):
     retry_s: Seconds = 5.0
     heal_s: Seconds = 60.0
     close_s: Seconds = 3.0
+
+    @field_validator("listen", "peers")
+    @classmethod
+    def _peers_know_each_other(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and not info.data.get("secret"):
+            raise wrong("it with secret: nodes that share blocks know each other by that")
+        return value
 
     @field_validator("peer_lease_s")
     @classmethod

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.protocol import wire
-from headrace_kvstore.protocol.client import call
+from headrace_kvstore.arena.arena import Arena
 from tests.support.app import App, until
 from tests.support.prompts import noise
 
@@ -81,7 +80,8 @@ def test_a_prompt_that_lies_on_disk_only_is_planned_as_loaded_and_loaded(app: Ap
             "all blocks on disk",
             lambda: store(app)["write_behind"],
         )
-        assert call(store(app)["name"], wire.Clear(None, ["dram"]), 30.0, app.folder)
+        with Arena.create_or_attach(store(app)["name"], 1 << 30) as arena:
+            arena.clear()
         assert store(app)["tiers"]["dram"]["blocks"] == 0
         loaded_before = app.replica("prefill")["store"].get("loaded_nvme", 0)
         with app.policy("remote"):

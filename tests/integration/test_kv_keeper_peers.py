@@ -44,7 +44,7 @@ def nodes(tmp_path: Path) -> Iterator[dict[str, Any]]:
             (tmp_path / name).mkdir()
             plain = {
                 field: str(value) if isinstance(value, Path) else value
-                for field in ("name", "folder", "dram_bytes", "block_bytes", "layers")
+                for field in ("name", "folder", "dram_bytes", "block_bytes", "layers", "secret")
                 if (value := getattr(given, field)) is not None
             }
             plain |= {"socket_folder": str(tmp_path / name), "keep_arena": True, "retry_s": 0.1}

@@ -59,7 +59,7 @@ def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
 
     node.kill()
     assert locate(client, 0) == []
-    assert not client.tell(wire.Prefetch(DIGEST, keys(0)))
+    assert not client.tell(wire.ReportBad(DIGEST, keys(0)))
     engine.put(20)
     assert engine.has(0, 20) == [True, True]
 
@@ -73,8 +73,7 @@ def test_a_killed_node_costs_hits_and_the_next_one_finds_everything(
     assert nvme["scan"]["blocks"] == 12 and nvme["writes"] == 1
 
     engine.arena.clear()
-    said = node.call(wire.Prefetch(DIGEST, keys(3)))
-    assert said == wire.Done(1), said
+    promote(node, 3)
     until(lambda: engine.has(3) == [True])
     assert node.end() == 0
     assert set(os.listdir(node.folder)) == {"nvme", "arena"}
@@ -90,7 +89,7 @@ def test_a_node_killed_while_it_reads_and_writes_leaves_nothing_wrong(
     engine = Engine(node.settings)
     for first in range(0, 60, 20):
         engine.put(*range(first, first + 20))
-        node.call(wire.Prefetch(DIGEST, keys(*range(first))) if first else wire.Ping())
+        promote(node, *range(first))
     node.kill()
     assert broken(engine.arena) == []
     engine.has(*range(60))  # and compares bytes and checksums
@@ -99,13 +98,20 @@ def test_a_node_killed_while_it_reads_and_writes_leaves_nothing_wrong(
     for number in there:
         until(lambda number=number: len(_located(node, number)) == 1)  # type: ignore[misc]
     engine.arena.clear()
-    node.call(wire.Prefetch(DIGEST, keys(*there[:20])))
+    promote(node, *there[:20])
     until(lambda: all(engine.has(*there[:20])))
     engine.close()
 
 
-def _located(node: Node, number: int) -> list[tuple[int, int]]:
-    places: list[tuple[int, int]] = node.call(wire.Locate("r", DIGEST, keys(number), 1.0)).places
+def promote(node: Node, *numbers: int) -> None:
+    """Have the node bring blocks into DRAM: a second request asks for them."""
+    for request in ("first", "second"):
+        for number in numbers:
+            node.call(wire.Locate(request, DIGEST, keys(number), 1.0))
+
+
+def _located(node: Node, number: int) -> list[wire.Place]:
+    places: list[wire.Place] = node.call(wire.Locate("r", DIGEST, keys(number), 1.0)).places
     return places
 
 

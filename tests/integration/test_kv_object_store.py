@@ -11,13 +11,14 @@ import pytest
 
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.objects.object_client import ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import ObjectName
+from headrace_kvstore.objects.object_format import object_bytes
 from headrace_kvstore.objects.object_tier import ObjectTier
 from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, until
 from tests.support.kvobjects import BUCKET, Blocks, Line, has, s3_options, s3_server, tiers
 
 Begin = Callable[..., ObjectTier]
 TIMEOUT_S = 1.0
+EACH = object_bytes(SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -75,25 +76,23 @@ def test_two_writers_of_one_key_do_no_harm(
     assert len(list(direct.list())) == 2
     assert blocks.load(first, 0) == blocks.load(second, 0) == [True]
     assert blocks.load(begin("c"), 0) == [True]
-    assert first.clear() == 1
-    until(lambda: len(list(direct.list())) == 1)
+    direct.delete([next(direct.list()).name])
     assert blocks.load(begin("d"), 0) == [True]
 
 
 def test_room_is_made_by_removing_own_objects(
     begin: Begin, blocks: Blocks, direct: StoreClient
 ) -> None:
-    each = SHAPE.payload_bytes + SHAPE.header_bytes
-    tier = begin(size_bytes=2 * each)
+    tier = begin(size_bytes=2 * EACH)
     for number in range(4):
         assert blocks.write(tier, number)
     assert has(tier, 0, 1, 2, 3) == [False, False, True, True]
-    assert sum(listed.size_bytes for listed in direct.list()) == 2 * each
+    assert sum(listed.size_bytes for listed in direct.list()) == 2 * EACH
 
 
 def damage(direct: StoreClient, change: Callable[[bytearray], bytes | bytearray]) -> None:
-    """Replace the only object by one with other bytes."""
-    (listed,) = direct.list()
+    """Replace the object of block 1 by one with other bytes."""
+    (listed,) = (each for each in direct.list() if key(1).hex() in each.name)
     whole = bytearray(direct.get(listed.name, 0, listed.size_bytes))
     direct.put(listed.name, memoryview(bytes(change(whole))))
 
@@ -105,7 +104,7 @@ def test_a_flipped_byte_in_an_object_is_a_miss(
     blocks.write(tier, 0, 1)
 
     def flip(data: bytearray) -> bytearray:
-        data[SHAPE.payload_bytes + 5] ^= 0x80
+        data[SHAPE.layer_bytes + 5] ^= 0x80
         return data
 
     damage(direct, flip)
@@ -119,12 +118,12 @@ def test_a_truncated_object_is_a_miss_and_never_found_again(
 ) -> None:
     tier = begin(refresh_s=60.0)
     blocks.write(tier, 0, 1)
-    damage(direct, lambda data: data[: SHAPE.payload_bytes + 100])
+    damage(direct, lambda data: data[:100])
     assert blocks.load(tier, 1) == [False]
     assert tier.stats()["reads_truncated"] == 1
-    assert has(tier, 0, 1) == [False, False]
+    assert has(tier, 0, 1) == [True, False]
     late = begin("late")
-    assert has(late, 0, 1) == [False, False]
+    assert has(late, 0, 1) == [True, False]
     assert late.stats()["ignored"] == {"truncated": 1}
 
 
@@ -146,8 +145,8 @@ def test_an_upload_that_is_cut_leaves_nothing(
     ("mode", "reasons"),
     [
         ("dead", {"reads_unreachable", "reads_failed"}),
-        ("held", {"reads_timeout", "reads_given_up"}),
-        ("slow", {"reads_timeout", "reads_given_up"}),
+        ("held", {"reads_timeout"}),
+        ("slow", {"reads_timeout"}),
     ],
 )
 def test_an_endpoint_that_fails_in_the_middle_costs_hits_until_it_works_again(
@@ -170,7 +169,7 @@ def test_an_endpoint_that_fails_in_the_middle_costs_hits_until_it_works_again(
 
 def test_a_line_cut_within_an_answer_is_a_miss(begin: Begin, line: Line) -> None:
     blocks = Blocks(room=40)
-    tier = begin(refresh_s=60.0, run_bytes=1)
+    tier = begin(refresh_s=60.0)
     assert blocks.write(tier, *range(40))
     line.cut_after_bytes = line.passed_bytes + 10 * SHAPE.payload_bytes
     got = blocks.load(tier, *range(40))
@@ -228,8 +227,7 @@ def test_a_new_node_with_nothing_starts_warm_from_what_another_left(
     until(lambda: held(first) == 6)
     engine.close()
     first.close()
-    names = [ObjectName.parse(listed.name) for listed in direct.list()]
-    assert sum(name.count for name in names if name is not None) == 6
+    assert len(list(direct.list())) == 6
     later = start("b", warm=True)
     other = Engine(later.settings)
     until(lambda: other.has(*range(6)) == [True] * 6)
@@ -247,7 +245,7 @@ def test_two_nodes_that_store_the_same_blocks_both_keep_serving_them(
     until(lambda: [held(node) for node in nodes] == [3, 3])
     for node, engine in zip(nodes, engines, strict=True):
         engine.arena.clear(engine.row)
-        node.operations.clear(tiers=["nvme"])
+        node.operations.report_bad(DIGEST, keys(0, 1, 2))
         pulling = node.operations.pull(DIGEST, keys(0, 1, 2))
         assert pulling is not None and pulling.done.result(20) == 3
         assert engine.has(0, 1, 2) == [True] * 3

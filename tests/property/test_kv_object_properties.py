@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+import string
+
+import numpy as np
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headrace_kvstore.breaker import Breaker
+from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.objects.object_format import ObjectName, object_bytes
 from headrace_kvstore.objects.object_tier import ObjectTier
-from tests.support.kvnode import SHAPE
+from tests.support.kvnode import SHAPE, key
 from tests.support.kvobjects import Blocks, FakeStore, has
 
-EACH = SHAPE.payload_bytes + SHAPE.header_bytes
+EACH = object_bytes(SHAPE)
 NUMBERS = range(10)
 WRITERS = ("a", "b", "c")
 ROOM = {"a": 3 * EACH, "b": 5 * EACH, "c": 100 * EACH}
 
 
 class Sharing(RuleBasedStateMachine):
-    """The model: `written` tells what each object was made of. A tier that starts anew finds just
-    the blocks of the whole objects; whatever it finds, it reads right or not at all."""
+    """A tier that starts anew finds just the blocks of the whole objects; whatever it finds, it
+    reads right or not at all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.store = FakeStore()
         self.blocks = Blocks()
         self.tiers = {writer: self.made(writer) for writer in WRITERS}
-        self.written: dict[str, list[int]] = {}
         self.flipped: set[str] = set()
 
     def made(self, writer: str) -> ObjectTier:
@@ -46,7 +50,7 @@ class Sharing(RuleBasedStateMachine):
     )
     def write(self, writer: str, numbers: list[int]) -> None:
         missing, wrote = self.write_some(writer, numbers)
-        assert wrote == (bool(missing) and len(missing) * EACH <= ROOM[writer])
+        assert wrote == (len(missing) if len(missing) * EACH <= ROOM[writer] else 0)
         assert not wrote or has(self.tiers[writer], *missing) == [True] * len(missing)
 
     @rule(writer=st.sampled_from(WRITERS), fails=st.sampled_from(["put", "delete"]))
@@ -56,14 +60,19 @@ class Sharing(RuleBasedStateMachine):
         self.store.fails = {}
         assert not (wrote and fails == "put")
 
-    def write_some(self, writer: str, numbers: list[int]) -> tuple[list[int], bool]:
-        """What was missing, and whether the tier wrote it."""
-        tier, before = self.tiers[writer], set(self.store.objects)
+    def write_some(self, writer: str, numbers: list[int]) -> tuple[list[int], int]:
+        """What was missing, and how many the tier wrote."""
+        tier = self.tiers[writer]
         missing = [n for n, here in zip(numbers, has(tier, *numbers), strict=True) if not here]
+        before = self.store.puts
         wrote = self.blocks.write(tier, *numbers)
-        new = set(self.store.objects) - before
-        assert len(new) == wrote
-        self.written.update(dict.fromkeys(new, missing))
+        assert self.store.puts - before == wrote
+        if wrote:
+            self.flipped -= {
+                str(n)
+                for n in self.store.names()
+                if n.writer == writer and n.hash in {key(m) for m in missing}
+            }
         return missing, wrote
 
     @rule(writer=st.sampled_from(WRITERS))
@@ -74,8 +83,10 @@ class Sharing(RuleBasedStateMachine):
     def restart(self, writer: str) -> None:
         self.tiers[writer].close()
         self.tiers[writer] = self.made(writer)
-        expected = {n for name in self.store.objects for n in self.good(name)}
-        assert has(self.tiers[writer], *NUMBERS) == [n in expected for n in NUMBERS]
+        whole = {
+            name.hash for name in self.store.names() if len(self.store.objects[str(name)]) == EACH
+        }
+        assert has(self.tiers[writer], *NUMBERS) == [key(n) in whole for n in NUMBERS]
 
     @precondition(lambda self: self.store.objects)
     @rule(data=st.data())
@@ -86,9 +97,8 @@ class Sharing(RuleBasedStateMachine):
     @rule(data=st.data(), at=st.integers(0, 10**9))
     def flip_a_bit(self, data: st.DataObject, at: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.store.objects)))
-        payloads = len(self.store.objects[name]) - self.count(name) * SHAPE.header_bytes
-        if payloads > 0:
-            self.store.flip(name, at % payloads)
+        if self.store.objects[name]:
+            self.store.flip(name, at % len(self.store.objects[name]))
             self.flipped.add(name)
 
     @precondition(lambda self: self.store.objects)
@@ -117,18 +127,42 @@ class Sharing(RuleBasedStateMachine):
 
     def missing_objects(self, tier: ObjectTier) -> bool:
         """Whether something was removed or cut since this tier looked."""
-        known = tier._catalog.bundles.values()
-        sizes = {str(bundle.name): bundle.name.size_bytes for bundle in known}
-        return any(len(self.store.objects.get(n, b"")) != size for n, size in sizes.items())
-
-    def count(self, name: str) -> int:
-        return len(self.written[name])
-
-    def good(self, name: str) -> list[int]:
-        """Blocks that a new tier finds in an object: all if it has its whole length."""
-        whole = len(self.store.objects[name]) == self.count(name) * EACH
-        return self.written[name] if whole else []
+        return any(len(self.store.objects.get(n, b"")) != EACH for n in tier._catalog.objects)
 
 
 TestSharing = Sharing.TestCase
 TestSharing.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+@given(st.text() | st.from_regex(r"[0-9a-f]{32}/[0-9a-f]{64}\.[0-9a-f]{74}\.[A-Za-z0-9_-]{1,64}"))
+def test_a_name_is_refused_or_says_what_it_is_made_of(text: str) -> None:
+    name = ObjectName.parse(text)
+    assert name is None or str(name) == text
+
+
+@given(
+    writer=st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=64),
+    block_hash=st.binary(min_size=1, max_size=32),
+    parent=st.binary(max_size=32),
+    depth=st.integers(0, 2**32 - 1),
+    tenant=st.integers(0, 2**32 - 1),
+    priority=st.integers(-128, 127),
+    compute_s=st.floats(0, 1e9, width=32),
+    shape=st.builds(
+        Shape, st.binary(min_size=16, max_size=16), st.integers(1, 500), st.integers(1, 2**40)
+    ),
+)
+def test_every_block_has_a_name_that_is_read_back(
+    writer: str,
+    block_hash: bytes,
+    parent: bytes,
+    depth: int,
+    tenant: int,
+    priority: int,
+    compute_s: float,
+    shape: Shape,
+) -> None:
+    save = Save(block_hash, 0, np.zeros(1), parent, depth, tenant, compute_s, priority)
+    name = ObjectName.of(shape, writer, save)
+    assert ObjectName.parse(str(name)) == name
+    assert len(str(name)) < 255 + 33

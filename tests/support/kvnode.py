@@ -24,6 +24,7 @@ from headrace_kvstore.table import hash_word
 
 SHAPE = Shape(b"namespace-digest", layers=4, layer_bytes=2 * PAGE_BYTES)
 DIGEST = SHAPE.digest
+SECRET = "what the nodes of these tests share"
 
 
 def key(number: int) -> bytes:
@@ -56,6 +57,7 @@ def settings(folder: Path, **values: Any) -> NodeSettings:
         "sweep_s": 0.05,
         "retry_s": 0.1,
         "heal_s": 0.1,
+        "secret": SECRET,
     }
     return NodeSettings(**(usual | values))
 

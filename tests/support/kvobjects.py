@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.record import Save, Shape, TierEvent
+from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
@@ -89,6 +89,10 @@ class Blocks:
         rows = start + np.arange(count, dtype=np.uint64) * np.uint64(self.shape.payload_bytes)
         return np.asarray(rows[:, None] + self._layers)
 
+    def sums(self, count: int) -> list[np.ndarray]:
+        """Room for the sums of so many blocks."""
+        return list(np.zeros((count, self.shape.layers), np.uint64))
+
     def saves(self, *numbers: int) -> list[Save]:
         """These blocks, in memory."""
         made = []
@@ -99,8 +103,8 @@ class Blocks:
             made.append(Save(key(number), int(row[0]), sums, parent, number, compute_s=0.5))
         return made
 
-    def write(self, tier: ObjectTier, *numbers: int) -> bool:
-        """Write these as one object."""
+    def write(self, tier: ObjectTier, *numbers: int) -> int:
+        """Write these; how many were."""
         return tier.write(self.shape, self.saves(*numbers))
 
     def load(self, tier: ObjectTier, *numbers: int, timeout_s: float = 20.0) -> list[bool]:
@@ -108,7 +112,8 @@ class Blocks:
         places = [(n, tier.find(DIGEST, key(n))) for n in numbers]
         there = [(n, place) for n, place in places if place is not None]
         self.memory[1] = 0xEE
-        read = tier.read([place for _, place in there], self._addresses(1, len(there)))
+        held = [place for _, place in there]
+        read = tier.read(held, self._addresses(1, len(there)), self.sums(len(held)))
         good = dict(zip([n for n, _ in there], read.wait(timeout_s).tolist(), strict=True))
         for i, (number, _) in enumerate(there):
             assert not good[number] or (self.memory[1, i] == content(number)).all(), number
@@ -118,14 +123,6 @@ class Blocks:
 def has(tier: ObjectTier, *numbers: int) -> list[bool]:
     """Which of these the tier says that it has."""
     return [bool(each) for each in tier.contains(DIGEST, keys(*numbers))]
-
-
-class Heard(list[tuple[bool, bytes, str]]):
-    """What a tier tells: (stored, hash, reason)."""
-
-    def __call__(self, event: TierEvent) -> None:
-        assert event.digest == DIGEST
-        self.append((event.stored, event.hash, event.reason))
 
 
 @contextmanager

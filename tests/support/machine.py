@@ -39,6 +39,7 @@ class Machine:
 
     def _make_node(self, **settings: Any) -> StoreNodeProcess:
         usual = {"dram_bytes": DRAM_BYTES, "block_bytes": BLOCK_BYTES, "layers": LAYERS}
+        usual["secret"] = "of the nodes of these tests"
         return StoreNodeProcess(name=self.name, keep_arena=True, **(usual | settings))
 
     def change_node(self, **settings: Any) -> StoreNodeProcess:

@@ -25,23 +25,18 @@ from headrace_kvstore.protocol.events import (
     BlockStored,
     Change,
     EventBatch,
-    EventMaker,
+    EventLog,
     EventPublisher,
+    batches,
     plain_hash,
 )
-from headrace_kvstore.table import hash_word
 from tests.support.kvnode import DIGEST, Engine, key, keys, settings, until
 
 OTHER = b"another-digest-!"
 
 
-def came(
-    number: int, medium: str = DRAM, digest: bytes = DIGEST, parent: int | None = None
-) -> Change:
-    """Block `number` came; its parent is the one before unless told."""
-    if parent is None:
-        parent = hash_word(key(number - 1)) if number else 0
-    return Change(True, medium, digest, key(number), parent)
+def came(number: int, medium: str = DRAM, digest: bytes = DIGEST) -> Change:
+    return Change(True, medium, digest, key(number))
 
 
 def went(number: int, medium: str = DRAM) -> Change:
@@ -51,33 +46,54 @@ def went(number: int, medium: str = DRAM) -> Change:
 # Making
 
 
-def test_a_chain_is_one_event_with_its_parent() -> None:
-    maker = EventMaker()
-    [first, second] = maker.events([came(0), came(1), came(5, parent=99), came(6)])
-    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
-    assert (first.block_hashes, first.parent_block_hash) == (keys(0, 1), None)
-    assert (second.block_hashes, second.parent_block_hash) == (keys(5, 6), None)
-    [third] = maker.events([came(2)])
-    assert isinstance(third, BlockStored) and third.parent_block_hash == key(1)
+def events_of(*changes: Change) -> list[Any]:
+    return [event for batch in batches(changes) for event in batch]
 
 
-def test_brothers_and_unrelated_blocks_are_events_of_their_own() -> None:
-    word = hash_word(key(0))
-    got = EventMaker().events([came(0), came(1), came(7, parent=word), came(8, parent=0)])
-    assert [event.block_hashes for event in got] == [keys(0, 1), keys(7), keys(8)]  # type: ignore[attr-defined]
-    assert got[1].parent_block_hash == key(0)  # type: ignore[attr-defined]
-
-
-def test_media_and_namespaces_are_told_apart_and_order_is_kept() -> None:
-    got = EventMaker().events(
-        [came(0), came(1, NVME), went(0), went(1), went(1, NVME), came(0, digest=OTHER)]
-    )
+def test_a_run_of_one_kind_is_one_event_and_order_is_kept() -> None:
+    got = events_of(came(0), came(1, NVME), went(0), went(1), went(1, NVME), came(0, digest=OTHER))
     assert [type(event).__name__ for event in got] == [
         *("BlockStored", "BlockStored", "BlockRemoved", "BlockRemoved", "BlockStored")
     ]
-    assert [event.medium for event in got] == [DRAM, NVME, DRAM, NVME, DRAM]  # type: ignore[attr-defined]
-    assert got[2].block_hashes == keys(0, 1)  # type: ignore[attr-defined]
-    assert got[4].ownership == OTHER.hex()  # type: ignore[attr-defined]
+    assert [event.medium for event in got] == [DRAM, NVME, DRAM, NVME, DRAM]
+    assert got[2].block_hashes == keys(0, 1)
+    assert got[4].ownership == OTHER.hex()
+
+
+def test_no_batch_has_more_blocks_than_a_message_should_carry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "BATCH_BLOCKS", 2)
+    got = list(batches(came(number) for number in range(5)))
+    assert [[len(event.block_hashes) for event in batch] for batch in got] == [[2], [2], [1]]  # type: ignore[attr-defined]
+
+
+# The log
+
+
+def test_a_log_is_read_in_pages_from_any_number_it_has_and_else_from_its_beginning() -> None:
+    log = EventLog(1000)
+    assert log.read(0) == (0, []) and log.read(7) == (0, [])
+    assert [log.add(bytes([n]) * 10) for n in range(5)] == list(range(5))
+    assert log.read(3) == (3, [b"\3" * 10, b"\4" * 10])
+    assert log.read(5) == (5, [])
+    assert log.read(6)[0] == log.read(99)[0] == 0
+    assert len(log.read(0, 25)[1]) == 2
+    assert len(log.read(0, 0)[1]) == 1, "at least one, or nobody comes further"
+    log.forget_before(3)
+    assert log.read(0) == log.read(3) == (3, [b"\3" * 10, b"\4" * 10])
+    assert log.next_seq == 5
+
+
+def test_a_log_is_full_once_the_batches_behind_the_state_take_more_than_is_kept() -> None:
+    log = EventLog(1000)
+    log.add(bytes(5000))
+    log.forget_before(0)
+    assert not log.full, "the state itself may be of any size"
+    log.add(bytes(900))
+    assert log.full
+    log.forget_before(log.add(b"state"))
+    assert not log.full and log.next_seq == 3
 
 
 def test_hashes_are_what_vllm_calls_blocks_by() -> None:
@@ -88,8 +104,8 @@ def test_hashes_are_what_vllm_calls_blocks_by() -> None:
 
 def test_vllm_s_own_decoder_reads_them_and_writes_the_same_bytes() -> None:
     kv_events = pytest.importorskip("vllm.distributed.kv_events")
-    made = EventMaker().events([came(0), came(1), went(0, NVME)])
-    sent = msgspec.msgpack.encode(EventBatch(1.5, [AllBlocksCleared(), *made], 0))  # type: ignore[list-item]
+    made = events_of(came(0), came(1), went(0, NVME))
+    sent = msgspec.msgpack.encode(EventBatch(1.5, [AllBlocksCleared(), *made], 0))
     batch = msgspec.msgpack.Decoder(kv_events.KVEventBatch).decode(sent)
     cleared, stored, removed = batch.events
     assert isinstance(cleared, kv_events.AllBlocksCleared)
@@ -203,7 +219,7 @@ class Source:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Source]:
-    source = Source(tmp_path, kept_batches=20)
+    source = Source(tmp_path, kept_bytes=6000)
     sent(source, 1)  # the whole state comes first; changes before that would go into it
     yield source
     source.close()
@@ -262,11 +278,49 @@ def test_what_is_too_old_to_replay_comes_as_the_whole_state(source: Source) -> N
         source.put(number)
         if number % 3 == 0:
             source.drop(number)
-    sent(source, 81)
+    until(lambda: source.publisher.resyncs > 1)
     subscriber = source.subscribe()
-    subscriber.replay(0)
-    assert source.agrees(subscriber)
-    assert subscriber.replayed == [source.publisher.stats()["batches"] - 1]
+
+    def replayed() -> bool:
+        subscriber.replayed.clear()
+        subscriber.replay(0)
+        return source.agrees(subscriber)
+
+    until(replayed)
+    first = subscriber.replayed[0]
+    assert first > 0 and subscriber.replayed == list(range(first, first + len(subscriber.replayed)))
+
+
+def test_a_state_of_any_size_is_told_in_pages(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "BATCH_BLOCKS", 3)
+    source.put(*range(20))
+    before = source.publisher.log.next_seq
+    source.publisher.resync()
+    until(lambda: source.publisher.resyncs > 1)
+    first, told = source.publisher.log.read(0)
+    assert first >= before and len(told) >= 1 + 20 // 3
+    sizes = [msgspec.msgpack.decode(batch, type=EventBatch).events for batch in told]
+    assert isinstance(sizes[0][0], AllBlocksCleared)
+    late = source.subscribe()
+    late.replay(0)
+    assert source.agrees(late)
+
+
+def test_a_replay_is_told_in_parts_and_the_rest_on_asking_again(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "REPLAYED_BATCHES", 4)
+    for number in range(8):
+        source.put(number)
+    sent(source, 9)
+    late = source.subscribe()
+    late.replay(0)
+    assert len(late.replayed) == 4 and not source.agrees(late)
+    late.replay(late.replayed[-1] + 1)
+    late.replay(late.replayed[-1] + 1)
+    assert source.agrees(late)
 
 
 def test_who_knows_a_later_number_than_there_is_gets_the_whole_state(source: Source) -> None:
@@ -303,13 +357,6 @@ def test_replay_requests_that_are_none_are_ignored(source: Source) -> None:
     context.destroy(0)
 
 
-def test_chains_longer_than_an_event_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "CHAIN_BLOCKS", 2)
-    got = EventMaker().events([came(number) for number in range(5)])
-    assert [len(event.block_hashes) for event in got] == [2, 2, 1]  # type: ignore[attr-defined]
-    assert [event.parent_block_hash for event in got] == [None, key(1), key(3)]  # type: ignore[attr-defined]
-
-
 # From a node
 
 
@@ -330,7 +377,7 @@ def test_a_node_tells_of_both_tiers(tmp_path: Path) -> None:
     until(lambda: sees((DRAM, 0), (DRAM, 1), (NVME, 0), (NVME, 1)))
     engine.arena.discard(engine.row, keys(0))
     until(lambda: sees((DRAM, 1), (NVME, 0), (NVME, 1)))
-    node.operations.report_bad(DIGEST, keys(1), "nvme")
+    node.operations.report_bad(DIGEST, keys(1))
     until(lambda: sees((DRAM, 1), (NVME, 0)))
     late = Subscriber(node._events.publisher)
     late.replay(0)

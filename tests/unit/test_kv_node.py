@@ -242,36 +242,10 @@ def test_warm_fills_free_room_only(start: Start) -> None:
 # Keeping and dropping
 
 
-def test_what_a_reader_reports_bad_is_gone_from_that_tier(node: StoreNode, engine: Engine) -> None:
+def test_what_a_reader_reports_bad_is_gone_from_nvme(node: StoreNode, engine: Engine) -> None:
     written(node, engine, 0, 1)
-    assert node.operations.report_bad(DIGEST, keys(0, 9), "nvme") == 1
+    assert node.operations.report_bad(DIGEST, keys(0, 9)) == 1
     assert located(node, 0) == 0 and engine.has(0) == [True]
-    assert node.operations.report_bad(DIGEST, keys(1), "dram") == 1
-    assert located(node, 1) == 1 and engine.has(1) == [False]
-    with pytest.raises(ValueError, match="unknown tier"):
-        node.operations.report_bad(DIGEST, keys(1), "tape")
-
-
-def test_pinned_blocks_stay_until_they_are_let_go(node: StoreNode, engine: Engine) -> None:
-    written(node, engine, 0)
-    assert node.operations.pin(DIGEST, keys(0, 1)) == 1
-    for first in range(10, 130, 30):
-        engine.put(*range(first, first + 30))
-    assert engine.has(0) == [True]
-    assert engine.arena.stats()["pinned"] == 1
-    assert node.operations.pin(DIGEST, keys(0), pinned=False) == 1
-    assert engine.arena.stats()["pinned"] == 0
-
-
-def test_clear_drops_a_namespace_or_all_in_the_tiers_named(node: StoreNode, engine: Engine) -> None:
-    written(node, engine, 0, 1)
-    assert node.operations.clear(b"another-digest-!") == 0
-    assert node.operations.clear(DIGEST, ["dram"]) == 2
-    assert engine.has(0) == [False] and located(node, 0, 1) == 2
-    assert node.operations.clear() == 2
-    assert located(node, 0) == 0
-    with pytest.raises(ValueError, match="unknown tier"):
-        node.operations.clear(tiers=["tape"])
 
 
 def test_stats_are_json_and_say_what_each_tier_holds(node: StoreNode, engine: Engine) -> None:

@@ -12,10 +12,9 @@ import pytest
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.objects.object_format import ObjectName
-from headrace_kvstore.protocol.events import OBJECT, Change
+from headrace_kvstore.protocol.events import OBJECT
 from headrace_kvstore.settings import SettingsError
-from tests.support.kvnode import DIGEST, SHAPE, Engine, key, keys, settings, settled, until
+from tests.support.kvnode import DIGEST, Engine, key, keys, settings, settled, until
 
 Start = Callable[..., StoreNode]
 
@@ -73,18 +72,6 @@ def test_only_blocks_that_were_used_again_are_shared(start: Start) -> None:
     assert objects(node)["blocks"] == 2
     engine.arena.pin(engine.row, keys(3), True)
     until(lambda: objects(node)["blocks"] == 3)
-    engine.close()
-
-
-def test_blocks_of_one_prefix_share_objects_of_the_size_asked(start: Start, tmp_path: Path) -> None:
-    node = start(object_part_bytes=4 * (SHAPE.payload_bytes + SHAPE.header_bytes))
-    engine = Engine(node.settings)
-    engine.put(*range(8))
-    engine.arena.lease(engine.row, keys(*range(8)), 0.1)
-    until(lambda: objects(node)["blocks"] == 8)
-    made = (tmp_path / "objects" / DIGEST.hex()).iterdir()
-    names = [ObjectName.parse(f"{DIGEST.hex()}/{path.name}") for path in made]
-    assert [name.count for name in names if name is not None] == [4, 4]
     engine.close()
 
 
@@ -146,41 +133,6 @@ def test_prefetch_takes_from_disk_what_is_there_and_from_objects_the_rest(start:
     assert later.operations.stats()["prefetch"]["loaded"] == 1
     assert objects(later)["fetch"]["loaded"] == 1
     other.close()
-
-
-def test_what_objects_hold_is_told_as_a_medium_of_its_own(start: Start) -> None:
-    node = start("a", events="inproc://objects")
-    engine = Engine(node.settings)
-    shared(node, engine, 0, 1)
-    told = [change for change in node._events.contents() if change.medium == OBJECT]
-    parent = int.from_bytes(key(0)[:8], "little")
-    assert told == [
-        Change(True, OBJECT, DIGEST, key(0), 0),
-        Change(True, OBJECT, DIGEST, key(1), parent),
-    ]
-    engine.close()
-
-
-def test_clear_leaves_objects_alone_unless_they_are_named(start: Start) -> None:
-    node = start()
-    engine = Engine(node.settings)
-    shared(node, engine, 0, 1)
-    node.operations.clear()
-    assert objects(node)["blocks"] == 2
-    assert node.operations.clear(tiers=["object"]) == 2
-    assert objects(node)["blocks"] == 0
-    with pytest.raises(ValueError, match="object"):
-        node.operations.clear(tiers=["tape"])
-    engine.close()
-
-
-def test_pinning_reaches_objects(start: Start) -> None:
-    node = start(nvme_folder=None)
-    engine = Engine(node.settings)
-    shared(node, engine, 0)
-    engine.arena.clear(engine.row)
-    assert node.operations.pin(DIGEST, keys(0, 1)) == 1
-    engine.close()
 
 
 def test_stats_are_json_and_tell_of_the_object_tier(start: Start) -> None:

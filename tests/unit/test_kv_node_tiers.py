@@ -61,7 +61,12 @@ def test_the_answer_is_awaited_and_given_once(tiers: NodeTiers) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [NodeAway("away"), wire.Failed("busy"), wire.Located(1, 4096, [], [(0, 0)])]
+    "reply",
+    [
+        NodeAway("away"),
+        wire.Failed("busy"),
+        wire.Located(1, 4096, [wire.Place("/kv/0", 0, 0, b"")]),
+    ],
 )
 def test_any_other_answer_is_nothing(tiers: NodeTiers, reply: wire.Reply | NodeAway) -> None:
     tiers.ask("r", [HASH], 0.1)

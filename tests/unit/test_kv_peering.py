@@ -4,13 +4,16 @@ lend while it runs."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 
+from headrace_kvstore.cluster.keeper import StoreKeeper
 from headrace_kvstore.cluster.peering import Peering
 from headrace_kvstore.node.node import StoreNode
 from tests.support.kvnode import DIGEST, Engine, keys, settings, until
@@ -88,6 +91,54 @@ def test_a_node_that_never_answered_is_followed_by_nobody() -> None:
     nodes["b"].deaf = True
     turn(Peering(ask), nodes)
     assert (nodes["a"].follows, nodes["b"].follows) == ([], None)
+
+
+# A keeper
+
+
+class Remote:
+    """A method of an actor."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def remote(self, *_: Any) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def keeper(nodes: Mapping[str, Any], **settings: Any) -> StoreKeeper:
+    """One that has these nodes, without Ray."""
+    made = StoreKeeper.__new__(StoreKeeper)
+    made._failures, made._nodes, made._settings = Counter(), dict(nodes), settings
+    return made
+
+
+def test_what_a_keeper_asks_in_vain_is_counted_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node = SimpleNamespace(lend=Remote(ValueError("secret: is not set")))
+    one = keeper({"a": node})
+    for _ in range(3):
+        assert asyncio.run(one._ask(node, "lend")) is None
+    assert one._failures == {"lend_ValueError": 3}
+    assert [record.message for record in caplog.records] == [
+        "a store node's lend failed: secret: is not set"
+    ]
+
+
+def test_a_keeper_takes_over_the_secret_of_the_nodes_there_are_or_makes_one() -> None:
+    known = {"a": SimpleNamespace(secret=Remote(None)), "b": SimpleNamespace(secret=Remote("old"))}
+    for nodes, given, expected in ((known, None, "old"), (known, "given", "given")):
+        one = keeper(nodes, **({} if given is None else {"secret": given}))
+        asyncio.run(one._agree_on_a_secret())
+        assert one._settings["secret"] == expected
+    first, second = keeper({}), keeper({})
+    for one in (first, second):
+        asyncio.run(one._agree_on_a_secret())
+    assert len(first._settings["secret"]) == 64
+    assert first._settings["secret"] != second._settings["secret"]
 
 
 # A node that begins to lend

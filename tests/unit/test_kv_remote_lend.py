@@ -18,7 +18,7 @@ from headrace_kvstore.node.dram_work import open_arena
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.lender import LENT_SHARE, Lender
 from headrace_kvstore.peers.messages import Failed, Lease, Leased, Release, Row, Welcome
-from headrace_kvstore.protocol.wire import WireError, encode
+from headrace_kvstore.protocol.wire import Notes, WireError, encode
 from tests.support.kvnode import DIGEST, SHAPE, Engine, content, keys, settings
 
 GENERATION = "g1"
@@ -242,7 +242,12 @@ def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
 
 @pytest.mark.parametrize(
     "request_",
-    [messages.Hello(), Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0), Release(4, [1, 2])],
+    [
+        messages.Hello(),
+        messages.Look("b", 7, 9, 2**20),
+        Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0),
+        Release(4, [1, 2]),
+    ],
 )
 def test_requests_come_out_as_they_went_in(request_: Any) -> None:
     assert messages.decode_request(encode(3, request_)) == (3, request_)
@@ -251,7 +256,8 @@ def test_requests_come_out_as_they_went_in(request_: Any) -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        Welcome("g", b"\0\1", 1, 2, 3),
+        Welcome("g", b"\0\1"),
+        messages.News("g", Notes("b", 1, 2, []), 3, [b"batch"], 4),
         Leased(1, [Row(0, 2**47, 2**64 - 1, 1, 2, -3, 0.5)], b"12345678"),
         Failed("no"),
     ],
@@ -269,6 +275,10 @@ def test_replies_come_out_as_they_went_in(reply: Any) -> None:
         encode(3, Lease("g", DIGEST, 4, 64, [b""], 3.0)),
         encode(3, Lease("g", DIGEST, 4, 64, [], -1.0)),
         encode(3, Lease("g" * 65, DIGEST, 4, 64, [], 1.0)),
+        encode(3, Lease("g", DIGEST, 4, 64, [b"h"] * (messages.MAX_BLOCKS + 1), 1.0)),
+        encode(3, Release(1, [0] * (messages.MAX_BLOCKS + 1))),
+        encode(3, Release(1, [-1])),
+        encode(3, messages.Look("b", 0, 0, messages.MAX_LOOK_BYTES + 1)),
         encode(3, Failed("a reply is no request")),
     ],
 )
@@ -280,6 +290,6 @@ def test_what_cannot_be_meant_is_refused(frame: bytes) -> None:
 def test_an_engine_s_requests_are_not_heard_from_peers() -> None:
     from headrace_kvstore.protocol import wire
 
-    for request in (wire.Clear(), wire.Pin(DIGEST, keys(0)), wire.GetStats()):
+    for request in (wire.Ping(), wire.GetStats()):
         with pytest.raises(WireError):
             messages.decode_request(encode(1, request))

@@ -44,7 +44,7 @@ class Peer:
         )
 
     def welcome(self, address: str) -> Welcome:
-        return Welcome("g", b"metadata", 0, 0, 0)
+        return Welcome("g", b"metadata")
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
         answer: Future[Leased] = Future()
@@ -78,13 +78,10 @@ class Peer:
 
     # As `Agent`
 
-    def meet(self, metadata: bytes) -> Future[str]:
-        met: Future[str] = Future()
+    def meet(self, metadata: bytes, limit_s: float) -> str:
         if self.fault == "metadata":
-            met.set_exception(PullError("refused"))
-        else:
-            met.set_result("agent")
-        return met
+            raise PullError("refused")
+        return "agent"
 
     def forget(self, peer: str) -> None:
         pass
@@ -212,6 +209,23 @@ def test_a_second_wish_for_a_block_on_its_way_waits_for_the_same_pull(
     assert first.result(60) == 8 and second.result(60) in (0, 4)
     assert reader.engine.has(*range(8)) == [True] * 8
     assert reader.puller.fetch(DIGEST, []).result(60) == 0
+
+
+def test_a_block_wanted_anew_while_its_pull_ends_is_pulled_again(
+    peer: Peer, reader: Reader
+) -> None:
+    peer.engine.put(0, 1)
+    again: list[Future[int]] = []
+
+    def released(address: str, body: Any) -> None:
+        if not again:
+            reader.arena.clear()
+            again.append(reader.puller.fetch(DIGEST, keys(0, 1)))
+
+    peer.tell = released  # type: ignore[method-assign]
+    assert reader.pull(0, 1) == 2
+    until(lambda: bool(again))
+    assert again[0].result(60) == 2
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 46, 64])

@@ -78,19 +78,18 @@ def test_a_read_that_is_over_counts_no_more(
 def test_a_peer_is_met_when_every_agent_has_met_it(
     readers: Readers, agents: list[Scripted]
 ) -> None:
-    met = readers.meet(b"")
     agents[1].met.set_result("peer")
-    assert not met.done()
+    with pytest.raises(PullError, match="slow"):
+        readers.meet(b"", 0.01)
     agents[0].met.set_result("peer")
-    assert met.result(0) == "peer"
+    assert readers.meet(b"", 1.0) == "peer"
 
 
 def test_a_peer_that_one_cannot_meet_is_not_met(readers: Readers, agents: list[Scripted]) -> None:
-    met = readers.meet(b"")
     agents[0].met.set_result("peer")
     agents[1].met.set_exception(PullError("refused"))
-    with pytest.raises(PullError):
-        met.result(0)
+    with pytest.raises(PullError, match="refused"):
+        readers.meet(b"", 1.0)
 
 
 def test_all_forget_and_all_close(readers: Readers, agents: list[Scripted]) -> None:

@@ -241,6 +241,17 @@ def test_a_socket_of_another_user_is_not_asked(
     assert mute.heard() is None
 
 
+def test_questions_without_an_answer_are_counted_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    surveyor = Surveyor("nobody", limit_s=0.01, retry_s=1e-9, socket_folder=tmp_path)
+    for _ in range(3):
+        assert ask(surveyor, 0) == []
+    assert surveyor.failures == {"NodeAway": 3}
+    assert len([r for r in caplog.records if "a plan does without" in r.message]) == 1
+    surveyor.close()
+
+
 # What the planner sees
 
 

@@ -40,8 +40,7 @@ class Node:
             return wire.Notes(self.board.generation, 0, self.board.head)
         if isinstance(request, wire.ReadNotes):
             place = request.after, request.most_bytes
-            page = self.board.read(*place, generation=request.generation, but=request.but)
-            return wire.pack_page(page)
+            return self.board.read(*place, generation=request.generation, but=request.but)
         return wire.Failed("only a board")
 
 

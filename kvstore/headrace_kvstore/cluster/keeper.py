@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,7 @@ LOOK_S = 5.0
 """Between checks that every machine has its node; Ray itself restarts one that dies."""
 ANSWER_S = 3.0
 JOIN_RETRY_S = 2.0
+SECRET_TRIES = 5
 ANYWHERE = ("0.0.0.0", "[::]")
 
 Setup = Callable[[str], None]
@@ -48,9 +51,9 @@ class StoreNodeActor:
         """As `Operations.stats`."""
         return self._node.operations.stats()
 
-    def warm(self) -> int:
-        """As `Operations.warm`."""
-        return self._node.operations.warm()
+    def secret(self) -> str | None:
+        """What it knows other nodes of the app by."""
+        return self._node.settings.secret
 
     def lend(self) -> str:
         """As `StoreNode.lend`, where other machines reach this one."""
@@ -87,10 +90,12 @@ class StoreKeeper:
         self._peering = Peering(self._ask) if share else None
         self._name = NodeSettings.parse(settings).name
         self._settings, self._setup = settings, setup
+        self._failures: Counter[str] = Counter()
         self._nodes: dict[str, Any] = {}
         self._why: dict[str, str] = {}
         for machine in self._machines_with_nodes():
             self._nodes[machine] = self._make(machine)
+        await self._agree_on_a_secret()
         self._task = asyncio.create_task(self._look())
 
     async def join(self, machine: str) -> None:
@@ -100,18 +105,17 @@ class StoreKeeper:
             self._nodes[machine] = self._make(machine)
 
     async def status(self) -> list[dict[str, Any]]:
-        """JSON-able: each machine's node, or why it has none."""
+        """JSON-able: each machine's node, or why it has none; what the keeper asked in vain."""
         nodes = dict(self._nodes)
         answers = await asyncio.gather(*(self._ask(node, "stats") for node in nodes.values()))
         return [
-            {"machine": machine, **(stats or {"name": self._name, "down": self._why.get(machine)})}
+            {
+                "machine": machine,
+                **(stats or {"name": self._name, "down": self._why.get(machine)}),
+                "keeper_failures": dict(self._failures),
+            }
             for machine, stats in zip(nodes, answers, strict=True)
         ]
-
-    async def warm(self) -> int:
-        """Have each node bring its NVMe tier's best blocks into DRAM; how many were queued."""
-        answers = await asyncio.gather(*(self._ask(n, "warm") for n in self._nodes.values()))
-        return sum(answer or 0 for answer in answers)
 
     async def __del__(self) -> None:
         self._task.cancel()
@@ -119,6 +123,17 @@ class StoreKeeper:
             await self._ask(node, "close")
             with contextlib.suppress(Exception):
                 ray.kill(node)
+
+    async def _agree_on_a_secret(self) -> None:
+        """Nodes that an earlier keeper left have one; the others get the same."""
+        secret = self._settings.get("secret")
+        for _ in range(SECRET_TRIES if self._nodes and secret is None else 0):
+            known = await asyncio.gather(*(self._ask(n, "secret") for n in self._nodes.values()))
+            secret = next((each for each in known if each), None)
+            if secret is not None:
+                break
+            await asyncio.sleep(JOIN_RETRY_S)
+        self._settings = {**self._settings, "secret": secret or secrets.token_hex(32)}
 
     def _make(self, machine: str) -> Any:
         return (
@@ -146,11 +161,15 @@ class StoreKeeper:
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     async def _ask(self, node: Any, method: str, *arguments: Any) -> Any:
-        """A node's answer; None if it gives none in time."""
+        """A node's answer; None if it gives none in time. The first failure of each kind is logged,
+        and all are counted."""
         try:
             return await asyncio.wait_for(getattr(node, method).remote(*arguments), ANSWER_S)
         except Exception as error:
-            logger.debug("store node: %s: %r", method, error)
+            kind = f"{method}_{type(error).__name__}"
+            self._failures[kind] += 1
+            if self._failures[kind] == 1:
+                logger.warning("a store node's %s failed: %s", method, _first_line(error))
             return None
 
     async def _look(self) -> None:

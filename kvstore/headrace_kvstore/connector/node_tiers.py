@@ -52,7 +52,7 @@ class NodeTiers:
 
     def report_bad(self, hashes: Sequence[bytes]) -> None:
         """Have the node drop blocks whose bytes were not right."""
-        self._client.tell(wire.ReportBad(self._digest, [bytes(h) for h in hashes], "nvme"))
+        self._client.tell(wire.ReportBad(self._digest, [bytes(h) for h in hashes]))
 
     def close(self) -> None:
         self._client.close()

@@ -111,13 +111,9 @@ class Follower:
     def _take(self, found: np.ndarray) -> None:
         spaces = self._arena.spaces()
         changes = [
-            Change(kind == STORED, DRAM, spaces[row].digest, block_hash, parent)
-            for kind, row, block_hash, parent in zip(
-                found["kind"].tolist(),
-                found["namespace"].tolist(),
-                (block_hash.tobytes() for block_hash in found["hash"]),
-                found["parent"].tolist(),
-                strict=True,
+            Change(kind == STORED, DRAM, spaces[row].digest, block_hash.tobytes())
+            for kind, row, block_hash in zip(
+                found["kind"].tolist(), found["namespace"].tolist(), found["hash"], strict=True
             )
         ]
         self._publish(changes)

@@ -1,7 +1,7 @@
 """The part of a StoreNode that other nodes see: its port, its peers, and the pulls from them.
 
 A node without `listen` lends nothing. A node with neither `listen` nor `peers` has no peers,
-until `open` is called.
+until `open` is called. Peers are members of the app (`membership`): nobody else gets an answer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import zmq
 from headrace_kvstore.node.dram_work import DramWork
 from headrace_kvstore.node.object_work import OBJECTS
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.peers.messages import PeerRequest, decode_request
+from headrace_kvstore.peers.messages import Lease, Look, News, PeerRequest, decode_request
 from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.peers.pull_price import Choice, choose
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
 from headrace_kvstore.protocol.events import EventPublisher
+from headrace_kvstore.protocol.membership import Membership
 from headrace_kvstore.protocol.server import FrameServer
 from headrace_kvstore.supply import OBJECT, REMOTE, Supply
 
@@ -69,12 +70,18 @@ class Neighbours:
         """Have peers from now on and, if HOST:PORT is given, lend to them; what is open stays so.
 
         Raises:
+            ValueError: there is no secret to know members by.
             zmq.ZMQError: `listen` cannot be bound.
         """
+        if self._settings.secret is None:
+            raise ValueError("secret: is not set; nodes that share blocks know each other by it")
+        members = Membership(self._settings.secret)
         if listen is not None and self._server is None:
             try:
                 self._server = FrameServer(
-                    lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer, "kv-lend"
+                    *(lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer, (Lease,)),
+                    name="kv-lend",
+                    members=members,
                 )
             except zmq.ZMQError as error:
                 self._deaf = f"cannot listen at {listen}: {error}"
@@ -82,7 +89,8 @@ class Neighbours:
             self._deaf = ""
         if self.peers is None:
             self.peers = Peers(
-                self._settings.peers, self._is_own, self._settings.heal_s, self._board
+                *(self._settings.peers, members, self._is_own),
+                *(self._settings.heal_s, self._board),
             )
 
     @property
@@ -182,23 +190,19 @@ class Neighbours:
             self.peers.close()
 
     def _answer(self, request: PeerRequest) -> wire.Message | Future[Any]:
-        if isinstance(request, wire.ReadNotes):
-            place = request.after, request.most_bytes
-            return wire.pack_page(self._board.read(*place, generation=request.generation, own=True))
         dram, publisher = self._dram(), self._publisher()
         if dram is None or dram.remote is None or publisher is None:
             return wire.Failed("there is no arena to lend from")
-        ports = _port(publisher.endpoint), _port(publisher.replay_endpoint)
-        reply: wire.Message | Future[Any] = dram.remote.answer(request, publisher.next_seq, ports)
+        if isinstance(request, Look):
+            place = request.after, request.most_bytes
+            page = self._board.read(*place, generation=request.board, own=True)
+            first, batches = publisher.log.read(request.batch, request.most_bytes)
+            log = first, batches, publisher.log.next_seq
+            return News(dram.remote.generation, page, *log)
+        reply: wire.Message | Future[Any] = dram.remote.answer(request)
         return reply
 
     def _is_own(self, generation: str) -> bool:
         dram = self._dram()
         work = None if dram is None else dram.remote
         return work is not None and work.generation == generation
-
-
-def _port(endpoint: str | None) -> int:
-    """Of a TCP endpoint; 0 for another one, which no peer can follow."""
-    text = endpoint or ""
-    return int(text.rpartition(":")[2]) if text.startswith("tcp://") else 0

@@ -28,7 +28,6 @@ from headrace_kvstore.node.dram_work import DramWork
 from headrace_kvstore.node.neighbours import Neighbours
 from headrace_kvstore.node.object_work import open_tier
 from headrace_kvstore.node.operations import Operations
-from headrace_kvstore.node.requests import Requests
 from headrace_kvstore.node.tier_keeper import TierKeeper
 from headrace_kvstore.node.tiers import Tiers
 from headrace_kvstore.node.worth import Worth
@@ -65,10 +64,12 @@ class StoreNode:
         self._mover, self._owns_mover = mover, mover is None
         self._events = NodeEvents(settings, self.tiers)
         board = Board(settings.board_bytes, secrets.token_hex(8))
-        self.operations = Operations(settings, self.tiers, self._worth, board, self._events)
+        self._slow = ThreadPoolExecutor(1, "kv-node-slow")
+        self.operations = Operations(
+            settings, self.tiers, self._worth, board, self._events, self._slow
+        )
         self._server: NodeServer | None = None
         self._lending = threading.Lock()
-        self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self._stop = threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
 
@@ -83,10 +84,9 @@ class StoreNode:
         settings = self.settings
         prepare()
         path = wire.socket_path(settings.name, settings.socket_folder)
-        requests = Requests(self.operations, self._slow)
-        self._server = NodeServer(path, requests.answer, self.operations.requests)
+        self._server = NodeServer(path, self.operations.answer, self.operations.requests)
         try:
-            self._events.open(settings.listen)
+            self._events.open(for_peers=settings.listen is not None)
             self.tiers.neighbours = Neighbours(
                 *(settings, lambda: self.tiers.dram, lambda: self._events.publisher),
                 self.operations.board,
@@ -111,9 +111,7 @@ class StoreNode:
 
     def _open_objects(self) -> None:
         try:
-            self.tiers.objects = open_tier(
-                self.settings, self._events.objects_changed, self._tier_opened
-            )
+            self.tiers.objects = open_tier(self.settings, self._objects_opened)
         except ImportError as error:
             self.tiers.reasons["object"] = f"{error}: pip install headrace[object]"
             logger.exception("there is no object tier")
@@ -145,7 +143,7 @@ class StoreNode:
         if neighbours is not None:
             neighbours.close()
         if self.tiers.objects is not None:
-            ended &= self.tiers.objects.close(_left(deadline))
+            self.tiers.objects.close(_left(deadline))
         keeper, self.tiers.keeper = self.tiers.keeper, None
         if keeper is not None:
             ended &= keeper.close(_left(deadline))
@@ -159,10 +157,9 @@ class StoreNode:
     def lend(self, listen: str) -> str:
         """Lend to peers from now on, at HOST:PORT as in the settings, which go before; the address.
 
-        Events that the settings publish without TCP or replay stay so, and then no peer follows.
-
         Raises:
             RuntimeError: the node is closed.
+            ValueError: there is no secret to know members by.
             zmq.ZMQError: the address cannot be bound.
         """
         with self._lending:
@@ -171,7 +168,7 @@ class StoreNode:
                 raise RuntimeError("the store node is closed")
             if neighbours.address is None:
                 neighbours.open(listen)
-                self._events.open(listen)
+                self._events.open(for_peers=True)
             assert neighbours.address is not None
             return neighbours.address
 
@@ -226,11 +223,11 @@ class StoreNode:
         dram = self.tiers.dram
         if dram is not None:
             dram.follower.sweep_soon()
-        self._tier_opened()
-
-    def _tier_opened(self) -> None:
-        """A tier that others or an earlier node filled can be read."""
         self._events.resync()
+        self._objects_opened()
+
+    def _objects_opened(self) -> None:
+        """A tier that others or an earlier node filled can be read."""
         if self.settings.warm:
             self._slow.submit(self.operations.warm)
 

@@ -2,7 +2,7 @@
 
 What is worth it shows only with use, so no list of blocks waits here: every `sweep_s` the arena is
 looked through for blocks that have proved themselves and are in no object yet. What could not be
-written is found by the next look; nothing is held meanwhile but one object being made.
+written is found by the next look; nothing is held meanwhile but `WRITE_BYTES` being put.
 """
 
 from __future__ import annotations
@@ -12,22 +12,18 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.arena.chains import chains
 from headrace_kvstore.fitting import LinearTime
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.nvme.record import Shape, TierEvent
-from headrace_kvstore.objects.object_catalog import Place
+from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.objects.object_client import StoreClient
-from headrace_kvstore.objects.object_format import most_blocks
-from headrace_kvstore.objects.object_pack import Packed
-from headrace_kvstore.objects.object_tier import ObjectTier
+from headrace_kvstore.objects.object_format import ObjectName
+from headrace_kvstore.objects.object_tier import ObjectTier, Packed
 from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol.events import OBJECT
 from headrace_kvstore.staging.prefetch import Prefetcher
@@ -37,6 +33,8 @@ from headrace_kvstore.staging.write_behind import arena_saves
 logger = logging.getLogger("headrace.kvstore")
 
 READ_BYTES = 32 * 2**20
+WRITE_BYTES = 16 * 2**20
+"""Copied from the arena at once, and then put, each block as an object of its own."""
 OBJECTS = "object store"
 """Among the peers of a `Run`."""
 FIRST_LATENCY_S, FIRST_BYTES_PER_S = 0.05, 1e8
@@ -67,14 +65,11 @@ class ObjectSource:
         size = max(1, READ_BYTES // block_bytes)
         return [min(size, blocks - first) for first in range(0, blocks, size)]
 
-    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
         """As `Source`."""
-        answer: Future[Offer] = Future()
-        if self._tier.may_read:
-            answer.set_result(ObjectOffer(self._tier, self.cost, digest, hashes))
-        else:
-            answer.set_exception(Unavailable("breaker"))
-        return answer
+        if not self._tier.may_read:
+            raise Unavailable("breaker")
+        return ObjectOffer(self._tier, self.cost, digest, hashes)
 
 
 class ObjectOffer:
@@ -85,55 +80,39 @@ class ObjectOffer:
     ) -> None:
         self._tier, self._cost = tier, cost
         found = [tier.find(digest, block_hash) for block_hash in hashes]
-        self._places: list[Place] = [place for place in found if place is not None]
-        self.found = [_found(place) for place in self._places]
+        self._objects = [held for held in found if held is not None]
+        self.found = [_found(held.name) for held in self._objects]
+        self._began_s, self._asked_bytes = time.monotonic(), 0
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
-        """As `Offer`."""
-        began_s = time.monotonic()
-        read = self._tier.read([self._places[i] for i in which], addresses)
-
-        def learn() -> None:
-            good = int(read.wait(0.0).sum())
-            if good == len(which):
-                size = good * self._places[0].bundle.name.shape.payload_bytes
-                self._cost.observe(size, time.monotonic() - began_s)
-
-        read.when_done(learn)
-        return read
+        """As `Offer`. The sums in `found` are known once a block has come."""
+        objects = [self._objects[i] for i in which]
+        self._asked_bytes += sum(held.name.shape.payload_bytes for held in objects)
+        return self._tier.read(objects, addresses, [self.found[i].sums for i in which])
 
     def close(self, bad: Sequence[int]) -> None:
-        """The tier itself has dropped what was bad."""
+        """As `Offer`: learn what it cost. The tier itself has dropped what was bad."""
+        if self._asked_bytes and not bad:
+            self._cost.observe(self._asked_bytes, time.monotonic() - self._began_s)
 
 
-def _found(place: Place) -> Found:
-    block = place.block
-    return Found(
-        *(block.hash, place.bundle.name.shape, block.sums),
-        *(int.from_bytes(block.parent[:8], "little"), block.depth, block.tenant),
-        *(block.priority, block.compute_s),
-    )
+def _found(name: ObjectName) -> Found:
+    sums = np.zeros(name.shape.layers, np.uint64)
+    where = name.parent, name.depth, name.tenant, name.priority, name.compute_s
+    return Found(name.hash, name.shape, sums, *where)
 
 
 class ObjectWriter:
     """Puts an arena's blocks into objects, from a thread of its own.
 
     Args:
-        object_bytes: size of an object, about.
         bytes_per_s: what the writes take of the line, in the mean.
         sweep_s: between looks through the arena.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        tier: ObjectTier,
-        object_bytes: int,
-        bytes_per_s: int,
-        sweep_s: float,
-    ) -> None:
+    def __init__(self, arena: Arena, tier: ObjectTier, bytes_per_s: int, sweep_s: float) -> None:
         self._arena, self._tier = arena, tier
-        self._object_bytes, self._bytes_per_s, self._sweep_s = object_bytes, bytes_per_s, sweep_s
+        self._bytes_per_s, self._sweep_s = bytes_per_s, sweep_s
         self.sweeps = self.written = self.failed = 0
         self._stop = threading.Event()
         self._touching = threading.Lock()
@@ -171,14 +150,14 @@ class ObjectWriter:
             if space.block_bytes % space.layers:
                 continue
             shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
-            size = most_blocks(shape, self._object_bytes)
+            size = max(1, WRITE_BYTES // shape.payload_bytes)
             for first in range(0, len(rows), size):
                 if self._stop.is_set() or not self._tier.may_write:
                     return
                 self._write(shape, rows[first : first + size])
 
-    def _candidates(self) -> Iterator[tuple[Space, list[np.void]]]:
-        """Blocks worth it that are in no object, by namespace, those of one prefix together."""
+    def _candidates(self) -> Iterator[tuple[Space, np.ndarray]]:
+        """Blocks worth it that are in no object, SLOT (n,), by namespace."""
         with self._touching:
             if self._stop.is_set():
                 return
@@ -189,29 +168,23 @@ class ObjectWriter:
             mine = rows[rows["namespace"] == number]
             here = self._tier.contains(spaces[number].digest, [r["hash"].tobytes() for r in mine])
             if not here.all():
-                yield spaces[number], chains(mine[~here])
+                yield spaces[number], mine[~here]
 
-    def _write(self, shape: Shape, rows: Sequence[np.void]) -> None:
+    def _write(self, shape: Shape, rows: np.ndarray) -> None:
         began_s = time.monotonic()
         with self._touching:
-            packed = None if self._stop.is_set() else self._pack(shape, rows)
-        if packed is None:
-            return
-        if self._tier.put(packed):
-            self.written += len(packed.blocks)
-        else:
-            self.failed += len(packed.blocks)
-        due_s = began_s + len(packed.data) / self._bytes_per_s
+            packed = [] if self._stop.is_set() else self._pack(shape, rows)
+        written = self._tier.put(packed)
+        self.written += written
+        self.failed += len(packed) - written
+        due_s = began_s + sum(len(data) for _, data in packed) / self._bytes_per_s
         self._stop.wait(max(0.0, due_s - time.monotonic()))
 
-    def _pack(self, shape: Shape, rows: Sequence[np.void]) -> Packed | None:
+    def _pack(self, shape: Shape, rows: np.ndarray) -> list[Packed]:
         number = int(rows[0]["namespace"])
         slots = self._arena.lookup(number, [row["hash"].tobytes() for row in rows])
         there = slots >= 0
-        if not there.any():
-            return None
-        found = np.array(rows)[there]
-        return self._tier.pack(shape, arena_saves(self._arena, slots[there], found))
+        return self._tier.pack(shape, arena_saves(self._arena, slots[there], rows[there]))
 
 
 class ObjectWork:
@@ -222,8 +195,7 @@ class ObjectWork:
         self._source = ObjectSource(tier)
         self.fetcher = Prefetcher(arena, self._source, settings.reading_bytes, "kv-fetch")
         self._writer = ObjectWriter(
-            *(arena, tier, settings.object_part_bytes),
-            *(settings.object_bytes_per_s, settings.object_sweep_s),
+            *(arena, tier, settings.object_bytes_per_s, settings.object_sweep_s)
         )
 
     def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
@@ -252,11 +224,7 @@ class ObjectWork:
         }
 
 
-def open_tier(
-    settings: NodeSettings,
-    on_event: Callable[[TierEvent], None],
-    ready: Callable[[], None],
-) -> ObjectTier:
+def open_tier(settings: NodeSettings, ready: Callable[[], None]) -> ObjectTier:
     """The settings' object tier, at work; `ready` is called once it knows what there is.
 
     Raises:
@@ -272,6 +240,5 @@ def open_tier(
         settings.object_bytes,
         refresh_s=settings.object_refresh_s,
         timeout_s=settings.object_timeout_s,
-        events=[on_event],
         ready=ready,
     ).start()

@@ -1,6 +1,9 @@
-"""What clients can ask of a node: find blocks, bring them closer, drop, pin and count them.
+"""What clients can ask of a node: find blocks, bring them closer, and count them.
 
-Every operation works on the tiers that exist at that moment. A missing tier has no blocks.
+Every operation works on the tiers that exist at that moment. A missing tier has no blocks. Requests
+that take microseconds are answered in the socket's thread. Those that read many blocks or wait for
+locks are answered in the slow thread. `Locate` is answered twice if blocks are being pulled from a
+peer or from objects: at once with what NVMe has, and again when the pull is over.
 """
 
 from __future__ import annotations
@@ -9,14 +12,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace_kvstore import supply
 from headrace_kvstore.node.changes import NodeEvents
-from headrace_kvstore.node.dram_work import DramWork
 from headrace_kvstore.node.neighbours import Pulling
 from headrace_kvstore.node.tiers import Tiers
 from headrace_kvstore.node.worth import Uses, Worth, below_dram
@@ -24,10 +28,8 @@ from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
+from headrace_kvstore.protocol.server import Staged
 
-TIERS = ("dram", "nvme")
-CLEARABLE = (*TIERS, "object")
-"""The object tier is cleared only if it is named: other clusters may share its blocks."""
 PROMOTION_PRIORITY, WARM_PRIORITY = -64, -128
 """Of prefetches that no client asked for."""
 
@@ -41,20 +43,56 @@ class Operations:
         worth: values blocks, for `warm`.
         board: notes that processes of this machine leave for each other.
         events: what the node publishes.
+        slow: runs what may take long.
 
     Attributes:
         requests: how many of each kind clients sent; counted by the server.
     """
 
     def __init__(
-        self, settings: NodeSettings, tiers: Tiers, worth: Worth, board: Board, events: NodeEvents
+        self,
+        settings: NodeSettings,
+        tiers: Tiers,
+        worth: Worth,
+        board: Board,
+        events: NodeEvents,
+        slow: Executor,
     ) -> None:
-        self.tiers, self.board, self._events = tiers, board, events
+        self.tiers, self.board, self._events, self._slow = tiers, board, events, slow
         self.requests: Counter[str] = Counter()
         self._settings, self._worth = settings, worth
         self._uses = Uses()
         self._counts: Counter[str] = Counter()
         self._started_s = time.monotonic()
+
+    def answer(self, request: wire.Request) -> wire.Reply | Future[wire.Reply] | Staged:
+        """Does what a request says: a `protocol.server.Handle`."""
+        match request:
+            case wire.Ping():
+                return wire.Done()
+            case wire.Locate(key, digest, hashes, lease_s, compute_s):
+                located = wire.pack_locations(self.locate(digest, hashes, lease_s, key))
+                pulling = self.pull(digest, hashes[len(located.places) :], compute_s)
+                return located if pulling is None else _staged(located, pulling)
+            case wire.Survey(digest, hashes, compute_s):
+                found = self.survey(digest, hashes, compute_s)
+                return wire.Surveyed([*found], self.has_more_than_dram)
+            case wire.PostNote(generation, note):
+                if generation == self.board.generation:
+                    self.board.post(note)
+                end = self.board.head
+                return wire.Notes(self.board.generation, end, end)
+            case wire.ReadNotes(generation, after, most_bytes, but):
+                return self.board.read(after, most_bytes, generation=generation, but=but)
+        return self._slow.submit(self._answer_slowly, request)
+
+    def _answer_slowly(self, request: wire.Request) -> wire.Reply:
+        match request:
+            case wire.ReportBad(digest, hashes):
+                return wire.Done(self.report_bad(digest, hashes))
+            case wire.GetStats():
+                return wire.Stats(self.stats())
+        return wire.Failed(f"nobody answers {type(request).__name__}")
 
     def locate(
         self, digest: bytes, hashes: Sequence[bytes], lease_s: float = 30.0, request_key: str = ""
@@ -120,31 +158,11 @@ class Operations:
         dram = self.tiers.dram
         return 0 if dram is None else dram.prefetch(digest, hashes, priority)
 
-    def report_bad(self, digest: bytes, hashes: Sequence[bytes], tier: str) -> int:
-        """Drop blocks whose bytes did not verify from one tier; returns how many it had.
-
-        Raises ValueError for an unknown tier.
-        """
-        _check(tier, TIERS)
-        self._counts[f"{tier}_reported_bad"] += len(hashes)
-        if tier == "dram":
-            return self.tiers.in_dram(digest, lambda dram, row: dram.arena.discard(row, hashes))
+    def report_bad(self, digest: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks whose bytes did not verify from NVMe; returns how many it had."""
+        self._counts["reported_bad"] += len(hashes)
         nvme = self.tiers.nvme
         return 0 if nvme is None else sum(nvme.discard(digest, h, "corrupt") for h in hashes)
-
-    def pin(self, digest: bytes, hashes: Sequence[bytes], pinned: bool = True) -> int:
-        """Keep blocks from eviction in each tier, or stop that; returns how many were found."""
-        found = np.zeros(len(hashes), np.bool_)
-
-        def in_dram(dram: DramWork, row: int) -> int:
-            found[:] = dram.arena.pin(row, hashes, pinned)
-            return 0
-
-        self.tiers.in_dram(digest, in_dram)
-        for tier in (self.tiers.nvme, self.tiers.objects):
-            if tier is not None:
-                found |= [tier.pin(digest, block_hash, pinned) for block_hash in hashes]
-        return int(found.sum())
 
     def warm(self) -> int:
         """Have the most valuable blocks of NVMe and the objects brought into DRAM's free room;
@@ -154,28 +172,6 @@ class Operations:
             room = 0 if tiers.dram is None else tiers.dram.arena.free_bytes()
         best = self._worth.best(list(below_dram(tiers.nvme, tiers.objects)), room)
         return sum(self.prefetch(digest, hashes, WARM_PRIORITY) for digest, hashes in best)
-
-    def clear(self, digest: bytes | None = None, tiers: Sequence[str] = TIERS) -> int:
-        """Drop all blocks of a namespace, or of all, pinned and leased ones too; returns how many.
-
-        Of objects, if "object" is named, those that this node's writer made. Raises ValueError for
-        an unknown tier.
-        """
-        for tier in tiers:
-            _check(tier, CLEARABLE)
-        dropped, nvme, objects = 0, self.tiers.nvme, self.tiers.objects
-        if "object" in tiers and objects is not None:
-            dropped += objects.clear(digest)
-        if "nvme" in tiers and nvme is not None:
-            for owner, rows in nvme.contents():
-                if digest in (None, owner):
-                    dropped += sum(nvme.discard(owner, row["hash"].tobytes()) for row in rows)
-        if "dram" in tiers and digest is not None:
-            dropped += self.tiers.in_dram(digest, lambda dram, row: dram.arena.clear(row))
-        elif "dram" in tiers:
-            with self.tiers.arena_lock:
-                dropped += 0 if self.tiers.dram is None else self.tiers.dram.arena.clear()
-        return dropped
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: each tier's state, sizes and hits, and what the node does."""
@@ -195,12 +191,14 @@ class Operations:
             "remote": {} if tiers.neighbours is None else tiers.neighbours.stats(),
             "board": self.board.stats(),
             "promoted": counts["promoted"],
-            "reported_bad": {tier: counts[f"{tier}_reported_bad"] for tier in TIERS},
+            "reported_bad": counts["reported_bad"],
             "requests": dict(self.requests),
             "events": self._events.stats(),
         }
 
 
-def _check(tier: str, tiers: Sequence[str]) -> None:
-    if tier not in tiers:
-        raise ValueError(f"unknown tier {tier!r}; give one of {', '.join(tiers)}")
+def _staged(located: wire.Located, pulling: Pulling) -> Staged:
+    later: Future[wire.Located] = Future()
+    pulling.done.add_done_callback(lambda _: later.set_result(located))
+    now = msgspec.structs.replace(located, pulling=pulling.blocks, wait_s=pulling.wait_s)
+    return Staged(now, later)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,12 +52,6 @@ class Tiers:
         """The other nodes that this one pulls from."""
         neighbours = self.neighbours
         return None if neighbours is None else neighbours.peers
-
-    def in_dram(self, digest: bytes, act: Callable[[DramWork, int], int]) -> int:
-        """Call `act` with the arena and the namespace's row; 0 if the arena lacks either."""
-        with self.arena_lock:
-            row = None if self.dram is None else self.dram.arena.row_of(digest)
-            return 0 if self.dram is None or row is None else act(self.dram, row)
 
     def arena_contents(self) -> Contents:
         """Namespace digest and rows, SLOT (n,), of the blocks in DRAM."""

@@ -130,10 +130,10 @@ class Catalog:
 
     def drop(self, segment: Segment, now_s: float) -> list[bytes] | None:
         """Forget a segment; the hashes of its blocks, or None if it is in use: being read or
-        written, or with a block that is pinned or leased."""
+        written, or with a block that is leased."""
         rows = segment.rows[segment.rows >= 0]
         entries = self.table[rows]
-        held = (entries["pinned"] > 0) | (entries["lease_until_s"] > now_s)
+        held = entries["lease_until_s"] > now_s
         if segment.number not in self.segments or segment.users or held.any():
             return None
         for row in rows.tolist():

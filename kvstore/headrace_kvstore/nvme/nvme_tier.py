@@ -167,14 +167,6 @@ class NvmeTier:
             table = self._catalog.table
             return table[table["state"] > 0]
 
-    def pin(self, digest: bytes, block_hash: bytes, pinned: bool = True) -> bool:
-        """Keep a block's segment until unpinned, or until a restart; False if it is not here."""
-        with self._lock:
-            row = self._catalog.row(digest, block_hash)
-            if row is not None:
-                self._catalog.table[row]["pinned"] = pinned
-            return row is not None
-
     def record(self, digest: bytes, block_hash: bytes) -> np.void | None:
         """A copy of a block's row, SLOT."""
         with self._lock:

@@ -31,11 +31,6 @@ class ObjectError(Exception):
         super().__init__(f"{reason}: {text}" if text else reason)
         self.reason = reason
 
-    @property
-    def endpoint(self) -> bool:
-        """Whether it tells about the endpoint, and not about one object."""
-        return self.reason != "absent"
-
 
 class Listed(NamedTuple):
     """One object. `modified_s`: seconds of the server's time.time()."""

@@ -1,107 +1,119 @@
-"""The format of an object of KV blocks, and what its name alone says.
+"""The format of an object, which holds one KV block. The name says all but the block's bytes.
 
-    name    = NAMESPACE_DIGEST/WRITER.TOKEN.COUNTxLAYERSxLAYER_BYTES      digest in hex
-    object  = [payload 0]...[payload COUNT - 1][header 0]...[header COUNT - 1]
-    payload = [layer 0][layer 1]...                                       LAYERS of LAYER_BYTES
+    name   = NAMESPACE_DIGEST/BLOCK_HASH.PLACE.WRITER         digest, hash and place in hex
+    place  = layers u32, layer bytes u64, parent u64, depth u32, tenant u32, priority i8,
+             seconds to compute it f32                        little-endian
+    object = [one u64 checksum a layer][layer 0][layer 1]...
 
-Headers are those of `record`: each describes its block and holds one checksum a layer. They follow
-the payloads, so that a truncated object lacks them. Sizes and offsets follow from the name: a
-listing shows which objects are whole, and one ranged read of the headers shows their blocks.
-
-Objects never change: a token is random and never reused. An object holds several blocks of one
-prefix, because a request costs tens of milliseconds at any size. One GET of 1, 4 and 16 MiB
-moves 0.3, 0.7 and 1.4 GB/s (`python -m benchmarks.kvstore --parts object`). So a name has no
-room for the hashes of its blocks, and headers are read.
+So a listing describes all blocks of a store, and no object is read to learn what it holds. The size
+follows from the name, so a listing also shows which objects are truncated. Equal names hold equal
+bytes, so writing an object again repairs it.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import secrets
-from collections.abc import Sequence
+import struct
 from dataclasses import dataclass
 
-from headrace_kvstore.nvme.record import Block, Shape, pack_header, unpack_header
+import numpy as np
 
-MAX_BLOCKS = 1024
-MAX_HEADERS_BYTES = 16 * 2**20
-"""Objects with more are none of ours."""
+from headrace_kvstore.checksum import block_seed, copy_sum, layer_seeds
+from headrace_kvstore.nvme.record import Save, Shape, padded
+
 WRITER = r"[A-Za-z0-9_-]{1,64}"
+_PLACE = struct.Struct("<IQQIIbf")
 _NAME = re.compile(
-    rf"([0-9a-f]{{32}})/({WRITER})\.([0-9a-f]{{16}})\.(\d{{1,4}})x(\d{{1,8}})x(\d{{1,12}})"
+    rf"([0-9a-f]{{32}})/([0-9a-f]{{64}})\.([0-9a-f]{{{2 * _PLACE.size}}})\.({WRITER})"
 )
+_SUM_BYTES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ObjectName:
-    """An object's name, taken apart."""
+    """An object's name, taken apart. `hash`: 32 bytes; `parent`: as in SLOT."""
 
     shape: Shape
+    hash: bytes
     writer: str
-    token: str
-    count: int
-    """Blocks in it."""
+    parent: int = 0
+    depth: int = 0
+    tenant: int = 0
+    priority: int = 0
+    compute_s: float = 0.0
 
     @classmethod
-    def new(cls, shape: Shape, writer: str, count: int) -> ObjectName:
-        """A name that no object has."""
-        return cls(shape, writer, secrets.token_hex(8), count)
+    def of(cls, shape: Shape, writer: str, save: Save) -> ObjectName:
+        """The name under which a block is stored. Raises ValueError for a hash that is too long."""
+        parent = int.from_bytes(save.parent[:8], "little")
+        where = save.depth, save.tenant, save.priority, save.compute_s
+        return cls(shape, padded(save.hash), writer, parent, *where)
 
     @classmethod
     def parse(cls, text: str) -> ObjectName | None:
-        """None for a name that is none of ours, or describes what nobody here writes."""
+        """None for a name that is not one of ours."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
-        digest, writer, token, count, layers, layer_bytes = match.groups()
+        digest, block_hash, place, writer = match.groups()
+        layers, layer_bytes, parent, depth, tenant, priority, compute_s = _PLACE.unpack(
+            bytes.fromhex(place)
+        )
+        if not (math.isfinite(compute_s) and compute_s >= 0):
+            return None
         try:
-            shape = Shape(bytes.fromhex(digest), int(layers), int(layer_bytes))
+            shape = Shape(bytes.fromhex(digest), layers, layer_bytes)
         except ValueError:
             return None
-        name = cls(shape, writer, token, int(count))
-        usual = 1 <= name.count <= MAX_BLOCKS and name.headers_bytes <= MAX_HEADERS_BYTES
-        return name if usual and str(name) == text else None
+        where = parent, depth, tenant, priority, compute_s
+        return cls(shape, bytes.fromhex(block_hash), writer, *where)
 
     def __str__(self) -> str:
         shape = self.shape
-        return (
-            f"{shape.digest.hex()}/{self.writer}.{self.token}"
-            f".{self.count}x{shape.layers}x{shape.layer_bytes}"
+        place = _PLACE.pack(
+            *(shape.layers, shape.layer_bytes, self.parent, self.depth, self.tenant),
+            *(self.priority, self.compute_s),
         )
-
-    def payload_offset(self, position: int) -> int:
-        """Where a block's layer 0 begins."""
-        return position * self.shape.payload_bytes
-
-    @property
-    def headers_offset(self) -> int:
-        """Where header 0 begins."""
-        return self.payload_offset(self.count)
-
-    @property
-    def headers_bytes(self) -> int:
-        """All headers together."""
-        return self.count * self.shape.header_bytes
+        return f"{shape.digest.hex()}/{self.hash.hex()}.{place.hex()}.{self.writer}"
 
     @property
     def size_bytes(self) -> int:
         """The whole object."""
-        return self.headers_offset + self.headers_bytes
+        return object_bytes(self.shape)
 
 
-def most_blocks(shape: Shape, object_bytes: int) -> int:
-    """How many blocks an object of about that size holds: at least one."""
-    each = shape.payload_bytes + shape.header_bytes
-    headers = MAX_HEADERS_BYTES // shape.header_bytes
-    return max(1, min(object_bytes // each, MAX_BLOCKS, headers))
+def object_bytes(shape: Shape) -> int:
+    """Size of an object that holds a block of this shape."""
+    return _SUM_BYTES * shape.layers + shape.payload_bytes
 
 
-def pack_headers(shape: Shape, blocks: Sequence[Block]) -> bytes:
-    """All headers of an object, in the order of its payloads."""
-    return b"".join(pack_header(shape, block) for block in blocks)
+def pack(shape: Shape, save: Save) -> memoryview | None:
+    """An object's bytes; None if those in memory do not match their sums.
+
+    So the memory may be given to another block meanwhile, without a lease.
+    """
+    data = np.empty(object_bytes(shape), np.uint8)
+    start = data.ctypes.data + _SUM_BYTES * shape.layers
+    data[: _SUM_BYTES * shape.layers] = np.ascontiguousarray(save.sums, "<u8").view(np.uint8)
+    same = np.array_equal(_copied(shape, save.hash, save.address, _layers(shape, start)), save.sums)
+    return data.data if same else None
 
 
-def unpack_headers(name: ObjectName, data: bytes | memoryview) -> list[Block | None]:
-    """The block at each position; None where a header does not verify."""
-    step, view = name.shape.header_bytes, memoryview(data)
-    return [unpack_header(name.shape, view[i * step : (i + 1) * step]) for i in range(name.count)]
+def unpack(shape: Shape, block_hash: bytes, data: memoryview, to: np.ndarray) -> np.ndarray | None:
+    """Copy an object's layers to u64 addresses (layers,); their sums, u64 (layers,), or None if
+    the bytes do not match them. `data` has the right length."""
+    sums = np.frombuffer(data, "<u8", shape.layers).astype(np.uint64)
+    start = np.frombuffer(data, np.uint8).ctypes.data + _SUM_BYTES * shape.layers
+    return sums if np.array_equal(_copied(shape, block_hash, start, to), sums) else None
+
+
+def _copied(shape: Shape, block_hash: bytes, source: int, to: np.ndarray) -> np.ndarray:
+    seeds = layer_seeds(block_seed(shape.digest, block_hash), shape.layers)
+    return copy_sum(to, _layers(shape, source), shape.layer_bytes, seeds)
+
+
+def _layers(shape: Shape, start: int) -> np.ndarray:
+    return np.uint64(start) + np.arange(shape.layers, dtype=np.uint64) * np.uint64(
+        shape.layer_bytes
+    )

@@ -1,10 +1,9 @@
 """The object tier: KV blocks below a prefix of an object store, shared by everyone who may read it.
 
-The tier lists the store at the start and every `refresh_s`, and reads the headers of new objects.
-So it finds blocks that another cluster wrote and forgets those that were removed. Several blocks
-are written as one object, which appears whole or not at all. Objects under this tier's writer name
-stay within `size_bytes`; the least recently used are removed first. Objects of others are never
-removed.
+The tier lists the store at the start and every `refresh_s`; names say which blocks there are. So it
+finds blocks that another cluster wrote and forgets those that were removed. Objects under this
+tier's writer name stay within `size_bytes`; the least recently used are removed first. Objects of
+others are never removed.
 
 No error reaches a request. A missing object, a flipped byte, an endpoint that refuses, hangs or is
 gone are misses, each counted by name. After failures in a row a circuit breaker stops reads, or
@@ -16,35 +15,39 @@ Everyone who can write below the prefix is trusted: checksums find damage, not f
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from headrace_kvstore.breaker import Breaker
-from headrace_kvstore.nvme.record import Save, Shape, TierEvent
-from headrace_kvstore.objects.object_catalog import Bundle, ObjectCatalog, Place
+from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.objects.object_catalog import Held, ObjectCatalog
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import ObjectName, unpack_headers
-from headrace_kvstore.objects.object_pack import Packed, pack_blocks
-from headrace_kvstore.objects.object_read import RUN_BYTES, ObjectRead, copy_verified
+from headrace_kvstore.objects.object_format import ObjectName, pack
+from headrace_kvstore.objects.object_read import ObjectRead
 from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
 
 REQUESTS = 4
-"""At once; each holds at most a run, or one block if that is more, in memory."""
+"""Reads at once, and writes at once; each read holds one block in memory."""
 INDEX_BLOCKS = 1 << 18
-"""Blocks known at once: the newest objects'."""
+"""Objects known at once: the newest."""
 LISTED_OBJECTS = 1 << 20
 READ_TIMEOUTS = 3
 """Request timeouts after which a read is given up, with the time that it waited for its turn."""
 TICK_S = 0.1
+
+T = TypeVar("T")
+Packed = tuple[ObjectName, memoryview]
+"""An object to be made."""
 
 
 class ObjectTier:
@@ -57,8 +60,6 @@ class ObjectTier:
         size_bytes: what its own objects may take.
         refresh_s: between listings.
         timeout_s: of one request of the client.
-        events: called with each `TierEvent`; reasons are "found", "written"; "evicted", "gone",
-            "corrupt", "truncated".
         ready: called once the first listing is known.
     """
 
@@ -70,26 +71,23 @@ class ObjectTier:
         *,
         refresh_s: float = 30.0,
         timeout_s: float = 10.0,
-        requests: int = REQUESTS,
-        run_bytes: int = RUN_BYTES,
         breaker: Callable[[], Breaker] = Breaker,
-        events: Sequence[Callable[[TierEvent], None]] = (),
         ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.writer, self.size_bytes = writer, size_bytes
-        self.events = list(events)
         self.refreshed = threading.Event()
         """Set once the first listing is known."""
         self._client, self._ready = client, ready
-        self._refresh_s, self._timeout_s, self._run_bytes = refresh_s, timeout_s, run_bytes
+        self._refresh_s, self._timeout_s = refresh_s, timeout_s
         self._reads, self._writes = breaker(), breaker()
         self._lock = threading.RLock()
-        self._catalog = ObjectCatalog()
-        self._ignored: dict[str, str] = {}
-        self._flying: set[ObjectRead] = set()
+        self._catalog = ObjectCatalog(writer)
+        self._ignored: dict[str, tuple[str, float | None]] = {}
+        """By name: why it is not used, and its time stamp; it is, once it was written anew."""
         self._counts: Counter[str] = Counter()
         self._last_error = ""
-        self._workers = Workers(requests, "kv-object")
+        self._readers = Workers(REQUESTS, "kv-object")
+        self._putters = Workers(REQUESTS, "kv-object-put")
         self._stop = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="kv-object-keeper", daemon=True)
 
@@ -98,18 +96,14 @@ class ObjectTier:
         self._keeper.start()
         return self
 
-    def close(self, timeout_s: float = 1.0) -> bool:
-        """Give up what is under way; False if bytes may still arrive in a caller's memory."""
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End it; what an endpoint that hangs still sends reaches nobody's memory."""
         deadline = time.monotonic() + timeout_s
         self._stop.set()
-        with self._lock:
-            flying = list(self._flying)
-        for read in flying:
-            read.call_off()
-        self._workers.close(timeout_s)
+        for workers in (self._readers, self._putters):
+            workers.close(max(0.0, deadline - time.monotonic()))
         if self._keeper.ident is not None:
             self._keeper.join(max(0.0, deadline - time.monotonic()))
-        return all(read.done() for read in flying)
 
     # Looking
 
@@ -128,21 +122,16 @@ class ObjectTier:
         with self._lock:
             return self._catalog.contains(digest, hashes)
 
-    def find(self, digest: bytes, block_hash: bytes) -> Place | None:
-        """Where a block lies, or None."""
+    def find(self, digest: bytes, block_hash: bytes) -> Held | None:
+        """An object that holds a block, or None."""
         with self._lock:
             return self._catalog.find(digest, block_hash)
 
     def contents(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Namespace digest and rows, SLOT (n,), of each object's blocks, each block once."""
+        """Namespace digest and rows, SLOT (n,), each block once."""
         with self._lock:
             found = list(self._catalog.contents())
         yield from found
-
-    def pin(self, digest: bytes, block_hash: bytes, pinned: bool = True) -> bool:
-        """Keep an object of ours that holds this block, until unpinned or a restart."""
-        with self._lock:
-            return self._catalog.pin(digest, block_hash, pinned)
 
     def stats(self) -> dict[str, Any]:
         """JSON-able sizes, states and counts since the start."""
@@ -151,11 +140,11 @@ class ObjectTier:
                 "state": "on" if self.may_read else "off",
                 "reason": "" if self.may_read else f"breaker open: {self._last_error}",
                 "writing": "on" if self.may_write else "off",
-                "blocks": len(self._catalog),
-                "objects": len(self._catalog.bundles),
-                "bytes": self._catalog.written_bytes(self.writer),
+                "blocks": self._catalog.blocks,
+                "objects": len(self._catalog.objects),
+                "bytes": self._catalog.own_bytes,
                 "size_bytes": self.size_bytes,
-                "ignored": dict(Counter(self._ignored.values())),
+                "ignored": dict(Counter(why for why, _ in self._ignored.values())),
                 "breaker_opened": self._reads.opened + self._writes.opened,
                 "last_error": self._last_error,
                 **self._counts,
@@ -163,313 +152,238 @@ class ObjectTier:
 
     # Reading
 
-    def read(self, places: Sequence[Place], addresses: np.ndarray) -> ObjectRead:
-        """Start reading blocks of one shape to u64 addresses (blocks, layers). It ends by itself
-        within `READ_TIMEOUTS` request timeouts, whatever the endpoint does."""
+    def read(
+        self, objects: Sequence[Held], addresses: np.ndarray, sums: Sequence[np.ndarray]
+    ) -> ObjectRead:
+        """Start reading blocks of one shape to u64 addresses (blocks, layers). Waiting for it ends
+        within `READ_TIMEOUTS` request timeouts, whatever the endpoint does.
+
+        sums: u64 (layers,) a block, to be filled in.
+        """
         now_s = time.monotonic()
-        read = ObjectRead(
-            places, addresses, now_s + READ_TIMEOUTS * self._timeout_s, self._run_bytes
-        )
+        deadline_s = now_s + READ_TIMEOUTS * self._timeout_s
+        read = ObjectRead(objects, addresses, sums, deadline_s, self._came)
         with self._lock:
-            self._flying.add(read)
-            self._counts["reads"] += len(places)
-            for bundle in {place.bundle for place in places}:
-                bundle.readers += 1
-                bundle.hits += 1
-                bundle.used_s = now_s
-        read.when_done(lambda: self._over(read))
-        for run in read.runs:
-            self._workers.submit(partial(self._bring, read, run))
+            self._counts["reads"] += len(objects)
+            for held in objects:
+                self._catalog.use(held, now_s)
+        for block in range(len(objects)):
+            self._readers.submit(partial(self._bring, read, block))
         return read
 
-    def _over(self, read: ObjectRead) -> None:
-        with self._lock:
-            self._flying.discard(read)
-            for bundle in {place.bundle for place in read.places}:
-                bundle.readers -= 1
-
-    def _bring(self, read: ObjectRead, run: Sequence[int]) -> None:
+    def _bring(self, read: ObjectRead, block: int) -> None:
         """One request, in a worker."""
-        good: np.ndarray | None = None
-        copied = False
+        data = None
         try:
-            data = None if read.given_up else self._get_run([read.places[i] for i in run])
-            if data is not None and read.begin_copy():
-                copied = True
-                good = self._copy(read, run, data)
+            data = None if read.called_off else self._get(read.objects[block])
         finally:
-            read.settle(run, good, copied)
+            read.answer(block, data)
 
-    def _get_run(self, places: Sequence[Place]) -> memoryview | None:
-        name = places[0].bundle.name
-        length = len(places) * name.shape.payload_bytes
-        data = self._get(name, name.payload_offset(places[0].position), length, len(places))
-        if data is not None and len(data) != length:
-            self._count("reads_truncated", len(places))
-            self._forget(str(name), "truncated")
-            return None
-        return data
+    def _came(self, held: Held, right: bool) -> None:
+        self._count("reads_good" if right else "reads_corrupt", 1)
+        if not right:
+            self._forget(held.text, "corrupt")
 
-    def _get(self, name: ObjectName, offset: int, length: int, blocks: int) -> memoryview | None:
-        """None if the bytes cannot be had; everything is counted for so many blocks."""
-        if not self._reads.allow(time.monotonic()):
-            self._count("reads_breaker", blocks)
-            return None
-        try:
-            data = self._client.get(str(name), offset, length)
-        except ObjectError as error:
-            self._failed("reads", error, blocks, self._reads)
-            if error.reason == "absent":
-                self._forget(str(name), "gone")
-            return None
-        except BaseException:
-            self._reads.neither()
-            raise
-        self._reads.success()
-        return data
-
-    def _copy(self, read: ObjectRead, run: Sequence[int], data: memoryview) -> np.ndarray | None:
+    def _get(self, held: Held) -> memoryview | None:
+        """An object's bytes; None if they cannot be had, or another reader found them bad."""
         with self._lock:
-            places = [read.places[i] for i in run]
-            if any(place.bundle.blocks[place.position] is None for place in places):
-                return None  # found bad by another reader, while this one waited
-        source = np.frombuffer(data, np.uint8).ctypes.data
-        sums = np.array([place.block.sums for place in places])
-        good = copy_verified(source, places, read.addresses[list(run)], sums)
-        for place, right in zip(places, good.tolist(), strict=True):
-            if not right:
-                self._bad(place)
-        self._count("reads_good", int(good.sum()))
-        return good
+            if held.text not in self._catalog.objects:
+                return None
 
-    def _bad(self, place: Place) -> None:
-        with self._lock:
-            self._counts["reads_corrupt"] += 1
-            if place.bundle.blocks[place.position] is None:
-                return
-            block_hash = place.block.hash
-            last = self._catalog.forget(place)
-        if last:
-            self._tell(TierEvent(False, place.bundle.digest, block_hash, "corrupt"))
+        def get() -> memoryview:
+            try:
+                return self._client.get(held.text, 0, held.name.size_bytes)
+            except ObjectError as error:
+                if error.reason == "absent":
+                    self._forget(held.text, "gone")
+                raise
+
+        data = self._request("reads", self._reads, get)
+        if data is None:
+            return None
+        if len(data) == held.name.size_bytes:
+            return data
+        self._count("reads_truncated", 1)
+        self._forget(held.text, "truncated")
+        return None
 
     # Writing
 
-    def write(self, shape: Shape, saves: Sequence[Save]) -> bool:
+    def write(self, shape: Shape, saves: Sequence[Save]) -> int:
         """`pack`, then `put`."""
-        packed = self.pack(shape, saves)
-        return packed is not None and self.put(packed)
+        return self.put(self.pack(shape, saves))
 
-    def pack(self, shape: Shape, saves: Sequence[Save]) -> Packed | None:
-        """Copy blocks that are not here yet into an object to be; None if there is nothing to do.
+    def pack(self, shape: Shape, saves: Sequence[Save]) -> list[Packed]:
+        """Copy blocks that are not here yet into objects to be.
 
-        Memory may change meanwhile: bytes that do not match their sums are left out.
-
-        Raises ValueError or struct.error for a block that no header can describe.
+        Memory may change meanwhile: bytes that do not match their sums are left out, and so are
+        blocks that no name can describe.
         """
         here = self.contains(shape.digest, [save.hash for save in saves])
-        missing = [save for save, there in zip(saves, here, strict=True) if not there]
-        if not missing or not self.may_write:
-            return None
-        packed = pack_blocks(shape, self.writer, missing)
-        self._count("writes_overwritten", len(missing) - len(packed.blocks))
-        return packed if packed.blocks else None
+        packed: list[Packed] = []
+        for save in (save for save, there in zip(saves, here, strict=True) if not there):
+            try:
+                name = ObjectName.of(shape, self.writer, save)
+                str(name)
+            except (ValueError, struct.error):
+                self._count("writes_impossible", 1)
+                continue
+            data = pack(shape, save)
+            if data is None:
+                self._count("writes_overwritten", 1)
+            else:
+                packed.append((name, data))
+        return packed
 
-    def put(self, packed: Packed) -> bool:
-        """Make the object, in one request, and wait for it; whether its blocks can be found now."""
-        blocks = len(packed.blocks)
-        if not self._writes.allow(time.monotonic()):
-            self._count("writes_breaker", blocks)
+    def put(self, packed: Sequence[Packed]) -> int:
+        """Make objects, `REQUESTS` at once, and wait for them; how many can be found now."""
+        needed = sum(len(data) for _, data in packed)
+        if packed and self.may_write and not self._make_room(needed):
+            self._count("writes_full", len(packed))
+            return 0
+        over = threading.Semaphore(0)
+        made: list[ObjectName] = []
+
+        def put(name: ObjectName, data: memoryview) -> None:
+            try:
+                if not self._stop.is_set() and self._put(name, data):
+                    made.append(name)
+            finally:
+                over.release()
+
+        for each in packed:
+            self._putters.submit(partial(put, *each))
+        for _ in packed:
+            while not over.acquire(timeout=TICK_S):
+                if self._stop.is_set():
+                    return len(made)
+        return len(made)
+
+    def _put(self, name: ObjectName, data: memoryview) -> bool:
+        def put() -> bool:
+            self._client.put(str(name), data)
+            return True
+
+        if not self._request("writes", self._writes, put):
             return False
-        try:
-            if not self._make_room(len(packed.data)):
-                self._count("writes_full", blocks)
-                return False
-            self._client.put(str(packed.name), packed.data)
-        except ObjectError as error:
-            self._failed("writes", error, blocks, self._writes, always=True)
-            return False
-        finally:
-            self._writes.neither()
-        self._writes.success()
-        self._count("writes", blocks)
-        self._count("written_bytes", len(packed.data))
-        self._learned(Bundle(packed.name, list(packed.blocks), time.monotonic()), "written")
+        self._count("writes", 1)
+        self._count("written_bytes", len(data))
+        self._learned(Held(name, str(name), time.monotonic()))
         return True
 
     def _make_room(self, needed_bytes: int) -> bool:
         """Remove objects of ours until there is room for so much; False if there is none."""
         with self._lock:
-            excess = self._catalog.written_bytes(self.writer) + needed_bytes - self.size_bytes
-            chosen = self._catalog.victims(self.writer, excess)
-            names = [str(bundle.name) for bundle in chosen]
-            if sum(bundle.name.size_bytes for bundle in chosen) < excess:
-                return False
-        return not names or self._delete(names)
+            names = self._catalog.victims(self._catalog.own_bytes + needed_bytes - self.size_bytes)
+        return names is not None and (not names or self._delete(names))
 
     def _delete(self, names: Sequence[str]) -> bool:
-        for name in names:
-            self._forget(name, "evicted", ignore=False)
+        with self._lock:
+            for name in names:
+                self._catalog.remove(name)
         try:
             self._client.delete(names)
         except ObjectError as error:
-            self._failed("deletes", error, len(names), None)
+            self._failed("deletes", error, len(names))
             return False  # what is still there is found again
         self._count("objects_evicted", len(names))
         return True
 
-    def clear(self, digest: bytes | None = None) -> int:
-        """Remove all objects of ours, of one namespace or all; how many blocks were in them."""
-        with self._lock:
-            mine = [b for b in self._catalog.bundles.values() if b.name.writer == self.writer]
-            mine = [b for b in mine if digest in (None, b.digest)]
-        blocks = sum(block is not None for bundle in mine for block in bundle.blocks)
-        return blocks if not mine or self._delete([str(b.name) for b in mine]) else 0
-
     # Learning what is there
 
     def refresh(self) -> bool:
-        """List, read the headers of new objects, forget what is gone; False if it failed."""
-        if not self._reads.allow(time.monotonic()):
-            return False
+        """List, take in new objects, forget what is gone; False if it failed."""
         with self._lock:
-            before = set(self._catalog.bundles)
-        try:
-            listed = {each.name: each for each in islice(self._client.list(), LISTED_OBJECTS)}
-        except ObjectError as error:
-            self._failed("lists", error, 1, self._reads, always=True)
+            before = set(self._catalog.objects)
+
+        def read_all() -> dict[str, Listed]:
+            return {each.name: each for each in islice(self._client.list(), LISTED_OBJECTS)}
+
+        listed = self._request("lists", self._reads, read_all)
+        if listed is None:
             return False
-        except BaseException:
-            self._reads.neither()
-            raise
-        self._reads.success()
         self._count("lists", 1)
-        for name in before - listed.keys():
-            self._forget(name, "gone", ignore=False)
         with self._lock:
-            self._ignored = {name: why for name, why in self._ignored.items() if name in listed}
-            fresh = [
-                each
-                for each in listed.values()
-                if each.name not in self._catalog.bundles and each.name not in self._ignored
-            ]
-        self._learn_all(sorted(fresh, key=lambda each: -each.modified_s))
+            for name in before - listed.keys():
+                self._catalog.remove(name)
+            for name, (why, stamp) in list(self._ignored.items()):
+                if name not in listed or stamp not in (None, listed[name].modified_s):
+                    del self._ignored[name]
+                else:
+                    self._ignored[name] = why, listed[name].modified_s
+            known = self._catalog.objects.keys() | self._ignored.keys()
+            room = max(0, INDEX_BLOCKS - len(self._catalog.objects))
+        fresh = [listed[name] for name in listed.keys() - known]
+        fresh.sort(key=lambda each: -each.modified_s)
+        self._count("index_full", len(fresh) - room)
+        for each in reversed(fresh[:room]):  # the oldest first: it is the first to be evicted
+            parsed = ObjectName.parse(each.name)
+            if parsed is None or parsed.size_bytes != each.size_bytes:
+                why = "foreign" if parsed is None else "truncated"
+                with self._lock:
+                    self._ignored[each.name] = why, each.modified_s
+                continue
+            age_s = max(0.0, time.time() - each.modified_s)
+            self._learned(Held(parsed, each.name, time.monotonic() - age_s))
         self._make_room(0)
         if not self.refreshed.is_set():
             self.refreshed.set()
             self._ready()
         return True
 
-    def _learn_all(self, fresh: Sequence[Listed]) -> None:
-        left = threading.Semaphore(0)
-
-        def learn(each: Listed) -> None:
-            try:
-                if not self._stop.is_set():
-                    self._learn(each)
-            finally:
-                left.release()
-
-        for each in fresh:
-            self._workers.submit(partial(learn, each))
-        for _ in fresh:
-            while not left.acquire(timeout=TICK_S):
-                self._expire()
-                if self._stop.is_set():
-                    return
-
-    def _learn(self, listed: Listed) -> None:
-        name = ObjectName.parse(listed.name)
-        if name is None or name.size_bytes != listed.size_bytes:
-            with self._lock:
-                self._ignored[listed.name] = "foreign" if name is None else "truncated"
-            return
+    def _learned(self, held: Held) -> None:
         with self._lock:
-            if len(self._catalog) + name.count > INDEX_BLOCKS:
-                self._counts["index_full"] += 1
-                return
-        data = self._get(name, name.headers_offset, name.headers_bytes, name.count)
-        if data is None:
-            return
-        blocks = unpack_headers(name, data)
-        self._count("headers_bad", sum(block is None for block in blocks))
-        if all(block is None for block in blocks):
-            with self._lock:
-                self._ignored[listed.name] = "bad"
-            return
-        age_s = max(0.0, time.time() - listed.modified_s)
-        self._learned(Bundle(name, blocks, time.monotonic() - age_s), "found")
+            self._ignored.pop(held.text, None)
+            self._catalog.add(held)
 
-    def _learned(self, bundle: Bundle, reason: str) -> None:
+    def _forget(self, name: str, why: str) -> None:
+        """Forget an object, and do not use it again until it is written anew."""
         with self._lock:
-            self._ignored.pop(str(bundle.name), None)
-            new = self._catalog.add(bundle)
-        for block_hash in new:
-            self._tell(TierEvent(True, bundle.digest, block_hash, reason))
-
-    def _forget(self, name: str, reason: str, ignore: bool = True) -> None:
-        """Forget an object. With `ignore` it is not read again while it is listed."""
-        with self._lock:
-            bundle = self._catalog.bundles.get(name)
-            gone = self._catalog.remove(name)
-            if ignore:
-                self._ignored[name] = reason
-        for block_hash in gone:
-            assert bundle is not None
-            self._tell(TierEvent(False, bundle.digest, block_hash, reason))
+            self._catalog.remove(name)
+            self._ignored[name] = why, None
 
     # Inside
 
     def _keep(self) -> None:
-        """Refresh now and then, and give up reads that take too long."""
-        next_s = time.monotonic()
-        while True:
+        """Refresh now and then."""
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            pause_s = min(1.0, self._refresh_s)
             try:
-                self._expire()
-                if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + self._refresh_s
-                    if not self.refresh():
-                        next_s = min(next_s, time.monotonic() + 1.0)
+                if self.refresh():
+                    pause_s = self._refresh_s
             except Exception:
                 logger.exception("looking after the object tier failed; it goes on")
-            if self._stop.wait(TICK_S):
-                return
 
-    def _expire(self) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            overdue = [read for read in self._flying if now_s > read.deadline_s]
-            self._counts["reads_given_up"] += len(overdue)
-        for read in overdue:
-            read.call_off()
-
-    def _failed(
-        self,
-        what: str,
-        error: ObjectError,
-        count: int,
-        breaker: Breaker | None,
-        always: bool = False,
-    ) -> None:
-        self._count(f"{what}_{error.reason}", count)
-        if not (always or error.endpoint):
-            if breaker is not None:
+    def _request(self, what: str, breaker: Breaker, call: Callable[[], T]) -> T | None:
+        """What a request gives; None if it fails, or the breaker allows none. That is counted."""
+        if not breaker.allow(time.monotonic()):
+            self._count(f"{what}_breaker", 1)
+            return None
+        try:
+            answer = call()
+        except ObjectError as error:
+            if what == "reads" and error.reason == "absent":
                 breaker.success()
+            else:
+                breaker.failure(time.monotonic())
+            self._failed(what, error, 1)
+            return None
+        finally:
+            breaker.neither()
+        breaker.success()
+        return answer
+
+    def _failed(self, what: str, error: ObjectError, count: int) -> None:
+        self._count(f"{what}_{error.reason}", count)
+        if what == "reads" and error.reason == "absent":
             return
-        if breaker is not None:
-            breaker.failure(time.monotonic())
         with self._lock:
             known, self._last_error = self._last_error, error.reason
         if known != error.reason:
             logger.warning("object tier: %s", error)
 
     def _count(self, name: str, blocks: int) -> None:
-        if blocks:
+        if blocks > 0:
             with self._lock:
                 self._counts[name] += blocks
-
-    def _tell(self, event: TierEvent) -> None:
-        for listener in self.events:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("a listener of the object tier failed")

@@ -27,8 +27,6 @@ import numpy as np
 logger = logging.getLogger("headrace.kvstore")
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 20e-6, 500e-6
-FLYING = 4
-"""Pulls posted at once."""
 
 
 class PullError(OSError):
@@ -81,7 +79,6 @@ class Agent:
         self.metadata: bytes = self._agent.get_agent_metadata()
         self._wake = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
-        self._queue: deque[Pull] = deque()
         self._flying: list[_Flight] = []
         self._known: set[str] = set()
         self._stopping = False
@@ -101,7 +98,8 @@ class Agent:
             except Exception as error:
                 met.set_exception(PullError(f"NIXL refuses the peer's metadata: {error!r}"))
 
-        self._call(meet, met)
+        if not self._call(meet):
+            met.set_exception(PullError("off"))
         return met
 
     def forget(self, peer: str) -> None:
@@ -117,12 +115,8 @@ class Agent:
         """
         columns = tuple(np.ascontiguousarray(c, np.uint64) for c in (local, remote, lengths))
         pull = Pull(peer, columns, time.monotonic() + limit_s)
-        with self._wake:
-            if not self._stopping:
-                self._queue.append(pull)
-                self._wake.notify()
-                return pull
-        pull.set_exception(PullError("off"))
+        if not self._call(lambda: self._post(pull)):
+            pull.set_exception(PullError("off"))
         return pull
 
     def wake(self) -> None:
@@ -134,20 +128,17 @@ class Agent:
         """End it; False if bytes may still arrive after that time."""
         with self._wake:
             self._stopping = True
-            for pull in self._queue:
-                pull.called_off = True
             self._wake.notify()
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
-    def _call(self, call: Callable[[], None], answer: Future[Any] | None = None) -> None:
+    def _call(self, call: Callable[[], None]) -> bool:
+        """Have the thread do it; False if it has ended, or will."""
         with self._wake:
             if not self._stopping:
                 self._calls.append(call)
                 self._wake.notify()
-                return
-        if answer is not None:
-            answer.set_exception(PullError("off"))
+            return not self._stopping
 
     # The thread
 
@@ -157,13 +148,12 @@ class Agent:
             with self._wake:
                 while not (self._busy() or self._stopping):
                     self._wake.wait()
-                if self._stopping and not (self._flying or self._queue):
+                if self._stopping and not (self._flying or self._calls):
                     break
-                calls = list(self._calls)
-                self._calls.clear()
-            for call in calls:
+                call = self._calls.popleft() if self._calls else None
+            if call is not None:
                 call()
-            if calls or self._post() | self._poll():
+            if self._poll() or call is not None:
                 pause_s = FIRST_PAUSE_S
                 continue
             self._progress()
@@ -178,7 +168,7 @@ class Agent:
         del self._agent
 
     def _busy(self) -> bool:
-        return bool(self._calls or self._queue or self._flying) or self._serving()
+        return bool(self._calls or self._flying) or self._serving()
 
     def _progress(self) -> None:
         try:
@@ -187,17 +177,13 @@ class Agent:
             logger.exception("NIXL makes no progress")
             time.sleep(0.1)
 
-    def _post(self) -> bool:
-        with self._wake:
-            if not self._queue or len(self._flying) >= FLYING:
-                return False
-            pull = self._queue.popleft()
-        if pull.called_off:
+    def _post(self, pull: Pull) -> None:
+        if pull.called_off or self._stopping:
             pull.set_exception(PullError("off"))
-            return True
+            return
         if time.monotonic() > pull.until_s:
             pull.set_exception(PullError("slow"))
-            return True
+            return
         local, remote, lengths = pull.columns
         zeros = np.zeros(len(lengths), np.uint64)
         agent = self._agent
@@ -211,7 +197,7 @@ class Agent:
             )
         except Exception:  # the peer is unknown by now, or its memory is
             pull.set_exception(PullError("refused" if pull.peer in self._known else "lost"))
-            return True
+            return
         flight = _Flight(pull, handle)
         try:
             state = agent.transfer(handle)
@@ -221,7 +207,6 @@ class Agent:
             self._flying.append(flight)
         else:
             self._landed(flight, state)
-        return True
 
     def _poll(self) -> bool:
         now_s, landed = time.monotonic(), False

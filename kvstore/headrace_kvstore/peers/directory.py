@@ -13,10 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace_kvstore.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored
+from headrace_kvstore.nvme.record import DIGEST_BYTES
+from headrace_kvstore.protocol.events import (
+    DRAM,
+    NVME,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+)
 from headrace_kvstore.table import HASH_BYTES
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+MEDIA = (DRAM, NVME)
+"""Fastest first; others are not followed."""
+MOST_BLOCKS = 1 << 22
+"""Of all nodes together, about 0.5 GB; further ones are not remembered, and so not pulled."""
 
 
 class _Node:
@@ -28,7 +39,8 @@ class _Node:
 class Directory:
     """Blocks by node. A key is namespace digest + block hash padded to 32 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
         self._nodes: dict[str, _Node] = {}
 
     def apply(self, node: str, seq: int, events: Sequence[Event]) -> bool:
@@ -72,29 +84,32 @@ class Directory:
             found.append(medium)
         return found
 
-    def nodes(self) -> list[str]:
-        """Nodes that have told anything."""
-        return list(self._nodes)
-
     def blocks(self, node: str, medium: str) -> int:
         """How many blocks a node has told of."""
         known = self._nodes.get(node)
         return 0 if known is None else len(known.media.get(medium, ()))
 
-    @staticmethod
-    def _take(known: _Node, event: Event) -> None:
+    def _take(self, known: _Node, event: Event) -> None:
+        """Raises ValueError for what no store tells."""
         if isinstance(event, AllBlocksCleared):
             known.media.clear()
             return
-        if event.medium is None or event.ownership is None:
+        if event.medium not in MEDIA or event.ownership is None:
             return  # not of a store
         digest = bytes.fromhex(event.ownership)
+        if len(digest) != DIGEST_BYTES:
+            raise ValueError(f"a namespace digest has {DIGEST_BYTES} bytes, not {len(digest)}")
         keys = {
             digest + name.ljust(HASH_BYTES, b"\0")
             for name in event.block_hashes
-            if isinstance(name, bytes)
+            if isinstance(name, bytes) and len(name) <= HASH_BYTES
         }
-        if isinstance(event, BlockStored):
-            known.media.setdefault(event.medium, set()).update(keys)
-        else:
-            known.media.get(event.medium, set()).difference_update(keys)
+        held = known.media.setdefault(event.medium, set())
+        if not isinstance(event, BlockStored):
+            held -= keys
+        elif self._blocks + len(keys) <= self._most_blocks:
+            held |= keys
+
+    @property
+    def _blocks(self) -> int:
+        return sum(len(keys) for node in self._nodes.values() for keys in node.media.values())

@@ -10,9 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +18,7 @@ from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.peers.agent import Pull, PullError
-from headrace_kvstore.peers.messages import Lease, Leased, Release
+from headrace_kvstore.peers.messages import Lease, Leased, Release, Welcome
 from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.peers.pull_price import Run
 from headrace_kvstore.peers.readers import Readers
@@ -58,8 +56,8 @@ class RemoteSource:
         limits: PullLimits,
     ) -> None:
         self._peers, self._readers, self._space, self.limits = peers, readers, space, limits
-        self._lock = threading.Lock()
-        self._met: dict[str, tuple[str, Future[str]]] = {}
+        self._lock, self._meeting = threading.Lock(), threading.Lock()
+        self._met: dict[str, tuple[str, str]] = {}
         self.counts: Counter[str] = Counter()
 
     def split(self, blocks: int, block_bytes: int) -> list[int]:
@@ -74,70 +72,57 @@ class RemoteSource:
             blocks -= sizes[-1]
         return sizes
 
-    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
         """As `Source`."""
-        answer: Future[Offer] = Future()
         space = self._space(digest)
         runs = self._peers.runs(digest, hashes)
         if space is None or not runs:
-            answer.set_exception(Unavailable("gone"))
-            return answer
+            raise Unavailable("gone")
         run = max(runs, key=lambda r: (r.blocks, -r.pull_s(space.block_bytes)))
         welcome = self._peers.welcome(run.peer)
         if welcome is None:
-            answer.set_exception(Unavailable("gone"))
-            return answer
+            raise Unavailable("gone")
         began_s = time.monotonic()
-        met = self._meet(run.peer, welcome.generation, welcome.agent)
-        layer_bytes = space.block_bytes // space.layers
+        shape = Shape(digest, space.layers, space.block_bytes // space.layers)
         request = Lease(
-            *(welcome.generation, digest, space.layers, layer_bytes),
+            *(welcome.generation, digest, shape.layers, shape.layer_bytes),
             *(list(hashes), self.limits.lease_s),
         )
         leased = self._peers.lease(run.peer, request, self.limits.pull_s)
-        first = threading.Lock()
-
-        def ready(_: Future[Any]) -> None:
-            if not (met.done() and leased.done()) or not first.acquire(blocking=False):
-                return
-            try:
-                name, lease = met.result(), leased.result()
-                shape = Shape(digest, space.layers, layer_bytes)
-                offer = RemoteOffer(self, run, name, shape, hashes, lease, began_s)
-            except PullError as error:
-                self.failed(run.peer, str(error.args[0]), len(hashes))
-                answer.set_exception(Unavailable(str(error.args[0])))
-            except (ValueError, IndexError, OverflowError):
-                self.failed(run.peer, "nonsense", len(hashes))
-                answer.set_exception(Unavailable("nonsense"))
-            else:
-                answer.set_result(offer)
-
-        met.add_done_callback(ready)
-        leased.add_done_callback(ready)
-        return answer
+        try:
+            name = self._meet(run.peer, welcome)
+            return RemoteOffer(self, run, name, shape, hashes, leased.result(), began_s)
+        except PullError as error:
+            word = str(error.args[0])
+        except (ValueError, IndexError, OverflowError):
+            word = "nonsense"
+        self.failed(run.peer, word, len(hashes))
+        raise Unavailable(word)
 
     def failed(self, peer: str, word: str, blocks: int) -> None:
         """A lease or a pull came to nothing."""
         with self._lock:
             self.counts[f"failed_{word}"] += blocks
-            if word in ("lost", "slow", "refused"):
+        if word in ("lost", "slow", "refused"):
+            with self._meeting:
                 self._cut(peer)
         self._peers.failed(peer, word)
 
-    def _meet(self, peer: str, generation: str, metadata: bytes) -> Future[str]:
-        with self._lock:
+    def _meet(self, peer: str, welcome: Welcome) -> str:
+        """The name to read it by. Raises PullError."""
+        with self._meeting:
             known = self._met.get(peer)
-            if known is None or known[0] != generation:
+            if known is None or known[0] != welcome.generation:
                 self._cut(peer)
-                known = self._met[peer] = generation, self._readers.meet(metadata)
+                name = self._readers.meet(welcome.agent, self.limits.pull_s)
+                known = self._met[peer] = welcome.generation, name
             return known[1]
 
     def _cut(self, peer: str) -> None:
         """End the connection; it is met anew."""
         known = self._met.pop(peer, None)
-        if known is not None and known[1].done() and not known[1].exception():
-            self._readers.forget(known[1].result())
+        if known is not None:
+            self._readers.forget(known[1])
 
 
 class RemoteOffer:
@@ -222,10 +207,6 @@ class RemoteFill:
     ) -> None:
         self._offer, self._pull, self._found = offer, pull, found
         self._addresses = addresses
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """As `Fill`."""
-        self._pull.add_done_callback(lambda _: call())
 
     def call_off(self) -> None:
         """As `Fill`."""

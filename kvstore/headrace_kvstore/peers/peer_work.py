@@ -60,7 +60,8 @@ class RemoteWork:
 
         self.generation = uuid.uuid4().hex
         self.lender = Lender(arena, self.generation, on_nvme, below)
-        memory = arena.base_address, arena.geometry.size_bytes
+        offset = arena.geometry.data_offset  # blocks alone: tables are nobody else's
+        memory = arena.base_address + offset, arena.geometry.size_bytes - offset
         self.agent = Agent(*memory, self.lender.serving)
         try:
             self.readers = Readers([self.agent, *(Agent(*memory) for _ in range(READERS - 1))])
@@ -71,11 +72,11 @@ class RemoteWork:
         self.source = RemoteSource(peers, self.readers, space, limits)
         self.puller = Prefetcher(arena, self.source, settings.pulling_bytes, "kv-pull")
 
-    def answer(self, request: PeerRequest, batches: int, ports: tuple[int, int]) -> Any:
-        """What a peer is answered. batches: of events so far; ports: of events and their replay."""
+    def answer(self, request: PeerRequest) -> Any:
+        """What a peer is answered."""
         match request:
             case Hello():
-                return Welcome(self.generation, self.agent.metadata, *ports, batches)
+                return Welcome(self.generation, self.agent.metadata)
             case Lease():
                 reply = self.lender.lease(request)
                 if isinstance(reply, Future):

@@ -1,4 +1,5 @@
-"""A node's peers: one thread talks to all of them, knows what they hold, and whom to pull from."""
+"""A node's peers: one thread asks all of them what is new, knows what they hold, and whom to pull
+from."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -15,18 +15,22 @@ import zmq
 
 from headrace_kvstore.node_settings import is_address
 from headrace_kvstore.peers.agent import PullError
-from headrace_kvstore.peers.directory import Directory
-from headrace_kvstore.peers.link import RETRY_S, Link
-from headrace_kvstore.peers.messages import Lease, Leased, Welcome
+from headrace_kvstore.peers.directory import MEDIA, Directory
+from headrace_kvstore.peers.link import LOOK_S, Link
+from headrace_kvstore.peers.messages import Failed, Lease, Leased, Welcome, decode_reply
 from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
-from headrace_kvstore.protocol.events import DRAM, NVME
+from headrace_kvstore.protocol.client import Client, NodeAway
+from headrace_kvstore.protocol.membership import Membership
 
 logger = logging.getLogger("headrace.kvstore")
 
-MEDIA = (DRAM, NVME)
-"""Fastest first."""
+TURN_S = 0.05
+LOOKS_PER_S = 40
+"""At all peers together: with more than eight of them, each is asked less often."""
+ANSWER_S, RETRY_S = 3.0, 0.5
+"""A peer that does not answer for so long is down; and is tried again after that."""
 
 
 class Peers:
@@ -34,24 +38,26 @@ class Peers:
 
     Args:
         addresses: to begin with; this node's own may be among them.
+        members: lets this node in at its peers.
         is_own: whether a generation is this node's own.
         pause_s: for how long a peer that fails is left alone at first.
         board: gets what is posted on peers' boards.
     """
 
     def __init__(
-        self, addresses: Sequence[str], is_own: Callable[[str], bool], pause_s: float, board: Board
+        self,
+        addresses: Sequence[str],
+        members: Membership,
+        is_own: Callable[[str], bool],
+        pause_s: float,
+        board: Board,
     ) -> None:
+        self._members = members
         self._is_own, self._pause_s, self._board = is_own, pause_s, board
         self._context = zmq.Context()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._directory = Directory()
         self._links: dict[str, Link] = {}
-        self._leaving: list[Link] = []
-        self._bell_in = self._context.socket(zmq.PAIR)
-        self._bell_in.bind("inproc://bell")
-        self._bell = self._context.socket(zmq.PAIR)
-        self._bell.connect("inproc://bell")
         self._stop = threading.Event()
         for address in addresses:
             self.add(address)
@@ -64,19 +70,21 @@ class Peers:
             raise ValueError(f"{address!r} is no address of a node; give HOST:PORT")
         with self._lock:
             if address not in self._links:
+                client = Client(
+                    *(f"tcp://{address}", decode_reply, self._members.enter),
+                    *(ANSWER_S, RETRY_S, self._context),
+                )
                 self._links[address] = Link(
-                    *(address, self._context, self._directory, self._board),
+                    *(address, client, self._directory, self._board),
                     *(self._is_own, self._pause_s),
                 )
-            self._ring()
 
     def remove(self, address: str) -> None:
         """Stop pulling from it."""
         with self._lock:
             link = self._links.pop(address, None)
-            if link is not None:
-                self._leaving.append(link)
-            self._ring()
+        if link is not None:
+            link.close(wait=False)
 
     def addresses(self) -> set[str]:
         """All that there are now."""
@@ -86,18 +94,16 @@ class Peers:
     def runs(self, digest: bytes, hashes: Sequence[bytes]) -> list[Run]:
         """Of each peer that may be asked, the leading run of these blocks that it holds."""
         now_s, runs = time.monotonic(), []
-        with self._lock:
-            links = list(self._links.items())
-        for address, link in links:
+        for link in self._all():
             if link.state != "up" or link.breaker.blocked(now_s):
                 continue
-            found = self._directory.leading(address, digest, hashes, MEDIA)
+            found = self._directory.leading(link.address, digest, hashes, MEDIA)
             if found:
                 parts = tuple(
                     (medium, sum(1 for _ in run), link.costs.setdefault(medium, pull_cost()))
                     for medium, run in groupby(found)
                 )
-                runs.append(Run(address, parts))
+                runs.append(Run(link.address, parts))
         return runs
 
     def welcome(self, address: str) -> Welcome | None:
@@ -115,20 +121,32 @@ class Peers:
         answer: Future[Leased] = Future()
         with self._lock:
             link = self._links.get(address)
-            if link is None:
-                answer.set_exception(PullError("down"))
-            else:
-                link.outbox.append((request, answer, time.monotonic() + limit_s))
-                self._ring()
+        if link is None or link.state != "up":
+            answer.set_exception(PullError("down"))
+            return answer
+
+        def answered(asked: Future[Any]) -> None:
+            error, reply = asked.exception(), None
+            if error is None:
+                reply = asked.result()
+            if isinstance(reply, Leased):
+                answer.set_result(reply)
+                return
+            if isinstance(reply, Failed) and reply.reason == "generation":
+                link.lost()
+            late = isinstance(error, NodeAway) and error.late
+            link.counts["lease_timeouts" if late else "leases_refused"] += 1
+            answer.set_exception(PullError("slow" if late else "lost" if error else "refused"))
+
+        link.client.ask(request, limit_s).add_done_callback(answered)
         return answer
 
     def tell(self, address: str, body: wire.Message) -> None:
         """Send a message that has no answer."""
         with self._lock:
             link = self._links.get(address)
-            if link is not None:
-                link.outbox.append((body, None, 0.0))
-                self._ring()
+        if link is not None and link.state == "up":
+            link.client.tell(body)
 
     def succeeded(self, address: str, medium: str, size_bytes: int, seconds: float) -> None:
         """A peer did what it was asked: what the bytes cost, if there were any."""
@@ -148,74 +166,43 @@ class Peers:
                 link.breaker.failure(time.monotonic())
                 link.counts[f"failed_{word}"] += 1
                 link.lost()
-        self._ring()
 
     def stats(self) -> dict[str, Any]:
         """JSON-able, by address."""
         now_s = time.monotonic()
-        with self._lock:
-            return {
-                address: {
-                    **link.stats(),
-                    "left_alone": link.breaker.blocked(now_s),
-                    "cost": {
-                        medium: {"latency_s": cost.fixed_s, "s_per_byte": cost.each_s}
-                        for medium, cost in link.costs.items()
-                    },
-                }
-                for address, link in self._links.items()
+        return {
+            link.address: {
+                **link.stats(),
+                "left_alone": link.breaker.blocked(now_s),
+                "cost": {
+                    medium: {"latency_s": cost.fixed_s, "s_per_byte": cost.each_s}
+                    for medium, cost in link.costs.items()
+                },
             }
+            for link in self._all()
+        }
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Disconnect from all peers."""
         self._stop.set()
-        self._ring()
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return
-        with self._lock:
-            for link in (*self._links.values(), *self._leaving):
-                link.close()
-            self._links.clear()
-            self._context.destroy(0)
+        links = self._all()
+        for wait in (False, True):
+            for link in links:
+                link.close(wait)
+        self._context.term()
 
-    def _ring(self) -> None:
+    def _all(self) -> list[Link]:
         with self._lock:
-            if not self._bell.closed:
-                with suppress(zmq.Again):  # it rings already
-                    self._bell.send(b"", zmq.NOBLOCK)
+            return list(self._links.values())
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._wait()
-                with self._lock:
-                    leaving, self._leaving = self._leaving, []
-                    links = list(self._links.values())
-                for link in leaving:
-                    link.close()
-                for link in links:  # without the lock: a peer's whole state may take a while
-                    self._turn(link)
-            except Exception:
-                logger.exception("talking to peers failed; it goes on")
-                time.sleep(0.1)
-
-    @staticmethod
-    def _turn(link: Link) -> None:
-        try:
-            link.turn()
-        except Exception:  # one peer's fault is not another's
-            logger.exception("talking to peer %s failed; it goes on", link.address)
-            link.counts["errors"] += 1
-
-    def _wait(self) -> None:
-        """Until something has come, or it is time to greet."""
-        poller = zmq.Poller()
-        poller.register(self._bell_in, zmq.POLLIN)
-        with self._lock:
-            for link in self._links.values():
-                for socket in link.sockets():
-                    poller.register(socket, zmq.POLLIN)
-        poller.poll(int(1e3 * RETRY_S))
-        while self._bell_in.poll(0):
-            self._bell_in.recv()
+        while not self._stop.wait(TURN_S):
+            links = self._all()
+            look_s = max(LOOK_S, len(links) / LOOKS_PER_S)
+            for link in links:
+                try:
+                    link.turn(time.monotonic(), look_s)
+                except Exception:  # one peer's fault is not another's
+                    logger.exception("talking to peer %s failed; it goes on", link.address)
+                    link.counts["errors"] += 1

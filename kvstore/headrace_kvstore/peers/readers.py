@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace_kvstore.peers.agent import Agent, Pull
+from headrace_kvstore.peers.agent import Agent, Pull, PullError
 
 
 class Readers:
@@ -21,27 +21,14 @@ class Readers:
         self._lock = threading.Lock()
         self._bytes = [0] * len(agents)
 
-    def meet(self, metadata: bytes) -> Future[str]:
-        """As `Agent.meet`, of all: done once every one has met the peer, or one could not."""
-        all_met: Future[str] = Future()
+    def meet(self, metadata: bytes, limit_s: float) -> str:
+        """As `Agent.meet`, of all. Raises PullError."""
         each = [agent.meet(metadata) for agent in self._agents]
-        left = [len(each)]
-
-        def met(one: Future[str]) -> None:
-            with self._lock:
-                left[0] -= 1
-                last = left[0] == 0
-            if not last:
-                return
-            errors = [error for future in each if (error := future.exception()) is not None]
-            if errors:
-                all_met.set_exception(errors[0])
-            else:
-                all_met.set_result(one.result())
-
-        for future in each:
-            future.add_done_callback(met)
-        return all_met
+        try:
+            names = [met.result(limit_s) for met in each]
+        except TimeoutError:
+            raise PullError("slow") from None
+        return names[0]
 
     def forget(self, peer: str) -> None:
         """Cut the connections."""

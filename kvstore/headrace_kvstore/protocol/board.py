@@ -42,14 +42,13 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     data: Annotated[bytes, Meta(max_length=MAX_NOTE_BYTES)]
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(msgspec.Struct, array_like=True, tag="notes"):
     """Notes in their order; where to read on in this generation; and where the board ends now."""
 
-    generation: str
-    after: int
-    head: int
-    notes: list[Note]
+    generation: Annotated[str, Meta(max_length=64)]
+    after: Number
+    head: Number
+    notes: list[Note] = []
 
 
 @dataclass
@@ -157,6 +156,3 @@ class Board:
             del self._last[pair]
         if len(self._numbers) > 2 * len(self._notes) + 64:
             self._numbers = list(self._notes)
-
-
-__all__ = ["Board", "Note", "Page"]

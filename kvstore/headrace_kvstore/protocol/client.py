@@ -1,4 +1,4 @@
-"""Client of a machine's StoreNode. Any thread may ask, and no call blocks.
+"""Clients of StoreNodes: of this machine's, and of another's. Any thread may ask, no call blocks.
 
 `ask` returns a future; a thread of the client sends and receives. A caller that may block waits
 for the future, an event loop wraps it, an engine's step checks whether it is done. Every future
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,22 +27,28 @@ from headrace_kvstore.protocol import wire
 
 MOST_WAITING = 1000
 """Requests that wait for the thread or the node, at most; more are refused."""
+CONNECT_POLL_MS = 50
 
 
 class NodeAway(TimeoutError):
-    """No node is there, or it does not answer in time."""
+    """No node is there, or it does not answer in time. `late`: it is there, but this one request
+    took longer than the caller allowed."""
+
+    late = False
 
 
 @dataclass(eq=False)
 class _Asked:
-    request: wire.Request
+    request: wire.Message
     wants_reply: bool
-    answer: Future[wire.Reply] = field(default_factory=Future)
+    limit_s: float | None = None
+    """Of this request; another one than the client's says nothing about the node."""
+    answer: Future[Any] = field(default_factory=Future)
     until_s: float = math.inf
     found: wire.Located | None = None
     """The first part of the answer, while blocks behind it are being pulled into DRAM."""
 
-    def settle(self, reply: wire.Reply | NodeAway) -> None:
+    def settle(self, reply: Any) -> None:
         if self.found is not None and isinstance(reply, NodeAway):
             self.answer.set_result(self.found)
         elif isinstance(reply, NodeAway):
@@ -50,26 +57,29 @@ class _Asked:
             self.answer.set_result(reply)
 
 
-class NodeClient:
+class Client:
     """Thread-safe. The thread starts with the first request. A forked child makes its own client.
 
     Args:
-        name: of the arena whose node it is.
+        endpoint: ZeroMQ's, of the node.
+        decode: id and reply of a frame; raises WireError.
+        prepare: called with each socket before it connects; may raise OSError.
         timeout_s: longest wait for an answer.
         retry_s: for how long a node that was away is not asked.
-        socket_folder: where the node's socket is; None for the system's temporary folder.
+        context: shared with other clients; None for one of its own.
     """
 
     def __init__(
         self,
-        name: str,
-        *,
-        timeout_s: float = 1.0,
-        retry_s: float = 3.0,
-        socket_folder: str | os.PathLike[str] | None = None,
+        endpoint: str,
+        decode: wire.Decode,
+        prepare: Callable[[zmq.Socket[bytes]], None],
+        timeout_s: float,
+        retry_s: float,
+        context: zmq.Context[Any] | None = None,
     ) -> None:
-        self.timeout_s, self.retry_s = timeout_s, retry_s
-        self._path = wire.socket_path(name, socket_folder)
+        self.endpoint, self.timeout_s, self.retry_s = endpoint, timeout_s, retry_s
+        self._decode, self._prepare = decode, prepare
         self._lock = threading.Lock()
         self._outbox: deque[_Asked] = deque()
         self._asked: dict[int, _Asked] = {}
@@ -79,22 +89,22 @@ class NodeClient:
         self._closed = False
         self._bell = -1
         self._socket: zmq.Socket[bytes] | None = None
-        self._context: zmq.Context[Any] | None = None
+        self._context, self._owns_context = context, context is None
         self._thread: threading.Thread | None = None
 
-    def ask(self, request: wire.Request) -> Future[wire.Reply]:
+    def ask(self, request: wire.Message, limit_s: float | None = None) -> Future[Any]:
         """The node's reply; the future raises `NodeAway` and nothing else.
 
         A `Locate` whose blocks are being pulled is answered once that is over, or no longer worth
-        waiting for.
+        waiting for. `limit_s` goes before `timeout_s`, and the node does not count as away then.
         """
-        asked = _Asked(request, True)
+        asked = _Asked(request, True, limit_s)
         asked.answer.set_running_or_notify_cancel()
         if not self._queue(asked):
-            asked.settle(NodeAway(f"no store node answers at {self._path}"))
+            asked.settle(NodeAway(f"no store node answers at {self.endpoint}"))
         return asked.answer
 
-    def tell(self, request: wire.Request) -> bool:
+    def tell(self, request: wire.Message) -> bool:
         """Have something done without an answer; False if no node is known to do it."""
         return self._queue(_Asked(request, False))
 
@@ -103,15 +113,14 @@ class NodeClient:
         away = time.monotonic() < self._away_until_s
         return {"away": away, "asked": len(self._asked), **self._counts}
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Disconnect. Later requests find no node."""
         with self._lock:
             before, self._closed = self._closed, True
             if self._thread is not None and not before:
                 os.eventfd_write(self._bell, 1)
-        if self._thread is None:
-            return
-        self._thread.join()
+        if self._thread is not None and wait:
+            self._thread.join()
 
     def _queue(self, asked: _Asked) -> bool:
         with self._lock:
@@ -120,7 +129,7 @@ class NodeClient:
                 self._counts["unsent"] += 1
                 return False
             if self._thread is None:
-                self._context = zmq.Context()
+                self._context = self._context or zmq.Context()
                 self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                 self._thread = threading.Thread(target=self._run, name="kv-client", daemon=True)
                 self._thread.start()
@@ -140,7 +149,7 @@ class NodeClient:
         self._go_away("closed")
         with self._lock:
             os.close(self._bell)
-        if self._context is not None:
+        if self._owns_context and self._context is not None:
             self._context.term()
 
     def _wait(self) -> None:
@@ -159,7 +168,7 @@ class NodeClient:
         self._last_id += asked.wants_reply
         id = self._last_id if asked.wants_reply else wire.NO_REPLY
         if asked.wants_reply:
-            asked.until_s = time.monotonic() + self.timeout_s
+            asked.until_s = time.monotonic() + (asked.limit_s or self.timeout_s)
             self._asked[id] = asked
         try:
             self._socket = self._socket or self._dial()
@@ -168,19 +177,21 @@ class NodeClient:
             self._go_away(str(error))
 
     def _dial(self) -> zmq.Socket[bytes]:
-        """The node's socket must be there, and this user's."""
         assert self._context is not None
-        owner = self._path.stat().st_uid
-        if owner != os.geteuid():
-            raise PermissionError(f"belongs to user {owner}")
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node that is not there
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        socket.connect(f"ipc://{self._path}")
-        if not socket.poll(int(1e3 * self.timeout_s), zmq.POLLOUT):
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a node that is not there
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+            self._prepare(socket)
+            socket.connect(self.endpoint)
+            until_s = time.monotonic() + self.timeout_s
+            while not socket.poll(CONNECT_POLL_MS, zmq.POLLOUT):
+                if self._closed or time.monotonic() > until_s:
+                    raise ConnectionRefusedError("nobody listens")
+        except BaseException:
             socket.close(0)
-            raise ConnectionRefusedError("nobody listens")
+            raise
         return socket
 
     def _receive(self) -> None:
@@ -190,12 +201,12 @@ class NodeClient:
             except zmq.ZMQError:
                 return
             try:
-                self._take(*wire.decode_reply(frame))
+                self._take(*self._decode(frame))
             except wire.WireError as error:
                 self._counts["unreadable"] += 1
                 self._take(error.id, wire.Failed(str(error)))
 
-    def _take(self, id: int, reply: wire.Reply) -> None:
+    def _take(self, id: int, reply: Any) -> None:
         asked = self._asked.get(id)
         if asked is None:
             return
@@ -211,12 +222,14 @@ class NodeClient:
         """Stop waiting for overdue answers. A late pull is no fault of the node."""
         now_s = time.monotonic()
         for id, asked in [each for each in self._asked.items() if now_s > each[1].until_s]:
-            if asked.found is None:
+            if asked.found is None and asked.limit_s is None:
                 self._counts["timeouts"] += 1
                 self._go_away(f"no answer within {self.timeout_s:g} s")
                 return
-            self._counts["pull_timeouts"] += 1
-            asked.settle(self._asked.pop(id).found or wire.Located())
+            self._counts["late"] += 1
+            late = NodeAway(f"{self.endpoint}: no answer in time")
+            late.late = True
+            self._asked.pop(id).settle(late)
 
     def _go_away(self, reason: str) -> None:
         """Answer for the node; a new socket later means that no late reply comes through."""
@@ -229,7 +242,34 @@ class NodeClient:
             self._asked.clear()
             self._outbox.clear()
         for asked in waiting:
-            asked.settle(NodeAway(f"{self._path}: {reason}"))
+            asked.settle(NodeAway(f"{self.endpoint}: {reason}"))
+
+
+class NodeClient(Client):
+    """Of this machine's node.
+
+    Args:
+        name: of the arena whose node it is.
+        socket_folder: where the node's socket is; None for the system's temporary folder.
+        timeout_s, retry_s: as `Client`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout_s: float = 1.0,
+        retry_s: float = 3.0,
+        socket_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        path = wire.socket_path(name, socket_folder)
+
+        def is_mine(_: zmq.Socket[bytes]) -> None:
+            owner = path.stat().st_uid
+            if owner != os.geteuid():
+                raise PermissionError(f"belongs to user {owner}")
+
+        super().__init__(f"ipc://{path}", wire.decode_reply, is_mine, timeout_s, retry_s)
 
 
 def call(

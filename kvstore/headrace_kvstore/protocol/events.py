@@ -3,22 +3,24 @@
 The structs are field for field those of `vllm.distributed.kv_events` (0.29), so that both encode to
 the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEventPublisher`:
 
-    PUB    (topic, sequence number: 8 bytes big-endian, batch)
+    PUB    ("", sequence number: 8 bytes big-endian, batch)
     replay  REQ or DEALER sends ("", first number wanted), ROUTER answers with
-            ("", topic, number, batch) for each batch, and ("", "", -1, "") in the end
+            ("", "", number, batch) for each batch, and ("", "", -1, "") in the end
 
 What the fields hold here:
-- `medium`: "DRAM", "NVME" or "OBJECT". `locality`: "LOCAL". `ownership`: the namespace's digest in
+- `medium`: "DRAM" or "NVME". `locality`: "LOCAL". `ownership`: the namespace's digest in
   hex, since equal hashes in two namespaces are different blocks.
 - `token_ids`: empty, `block_size`: 0, as the store knows blocks by hash only. The hashes suffice:
   vLLM's block hash covers all tokens up to the block's end, so whoever hashes a prompt's blocks
   finds them in an index of hashes. They are the bytes that vLLM calls them by.
-- `parent_block_hash`: where it was seen lately, else None. A run of hashes in one event is a chain.
+- `parent_block_hash`: None, for the same reason.
 
-Batches are numbered from 0 and kept for replay within bounds. Who asks for one that is gone, or
-was never sent because the node fell behind or was restarted, gets the whole state instead:
-`AllBlocksCleared`, then everything stored, numbered as the latest batch. The first batch of each
-node is such a state. Blocks may be told twice; an index of hashes does not mind.
+Batches are numbered from 0, and each has at most `BATCH_BLOCKS` blocks. A whole state begins with
+`AllBlocksCleared` and is as many batches as it takes. It is published at the start, when the node
+fell behind, and when the batches since the last one take more than `KEPT_BYTES`. Batches before it
+are then forgotten, so the log is never longer than a state and `KEPT_BYTES`. A subscriber that asks
+for a batch that is gone, or that was never sent because the node was restarted, gets the log from
+its beginning. A block may be published twice; an index of hashes does not mind.
 """
 
 from __future__ import annotations
@@ -27,28 +29,29 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from headrace_kvstore.table import HASH_BYTES, hash_word
+from headrace_kvstore.table import HASH_BYTES
 
 logger = logging.getLogger("headrace.kvstore")
 
 DRAM, NVME, OBJECT = "DRAM", "NVME", "OBJECT"
 LOCAL = "LOCAL"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
-KEPT_BATCHES = 10_000
+BATCH_BLOCKS = 4096
 KEPT_BYTES = 64 * 2**20
+BATCH_COST_BYTES = 128
+"""What a batch takes beside its bytes."""
 QUEUED_BATCHES = 10_000
-SEND_QUEUE = 100_000
-KNOWN_PARENTS = 1 << 16
-CHAIN_BLOCKS = 4096
-"""Hashes in one event, at most."""
+SEND_QUEUE = 1000
+"""Batches that wait for one subscriber; it replays what is beyond."""
+REPLAYED_BATCHES = SEND_QUEUE // 2
 POLL_S = 0.02
 _SHORT_HASH = 16
 
@@ -98,69 +101,28 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class Change(NamedTuple):
-    """One block came or went.
-
-    `hash`: 32 bytes, zero-padded. `parent`: as in SLOT, the first 8 bytes of the parent's hash as a
-    number, 0 for a root or where it is not known.
-    """
+    """One block came or went. `hash`: 32 bytes, zero-padded."""
 
     stored: bool
     medium: str
     digest: bytes
     hash: bytes
-    parent: int = 0
 
 
-class EventMaker:
-    """Changes to events; remembers hashes, to name parents by."""
+def batches(changes: Iterable[Change]) -> Iterator[list[KVEvent]]:
+    """Events in the order of the changes; runs of one kind become one."""
+    left = iter(changes)
+    while part := list(islice(left, BATCH_BLOCKS)):
+        yield [_event(list(run)) for _, run in groupby(part, lambda change: change[:3])]
 
-    def __init__(self) -> None:
-        self._known: OrderedDict[int, bytes] = OrderedDict()
 
-    def events(self, changes: Iterable[Change]) -> list[KVEvent]:
-        """Events in the order of the changes; chains, and runs of removals, become one each."""
-        return [self._event(run) for run in self._runs(changes)]
-
-    def _runs(self, changes: Iterable[Change]) -> Iterator[list[Change]]:
-        run: list[Change] = []
-        for change in changes:
-            if run and not (self._continues(run[-1], change) and len(run) < CHAIN_BLOCKS):
-                yield run
-                run = []
-            run.append(change)
-            if change.stored:
-                self._remember(change.hash)
-        if run:
-            yield run
-
-    @staticmethod
-    def _continues(last: Change, change: Change) -> bool:
-        if last[:3] != change[:3]:
-            return False
-        return not change.stored or change.parent == hash_word(last.hash) != 0
-
-    def _event(self, run: list[Change]) -> KVEvent:
-        first = run[0]
-        hashes: list[bytes | int] = [plain_hash(change.hash) for change in run]
-        where: dict[str, Any] = {"locality": LOCAL, "ownership": first.digest.hex()}
-        if not first.stored:
-            return BlockRemoved(hashes, first.medium, **where)
-        parent = self._known.get(first.parent) if first.parent else None
-        return BlockStored(
-            hashes,
-            None if parent is None else plain_hash(parent),
-            *([], 0, None),
-            first.medium,
-            None,
-            **where,
-        )
-
-    def _remember(self, block_hash: bytes) -> None:
-        word = hash_word(block_hash)
-        self._known[word] = block_hash
-        self._known.move_to_end(word)
-        if len(self._known) > KNOWN_PARENTS:
-            self._known.popitem(last=False)
+def _event(run: list[Change]) -> KVEvent:
+    first = run[0]
+    hashes: list[bytes | int] = [plain_hash(change.hash) for change in run]
+    where: dict[str, Any] = {"locality": LOCAL, "ownership": first.digest.hex()}
+    if not first.stored:
+        return BlockRemoved(hashes, first.medium, **where)
+    return BlockStored(hashes, None, [], 0, None, first.medium, None, **where)
 
 
 def plain_hash(padded: bytes) -> bytes:
@@ -169,14 +131,60 @@ def plain_hash(padded: bytes) -> bytes:
     return short if padded == short.ljust(HASH_BYTES, b"\0") else padded
 
 
+class EventLog:
+    """Numbered batches from the last whole state on. One thread writes, any may read."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._kept_bytes = kept_bytes
+        self._first = self._size_bytes = 0
+        self._batches: list[bytes] = []
+
+    @property
+    def next_seq(self) -> int:
+        """The number that the next batch will have."""
+        return self._first + len(self._batches)
+
+    @property
+    def full(self) -> bool:
+        """A new state is due."""
+        return self._size_bytes > self._kept_bytes
+
+    def add(self, batch: bytes) -> int:
+        """Its number."""
+        with self._lock:
+            self._batches.append(batch)
+            self._size_bytes += len(batch) + BATCH_COST_BYTES
+            return self.next_seq - 1
+
+    def forget_before(self, seq: int) -> None:
+        """Batch `seq` begins a whole state, and the last batch ends it."""
+        with self._lock:
+            self._batches = self._batches[seq - self._first :]
+            self._first, self._size_bytes = seq, 0
+
+    def read(self, seq: int, most_bytes: float = float("inf")) -> tuple[int, list[bytes]]:
+        """Batches from this number on, or from the first one there is, and the number of the first:
+        at least one if there is any, else `most_bytes` of them at most."""
+        with self._lock:
+            if not self._first <= seq <= self.next_seq:
+                seq = self._first
+            found: list[bytes] = []
+            for batch in self._batches[seq - self._first :]:
+                most_bytes -= len(batch)
+                if found and most_bytes < 0:
+                    break
+                found.append(batch)
+            return seq, found
+
+
 class EventPublisher:
     """Publishes changes from a thread of its own. `publish` may be called from any, never waits.
 
     Args:
-        endpoint: to bind the PUB socket to, such as `tcp://*:5557`.
+        endpoint: to bind the PUB socket to, such as `tcp://*:5557`; None for `log` alone.
         replay_endpoint: to bind the ROUTER socket to; None for no replay.
         contents: everything that is held now, as changes; called on the publisher's thread.
-        topic: of all batches.
 
     Raises:
         zmq.ZMQError: an endpoint cannot be bound.
@@ -184,44 +192,39 @@ class EventPublisher:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | None,
         replay_endpoint: str | None,
         contents: Callable[[], Iterable[Change]],
-        topic: str = "",
         *,
-        kept_batches: int = KEPT_BATCHES,
         kept_bytes: int = KEPT_BYTES,
         queued_batches: int = QUEUED_BATCHES,
     ) -> None:
-        self._contents, self._topic = contents, topic.encode()
+        self._contents = contents
         self._context = zmq.Context()
-        self._replay: zmq.Socket[bytes] | None = None
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self.log = EventLog(kept_bytes)
         try:
-            self._pub = self._context.socket(zmq.PUB)
-            self._pub.set_hwm(SEND_QUEUE)
-            self._pub.bind(endpoint)
-            self.endpoint = str(self._pub.get_string(zmq.LAST_ENDPOINT))
-            self.replay_endpoint: str | None = None
-            if replay_endpoint is not None:
-                self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.setsockopt(zmq.SNDHWM, 0)  # a replay is whole, or useless
-                self._replay.bind(replay_endpoint)
-                self.replay_endpoint = str(self._replay.get_string(zmq.LAST_ENDPOINT))
+            self.endpoint = self._bind(zmq.PUB, endpoint)
+            self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint)
         except BaseException:
             self._context.destroy(0)
             raise
-        self._maker = EventMaker()
         self._queue: queue.Queue[list[Change]] = queue.Queue(queued_batches)
         self._behind = threading.Event()
         self._behind.set()
         self._encoder = msgspec.msgpack.Encoder()
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_batches, self._kept_limit, self._kept_bytes = kept_batches, kept_bytes, 0
-        self._next_seq = 0
         self.resyncs = self.dropped_batches = self.replays = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
+
+    def _bind(self, kind: int, endpoint: str | None) -> str | None:
+        if endpoint is None:
+            return None
+        socket = self._sockets[kind] = self._context.socket(kind)
+        socket.set_hwm(SEND_QUEUE)
+        socket.bind(endpoint)
+        return str(socket.get_string(zmq.LAST_ENDPOINT))
 
     def publish(self, changes: list[Change]) -> None:
         """Queue changes; if the queue is full, the whole state is published later instead."""
@@ -237,17 +240,12 @@ class EventPublisher:
         """Publish the whole state: a subscriber may have missed changes."""
         self._behind.set()
 
-    @property
-    def next_seq(self) -> int:
-        """The number that the next batch will have."""
-        return self._next_seq
-
     def stats(self) -> dict[str, Any]:
         """JSON-able counts."""
         return {
             "endpoint": self.endpoint,
             "replay_endpoint": self.replay_endpoint,
-            "batches": self._next_seq,
+            "batches": self.log.next_seq,
             "queued": self._queue.qsize(),
             "dropped_batches": self.dropped_batches,
             "resyncs": self.resyncs,
@@ -275,43 +273,35 @@ class EventPublisher:
                 return
 
     def _turn(self) -> None:
-        if self._replay is not None and self._replay.poll(0):
-            self._answer(self._replay)
-        if self._behind.is_set():
+        replay = self._sockets.get(zmq.ROUTER)
+        if replay is not None and replay.poll(0):
+            self._answer(replay)
+        if self._behind.is_set() or self.log.full:
             # What waits was made before the state is taken, and later changes to the same blocks
             # may have been dropped: it goes. What comes and is not dropped from here on is told
             # after the state, in order; so the last one told of a block is the last one made.
             self._behind.clear()
-            self._forget_queue()
-            self._send(self._state())
+            with suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
+            first = self._send([AllBlocksCleared()])
+            for events in batches(self._contents()):
+                self._send(events)
+            self.log.forget_before(first)
             self.resyncs += 1
         try:
             changes = self._queue.get(timeout=POLL_S)
         except queue.Empty:
             return
-        self._send(self._maker.events(changes))
+        for events in batches(changes):
+            self._send(events)
 
-    def _forget_queue(self) -> None:
-        with suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()
-
-    def _state(self) -> list[KVEvent]:
-        return [AllBlocksCleared(), *self._maker.events(self._contents())]
-
-    def _send(self, events: list[KVEvent]) -> None:
-        seq, payload = self._next_seq, self._pack(events)
-        self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload))
-        self._next_seq += 1
-        self._kept.append((seq, payload))
-        self._kept_bytes += len(payload)
-        while len(self._kept) > self._kept_batches or (
-            self._kept_bytes > self._kept_limit and len(self._kept) > 1
-        ):
-            self._kept_bytes -= len(self._kept.popleft()[1])
-
-    def _pack(self, events: list[Any]) -> bytes:
-        return self._encoder.encode(EventBatch(time.time(), events, 0))
+    def _send(self, events: list[Any]) -> int:
+        payload = self._encoder.encode(EventBatch(time.time(), events, 0))
+        seq = self.log.add(payload)
+        if zmq.PUB in self._sockets:
+            self._sockets[zmq.PUB].send_multipart((b"", seq.to_bytes(8, "big"), payload))
+        return seq
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()
@@ -319,12 +309,11 @@ class EventPublisher:
             logger.warning("a replay request that is none: %d frames", len(frames))
             return
         client, _, wanted = frames
-        first = int.from_bytes(wanted, "big")
         self.replays += 1
-        batches = [(seq, payload) for seq, payload in self._kept if seq >= first]
-        oldest = self._kept[0][0] if self._kept else self._next_seq
-        if self._next_seq and (first < oldest or first > self._next_seq):
-            batches = [(self._next_seq - 1, self._pack(self._state()))]
-        for seq, payload in batches:
-            socket.send_multipart((client, b"", self._topic, seq.to_bytes(8, "big"), payload))
+        # The frames are not copied, so a subscriber that asks and does not read costs no memory
+        # beyond the log's own. A long replay is sent in parts: the subscriber asks again.
+        first, found = self.log.read(int.from_bytes(wanted, "big"))
+        for seq, payload in enumerate(found[:REPLAYED_BATCHES], first):
+            frame = (client, b"", b"", seq.to_bytes(8, "big"), payload)
+            socket.send_multipart(frame, copy=False)
         socket.send_multipart((client, b"", b"", END_SEQ, b""))

@@ -23,23 +23,25 @@ from typing import Any, NamedTuple
 import zmq
 
 from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.membership import Membership
 
 logger = logging.getLogger("headrace.kvstore")
 
-SLOW_AT_ONCE = 64
-"""Requests that wait for the other thread, at most."""
+SLOW_AT_ONCE, STAGED_AT_ONCE = 64, 1024
+"""Requests that wait for the other thread, and second replies that wait for a pull, at most."""
+CLIENT_QUEUE = 64
+"""Frames that wait for one client, or from it."""
 POLL_MS, BUSY_POLL_MS = 100, 5
 
 
 class Staged(NamedTuple):
     """A reply at once, and another under the same id when there is more to say."""
 
-    now: wire.Message
+    now: wire.Body
     later: Future[Any]
 
 
-Handle = Callable[[Any], "wire.Message | Future[Any] | Staged"]
-Decode = Callable[[bytes], tuple[int, Any]]
+Handle = Callable[[Any], "wire.Body | Future[Any] | Staged"]
 
 
 class NodeRunning(RuntimeError):
@@ -52,28 +54,35 @@ class FrameServer:
     Args:
         bind: binds the ROUTER socket that it is given; what it raises comes through.
         decode: id and request of a frame; raises WireError.
+        slow: kinds of requests whose reply may be a future; they are refused while `SLOW_AT_ONCE`
+            wait, and no other kind is.
         name: of the thread.
         counts: gets how many requests of each kind came.
+        members: who is let in; None for everybody who reaches the socket.
     """
 
     def __init__(
         self,
         bind: Callable[[zmq.Socket[bytes]], object],
-        decode: Decode,
+        decode: wire.Decode,
         handle: Handle,
+        slow: tuple[type[wire.Message], ...],
         name: str = "kv-node",
         counts: Counter[str] | None = None,
+        members: Membership | None = None,
     ) -> None:
-        self._decode, self._handle = decode, handle
+        self._decode, self._handle, self._kinds = decode, handle, slow
         self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._guard = None if members is None else members.guard(self._socket)
         try:
-            self._socket = self._context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_REQUEST_BYTES)
+            self._socket.set_hwm(CLIENT_QUEUE)
             bind(self._socket)
             self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         except BaseException:
-            self._context.destroy(0)
+            self._destroy()
             raise
         self._slow: list[tuple[bytes, int, Future[Any]]] = []
         self._staged: list[tuple[bytes, int, Future[Any]]] = []
@@ -87,7 +96,12 @@ class FrameServer:
         self._stop.set()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            self._context.destroy(0)
+            self._destroy()
+
+    def _destroy(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.destroy(0)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -111,7 +125,8 @@ class FrameServer:
             self._send(client, error.id, wire.Failed(str(error)))
             return
         self.counts[type(request).__name__.lower()] += 1
-        if len(self._slow) >= SLOW_AT_ONCE:
+        if len(self._slow) >= SLOW_AT_ONCE and isinstance(request, self._kinds):
+            self.counts["busy"] += 1
             self._answer(client, id, wire.Failed("the node is busy"))
             return
         try:
@@ -121,9 +136,10 @@ class FrameServer:
             reply = wire.Failed(repr(error))
         self._answer(client, id, reply)
 
-    def _answer(self, client: bytes, id: int, reply: wire.Message | Future[Any] | Staged) -> None:
+    def _answer(self, client: bytes, id: int, reply: wire.Body | Future[Any] | Staged) -> None:
         if isinstance(reply, Staged):
-            self._staged.append((client, id, reply.later))
+            if len(self._staged) < STAGED_AT_ONCE:
+                self._staged.append((client, id, reply.later))
             reply = reply.now
         if isinstance(reply, Future):
             self._slow.append((client, id, reply))
@@ -146,7 +162,7 @@ class FrameServer:
             self._answer(client, id, wire.Failed(repr(error)) if error else future.result())
         return waiting
 
-    def _send(self, client: bytes, id: int, reply: wire.Message) -> None:
+    def _send(self, client: bytes, id: int, reply: wire.Body) -> None:
         try:
             self._socket.send_multipart((client, wire.encode(id, reply)), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -165,7 +181,8 @@ class NodeServer(FrameServer):
         self._lock_fd = _own(path.with_suffix(".lock"), path)
         try:
             super().__init__(
-                *(lambda s: _bind_private(s, path), wire.decode_request, handle), counts=counts
+                *(lambda s: _bind_private(s, path), wire.decode_request, handle, wire.SLOW),
+                counts=counts,
             )
         except BaseException:
             self._disown()

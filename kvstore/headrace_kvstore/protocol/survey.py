@@ -9,13 +9,17 @@ planner knows of DRAM only.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeClient
 from headrace_kvstore.supply import Supply, common
+
+logger = logging.getLogger("headrace.kvstore")
 
 MOST_BLOCKS = 1024
 """Asked for at once, as by an engine."""
@@ -25,6 +29,9 @@ LIMIT_S, RETRY_S = 0.01, 1.0
 
 class Surveyor:
     """Asks the node of one arena, from an event loop.
+
+    Attributes:
+        failures: questions without an answer, by what came in its place.
 
     Args:
         name: of the arena.
@@ -45,6 +52,7 @@ class Surveyor:
             name, timeout_s=limit_s, retry_s=retry_s, socket_folder=socket_folder
         )
         self._retry_s, self._retry_at_s = retry_s, 0.0
+        self.failures: Counter[str] = Counter()
 
     async def supplies(
         self, digests: Sequence[bytes], hashes: Sequence[bytes], compute_s: float
@@ -62,11 +70,21 @@ class Surveyor:
         asked = [self._client.ask(wire.Survey(digest, names, compute_s)) for digest in digests]
         replies = await asyncio.gather(*map(asyncio.wrap_future, asked), return_exceptions=True)
         surveyed = [reply for reply in replies if isinstance(reply, wire.Surveyed)]
+        for reply in replies:
+            if not isinstance(reply, wire.Surveyed):
+                self._failed(reply)
         if len(surveyed) < len(digests) or not all(reply.below for reply in surveyed):
             self._retry_at_s = time.monotonic() + self._retry_s
         if len(surveyed) < len(digests):
             return []
         return common([[Supply(*run) for run in reply.runs] for reply in surveyed])
+
+    def _failed(self, reply: object) -> None:
+        """Count what came in the place of an answer, and log the first of each kind."""
+        kind = type(reply).__name__
+        self.failures[kind] += 1
+        if self.failures[kind] == 1:
+            logger.warning("a plan does without the store below DRAM: %r", reply)
 
     def close(self) -> None:
         """Disconnect."""

@@ -28,11 +28,13 @@ from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol.board import Name, Note, Number, Page
 from headrace_kvstore.table import HASH_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 """One more whenever a message changes its meaning; another version is answered by `Failed`."""
 NO_REPLY = 0
 """The id of a request whose sender waits for nothing."""
 MAX_MESSAGE_BYTES = 64 * 2**20
+"""Of a reply."""
+MAX_REQUEST_BYTES = 4 * 2**20
 MAX_PATH_BYTES = 107
 """Longest path of a Unix socket: 108 bytes with the zero behind it."""
 MAX_LEASE_S = 600.0
@@ -40,6 +42,9 @@ MAX_LEASE_S = 600.0
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Medium = Annotated[str, Meta(pattern="^(dram|nvme|remote|object)$")]
 Hash = Annotated[bytes, Meta(min_length=1, max_length=HASH_BYTES)]
+Hashes = Annotated[list[Hash], Meta(max_length=2**16)]
+Index = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 class WireError(ValueError):
@@ -65,11 +70,11 @@ class Locate(Message):
     `compute_s`: what computing one of the blocks takes the engine, 0 if it does not know.
     """
 
-    request_key: str
+    request_key: Annotated[str, Meta(max_length=1024)]
     digest: Digest
-    hashes: list[Hash]
+    hashes: Hashes
     lease_s: Annotated[float, Meta(ge=0.0, le=MAX_LEASE_S)]
-    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    compute_s: Seconds = 0.0
 
 
 class Survey(Message):
@@ -79,39 +84,16 @@ class Survey(Message):
     """
 
     digest: Digest
-    hashes: list[Hash]
-    compute_s: Annotated[float, Meta(ge=0.0)] = 0.0
-
-
-class Prefetch(Message):
-    """Bring blocks from NVMe into DRAM, higher `priority` first. `Done`: how many were queued."""
-
-    digest: Digest
-    hashes: list[Hash]
-    priority: Annotated[int, Meta(ge=-128, le=127)] = 0
+    hashes: Hashes
+    compute_s: Seconds = 0.0
 
 
 class ReportBad(Message):
-    """A reader's checksums did not match: drop the blocks. `Done`: how many were there."""
+    """A reader's checksums did not match: drop the blocks from NVMe. `Done`: how many were
+    there."""
 
     digest: Digest
-    hashes: list[Hash]
-    tier: str
-
-
-class Pin(Message):
-    """Keep blocks in every tier that has them, or stop that. `Done`: how many were found."""
-
-    digest: Digest
-    hashes: list[Hash]
-    pinned: bool = True
-
-
-class Clear(Message):
-    """Drop all blocks of a namespace, or of all, in these tiers. `Done`: how many."""
-
-    digest: Digest | None = None
-    tiers: list[str] = []
+    hashes: Hashes
 
 
 class GetStats(Message):
@@ -135,9 +117,11 @@ class ReadNotes(Message):
     but: Name = b""
 
 
-Request = (
-    Ping | Locate | Survey | Prefetch | ReportBad | Pin | Clear | GetStats | PostNote | ReadNotes
-)
+Request = Ping | Locate | Survey | ReportBad | GetStats | PostNote | ReadNotes
+
+
+SLOW = (ReportBad, GetStats)
+"""Requests that may take longer than a moment."""
 
 
 class Done(Message):
@@ -146,20 +130,25 @@ class Done(Message):
     blocks: int = 0
 
 
+class Place(msgspec.Struct, array_like=True):
+    """A block in a segment file; `sums`: one u64 a layer, little-endian."""
+
+    path: str
+    segment: Index
+    slot: Index
+    sums: bytes
+
+
 class Located(Message):
     """A leading run of blocks of one shape.
 
-    `files`: path and segment number; `places`: of each block the index in `files`, and its slot;
-    `sums`: u64 (blocks, layers), little-endian. `pulling`: so many blocks behind them are being
-    pulled into DRAM from a peer; another `Located` follows under the same id when that is over, and
-    is worth `wait_s` of waiting.
+    `pulling`: so many blocks behind them are being pulled into DRAM from a peer; another `Located`
+    follows under the same id when that is over, and is worth `wait_s` of waiting.
     """
 
     layers: int = 0
     layer_bytes: int = 0
-    files: list[tuple[str, int]] = []
-    places: list[tuple[int, int]] = []
-    sums: bytes = b""
+    places: list[Place] = []
     pulling: int = 0
     wait_s: float = 0.0
 
@@ -178,14 +167,8 @@ class Stats(Message):
     values: dict[str, Any]
 
 
-class Notes(Message):
-    """Of a board: its generation, where to read on, where it ends, and what was read
-    (`board.Page`)."""
-
-    generation: Annotated[str, Meta(max_length=64)]
-    after: Number
-    head: Number
-    notes: list[Note] = []
+Notes = Page
+"""Of a board: `ReadNotes` and `PostNote` are answered by it."""
 
 
 class Failed(Message):
@@ -194,6 +177,7 @@ class Failed(Message):
     reason: str
 
 
+Body = Message | Notes
 Reply = Done | Located | Surveyed | Stats | Notes | Failed
 
 
@@ -207,12 +191,15 @@ _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(_Envelope)
 
 
-def encode(id: int, body: Message) -> bytes:
+def encode(id: int, body: Body) -> bytes:
     """One frame."""
     return _encoder.encode((PROTOCOL, id, body))
 
 
-def frame_decoder(body: Any) -> Callable[[bytes], tuple[int, Any]]:
+Decode = Callable[[bytes], tuple[int, Any]]
+
+
+def frame_decoder(body: Any) -> Decode:
     """A function that gives the id and the body of a frame, one of these types, or raises
     WireError."""
     decoder = msgspec.msgpack.Decoder(body)
@@ -236,23 +223,16 @@ decode_request = frame_decoder(Request)
 decode_reply = frame_decoder(Reply)
 
 
-def pack_page(page: Page) -> Notes:
-    """A part of a board, as it is sent."""
-    return Notes(page.generation, page.after, page.head, page.notes)
-
-
 def pack_locations(locations: Sequence[Location]) -> Located:
     """Blocks of one shape, as they are sent."""
     if not locations:
         return Located()
-    files: dict[tuple[str, int], int] = {}
-    places = [
-        (files.setdefault((place.path, place.segment), len(files)), place.slot)
-        for place in locations
-    ]
-    sums = np.concatenate([place.sums for place in locations]).astype("<u8").tobytes()
     shape = locations[0].shape
-    return Located(shape.layers, shape.layer_bytes, list(files), places, sums)
+    places = [
+        Place(each.path, each.segment, each.slot, each.sums.astype("<u8").tobytes())
+        for each in locations
+    ]
+    return Located(shape.layers, shape.layer_bytes, places)
 
 
 def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -> list[Location]:
@@ -260,19 +240,20 @@ def unpack_locations(located: Located, digest: bytes, hashes: Sequence[bytes]) -
 
     Raises WireError.
     """
-    if not located.places:
+    places = located.places
+    if not places:
         return []
     try:
         shape = Shape(digest, located.layers, located.layer_bytes)
-        sums = np.frombuffer(located.sums, "<u8").astype(np.uint64)
-        rows = sums.reshape(len(located.places), shape.layers)
+        sums = np.frombuffer(b"".join(place.sums for place in places), "<u8").astype(np.uint64)
         return [
-            Location(*located.files[file], slot, shape, padded(block_hash), row)
-            for (file, slot), block_hash, row in zip(
-                located.places, hashes[: len(located.places)], rows, strict=True
+            Location(place.path, place.segment, place.slot, shape, padded(name), row)
+            for place, name, row in zip(
+                *(places, hashes[: len(places)], sums.reshape(len(places), shape.layers)),
+                strict=True,
             )
         ]
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         raise WireError(f"locations that make no sense: {error}") from error
 
 

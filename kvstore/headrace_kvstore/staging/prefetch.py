@@ -137,9 +137,9 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
 
     def _carry_out(self, task: tuple[bytes, list[bytes]]) -> None:
         digest, hashes = task
-        left = len(hashes)
+        left, waiting = len(hashes), set(hashes)
         try:
-            offer = self._source.open(digest, hashes).result()
+            offer = self._source.open(digest, hashes)
             self._count("absent", left - len(offer.found))
             left = len(offer.found)
             groups: dict[Any, list[int]] = {}
@@ -151,7 +151,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
                     slots = self._reserve([offer.found[i] for i in group])
                     left -= len(group)
                     given = slots >= 0
-                    bad += self._fill(offer, np.array(group)[given], slots[given])
+                    bad += self._fill(offer, np.array(group)[given], slots[given], waiting)
             finally:
                 offer.close(bad)
         except (Unavailable, CancelledError) as error:
@@ -160,7 +160,8 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             self._count("dropped_failed", left)
             raise
         finally:
-            self._close_wants(digest, hashes)
+            # A block that has come may be wanted anew by now, and that is another task's.
+            self._close_wants(digest, list(waiting))
 
     def _reserve(self, found: Sequence[Found]) -> np.ndarray:
         """Arena slots for blocks of one kind, below 0 where there is none."""
@@ -180,8 +181,11 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             self._count(word, int((slots == code).sum()))
         return slots
 
-    def _fill(self, offer: Offer, which: np.ndarray, slots: np.ndarray) -> list[int]:
-        """Read blocks into their slots and publish what is right; the positions of the others."""
+    def _fill(
+        self, offer: Offer, which: np.ndarray, slots: np.ndarray, waiting: set[bytes]
+    ) -> list[int]:
+        """Read blocks into their slots and publish what is right; the positions of the others.
+        Blocks that are read are waited for no more."""
         if not len(slots):
             return []
         shape = offer.found[which[0]].shape
@@ -206,6 +210,7 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             self._count("dropped_failed", len(rest))
             self._arena.abandon(rest)
             for part, fill in fills:
+                waiting.difference_update(offer.found[i].hash for i in which[part])
                 bad += which[part][~self._finish(offer, fill, which[part], slots[part])].tolist()
         return bad
 

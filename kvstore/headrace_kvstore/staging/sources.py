@@ -9,7 +9,6 @@ the prefetcher closes the offer, and the source may drop the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +28,7 @@ class Found:
     """32 bytes, zero-padded."""
     shape: Shape
     sums: np.ndarray
-    """One u64 a layer, (layers,)."""
+    """One u64 a layer, (layers,). A source may fill them in when the block is read."""
     parent: int = 0
     depth: int = 0
     tenant: int = 0
@@ -83,10 +82,10 @@ class Source(Protocol):
         """How many blocks each `read` should take: one is verified while the next one comes."""
         ...
 
-    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
-        """Which of these blocks of one namespace it has, without waiting. Hashes are padded.
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
+        """Which of these blocks of one namespace it has; may wait. Hashes are padded.
 
-        The future may raise `Unavailable`.
+        May raise `Unavailable`.
         """
         ...
 
@@ -107,15 +106,12 @@ class NvmeSource:
         """All at once: a disk wants a deep queue."""
         return [blocks]
 
-    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Future[Offer]:
+    def open(self, digest: bytes, hashes: Sequence[bytes]) -> Offer:
         """As `Source`."""
-        answer: Future[Offer] = Future()
         tier = self._tier()
         if tier is None or tier.state == "off":
-            answer.set_exception(Unavailable("off"))
-        else:
-            answer.set_result(NvmeOffer(tier, digest, hashes))
-        return answer
+            raise Unavailable("off")
+        return NvmeOffer(tier, digest, hashes)
 
 
 class NvmeOffer:

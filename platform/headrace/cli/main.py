@@ -267,6 +267,8 @@ def config_show(
     data = _load(file, preset, overrides, None).model_dump()
     data["gateway"]["api_keys"] = [SECRET for _ in data["gateway"]["api_keys"]]
     data["store"]["object_options"] = {name: SECRET for name in data["store"]["object_options"]}
+    if "secret" in data["store"]["node"]:
+        data["store"]["node"]["secret"] = SECRET
     order = ["model", "prefill", "decode", "token_path", "gateway", "router"]
     data = {k: data[k] for k in [*order, *(k for k in data if k not in order)]}
     sys.stdout.write(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))

@@ -1,0 +1,267 @@
+"""A stranger at a node's port, and a peer that does what no peer does: neither reads KV, stops a
+node, or has a wrong block accepted."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.peers.agent import Agent
+from headrace_kvstore.peers.messages import (
+    Hello,
+    Lease,
+    Leased,
+    Look,
+    News,
+    Release,
+    Welcome,
+    decode_reply,
+)
+from headrace_kvstore.protocol import wire
+from headrace_kvstore.protocol.client import Client, NodeAway
+from headrace_kvstore.protocol.membership import Membership
+from headrace_kvstore.protocol.server import SLOW_AT_ONCE
+from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, keys, settings, until
+
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[StoreNode]:
+    """A node that lends blocks 0 to 9."""
+    (tmp_path / "owner").mkdir()
+    node = StoreNode(settings(tmp_path / "owner", nvme_folder=None, listen="127.0.0.1:0")).start()
+    engine = Engine(node.settings)
+    engine.put(*range(10))
+    yield node
+    engine.close()
+    assert node.close()
+
+
+def address(node: StoreNode) -> str:
+    assert node.tiers.neighbours is not None and node.tiers.neighbours.address is not None
+    return node.tiers.neighbours.address
+
+
+def client(node: StoreNode, secret: str = SECRET, timeout_s: float = PATIENT_S) -> Client:
+    members = Membership(secret)
+    return Client(f"tcp://{address(node)}", decode_reply, members.enter, timeout_s, 0.05)
+
+
+@pytest.fixture
+def member(owner: StoreNode) -> Iterator[Client]:
+    one = client(owner)
+    yield one
+    one.close()
+
+
+def lease(generation: str, *numbers: int) -> Lease:
+    return Lease(generation, DIGEST, SHAPE.layers, SHAPE.layer_bytes, keys(*numbers), 30.0)
+
+
+# Strangers
+
+
+def test_a_peer_with_another_secret_gets_no_answer_and_a_member_does(
+    owner: StoreNode, member: Client
+) -> None:
+    stranger = client(owner, "another app's secret", 1.0)
+    for request in (Hello(), Look("", 0, 0, 1000), lease("g", 0)):
+        with pytest.raises(NodeAway):
+            stranger.ask(request).result(PATIENT_S)
+    stranger.close()
+    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+
+
+@pytest.mark.parametrize("curve", ["none", "own keys", "the members' server key only"])
+def test_a_peer_without_the_secret_gets_not_a_byte_of_an_answer(
+    owner: StoreNode, member: Client, curve: str
+) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    if curve != "none":
+        public, private = zmq.curve_keypair()
+        known = Membership(SECRET)._public if curve.startswith("the") else public
+        socket.setsockopt(zmq.CURVE_SERVERKEY, known)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+    socket.connect(f"tcp://{address(owner)}")
+    for _ in range(5):
+        socket.send(wire.encode(1, Hello()))
+    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    assert not socket.poll(500)
+    context.destroy(0)
+
+
+def test_a_node_follows_no_owner_that_does_not_know_the_secret(
+    owner: StoreNode, tmp_path: Path
+) -> None:
+    (tmp_path / "reader").mkdir()
+    given = settings(
+        tmp_path / "reader",
+        nvme_folder=None,
+        secret="of another app altogether",
+        peers=(address(owner),),
+    )
+    reader = StoreNode(given).start()
+    [peer] = reader.operations.stats()["remote"]["peers"].values()
+    assert peer["state"] == "down" and peer["blocks"]["DRAM"] == 0
+    assert reader.close()
+
+
+def test_a_node_without_a_secret_lends_to_nobody(tmp_path: Path) -> None:
+    node = StoreNode(settings(tmp_path, nvme_folder=None, secret=None)).start()
+    with pytest.raises(ValueError, match="secret"):
+        node.lend("127.0.0.1:0")
+    assert node.close()
+
+
+# Members that misbehave
+
+
+def test_frames_that_say_nothing_are_answered_and_the_node_goes_on(
+    owner: StoreNode, member: Client
+) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    Membership(SECRET).enter(socket)
+    socket.connect(f"tcp://{address(owner)}")
+    rng = random.Random(0)
+    whole = wire.encode(5, lease("g", 0, 1, 2))
+    for number in range(300):
+        frame = bytearray(whole if number % 2 else rng.randbytes(rng.randrange(200)))
+        for _ in range(number % 5):
+            if frame:
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+        socket.send(bytes(frame))
+        if number % 10 == 0:
+            socket.send_multipart([b"more", b"than", b"one"])
+    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    context.destroy(0)
+
+
+def test_a_message_that_is_too_long_ends_its_line_only(owner: StoreNode, member: Client) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    Membership(SECRET).enter(socket)
+    socket.connect(f"tcp://{address(owner)}")
+    socket.send(bytes(wire.MAX_REQUEST_BYTES + 1))
+    assert not socket.poll(300)
+    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    context.destroy(0)
+
+
+def test_as_many_slow_requests_as_may_wait_make_no_greeting_wait(
+    owner: StoreNode, member: Client
+) -> None:
+    dram = owner.tiers.dram
+    assert dram is not None and dram.remote is not None
+    stuck: list[Future[Leased]] = []
+
+    def lend(_: Lease) -> Future[Leased]:
+        stuck.append(Future())
+        return stuck[-1]
+
+    dram.remote.lender.lease = lend  # type: ignore[method-assign,assignment]
+    asked = [member.ask(lease("g", 0)) for _ in range(SLOW_AT_ONCE + 5)]
+    until(lambda: sum(each.done() for each in asked) == 5)
+    assert {each.result().reason for each in asked if each.done()} == {"the node is busy"}
+    assert isinstance(member.ask(Hello()).result(PATIENT_S), Welcome)
+    assert isinstance(member.ask(Look("", 0, 0, 1000)).result(PATIENT_S), News)
+    for each in stuck:
+        each.set_result(Leased())
+
+
+def test_a_state_larger_than_a_message_comes_in_pages(owner: StoreNode, member: Client) -> None:
+    publisher = owner._events.publisher
+    assert publisher is not None
+    until(lambda: publisher.log.next_seq > 1)
+    for number in range(20):
+        publisher.log.add(bytes([number]) * 1000)
+    first = publisher.log.next_seq - 20
+    at, pages = first, 0
+    while True:
+        news = member.ask(Look("", 0, at, 3500)).result(PATIENT_S)
+        assert news.first == at and len(news.batches) <= 3
+        at, pages = at + len(news.batches), pages + 1
+        if at == news.next:
+            break
+    assert pages == 7
+
+
+# Memory
+
+
+def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_miss(
+    owner: StoreNode, member: Client, tmp_path: Path
+) -> None:
+    """Everything that NIXL lets a member do with the metadata that it is given."""
+    dram = owner.tiers.dram
+    assert dram is not None
+    welcome = member.ask(Hello()).result(PATIENT_S)
+    leased = member.ask(lease(welcome.generation, *range(4))).result(PATIENT_S)
+    assert len(leased.rows) == 4
+
+    memory = np.full(2 * SHAPE.payload_bytes, 0xEE, np.uint8)
+    agent = Agent(int(memory.ctypes.data), memory.size)
+    name = agent.meet(welcome.agent).result(PATIENT_S)
+    arena = dram.arena
+    tables = arena._bytes[: arena.geometry.data_offset].copy()
+    for offset in (0, 512, 4096, arena.geometry.data_offset - 4096):
+        with pytest.raises(Exception):  # noqa: B017  # NIXL's own
+            _write(agent, name, memory, arena.base_address + offset, 4096)
+    words = slice(0, 512)
+    assert (arena._bytes[words] == tables[words]).all()
+
+    spoilt = leased.rows[1].address
+    _write(agent, name, memory, spoilt, 4096)
+    at = spoilt - arena.base_address
+    until(lambda: bool((arena._bytes[at : at + 4096] == 0xEE).all()), PATIENT_S)
+
+    (tmp_path / "reader").mkdir()
+    given = settings(
+        *(tmp_path / "reader",),
+        nvme_folder=None,
+        peers=(address(owner),),
+        pull_limit_s=30.0,
+        peer_lease_s=60.0,
+    )
+    reader = StoreNode(given).start()
+    engine = Engine(reader.settings)
+
+    def pulled() -> bool:
+        pulling = reader.operations.pull(DIGEST, keys(*range(4)))
+        return pulling is not None and pulling.done.result(PATIENT_S) == 3
+
+    until(pulled, PATIENT_S)
+    assert engine.has(*range(4)) == [True, False, True, True]
+    until(lambda: owner.operations.stats()["remote"]["lend"].get("corrupt_here") == 1)
+    member.tell(Release(leased.lease))
+    engine.close()
+    assert reader.close() and agent.close(PATIENT_S)
+
+
+def _write(agent: Agent, peer: str, memory: np.ndarray, to: int, length: int) -> None:
+    """Write into a peer's memory with NIXL alone."""
+    nixl: Any = agent._agent
+
+    def pieces(address: int) -> Any:
+        row = np.array([[address, length, 0]], np.uint64)
+        return nixl.get_xfer_descs(row, mem_type="DRAM")
+
+    handle = nixl.initialize_xfer("WRITE", pieces(memory.ctypes.data), pieces(to), peer)
+    state = nixl.transfer(handle)
+    while state not in ("DONE", "ERR"):
+        os.sched_yield()
+        state = nixl.check_xfer_state(handle)
+    handle.release()
+    assert state == "DONE"
