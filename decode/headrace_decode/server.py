@@ -136,6 +136,7 @@ class DecodeServer(PDDecodeServer):
             await calibrate(self.engine.llm, self._planner)
             await self.engine.llm.calibrate_drafting()
             await warm_up(app, self._llm_config.model_id)
+        self.engine.llm.grammars.start()
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if self.engine.llm.speculates:
             self._tasks.append(asyncio.create_task(self._drafting.run()))
