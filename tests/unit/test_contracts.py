@@ -369,7 +369,7 @@ def test_a_grammar_is_checked_and_compiled_by_what_the_worker_calls() -> None:
         assert_takes(f"{backend}.compile_grammar", mend, "request_type", "grammar_spec")
     grammar = f"{backends}.backend_types:StructuredOutputGrammar"
     assert_takes(f"{grammar}.accept_tokens", mend, "request_id", "tokens")
-    assert_takes(f"{grammar}.fill_bitmask", mend, "bitmask", "idx")
+    assert_takes(f"{grammar}.fill_bitmask", mend, "bitmask", "batch_index")
     find(f"{grammar}.is_terminated", mend)
     find(f"{backends}.utils:maybe_wrap_mistral_common_tokenizer", mend)
     find("vllm.tokenizers:cached_tokenizer_from_config", mend)

@@ -13,7 +13,7 @@ import yaml
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
-from headrace.gateway.limits import MOST_ITEMS
+from headrace.gateway.door.limits import MOST_ITEMS
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
 
 JSON = {"content-type": "application/json"}

@@ -90,6 +90,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         app="headrace" if name == "default" else f"headrace-{name}",
         own_node=config.ray.address is None,
         api_key=new_key() if config.gateway.asks_for_keys else None,
+        tls_cert_file=config.gateway.tls_cert_file,
         starter=ProcessId.of(psutil.Process()),
         started_at=time.time(),
     )
@@ -131,7 +132,8 @@ def _with_ports(config: HeadraceConfig) -> HeadraceConfig:
 def _endpoint(config: HeadraceConfig) -> str:
     host = config.gateway.host
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{config.gateway.port}"
+    scheme = "https" if config.gateway.tls else "http"
+    return f"{scheme}://{host}:{config.gateway.port}"
 
 
 class _Start:
@@ -196,7 +198,8 @@ class _Start:
 
     def _wait_for_endpoint(self, deadline: float) -> None:
         endpoint, key = self.instance.endpoint, client.headers(self.instance)
-        while not client.is_healthy(endpoint, self.config.token_path, key):
+        trust = client.trust(self.instance)
+        while not client.is_healthy(endpoint, self.config.token_path, key, trust):
             if time.monotonic() > deadline:
                 raise CliError(f"the app runs, but {endpoint}/health does not answer 200")
             time.sleep(0.2)

@@ -177,12 +177,17 @@ def _holds_a_value(data: Any, keys: Sequence[str]) -> bool:
     return not isinstance(data, Mapping)
 
 
+FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
+"""Fields of the section `gateway` that name files."""
+
+
 def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """Make the file names in a configuration file relative to the folder of the file."""
     gateway = data.get("gateway")
-    if isinstance(gateway, dict) and isinstance(gateway.get("api_keys_file"), str):
-        file = Path(gateway["api_keys_file"]).expanduser()
-        data = merge(data, {"gateway": {"api_keys_file": str(folder.resolve() / file)}})
+    for name in FILES if isinstance(gateway, dict) else ():
+        if isinstance(gateway.get(name), str):
+            file = folder.resolve() / Path(gateway[name]).expanduser()
+            data = merge(data, {"gateway": {name: str(file)}})
     return data
 
 

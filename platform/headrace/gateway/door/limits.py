@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import ClientGone, Receive
+from headrace.gateway.door.budget import Held
 
 Model = TypeVar("Model", bound=pydantic.BaseModel)
 
@@ -71,11 +72,11 @@ def check_length(header: bytes | None, limit_bytes: int) -> None:
         raise errors.body_too_large(limit_bytes)
 
 
-async def read_body(receive: Receive, limit_bytes: int) -> bytes:
-    """The whole request body.
+async def read_body(receive: Receive, limit_bytes: int, held: Held) -> bytes:
+    """The whole request body, which `held` counts.
 
     Raises:
-        ApiError: 413 as soon as more than `limit_bytes` have come.
+        ApiError: 413 as soon as more than `limit_bytes` have come, 429 where there is no room.
         ClientGone: the client hung up first.
     """
     message = await receive()
@@ -88,6 +89,7 @@ async def read_body(receive: Receive, limit_bytes: int) -> bytes:
         size += len(part)
         if size > limit_bytes:
             raise errors.body_too_large(limit_bytes)
+        held.add(len(part))
         if not message.get("more_body", False):
             return b"".join([*parts, part]) if parts else bytes(part)
         parts.append(part)
