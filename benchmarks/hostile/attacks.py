@@ -150,14 +150,15 @@ def _heads(model: str) -> Iterator[Request]:
     yield Request("too many headers", body, headers={f"x-{n}": "1" * 20 for n in range(10_000)})
 
 
-def wires(model: str) -> list[Wire]:
-    """All misuses of a connection."""
+def wires(model: str, key: str = "none") -> list[Wire]:
+    """All misuses of a connection, by a client that shows this key."""
     body = _json({"model": model, "prompt": "Hi", "max_tokens": 1})
     stream = _json({"model": model, "prompt": "Hi", "max_tokens": 512, "stream": True})
-    head = (
-        f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        "content-length: %d\r\n\r\n"
+    start = (
+        f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        "content-type: application/json\r\n"
     )
+    head = start + "content-length: %d\r\n\r\n"
 
     def post(payload: bytes, length: int | None = None) -> bytes:
         return (head % (len(payload) if length is None else length)).encode() + payload
@@ -186,10 +187,7 @@ def wires(model: str) -> list[Wire]:
         return _some(sock)
 
     def endless_chunks(sock: socket.socket) -> bytes:
-        sock.sendall(
-            f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            "transfer-encoding: chunked\r\n\r\n".encode()
-        )
+        sock.sendall((start + "transfer-encoding: chunked\r\n\r\n").encode())
         with contextlib.suppress(ConnectionError):
             for _ in range(200):
                 sock.sendall(b"10000\r\n" + b"a" * 0x10000 + b"\r\n")
