@@ -223,17 +223,22 @@ def wires(model: str, key: str = "none") -> list[Wire]:
 class SlowHeads:
     """Connections that each send one byte of a request's head now and then, and never the end."""
 
+    START = b"GET /health HTTP/1.1\r\nhost: x\r\nx: "
+
     def __init__(self, connect: Callable[[], socket.socket], count: int) -> None:
         self._sockets = [connect() for _ in range(count)]
+        self._sent = 0
 
     def drip(self) -> int:
         """One more byte on each; how many are still open."""
-        left = []
+        byte = self.START[self._sent : self._sent + 1] or b"a"
+        self._sent += 1
+        open_ones = 0
         for sock in self._sockets:
             with contextlib.suppress(OSError):
-                sock.sendall(b"G" if not left else b"E")
-                left.append(sock)
-        return len(left)
+                sock.sendall(byte)
+                open_ones += 1
+        return open_ones
 
     def close(self) -> None:
         """Hang up on all."""

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace.cli import client, state
+from headrace.cli import client, state, up
 from headrace.cli.console import CliError
 from headrace.config import ConfigError
 from headrace.config import load_config as load
@@ -163,12 +163,15 @@ async def test_a_gateway_does_not_start_with_files_that_are_no_use(
 
 
 def test_the_configuration_names_the_file_that_is_no_use(
-    authority: Authority, tmp_path: Path
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority.issue("server")
     file = tmp_path / "headrace.yaml"
     file.write_text("gateway: {tls_cert_file: server.crt, tls_key_file: server.key}\n")
     assert load(file).gateway.tls == TlsFiles(tmp_path / "server.crt", tmp_path / "server.key")
+    monkeypatch.chdir(tmp_path)
+    given = ["gateway.tls_cert_file=server.crt", "gateway.tls_key_file=server.key"]
+    assert load(None, overrides=given).gateway.tls == load(file).gateway.tls
     (tmp_path / "server.key").unlink()
     with pytest.raises(ConfigError, match=r"gateway.tls_cert_file: .*server.key cannot be read"):
         load(file)
@@ -219,6 +222,17 @@ async def test_commands_trust_exactly_the_certificate_of_their_instance(
         assert "version" in await asyncio.to_thread(version, other, HEADRACE_CA_FILE=ca)
         with pytest.raises(CliError, match="/none: cannot be used for TLS"):
             await asyncio.to_thread(version, cert, HEADRACE_CLIENT_CERT="/none")
+
+
+def test_a_start_that_could_not_ask_its_endpoint_says_so_first(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HEADRACE_CLIENT_CERT", raising=False)
+    cert, key = authority.issue("server")
+    given = {"tls_cert_file": cert, "tls_key_file": key, "tls_client_ca_file": authority.file}
+    config = load(None, overrides=[f"gateway.{k}={v}" for k, v in given.items()])
+    with pytest.raises(CliError, match="HEADRACE_CLIENT_CERT"):
+        up.up(config, name="x", detach=True, timeout_s=1)
 
 
 async def test_commands_show_the_client_certificate_that_they_are_given(

@@ -50,6 +50,7 @@ def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> 
     for line in warnings(config):
         say.print(f"warning: {line}", style="yellow", markup=False)
     config = _with_ports(config)
+    _check_certificates(config)
     start = _Start(_claim(config, name), config, detach=detach)
     watch = _Watch(start.instance, parent=not detach)
     errored = False
@@ -127,6 +128,23 @@ def _with_ports(config: HeadraceConfig) -> HeadraceConfig:
     if config.ray.dashboard and wanted and not cluster.port_is_free(cluster.HOST, wanted):
         raise CliError(f"ray.dashboard_port: {wanted} is in use; set another, or null for any")
     return config
+
+
+def _check_certificates(config: HeadraceConfig) -> None:
+    """Find out now, and not when the engines are up, whether this command can ask its endpoint."""
+    if config.gateway.tls is None:
+        return
+    if config.gateway.tls.client_ca is not None and "HEADRACE_CLIENT_CERT" not in os.environ:
+        raise CliError(
+            "gateway.tls_client_ca_file: this command, too, must show a certificate to the "
+            "endpoint; set HEADRACE_CLIENT_CERT to a PEM file with one and its key",
+            2,
+        )
+    client.trust(
+        state.Instance(
+            "", "", endpoint=_endpoint(config), tls_cert_file=config.gateway.tls_cert_file
+        )
+    )
 
 
 def _endpoint(config: HeadraceConfig) -> str:

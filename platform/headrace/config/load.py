@@ -81,7 +81,7 @@ def load_config(
     data = merge(data, given)
     for override in overrides:
         data = apply_override(data, override)
-    return validate(data)
+    return validate(_relative_to(Path.cwd(), data))
 
 
 def validate(data: Mapping[str, Any]) -> HeadraceConfig:
@@ -182,7 +182,8 @@ FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
 
 
 def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Make the file names in a configuration file relative to the folder of the file."""
+    """Make file names absolute: in a configuration file they count from the file's folder, and on
+    the command line from the current one."""
     gateway = data.get("gateway")
     for name in FILES if isinstance(gateway, dict) else ():
         if isinstance(gateway.get(name), str):

@@ -131,7 +131,9 @@ class GatewayApp:
         self._internal_token = internal_token
         self._metrics = metrics
         self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
-        self._corpora = MemoryAdmin(backend, keys_on=bool(self._keys))
+        keys_on = bool(self._keys)
+        self._corpora = MemoryAdmin(backend, keys_on=keys_on)
+        self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
         self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys), state=self._state)
         self._relaying = 0
         self._bodies = BodyBudget(options.body_budget_bytes)
