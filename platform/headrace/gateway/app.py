@@ -131,9 +131,7 @@ class GatewayApp:
         self._internal_token = internal_token
         self._metrics = metrics
         self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
-        keys_on = bool(self._keys)
-        self._corpora = MemoryAdmin(backend, keys_on=keys_on)
-        self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
+        self._corpora = MemoryAdmin(backend, keys_on=bool(self._keys))
         self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys), state=self._state)
         self._relaying = 0
         self._bodies = BodyBudget(options.body_budget_bytes)
@@ -306,8 +304,7 @@ class GatewayApp:
             await self._relay(call, asked.send)
 
     def _read(self, call: Call) -> None:
-        """What placing a request needs of its body. The parsed body, which takes several times the
-        memory, ends with this call."""
+        """What placing a request needs. The parsed body, several times as large, ends here."""
         request = limits.parse_object(call.body)
         limits.check_fields(request)
         call.affinity = affinity_key(request)
