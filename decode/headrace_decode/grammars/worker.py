@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import pickle
@@ -219,6 +220,7 @@ def _child(work: Callable[[], Answer], confines: Confines, writer: int) -> None:
     """Never returns."""
     try:
         _end_with_parent()
+        faulthandler.disable()  # a crash is an answer here
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CPU, (confines.cpu_s, confines.cpu_s + 1))
         resource.setrlimit(resource.RLIMIT_AS, (used + confines.added_bytes,) * 2)

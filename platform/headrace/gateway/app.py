@@ -56,7 +56,6 @@ OURS = "/headrace/"
 MAX_CHANGE_BODY_BYTES = 1_000
 CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
-
 _BODY_LATE = "body late"
 _TIME_UP = "time up"
 
@@ -305,6 +304,7 @@ class GatewayApp:
 
     def _read(self, call: Call) -> None:
         """What placing a request needs. The parsed body, several times as large, ends here."""
+        limits.check_other_bytes(call.body)
         request = limits.parse_object(call.body)
         limits.check_fields(request)
         call.affinity = affinity_key(request)
