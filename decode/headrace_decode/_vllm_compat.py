@@ -8,13 +8,13 @@ vLLM itself. `tests/unit/test_contracts.py` pins what is used here.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import vllm
 from vllm import RequestOutput, SamplingParams
@@ -84,7 +84,7 @@ class PlannedLLM(AsyncLLM):
         self._own_tokenizer: Any = None
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
         self.input_processor.structured_outputs_config = None
-        self.grammars = GrammarTrials(pickle.dumps(vllm_config))
+        self.grammars = GrammarTrials(cloudpickle.dumps(vllm_config))
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """As `AsyncLLM.shutdown`."""
