@@ -215,8 +215,10 @@ def wires(model: str, key: str = "none") -> list[Wire]:
             sock.sendall(bytes([byte]))
             time.sleep(0.05)
 
-    acts = (half_closed, half_closed_early, pipelined, pipelined_streams, smuggled)
-    acts += (endless_chunks, announced, header_flood, unread, byte_by_byte)
+    acts: list[Callable[[socket.socket], bytes | None]] = [
+        *(half_closed, half_closed_early, pipelined, pipelined_streams, smuggled),
+        *(endless_chunks, announced, header_flood, unread, byte_by_byte),
+    ]
     return [Wire(act.__name__.replace("_", " "), act) for act in acts]
 
 

@@ -79,7 +79,8 @@ class GrammarTrials:
         answer = self._remembered(key)
         if answer is None:
             # A client that hangs up leaves the exchange with the worker whole.
-            answer = await asyncio.shield(self._spawn(self._try(key, job, tenant)))
+            trial: asyncio.Task[dict[str, Any]] = self._spawn(self._try(key, job, tenant))
+            answer = await asyncio.shield(trial)
         if "refused" in answer:
             raise GrammarRefused(answer["refused"])
         return answer

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -210,7 +211,7 @@ def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, ans
     """Try one grammar after the other until there are no more."""
     for line in jobs:
         spec = json.loads(line)
-        answer = run_confined(lambda spec=spec: compiler(spec), confines)
+        answer = run_confined(partial(compiler, spec), confines)
         text = json.dumps(answer)
         answers.write(json.dumps({**answer, "bytes": len(text)}).encode() + b"\n")
         answers.flush()

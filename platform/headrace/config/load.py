@@ -185,7 +185,9 @@ def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """Make file names absolute: in a configuration file they count from the file's folder, and on
     the command line from the current one."""
     gateway = data.get("gateway")
-    for name in FILES if isinstance(gateway, dict) else ():
+    if not isinstance(gateway, dict):
+        return data
+    for name in FILES:
         if isinstance(gateway.get(name), str):
             file = folder.resolve() / Path(gateway[name]).expanduser()
             data = merge(data, {"gateway": {name: str(file)}})

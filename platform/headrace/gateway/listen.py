@@ -152,7 +152,8 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     except socket.gaierror as error:
         why = f"cannot listen on {host} ({error.strerror}); set gateway.host"
         raise PortTakenError(why) from error
-    sock = socket.socket(address[0], socket.SOCK_STREAM)
+    # asyncio sends without delay (TCP_NODELAY) only on sockets whose protocol is named.
+    sock = socket.socket(address[0], socket.SOCK_STREAM, address[2])
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
