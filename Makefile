@@ -9,10 +9,11 @@ BENCH_JSON     ?= build/bench/serving.json
 
 VENV  := .venv
 BIN   := $(VENV)/bin
+TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test soak bench lint format docs lock clean
+.PHONY: help install serve test soak bench lint format docs lock audit sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -55,6 +56,29 @@ docs: install  ## write the generated pages anew, and build the site in build/si
 
 lock: install  ## resolve pyproject.toml anew into requirements/*.lock
 	$(BIN)/python scripts/lock.py
+
+$(TOOLS): requirements/tools.lock
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(TOOLS) -r requirements/tools.lock
+	@touch $(TOOLS)
+
+audit: install $(TOOLS)  ## ask PyPI for known vulnerabilities of all that the locks pin
+	@mkdir -p build/audit
+	@failed=0; for lock in cpu dev gpu; do \
+	  echo "requirements/$$lock.lock"; \
+	  sed -E 's/^([^ ]+)[+][a-z0-9]+$$/\1/' requirements/$$lock.lock > build/audit/$$lock.txt; \
+	  PYTHONPATH=$(TOOLS) $(BIN)/python -m pip_audit --strict --disable-pip --no-deps \
+	    --progress-spinner off --requirement build/audit/$$lock.txt $(ARGS) || failed=1; \
+	done; \
+	[ $$failed = 0 ] || { echo "error: vulnerable, or PyPI did not tell; see above" >&2; exit 1; }
+
+sbom: install $(TOOLS)  ## write a CycloneDX bill of materials for each lock to build/sbom
+	@mkdir -p build/sbom
+	@for lock in cpu dev gpu; do \
+	  PYTHONPATH=$(TOOLS) $(BIN)/python -m cyclonedx_py requirements requirements/$$lock.lock \
+	    --pyproject pyproject.toml --output-reproducible --output-format JSON \
+	    --output-file build/sbom/$$lock.cdx.json || exit 1; \
+	  echo "build/sbom/$$lock.cdx.json"; \
+	done
 
 clean:  ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

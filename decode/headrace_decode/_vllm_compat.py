@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import vllm
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import TENANT
 from headrace_decode.orchestrate import Orchestrator, Work
@@ -35,6 +38,12 @@ from headrace_kvstore.salts import salt_of, tenant_of
 
 CLIENT_TRANSFERS = frozenset({PARAMS_KEY, "ec_transfer_params"})
 """Fields of a request that name memory of an engine or of an encoder."""
+
+GRAMMAR_FIELDS = (
+    *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+)
+"""Of vLLM's `StructuredOutputsParams`: what a grammar is made of."""
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
@@ -71,6 +80,15 @@ class PlannedLLM(AsyncLLM):
         super().__init__(vllm_config, *args, **kwargs)
         self.planning = None if planning is None else planning(vllm_config)
         self._own_tokenizer: Any = None
+        # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
+        self.input_processor.structured_outputs_config = None
+        self.grammars = GrammarTrials(cloudpickle.dumps(vllm_config))
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """As `AsyncLLM.shutdown`."""
+        if (grammars := getattr(self, "grammars", None)) is not None:
+            grammars.close()
+        super().shutdown(*args, **kwargs)
 
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
@@ -80,6 +98,8 @@ class PlannedLLM(AsyncLLM):
         sampling_params = without_transfer_params(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         self._refuse(prompt, sampling_params)
+        if sampling_params.structured_outputs is not None:
+            sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
             salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
             planning = self.planning
@@ -143,6 +163,20 @@ class PlannedLLM(AsyncLLM):
         wrong = why_refused(token_ids, params, self.model_config.get_vocab_size())
         if wrong is not None:
             raise VLLMValidationError(wrong[0], parameter=wrong[1])
+
+    async def _with_grammar(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with their grammar as its trial left it.
+
+        Raises:
+            VLLMValidationError: the grammar is refused.
+        """
+        try:
+            found = await self.grammars.passed(grammar_of(params), TENANT.get() or "")
+        except GrammarRefused as error:
+            raise VLLMValidationError(
+                f"The grammar is refused: {error}.", parameter="structured_outputs"
+            ) from None
+        return with_grammar(params, found)
 
     def _work(
         self,
@@ -258,6 +292,24 @@ def why_local(
     if kwargs.get("lora_request") is not None:
         return "the request uses a LoRA adapter"
     return None
+
+
+def grammar_of(params: SamplingParams) -> dict[str, Any]:
+    """The fields of a request's grammar that are set."""
+    wanted = params.structured_outputs
+    fields = {name: getattr(wanted, name) for name in GRAMMAR_FIELDS}
+    return {name: value for name, value in fields.items() if value not in (None, False)} or {
+        "json_object": wanted.json_object
+    }
+
+
+def with_grammar(params: SamplingParams, found: dict[str, Any]) -> SamplingParams:
+    """A copy of `params` with the grammar that a trial answered (`grammars.worker.Compiler`)."""
+    tried = copy.copy(params)
+    tried.structured_outputs = StructuredOutputsParams(**found["spec"])
+    tried.structured_outputs._backend = found["backend"]
+    tried.structured_outputs._backend_was_auto = found["automatic"]
+    return tried
 
 
 def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:

@@ -13,11 +13,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from headrace_decode.grammars.limits import MAX_COUNT, too_large
+
 LARGEST = 2**31 - 1
 """Counts above this are nobody's wish; some of vLLM's buffers hold 32 bits."""
 LARGEST_FLOAT = 3.4e38
-LARGEST_COUNT = 999_999
-"""Of items, characters or repetitions in a grammar: a thousand times as many took all memory."""
 
 # The text is a client's, so no part may be read twice: every repetition is possessive (`*+`), and
 # what follows a brace or a name holds neither, so that no two matches try the same characters.
@@ -47,10 +47,22 @@ def why_refused(
     for bias in (params.logit_bias or {}).values():
         if not math.isfinite(bias) or abs(bias) > LARGEST_FLOAT:
             return "a bias is not a finite 32-bit number", "logit_bias"
-    wanted = params.structured_outputs
-    if wanted is not None:
-        for spec in (wanted.json, wanted.regex, wanted.grammar, wanted.structural_tag):
-            text = spec if isinstance(spec, str) else json.dumps(spec)
-            if _VAST.search(text):
-                return f"a count in a grammar is over {LARGEST_COUNT}", "structured_outputs"
+    if params.structured_outputs is not None:
+        why = _grammar_refused(params.structured_outputs)
+        return None if why is None else (why, "structured_outputs")
+    return None
+
+
+def _grammar_refused(wanted: Any) -> str | None:
+    """Why a grammar is not even tried (`grammars`), as far as its text says it."""
+    parts = {
+        name: getattr(wanted, name)
+        for name in ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
+    }
+    if why := too_large(parts):
+        return why
+    for spec in parts.values():
+        text = spec if isinstance(spec, str) else json.dumps(spec)
+        if _VAST.search(text):
+            return f"a count in a grammar is over {MAX_COUNT}"
     return None

@@ -40,6 +40,7 @@ from headrace_decode.warm import warm
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
+from headrace_engine.stall import LoopStall
 from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.decode")
@@ -114,6 +115,7 @@ class DecodeServer(PDDecodeServer):
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._stall = LoopStall()
         without_responses_store()
         await super().__init__(
             llm_config,
@@ -132,6 +134,8 @@ class DecodeServer(PDDecodeServer):
         self._routes = [asdict(route) for route in public_routes(app)]
         await calibrate(self.engine.llm, self._planner)
         await warm_up(app, self._llm_config.model_id)
+        self.engine.llm.grammars.start()
+        self._stall.start()
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if self.engine.llm.speculates:
             self._tasks.append(asyncio.create_task(self._drafting.run()))
@@ -233,6 +237,7 @@ class DecodeServer(PDDecodeServer):
             "deployment": serve.get_replica_context().deployment,
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
+            "loop_stall_s": round(self._stall.longest_s, 4),
             **self._load(),
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),

@@ -51,6 +51,10 @@ def build_app(args: dict[str, Any]) -> Application:
     section = AppSection.model_validate(args.get("headrace") or {})
     if "port" not in section.gateway.model_fields_set:
         # Under a Serve config, Serve's proxy is in front; a port of our own must be asked for.
+        if section.gateway.tls is not None:
+            raise ValueError(
+                "gateway.tls_cert_file: set gateway.port, too: Serve's proxy has no TLS"
+            )
         section.gateway = section.gateway.model_copy(update={"port": None})
     pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
     setup = ProcessSetup(**section.observability.model_dump())

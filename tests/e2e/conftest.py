@@ -19,6 +19,7 @@ ORDER = (
     "test_openai_client",
     "test_operator",
     "test_bad_requests",
+    "test_hostile_client",
     "test_hang_up",
     "test_rest_face",
     "test_schema",

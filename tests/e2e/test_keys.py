@@ -97,6 +97,18 @@ def test_no_request_without_a_key_is_answered(app: App) -> None:
     assert httpx.get(app.url + "/health").status_code == 200
 
 
+def test_keys_are_not_found_by_guessing(app: App) -> None:
+    """Also what is nearly a key, and with a neighbour whose requests are answered meanwhile."""
+    key = KEYS["shop"]
+    guesses = [key[:-1], key + "x", key.swapcase(), key[1:], "", "Bearer", hash_of(key.encode())]
+    guesses += [new_key() for _ in range(300)]
+    with httpx.Client(base_url=app.url) as client:
+        for guess in guesses:
+            answer = client.get("/v1/models", headers={"authorization": f"Bearer {guess}"})
+            assert answer.status_code == 401, guess
+        assert client.get("/v1/models", headers=bearer("shop")).status_code == 200
+
+
 def test_keys_of_one_tenant_share_kv_and_those_of_others_do_not(app: App) -> None:
     prompt = noise(3 * BLOCK + 1, 401)
     with app.policy("local"):

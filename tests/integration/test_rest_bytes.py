@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -170,3 +171,57 @@ def test_the_schema_is_vllms_own_for_what_it_answers(servers: Servers) -> None:
     for name, schema in ours["components"]["schemas"].items():
         assert theirs["components"]["schemas"].get(name, schema) == schema
     assert "/scale_elastic_ep" not in ours["paths"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, "yes|no"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 9}},
+                }
+            },
+            r"\s*-?\d+",
+        ),
+    ],
+)
+def test_an_answer_keeps_to_its_grammar(
+    servers: Servers, asked: dict[str, Any], pattern: str
+) -> None:
+    for stream in (False, True):
+        body = {**CALL, **asked, "stream": stream}
+        vllm, gateway = servers.ask("/v1/chat/completions", body)
+        assert_alike(vllm, gateway)
+    answer = servers.gateway.post("/v1/chat/completions", json={**CALL, **asked}).json()
+    assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"]), answer
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"regex": "{" + " " * 1600}},
+        {"structured_outputs": {"regex": "|".join("a" * n for n in range(700))}},
+        {"structured_outputs": {"regex": "x" * 300_000}},
+        {"structured_outputs": {"choice": ["x"] * 20_000}},
+        {"structured_outputs": {"grammar": "root ::= ((("}},
+        {"structured_outputs": {"json": '{"a":' * 100_000}},
+        {"structured_outputs": {"regex": "a{9999999}"}},
+    ],
+)
+def test_a_grammar_that_costs_too_much_is_refused_before_the_engine(
+    servers: Servers, asked: dict[str, Any]
+) -> None:
+    for stream in (False, True):
+        refused = servers.gateway.post(
+            "/v1/chat/completions", json={**CALL, **asked, "stream": stream}
+        )
+        # vLLM begins a stream before it looks at a grammar.
+        assert refused.status_code == (200 if stream else 400), refused.text[:500]
+        text = refused.text.partition("data: ")[2].partition("\n\n")[0] if stream else refused.text
+        error = json.loads(text)["error"]
+        assert (error["code"], bool(error["message"])) == (400, True)

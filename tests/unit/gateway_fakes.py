@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from headrace.config.tlsfiles import TlsFiles
 from headrace.gateway import GatewayOptions, ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace_decode.routes import Route
 
@@ -150,7 +152,12 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def gateway_over(
-    *handlers: Handler, metrics: Any = None, backend: Any = None, **options: Any
+    *handlers: Handler,
+    metrics: Any = None,
+    backend: Any = None,
+    tls: TlsFiles | None = None,
+    client_tls: ssl.SSLContext | None = None,
+    **options: Any,
 ) -> AsyncIterator[Bench]:
     """A running gateway over one fake replica for each handler."""
     cluster = FakeCluster()
@@ -159,9 +166,10 @@ async def gateway_over(
     app = build_gateway_app(
         GatewayOptions(**options), backend or cluster, TOKEN, MODEL, metrics=metrics
     )
-    gateway = await serve_gateway(app, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{gateway.port}"
-    client = aiohttp.ClientSession(url, auto_decompress=False)
+    gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls)
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway.port}"
+    connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None
+    client = aiohttp.ClientSession(url, auto_decompress=False, connector=connector)
     try:
         yield Bench(gateway, cluster, client, url)
     finally:

@@ -346,13 +346,55 @@ def test_what_a_request_says_that_the_engine_gave_up() -> None:
 
 def test_what_the_guard_looks_into() -> None:
     mend = "decode/headrace_decode/guard.py"
-    wanted = ("json", "regex", "grammar", "structural_tag")
+    wanted = ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
     assert_fields("vllm.sampling_params:StructuredOutputsParams", mend, *wanted)
     from vllm import SamplingParams
 
     for name in ("top_k", "stop_token_ids", "logit_bias", "structured_outputs"):
         assert hasattr(SamplingParams(), name), f"SamplingParams.{name} is gone: mend {mend}"
     find("vllm.config:ModelConfig.get_vocab_size", mend)
+
+
+def test_a_grammar_is_checked_and_compiled_by_what_the_worker_calls() -> None:
+    mend = "decode/headrace_decode/grammars/worker.py"
+    backends = "vllm.v1.structured_output"
+    for name, cls in (
+        ("xgrammar", "XgrammarBackend"),
+        ("guidance", "GuidanceBackend"),
+        ("outlines", "OutlinesBackend"),
+        ("lm_format_enforcer", "LMFormatEnforcerBackend"),
+    ):
+        backend = f"{backends}.backend_{name}:{cls}"
+        assert_takes(backend, mend, "vllm_config", "tokenizer", "vocab_size")
+        assert_takes(f"{backend}.compile_grammar", mend, "request_type", "grammar_spec")
+    grammar = f"{backends}.backend_types:StructuredOutputGrammar"
+    assert_takes(f"{grammar}.accept_tokens", mend, "request_id", "tokens")
+    assert_takes(f"{grammar}.fill_bitmask", mend, "bitmask", "batch_index")
+    find(f"{grammar}.is_terminated", mend)
+    find(f"{backends}.utils:maybe_wrap_mistral_common_tokenizer", mend)
+    find("vllm.tokenizers:cached_tokenizer_from_config", mend)
+    assert_takes(f"{backends}.request:get_structured_output_key", mend, "params")
+    wanted = ("model_config", "speculative_config", "structured_outputs_config", "tokenizer")
+    assert_takes("vllm.sampling_params:SamplingParams.verify", mend, *wanted)
+
+
+def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> None:
+    from vllm import SamplingParams
+
+    from headrace_decode._vllm_compat import GRAMMAR_FIELDS, grammar_of, with_grammar
+
+    assert_fields("vllm.sampling_params:StructuredOutputsParams", DECODE_VLLM, *GRAMMAR_FIELDS)
+    source = inspect.getsource(find("vllm.v1.engine.input_processor:InputProcessor", DECODE_VLLM))
+    assert source.count("self.structured_outputs_config") == 2, f"used elsewhere: {DECODE_VLLM}"
+    source = inspect.getsource(find("vllm.v1.engine.async_llm:AsyncLLM.__init__", DECODE_VLLM))
+    assert "self.input_processor = InputProcessor(" in source, f"mend {DECODE_VLLM}"
+    spec = {"regex": "a+", "disable_any_whitespace": True}
+    tried = with_grammar(SamplingParams(), {"spec": spec, "backend": "xgrammar", "automatic": True})
+    assert grammar_of(tried) == spec
+    assert tried.structured_outputs is not None
+    assert tried.structured_outputs._backend == "xgrammar"
+    validate = SamplingParams._validate_structured_outputs
+    validate(tried, None, None, None)  # type: ignore[arg-type]  # without a config: nothing
 
 
 # Our own adapters on top of all that

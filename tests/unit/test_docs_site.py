@@ -2,6 +2,7 @@
 current."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,10 @@ def test_a_link_between_files_becomes_one_between_pages(
 def test_only_links_to_files_are_rewritten() -> None:
     text = "[a](#here) [b](https://example.org/x.md) [c](d.md#e)"
     assert [match[1] for match in LINK.finditer(text)] == ["d.md"]
+
+
+def test_the_tests_that_the_security_page_names_exist() -> None:
+    page = (ROOT / "docs" / "security.md").read_text("utf-8")
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", page))
+    assert len(named) >= 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

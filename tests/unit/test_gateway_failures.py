@@ -23,6 +23,7 @@ from tests.unit.gateway_fakes import (
     hang_up,
     in_turn,
     soon,
+    stall,
     stream,
 )
 
@@ -253,3 +254,22 @@ async def test_a_backend_that_fails_leaves_the_last_known_replicas() -> None:
                 assert response.status == 200
     finally:
         await replica.stop()
+
+
+async def test_a_grammar_that_is_refused_goes_to_no_other_replica() -> None:
+    async def refuse(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "The grammar is refused."}}, status=400)
+
+    async with gateway_over(refuse, refuse) as bench, bench.client.post(CHAT, json=PROMPT) as said:
+        assert said.status == 400
+        assert sum(len(member.seen) for member in bench.cluster.members) == 1
+
+
+async def test_a_request_that_holds_its_replica_goes_to_no_other_when_its_time_is_up() -> None:
+    async with (
+        gateway_over(stall, stall, request_timeout_s=0.3) as bench,
+        bench.client.post(CHAT, json=PROMPT) as said,
+    ):
+        assert said.status == 504
+        await asyncio.sleep(0.3)
+        assert sum(len(member.seen) for member in bench.cluster.members) == 1

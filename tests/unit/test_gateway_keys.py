@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, read_keys, write_keys
+from headrace.gateway.door.keys import ANYONE, LOOK_EVERY_S, Caller, Keys
 from headrace.gateway.errors import ApiError
-from headrace.gateway.keys import ANYONE, LOOK_EVERY_S, Caller, Keys
 from tests.support.clock import Clock
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
-from headrace.gateway.limits import MOST_ITEMS
+from headrace.gateway.door.limits import MOST_ITEMS, MOST_OTHER_BYTES
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
 
 JSON = {"content-type": "application/json"}
@@ -325,4 +325,31 @@ async def test_two_hundred_bad_requests_leave_a_working_gateway() -> None:
         statuses = await asyncio.gather(*map(one, range(200)))
         assert set(statuses) <= {400, 413, 429}
         async with bench.client.post(CHAT, json=PROMPT) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"stop": ["ab"] * 500_000},
+        {"logit_bias": {str(n): 1 for n in range(100_000)}},
+        {"user": "x" * MOST_OTHER_BYTES},
+        {f"k{n}": n for n in range(60_000)},
+    ],
+    ids=["stop", "logit_bias", "user", "many"],
+)
+async def test_bulk_where_no_request_has_any_is_400_before_it_is_parsed(other: Any) -> None:
+    async with gateway_over(answer) as bench:
+        error = await refused(bench, 400, json={**PROMPT, **other})
+        assert error["code"] == "fields_too_large"
+        assert bench.replica.seen == []
+
+
+@pytest.mark.parametrize(
+    "bulky", ["messages", "prompt", "input", "tools", "documents", "instructions"]
+)
+async def test_prompts_and_tools_may_have_bulk(bulky: str) -> None:
+    async with gateway_over(answer) as bench:
+        body = {"model": "m", bulky: "x" * 4 * MOST_OTHER_BYTES}
+        async with bench.client.post(CHAT, json=body) as response:
             assert response.status == 200

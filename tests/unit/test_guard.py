@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.guard import LARGEST, LARGEST_COUNT, why_refused
+from headrace_decode.grammars.limits import MAX_BYTES, MAX_CHOICES, MAX_COUNT, MAX_NESTING
+from headrace_decode.guard import LARGEST, why_refused
 
 VOCABULARY = 100
 
@@ -24,7 +25,8 @@ def params(**changes: Any) -> Any:
 
 
 def grammar(**parts: Any) -> Any:
-    values: dict[str, Any] = dict.fromkeys(("json", "regex", "grammar", "structural_tag"))
+    fields = ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
+    values: dict[str, Any] = dict.fromkeys(fields)
     return params(structured_outputs=SimpleNamespace(**{**values, **parts}))
 
 
@@ -56,7 +58,7 @@ def test_what_would_end_the_engine_is_refused(token_ids: Any, wrong: Any, field:
 @pytest.mark.parametrize(
     "spec",
     [
-        {"json": {"type": "array", "minItems": LARGEST_COUNT + 1}},
+        {"json": {"type": "array", "minItems": MAX_COUNT + 1}},
         {"json": {"type": "array", "maxItems": 1e9}},
         {"json": {"anyOf": [{"type": "string"}, {"type": "string", "maxLength": 10**9}]}},
         {"json": '{"type": "array", "minItems" : 1e9}'},
@@ -75,7 +77,7 @@ def test_vast_grammars_are_refused(spec: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        {"json": {"type": "array", "minItems": LARGEST_COUNT}},
+        {"json": {"type": "array", "minItems": MAX_COUNT}},
         {"json": {"type": "integer", "maximum": 9_007_199_254_740_991}},
         {"json": {"enum": [1_700_000_000_000, "maxItems: 10000000"]}},
         {"regex": "[0-9]{1,999999}"},
@@ -109,3 +111,44 @@ def test_a_grammar_is_read_once_whatever_it_holds(text: str) -> None:
 @pytest.mark.parametrize("regex", ["a{1234567}", "a{ 1234567", "a{1,1234567}", "a{ 12 , 1234567 }"])
 def test_a_vast_repetition_is_refused_however_it_is_written(regex: str) -> None:
     assert why_refused(None, grammar(regex=regex), VOCABULARY) is not None
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        ({"json": nested(MAX_NESTING + 1)}, MAX_NESTING),
+        ({"json": nested(100_000)}, MAX_NESTING),
+        ({"json": {"enum": ["x" * 100] * (MAX_BYTES // 100)}}, MAX_BYTES),
+        ({"json": {"properties": {f"k{n}": {} for n in range(MAX_BYTES // 2)}}}, MAX_BYTES),
+        ({"json": "x" * (MAX_BYTES + 1)}, MAX_BYTES),
+        ({"regex": "x" * (MAX_BYTES + 1)}, MAX_BYTES),
+        ({"grammar": "x" * (MAX_BYTES + 1)}, MAX_BYTES),
+        ({"choice": ["x"] * (MAX_CHOICES + 1)}, MAX_CHOICES),
+        ({"choice": ["x" * MAX_BYTES, "x"]}, MAX_BYTES),
+    ],
+)
+def test_a_grammar_over_a_limit_of_size_is_refused_by_name_of_the_limit(
+    spec: dict[str, Any], limit: int
+) -> None:
+    refused = why_refused(None, grammar(**spec), VOCABULARY)
+    assert refused is not None
+    assert str(limit) in refused[0]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"json": nested(MAX_NESTING)},
+        {"choice": ["x"] * MAX_CHOICES},
+        {"regex": "x" * (MAX_BYTES - 100)},
+    ],
+)
+def test_a_grammar_at_a_limit_of_size_is_tried(spec: dict[str, Any]) -> None:
+    assert why_refused(None, grammar(**spec), VOCABULARY) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -53,7 +54,11 @@ def chat(
     """Print one answer if a message is given or piped in; otherwise start a conversation."""
     instance = client.running_instance(name)
     send = _openai_send(
-        f"{instance.endpoint}/v1", client.api_key(instance), model or instance.model, max_tokens
+        f"{instance.endpoint}/v1",
+        client.api_key(instance),
+        model or instance.model,
+        max_tokens,
+        client.trust(instance),
     )
     conversation = Conversation(send, system)
     if message is None and not sys.stdin.isatty():
@@ -99,14 +104,17 @@ def _loop(conversation: Conversation, title: str) -> None:
             _write("\n")
 
 
-def _openai_send(base_url: str, key: str | None, model: str, max_tokens: int) -> Send:
+def _openai_send(
+    base_url: str, key: str | None, model: str, max_tokens: int, trust: ssl.SSLContext | bool = True
+) -> Send:
     try:
         import httpx
         import openai
     except ImportError:
         raise CliError("headrace chat needs the openai package: pip install openai") from None
 
-    http = httpx.Client(trust_env=False, timeout=httpx.Timeout(600.0, connect=5.0))
+    timeout = httpx.Timeout(600.0, connect=5.0)
+    http = httpx.Client(trust_env=False, timeout=timeout, verify=trust)
     api = openai.OpenAI(base_url=base_url, api_key=key or "none", http_client=http, max_retries=1)
 
     def send(messages: list[dict[str, str]]) -> Iterable[str]:

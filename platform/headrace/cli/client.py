@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import ssl
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,6 +82,7 @@ def call(
             headers=headers(instance),
             timeout=timeout_s,
             trust_env=False,
+            verify=trust(instance),
         )
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
@@ -107,11 +110,50 @@ def _said(answer: httpx.Response) -> str | None:
     return message if isinstance(message, str) else None
 
 
-def is_healthy(endpoint: str, token_path: str, headers: dict[str, str]) -> bool:
+def trust(instance: state.Instance) -> ssl.SSLContext | bool:
+    """Whom to take for the endpoint, and the certificate to show it; True for plain HTTP.
+
+    With `HEADRACE_CA_FILE`, who has a certificate for the endpoint's host from that authority. Else
+    who has exactly the certificate that the instance was started with, whatever its names are.
+
+    Raises:
+        CliError: a file cannot be used.
+    """
+    if not instance.endpoint.startswith("https:"):
+        return True
+    authority, own = os.environ.get("HEADRACE_CA_FILE"), os.environ.get("HEADRACE_CLIENT_CERT")
+    file = authority or instance.tls_cert_file or ""
+    try:
+        if authority:
+            made = ssl.create_default_context(cafile=authority)
+        else:
+            made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            made.check_hostname = False
+            made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            made.load_verify_locations(cadata=_first_certificate(Path(file).read_text()))
+        if own:
+            file = own
+            made.load_cert_chain(own)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise CliError(f"{file}: cannot be used for TLS: {error}") from None
+    return made
+
+
+def _first_certificate(text: str) -> str:
+    """The server's own one: those after it vouch for other servers, too."""
+    end = "-----END CERTIFICATE-----"
+    return text[: text.index(end) + len(end)]
+
+
+def is_healthy(
+    endpoint: str, token_path: str, headers: dict[str, str], trust: ssl.SSLContext | bool = True
+) -> bool:
     """Whether the endpoint serves requests. Ray's own ingresses have no /health but /v1/models."""
     path = "/health" if token_path == "relay" else "/v1/models"
     try:
-        answer = httpx.get(endpoint + path, headers=headers, timeout=5.0, trust_env=False)
+        answer = httpx.get(
+            endpoint + path, headers=headers, timeout=5.0, trust_env=False, verify=trust
+        )
     except httpx.HTTPError:
         return False
     return answer.status_code == 200

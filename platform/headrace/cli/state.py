@@ -35,6 +35,7 @@ class Instance:
     temp_dir: str = ""
     dashboard_url: str | None = None
     api_key: str | None = None
+    tls_cert_file: str | None = None  # the endpoint's own certificate
     starter: ProcessId | None = None  # the `headrace up` process
     stopper: ProcessId | None = None  # the process that stops it, once one does
     keeper: ProcessId | None = None

@@ -50,6 +50,7 @@ def up(config: HeadraceConfig, *, name: str, detach: bool, timeout_s: float) -> 
     for line in warnings(config):
         say.print(f"warning: {line}", style="yellow", markup=False)
     config = _with_ports(config)
+    _check_certificates(config)
     start = _Start(_claim(config, name), config, detach=detach)
     watch = _Watch(start.instance, parent=not detach)
     errored = False
@@ -90,6 +91,7 @@ def _claim(config: HeadraceConfig, name: str) -> state.Instance:
         app="headrace" if name == "default" else f"headrace-{name}",
         own_node=config.ray.address is None,
         api_key=new_key() if config.gateway.asks_for_keys else None,
+        tls_cert_file=config.gateway.tls_cert_file,
         starter=ProcessId.of(psutil.Process()),
         started_at=time.time(),
     )
@@ -128,10 +130,28 @@ def _with_ports(config: HeadraceConfig) -> HeadraceConfig:
     return config
 
 
+def _check_certificates(config: HeadraceConfig) -> None:
+    """Find out now, and not when the engines are up, whether this command can ask its endpoint."""
+    if config.gateway.tls is None:
+        return
+    if config.gateway.tls.client_ca is not None and "HEADRACE_CLIENT_CERT" not in os.environ:
+        raise CliError(
+            "gateway.tls_client_ca_file: this command, too, must show a certificate to the "
+            "endpoint; set HEADRACE_CLIENT_CERT to a PEM file with one and its key",
+            2,
+        )
+    client.trust(
+        state.Instance(
+            "", "", endpoint=_endpoint(config), tls_cert_file=config.gateway.tls_cert_file
+        )
+    )
+
+
 def _endpoint(config: HeadraceConfig) -> str:
     host = config.gateway.host
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{config.gateway.port}"
+    scheme = "https" if config.gateway.tls else "http"
+    return f"{scheme}://{host}:{config.gateway.port}"
 
 
 class _Start:
@@ -196,7 +216,8 @@ class _Start:
 
     def _wait_for_endpoint(self, deadline: float) -> None:
         endpoint, key = self.instance.endpoint, client.headers(self.instance)
-        while not client.is_healthy(endpoint, self.config.token_path, key):
+        trust = client.trust(self.instance)
+        while not client.is_healthy(endpoint, self.config.token_path, key, trust):
             if time.monotonic() > deadline:
                 raise CliError(f"the app runs, but {endpoint}/health does not answer 200")
             time.sleep(0.2)

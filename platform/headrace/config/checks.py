@@ -107,6 +107,12 @@ def _gateway(config: HeadraceConfig) -> Iterator[Problem]:
         except ValueError as error:
             yield "gateway.api_keys_file", str(error)
 
+    if gateway.tls is not None:
+        try:
+            gateway.tls.context()
+        except ValueError as error:
+            yield "gateway.tls_cert_file", str(error)
+
 
 def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:
     known = vllm_engine_args()

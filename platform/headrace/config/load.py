@@ -81,7 +81,7 @@ def load_config(
     data = merge(data, given)
     for override in overrides:
         data = apply_override(data, override)
-    return validate(data)
+    return validate(_relative_to(Path.cwd(), data))
 
 
 def validate(data: Mapping[str, Any]) -> HeadraceConfig:
@@ -177,12 +177,20 @@ def _holds_a_value(data: Any, keys: Sequence[str]) -> bool:
     return not isinstance(data, Mapping)
 
 
+FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
+"""Fields of the section `gateway` that name files."""
+
+
 def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Make the file names in a configuration file relative to the folder of the file."""
+    """Make file names absolute: in a configuration file they count from the file's folder, and on
+    the command line from the current one."""
     gateway = data.get("gateway")
-    if isinstance(gateway, dict) and isinstance(gateway.get("api_keys_file"), str):
-        file = Path(gateway["api_keys_file"]).expanduser()
-        data = merge(data, {"gateway": {"api_keys_file": str(folder.resolve() / file)}})
+    if not isinstance(gateway, dict):
+        return data
+    for name in FILES:
+        if isinstance(gateway.get(name), str):
+            file = folder.resolve() / Path(gateway[name]).expanduser()
+            data = merge(data, {"gateway": {name: str(file)}})
     return data
 
 

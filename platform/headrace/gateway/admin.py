@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
-from headrace.gateway.limits import validated
+from headrace.gateway.door.limits import validated
 from headrace.gateway.openapi import OPERATIONS, PLANS, WARM, openapi_document
 from headrace.gateway.orders import RouterPolicy, Speculation, WarmRequest
 from headrace.gateway.replicas import ReplicaPool
@@ -47,15 +47,22 @@ class Admin:
         model_id: the model's name.
         options: the limits that the schema states.
         keys_on: whether the schema asks for an API key.
+        state: how the gateway that answers is, for the status.
     """
 
     def __init__(
-        self, backend: Backend, model_id: str, options: GatewayOptions, *, keys_on: bool
+        self,
+        backend: Backend,
+        model_id: str,
+        options: GatewayOptions,
+        *,
+        keys_on: bool,
+        state: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._backend = backend
         self._model_id = model_id
         self._version = headrace_version()
-        self._options, self._keys_on = options, keys_on
+        self._options, self._keys_on, self._state = options, keys_on, state
         self._schema: tuple[RouteTable, bytes] | None = None
         self._documents: dict[str, Document] = {
             "/": self._index,
@@ -180,7 +187,7 @@ class Admin:
         return 200, self._schema[1], _JSON
 
     async def _status(self, pool: ReplicaPool) -> Answer:
-        return 200, _json(await self._backend.status()), _JSON
+        return 200, _json({**await self._backend.status(), "gateway": self._state()}), _JSON
 
     async def _plan(self, request_id: str) -> Answer:
         plan = await self._backend.plan(request_id)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -21,7 +22,7 @@ from typing import Any
 import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
-from headrace.gateway import errors, limits, tracing
+from headrace.gateway import errors, tracing
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import (
     JSON_TYPE,
@@ -34,8 +35,10 @@ from headrace.gateway.asgi import (
     send_answer,
 )
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
+from headrace.gateway.door import limits
+from headrace.gateway.door.budget import BodyBudget
+from headrace.gateway.door.keys import ANYONE, Caller, Keys, may_administer
 from headrace.gateway.errors import ApiError
-from headrace.gateway.keys import ANYONE, Caller, Keys, may_administer
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.pick import affinity_key, draftable_tokens
@@ -45,6 +48,7 @@ from headrace.gateway.route_table import RouteTable
 from headrace.gateway.upstream import Upstream
 from headrace_decode.routes import Route
 from headrace_decode.tenants import ALL_ALIKE, Tenants
+from headrace_engine.stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -52,7 +56,6 @@ OURS = "/headrace/"
 MAX_CHANGE_BODY_BYTES = 1_000
 CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
-
 _BODY_LATE = "body late"
 _TIME_UP = "time up"
 
@@ -128,8 +131,10 @@ class GatewayApp:
         self._metrics = metrics
         self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
         self._corpora = MemoryAdmin(backend, keys_on=bool(self._keys))
-        self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys))
+        self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys), state=self._state)
         self._relaying = 0
+        self._bodies = BodyBudget(options.body_budget_bytes)
+        self._stall = LoopStall()
         self._across_sites = _cors(options, self._http)
         self._parts: tuple[ReplicaPool, Upstream, Relay] | None = None
         self._traced = False
@@ -144,6 +149,15 @@ class GatewayApp:
             await receive()
             await send({"type": "websocket.close", "code": 1003})
 
+    def _state(self) -> dict[str, Any]:
+        """Of this gateway, for the status."""
+        return {
+            "pid": os.getpid(),
+            "relaying": self._relaying,
+            "body_bytes": self._bodies.held_bytes,
+            "loop_stall_s": round(self._stall.longest_s, 4),
+        }
+
     async def start(self) -> None:
         """Bind to the running event loop and begin to poll for replicas."""
         if self._parts is None:
@@ -153,12 +167,14 @@ class GatewayApp:
             self._parts = pool, upstream, relay
             self._traced = tracing.tracing_is_configured()
             pool.start()
+            self._stall.start()
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
             pool, upstream, _ = self._parts
             self._parts = None
+            self._stall.stop()
             await pool.aclose()
             await upstream.aclose()
 
@@ -247,6 +263,7 @@ class GatewayApp:
             await _refuse(call, errors.internal_error(), asked.send)
         finally:
             interrupts.close()
+            call.drop_body()
             self._report(call, path)
             if span is not None:
                 tracing.end_span(span, call)
@@ -282,17 +299,23 @@ class GatewayApp:
             if route is None:
                 route = await self._find(asked, pool)
             if route.takes_json:
-                request = limits.parse_object(call.body)
-                limits.check_fields(request)
-                call.affinity = affinity_key(request)
-                call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
+                self._read(call)
             await self._relay(call, asked.send)
+
+    def _read(self, call: Call) -> None:
+        """What placing a request needs. The parsed body, several times as large, ends here."""
+        limits.check_other_bytes(call.body)
+        request = limits.parse_object(call.body)
+        limits.check_fields(request)
+        call.affinity = affinity_key(request)
+        call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
 
     async def _take_body(self, asked: Asked) -> None:
         options, call = self.options, asked.call
         self._check_body(asked, options.max_body_bytes)
         began = perf_counter()
-        call.body = await limits.read_body(asked.receive, options.max_body_bytes)
+        call.held = self._bodies.hold()
+        call.body = await limits.read_body(asked.receive, options.max_body_bytes, call.held)
         call.waited_s += perf_counter() - began
 
     async def _find(self, asked: Asked, pool: ReplicaPool) -> Route:
@@ -397,7 +420,8 @@ class GatewayApp:
     async def _json(self, asked: Asked, most_bytes: int) -> Mapping[str, Any]:
         """The request's body, an object."""
         self._check_body(asked, most_bytes)
-        return limits.parse_object(await limits.read_body(asked.receive, most_bytes))
+        asked.call.held = held = self._bodies.hold()
+        return limits.parse_object(await limits.read_body(asked.receive, most_bytes, held))
 
     def _answer_in_time(self, asked: Asked) -> None:
         """From here on the answer has to come in time, and the client to stay."""

@@ -131,6 +131,9 @@ class GatewayOptions:
         admin_key_hash: hash of one more key, with the role admin.
         trusted_proxies: addresses whose X-Forwarded-For is believed.
         max_body_bytes: a longer request body is refused with 413.
+        body_budget_bytes: held by all request bodies at once; more are refused with 429.
+        tls_cert_file, tls_key_file: serve HTTPS with these; plain HTTP without.
+        tls_client_ca_file: clients must show a certificate of one of these authorities.
         request_timeout_s: limit for the whole request, body and answer included.
         connect_timeout_s: limit for connecting to a replica.
         max_concurrent: relayed requests at once; more are refused with 429.
@@ -146,6 +149,10 @@ class GatewayOptions:
     admin_key_hash: str | None = None
     trusted_proxies: tuple[str, ...] = ()
     max_body_bytes: int = 8_000_000
+    body_budget_bytes: int = 1_000_000_000
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    tls_client_ca_file: str | None = None
     request_timeout_s: float = 600.0
     connect_timeout_s: float = 5.0
     max_concurrent: int = 1024

@@ -167,6 +167,7 @@ class GatewayServer:
                 *(self._app, settings.host, settings.port),
                 reuse_port=settings.replicas > 1,
                 trusted_proxies=settings.trusted_proxies,
+                tls=settings.tls,
             )
 
     async def __serve_build_asgi_app__(self) -> Any:

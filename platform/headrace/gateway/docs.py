@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.gateway.backend import GatewayOptions
-from headrace.gateway.limits import MOST_ITEMS
+from headrace.gateway.door.limits import MOST_ITEMS
 from headrace.gateway.openapi import OPERATIONS, openapi_document
 
 HEADER = """\

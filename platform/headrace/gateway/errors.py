@@ -168,6 +168,18 @@ def too_many_requests(limit: int) -> ApiError:
     )
 
 
+def bodies_full(limit_bytes: int) -> ApiError:
+    """429: the request bodies that are held take all the room there is for them."""
+    return ApiError(
+        429,
+        f"The request bodies in progress hold {limit_bytes} bytes, which is the limit. Try again "
+        "shortly.",
+        kind="rate_limit_error",
+        code="bodies_too_large",
+        headers=[(b"retry-after", b"1"), (b"connection", b"close")],
+    )
+
+
 def internal_error() -> ApiError:
     """500: a fault of the gateway."""
     return ApiError(

@@ -17,12 +17,18 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headrace.config.tlsfiles import TlsFiles
+from headrace.gateway.door.tls import ReloadingContext
 from headrace.gateway.errors import ApiError
 
 BACKLOG = 2048
 KEEPALIVE_S = 75.0
 HEAD_TIMEOUT_S = 15.0
 MAX_HEAD_BYTES = 64 * 1024
+SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+"""On each answer: no browser guesses its type, and nobody on the way keeps it."""
+HSTS = (b"strict-transport-security", b"max-age=31536000")
+"""On each answer over TLS: a browser that has seen it speaks no plain HTTP here for a year."""
 
 
 class PortTakenError(OSError):
@@ -122,8 +128,9 @@ class _Protocol(HttpToolsProtocol):
         """Answer outside ASGI, since there is no request, and hang up."""
         body = ApiError(status, message, code="bad_http").body()
         head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\n"
-        head += f"content-length: {len(body)}\r\n\r\n"
-        self.transport.write(head.encode() + body)
+        head += f"content-length: {len(body)}\r\n"
+        kept = (b"%s: %s\r\n" % header for header in SECURITY_HEADERS)
+        self.transport.write(b"".join([head.encode(), *kept, b"\r\n", body]))
         self.transport.close()
 
 
@@ -145,7 +152,8 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     except socket.gaierror as error:
         why = f"cannot listen on {host} ({error.strerror}); set gateway.host"
         raise PortTakenError(why) from error
-    sock = socket.socket(address[0], socket.SOCK_STREAM)
+    # asyncio sends without delay (TCP_NODELAY) only on sockets whose protocol is named.
+    sock = socket.socket(address[0], socket.SOCK_STREAM, address[2])
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
@@ -169,6 +177,7 @@ async def serve_gateway(
     reuse_port: bool = False,
     keepalive_s: float = KEEPALIVE_S,
     trusted_proxies: Sequence[str] = (),
+    tls: TlsFiles | None = None,
 ) -> Server:
     """Serve an ASGI app from the current event loop; returns once it accepts connections.
 
@@ -179,11 +188,15 @@ async def serve_gateway(
         keepalive_s: how long an idle connection is kept.
         trusted_proxies: addresses and networks whose X-Forwarded-For names the client. From anybody
             else the header is the client's own word and changes nothing.
+        tls: speak HTTPS only, with these files, which are read again when they change.
 
     Raises:
+        ValueError: the TLS files cannot be used.
         PortTakenError: the port cannot be had.
         RuntimeError: the app's startup failed.
     """
+    context = None if tls is None else ReloadingContext(tls)
+    headers = [*SECURITY_HEADERS, HSTS] if tls else SECURITY_HEADERS
     config = uvicorn.Config(
         app,
         loop="none",
@@ -198,6 +211,8 @@ async def serve_gateway(
         # Both are given: uvicorn's defaults believe what FORWARDED_ALLOW_IPS says.
         proxy_headers=bool(trusted_proxies),
         forwarded_allow_ips=list(trusted_proxies),
+        headers=[(name.decode(), value.decode()) for name, value in headers],
+        ssl_context_factory=None if context is None else lambda *_: context,
     )
     server = Server(_Server(config), bind(host, port, reuse_port=reuse_port))
     await server.started()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.gateway.limits import wrong_field
+from headrace.gateway.door.limits import wrong_field
 from headrace_decode.speculation.order import FOR_MAX_S
 
 MAX_PROMPTS = 256

@@ -27,6 +27,7 @@ from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions
 from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
+from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
@@ -91,6 +92,7 @@ class Call:
         status: sent to the client; 0 before that.
         ttft_s: seconds from the start to the first body bytes sent.
         last: the events of a stream that were sent last.
+        held: counts the body.
     """
 
     request_id: bytes
@@ -111,6 +113,13 @@ class Call:
     streamed: bool = False
     sent_bytes: int = 0
     last: bytes = b""
+    held: Held | None = None
+
+    def drop_body(self) -> None:
+        """The body is needed no more: no replica will be asked again."""
+        self.body = b""
+        if self.held is not None:
+            self.held.release()
 
     @property
     def dialect(self) -> Dialect:
@@ -158,6 +167,7 @@ class Relay:
             ApiError: no answer could be had; nothing was sent.
         """
         answer = await self.fetch(call)
+        call.drop_body()
         try:
             call.status = answer.reply.status
             call.streamed = answer.streamed

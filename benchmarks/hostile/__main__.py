@@ -1,0 +1,333 @@
+"""What one hostile tenant costs another: stalls, tokens that come late, memory, wrong KV.
+
+    python -m benchmarks.hostile [--model MODEL] [--json FILE]
+
+Starts the laptop's app with API keys for two tenants. One streams answers, first alone, then while
+the other sends everything of `attacks` and guesses keys and salts.
+
+    stall_ms_max                the longest time that the gateway's or the decode replica's event
+                                loop was held while the attacks ran
+    stall_ms_quiet              the same while they did not
+    neighbour.itl_p99_ms        99th percentile of the time between two tokens of the neighbour's
+    neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
+    neighbour.failures          answers of the neighbour's that did not come whole
+    rss_growth_mb               memory that the gateway and the decode replica have more afterwards
+    wrong_tenant_hits           prompts whose KV was found with another tenant's salt or a wrong key
+    wrong_answers               attacks that were answered 500 and more, or not in time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.hostile.attacks import (
+    ANSWER_LIMIT_S,
+    COMPLETE,
+    Request,
+    SlowHeads,
+    requests,
+    wires,
+    wrong_answer,
+)
+from benchmarks.hostile.neighbour import Neighbour, percentile
+from benchmarks.serving.environment import environment
+from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
+
+START_TIMEOUT_S = 480
+SETTLE_S, QUIET_S = 65.0, 60.0
+"""A gauge of stalls remembers a minute: what starting cost has to be forgotten first."""
+AT_ONCE = 4
+SLOW_HEADS = 200
+GUESSES = 500
+BLOCKS = 3
+TARGETS = {
+    "stall_ms_max": 50.0,
+    "neighbour.itl_p99_vs_quiet": 1.3,
+    "rss_growth_mb": 200.0,
+    "wrong_tenant_hits": 0.0,
+}
+
+
+@dataclass
+class Target:
+    """The running app."""
+
+    url: str
+    model: str
+    keys: dict[str, str]
+
+    def __post_init__(self) -> None:
+        self._admin = httpx.Client(base_url=self.url, headers=self.bearer("admin"), timeout=60)
+
+    def bearer(self, who: str) -> dict[str, str]:
+        """The header of a key."""
+        return {"authorization": f"Bearer {self.keys[who]}"}
+
+    def connect(self) -> socket.socket:
+        """A connection to the public port."""
+        url = urlsplit(self.url)
+        return socket.create_connection((url.hostname, url.port), timeout=ANSWER_LIMIT_S)
+
+    def status(self) -> dict[str, Any]:
+        """The status document."""
+        return dict(self._admin.get("/headrace/v1/status").raise_for_status().json())
+
+    def change(self, path: str, body: dict[str, Any]) -> None:
+        """Administer."""
+        self._admin.put(path, json=body).raise_for_status()
+
+    def decode(self) -> dict[str, Any]:
+        """The decode replica's part of it."""
+        return next(r for r in self.status()["replicas"] if r["role"] == "decode")
+
+    def stall_s(self) -> float:
+        """The longest stall of the last minute, of either loop."""
+        found = self.status()
+        replicas = [r.get("loop_stall_s", 0.0) for r in found["replicas"] if r["role"] == "decode"]
+        return max([found["gateway"]["loop_stall_s"], *replicas])
+
+    def resident_bytes(self) -> int:
+        """Of the gateway and the decode replica, with their children."""
+        found = self.status()
+        pids = [found["gateway"]["pid"], self.decode()["pid"]]
+        roots = [psutil.Process(pid) for pid in pids]
+        every = {p for root in roots for p in [root, *root.children(recursive=True)]}
+        return sum(process.memory_info().rss for process in every)
+
+
+class StallWatch:
+    """Asks for the longest stall now and then, in a thread."""
+
+    def __init__(self, target: Target) -> None:
+        self.longest_s = 0.0
+        self._target, self._over = target, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> StallWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(60.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(5.0):
+            try:
+                self.longest_s = max(self.longest_s, self._target.stall_s())
+            except httpx.HTTPError as error:
+                print(f"no status: {error!r}", file=sys.stderr)
+
+
+def main() -> int:
+    """Measure, print, write; 1 if the app did not start."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hostile")
+    parser.add_argument("--model", help="a model folder, a known name or a hub id")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in headrace up"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    from headrace.model import resolve
+
+    model = resolve(args.model)
+    try:
+        with running(str(model), args.set) as target:
+            figures = measure(target)
+    except (RuntimeError, httpx.HTTPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    about = environment(model)
+    print(f"\n{about['date']}, {about['cpu']}, {about['cores']} cores.\n")
+    print("| figure | value | at most |\n|---|---:|---:|")
+    for name, value in figures.items():
+        print(f"| `{name}` | {value:.4g} | {TARGETS.get(name, '')} |")
+    if args.json:
+        document = {"figures": figures, "targets": TARGETS, "environment": about}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def measure(target: Target) -> dict[str, float]:
+    """All figures."""
+    time.sleep(SETTLE_S)
+    with Neighbour(target.url, target.model, target.bearer("good")) as quiet:
+        time.sleep(QUIET_S)
+        quiet_stall_s = target.stall_s()
+    before = target.resident_bytes()
+    with (
+        StallWatch(target) as stalls,
+        Neighbour(target.url, target.model, target.bearer("good")) as neighbour,
+    ):
+        wrong = attack(target)
+    grown = target.resident_bytes() - before
+    itl_s, quiet_s = percentile(neighbour.itl_s, 0.99), percentile(quiet.itl_s, 0.99)
+    for each in [*wrong, *neighbour.failures]:
+        print(each, file=sys.stderr)
+    return {
+        "stall_ms_max": round(stalls.longest_s * 1e3, 1),
+        "stall_ms_quiet": round(quiet_stall_s * 1e3, 1),
+        "neighbour.itl_p99_ms": round(itl_s * 1e3, 2),
+        "neighbour.itl_p99_vs_quiet": round(itl_s / quiet_s, 3),
+        "neighbour.failures": len(neighbour.failures),
+        "rss_growth_mb": round(grown / 1e6, 1),
+        "wrong_tenant_hits": wrong_tenant_hits(target),
+        "wrong_answers": len(wrong),
+    }
+
+
+def attack(target: Target) -> list[str]:
+    """Send everything; what was answered wrongly, in words."""
+    slow = SlowHeads(target.connect, SLOW_HEADS)
+    wrong: list[str] = []
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = pool.map(lambda each: _ask(target, each), list(requests(target.model)))
+            wrong += [each for each in found if each]
+        slow.drip()
+        for wire in wires(target.model, target.keys["bad"]):
+            with closing(target.connect()) as sock:
+                try:
+                    why = wrong_answer(wire.act(sock))
+                except OSError as error:
+                    why = repr(error)
+                if why:
+                    wrong.append(f"{wire.name}: {why}")
+    finally:
+        slow.close()
+    return wrong
+
+
+def _ask(target: Target, request: Request) -> str | None:
+    headers = {
+        "content-type": "application/json",
+        **target.bearer("bad"),
+        **request.headers,
+    }
+    try:
+        answer = httpx.post(
+            target.url + request.path,
+            content=request.body,
+            headers=headers,
+            timeout=ANSWER_LIMIT_S,
+        )
+    except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+        return None  # refused while the body or head was still coming
+    except httpx.HTTPError as error:
+        return f"{request.name}: {error!r}"
+    return None if answer.status_code < 500 else f"{request.name}: {answer.status_code}"
+
+
+def wrong_tenant_hits(target: Target) -> int:
+    """How often one tenant found another's KV, or a guessed key was let in."""
+    prompt = [1000 + n % 3000 for n in range(BLOCKS * 128 + 1)]
+    hits = 0
+
+    def computed(who: str, salt: str) -> int:
+        before = _idle(target)
+        asked = {"model": target.model, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        client = httpx.Client(base_url=target.url, headers=target.bearer(who), timeout=60)
+        client.post(COMPLETE, json=asked).raise_for_status()
+        return _idle(target) - before
+
+    # A prompt that is prefilled remotely is computed elsewhere.
+    target.change("/headrace/v1/router", {"policy": "local"})
+    computed("good", "own")
+    if computed("good", "own") == len(prompt):
+        raise RuntimeError("a tenant's own KV is not found, so this cannot see another's")
+    for salt in ("own", "tenant:good:own", "good", "good:own", "\0own"):
+        hits += computed("bad", salt) < len(prompt)
+    guesses = (secrets.token_urlsafe(24) for _ in range(GUESSES))
+    with httpx.Client(base_url=target.url, timeout=60) as client:
+        for guess in guesses:
+            answer = client.get("/v1/models", headers={"authorization": f"Bearer {guess}"})
+            hits += answer.status_code != 401
+    return hits
+
+
+def _idle(target: Target) -> int:
+    """Prompt tokens that the decode replica has computed, once nothing runs there."""
+    while (state := target.decode())["running"] or state["waiting"]:
+        time.sleep(0.2)
+    return int(state["prompt_tokens_computed"])
+
+
+@contextmanager
+def running(model: str, settings: list[str]) -> Iterator[Target]:
+    """The app with three keys."""
+    import os
+
+    from headrace.cli import state
+
+    folder = Path(tempfile.mkdtemp(prefix="hrh-", dir="/tmp"))
+    os.environ["HEADRACE_STATE"] = str(folder / "state")
+    keys = {who: secrets.token_urlsafe(32) for who in ("good", "bad", "admin")}
+    write_keys(folder / "keys.yaml", _keyfile(keys))
+    name = f"hostile-{secrets.token_hex(3)}"
+    chosen = {
+        "gateway.port": "0",
+        "gateway.api_keys_file": str(folder / "keys.yaml"),
+        "model.source": json.dumps(model),
+        **dict(each.split("=", 1) for each in settings),
+    }
+    options = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
+    try:
+        _headrace("up", "--detach", "--name", name, *options)
+        instance = state.load(name)
+        if instance is None:
+            raise RuntimeError("headrace up left no state file")
+        yield Target(instance.endpoint, instance.model, keys)
+    finally:
+        _headrace("down", "--name", name, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keyfile(keys: dict[str, str]) -> KeyFile:
+    return KeyFile(
+        keys=[
+            KeyEntry(
+                name=who,
+                hash=hash_of(key.encode()),
+                tenant=who,
+                role="admin" if who == "admin" else "user",
+            )
+            for who, key in keys.items()
+        ]
+    )
+
+
+def _headrace(*arguments: str, check: bool = True) -> None:
+    """Run the CLI. Raises RuntimeError with its last words if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    if check and done.returncode != 0:
+        raise RuntimeError(done.stdout.decode(errors="replace")[-2000:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

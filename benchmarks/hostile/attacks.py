@@ -1,0 +1,276 @@
+"""What a hostile client sends. The end-to-end tests and the benchmark send the same.
+
+A `Request` is a whole HTTP request. A `Wire` is a way to misuse a connection. Each names the
+answers that are right; an answer of 500 and more, or none within `ANSWER_LIMIT_S`, never is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+MEGABYTE = 1_000_000
+ANSWER_LIMIT_S = 30.0
+REFUSED = range(400, 500)
+ANSWERED = range(200, 500)
+
+TROUBLE: dict[str, str] = {
+    "letters": "a",
+    "spaces": " ",
+    "newlines": "\n",
+    "braces": "{",
+    "brackets": "[",
+    "quotes": '"',
+    "backslashes": "\\",
+    "NUL": "\0",
+    "digits": "9",
+    "emoji": "\U0001f600",
+    "joined emoji": "\U0001f468\u200d",
+    "combining": "e\u0301",
+    "right to left": "\u202e\u05d0",
+    "markup": "<|im_start|>",
+    "percent": "%s",
+}
+"""Byte classes that have troubled tokenizers, parsers, templates and patterns."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request and the statuses that are right."""
+
+    name: str
+    body: bytes
+    statuses: range = REFUSED
+    path: str = COMPLETE
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One misuse of a connection; `act` gets a connected socket and may return the answer."""
+
+    name: str
+    act: Callable[[socket.socket], bytes | None]
+
+
+def requests(model: str) -> Iterator[Request]:
+    """All of them; about 130."""
+    yield from _strings(model)
+    yield from _shapes(model)
+    yield from _grammars(model)
+    yield from _heads(model)
+
+
+def _strings(model: str) -> Iterator[Request]:
+    """Every field that takes text, with a megabyte of each byte class."""
+    for kind, unit in TROUBLE.items():
+        text = unit * (MEGABYTE // len(unit.encode()))
+        asked: dict[str, Any] = {"model": model, "prompt": "Hi", "max_tokens": 1}
+        said = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        yield Request(f"prompt: {kind}", _json({**asked, "prompt": text}))
+        yield Request(f"content: {kind}", _json(said), path=CHAT)
+        yield Request(f"model: {kind}", _json({**asked, "model": text}))
+        yield Request(f"cache_salt: {kind}", _json({**asked, "cache_salt": text}), ANSWERED)
+        yield Request(f"user: {kind}", _json({**asked, "user": text}), ANSWERED)
+        yield Request(f"stop: {kind}", _json({**asked, "stop": [text]}), ANSWERED)
+        grammar = {"structured_outputs": {"regex": text}}
+        yield Request(f"regex: {kind}", _json({**asked, **grammar}))
+        yield Request(f"role: {kind}", _json({**said, "messages": [{"role": text}]}), path=CHAT)
+
+
+def _shapes(model: str) -> Iterator[Request]:
+    """Deep and wide JSON."""
+    asked = {"model": model, "prompt": "Hi", "max_tokens": 1}
+    head = _json(asked)[:-1]
+    for opening, closing in (("[", "]"), ('{"a":', "}")):
+        for deep in (100, 1_000, 100_000):
+            value = opening * deep + "1" + closing * deep
+            statuses = ANSWERED if deep < 1_000 else range(200, 500)
+            yield Request(
+                f"depth {deep} of {opening}", head + f', "x": {value}}}'.encode(), statuses
+            )
+    yield Request("many fields", _json({**asked, **{f"k{n}": n for n in range(200_000)}}), ANSWERED)
+    yield Request("one field 200,000 times", head + b', "x": 1' * 200_000 + b"}", ANSWERED)
+    yield Request("many messages", _json({"model": model, "messages": [{}] * 500_000}), path=CHAT)
+    yield Request("many prompts", _json({**asked, "prompt": ["a"] * 500_000}))
+    yield Request("many stops", _json({**asked, "stop": ["ab"] * 500_000}), ANSWERED)
+    bias = {str(n): 1 for n in range(400_000)}
+    yield Request("many biases", _json({**asked, "logit_bias": bias}), ANSWERED)
+    yield Request("a long number", head + b', "seed": ' + b"9" * MEGABYTE + b"}")
+    yield Request(
+        "a long fraction", head + b', "temperature": 0.' + b"1" * MEGABYTE + b"}", ANSWERED
+    )
+    yield Request("not UTF-8", head + b', "user": "' + b"\xff" * MEGABYTE + b'"}')
+    yield Request("half a character", head + b', "user": "' + b"\xf0\x9f" * 400_000 + b'"}')
+    yield Request("escapes", head + b', "user": "' + b"\\u0000" * 160_000 + b'"}', ANSWERED)
+    yield Request("lone surrogates", head + b', "user": "' + b"\\ud800" * 160_000 + b'"}')
+    yield Request("too large", head + b', "user": "' + b"a" * 9 * MEGABYTE + b'"}')
+
+
+def _grammars(model: str) -> Iterator[Request]:
+    """Grammars that cost much to compile or to follow."""
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    wide = {"type": "object", "properties": {f"k{n}": {} for n in range(30_000)}}
+    ambiguous = 'root ::= x x x | "a"\nx ::= root root | root | "b" x | x "b"\n'
+    specs: dict[str, dict[str, Any]] = {
+        "a brace and spaces": {"regex": "{" + " " * 1600},
+        "alternatives": {"regex": "|".join("a" * n for n in range(700))},
+        "parentheses": {"regex": "(" * 50_000 + "a" + ")" * 50_000},
+        "a deep schema": {"json": deep},
+        "a wide schema": {"json": wide},
+        "many choices": {"choice": ["x"] * 100_000},
+        "an ambiguous grammar": {"grammar": ambiguous},
+        "a vast count": {"regex": "a{99999999}"},
+    }
+    for name, spec in specs.items():
+        asked = {"model": model, "prompt": "Hi", "max_tokens": 4, "structured_outputs": spec}
+        yield Request(f"grammar: {name}", _json(asked))
+
+
+def _heads(model: str) -> Iterator[Request]:
+    """Headers: names, values and numbers of them."""
+    body = _json({"model": model, "prompt": "Hi", "max_tokens": 1})
+    yield Request(
+        "a forged forwarder",
+        body,
+        ANSWERED,
+        headers={"x-forwarded-for": "127.0.0.1", "x-headrace-tenant": "other"},
+    )
+    yield Request("a long request id", body, ANSWERED, headers={"x-request-id": "a" * 30_000})
+    yield Request("a long key", body, ANSWERED, headers={"authorization": "Bearer " + "a" * 30_000})
+    yield Request("many headers", body, ANSWERED, headers={f"x-{n}": "1" for n in range(3_000)})
+    yield Request("too many headers", body, headers={f"x-{n}": "1" * 20 for n in range(10_000)})
+
+
+def wires(model: str, key: str = "none") -> list[Wire]:
+    """All misuses of a connection, by a client that shows this key."""
+    body = _json({"model": model, "prompt": "Hi", "max_tokens": 1})
+    stream = _json({"model": model, "prompt": "Hi", "max_tokens": 512, "stream": True})
+    start = (
+        f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+        "content-type: application/json\r\n"
+    )
+    head = start + "content-length: %d\r\n\r\n"
+
+    def post(payload: bytes, length: int | None = None) -> bytes:
+        return (head % (len(payload) if length is None else length)).encode() + payload
+
+    def half_closed(sock: socket.socket) -> bytes:
+        sock.sendall(post(body))
+        sock.shutdown(socket.SHUT_WR)
+        return _all(sock)
+
+    def half_closed_early(sock: socket.socket) -> bytes:
+        sock.sendall(post(body, length=len(body) + 10))
+        sock.shutdown(socket.SHUT_WR)
+        return _all(sock)
+
+    def pipelined(sock: socket.socket) -> None:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 2_000)
+        _some(sock)
+
+    def pipelined_streams(sock: socket.socket) -> None:
+        sock.sendall(post(stream) * 50)
+        _some(sock)
+
+    def smuggled(sock: socket.socket) -> bytes:
+        both = post(body).replace(b"\r\n\r\n", b"\r\ntransfer-encoding: chunked\r\n\r\n", 1)
+        sock.sendall(both)
+        return _some(sock)
+
+    def endless_chunks(sock: socket.socket) -> bytes:
+        sock.sendall((start + "transfer-encoding: chunked\r\n\r\n").encode())
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                sock.sendall(b"10000\r\n" + b"a" * 0x10000 + b"\r\n")
+        return _some(sock)
+
+    def announced(sock: socket.socket) -> bytes:
+        sock.sendall(post(b"", length=10**15))
+        return _some(sock)
+
+    def header_flood(sock: socket.socket) -> bytes:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+        with contextlib.suppress(ConnectionError):
+            for n in range(20_000):
+                sock.sendall(b"x-%d: 1\r\n" % n)
+        return _some(sock)
+
+    def unread(sock: socket.socket) -> None:
+        """Ask for a stream and never read it."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(post(stream))
+        time.sleep(2.0)
+
+    def byte_by_byte(sock: socket.socket) -> None:
+        for byte in (head % 100).encode()[:40]:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.05)
+
+    acts: list[Callable[[socket.socket], bytes | None]] = [
+        *(half_closed, half_closed_early, pipelined, pipelined_streams, smuggled),
+        *(endless_chunks, announced, header_flood, unread, byte_by_byte),
+    ]
+    return [Wire(act.__name__.replace("_", " "), act) for act in acts]
+
+
+class SlowHeads:
+    """Connections that each send one byte of a request's head now and then, and never the end."""
+
+    START = b"GET /health HTTP/1.1\r\nhost: x\r\nx: "
+
+    def __init__(self, connect: Callable[[], socket.socket], count: int) -> None:
+        self._sockets = [connect() for _ in range(count)]
+        self._sent = 0
+
+    def drip(self) -> int:
+        """One more byte on each; how many are still open."""
+        byte = self.START[self._sent : self._sent + 1] or b"a"
+        self._sent += 1
+        open_ones = 0
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.sendall(byte)
+                open_ones += 1
+        return open_ones
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for sock in self._sockets:
+            sock.close()
+
+
+def wrong_answer(answer: bytes | None) -> str | None:
+    """What is wrong with the answer on a misused connection; None if nothing is."""
+    if not answer:
+        return None
+    status = int(answer.split(b" ", 2)[1])
+    return None if status < 500 else f"answered {status}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _some(sock: socket.socket) -> bytes:
+    with contextlib.suppress(ConnectionError):
+        return sock.recv(65_536)
+    return b""
+
+
+def _all(sock: socket.socket) -> bytes:
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while part := sock.recv(65_536):
+            answer += part
+            if b"\r\n\r\n" in answer:
+                break
+    return answer

@@ -1,0 +1,85 @@
+"""A well-behaved client beside the hostile ones: streams one answer, and times its tokens."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+
+import httpx
+
+from benchmarks.hostile.attacks import COMPLETE
+
+
+class Neighbour:
+    """Streams answers in a thread until it is told to stop.
+
+    Args:
+        tokens: of each answer.
+    """
+
+    def __init__(self, url: str, model: str, headers: Mapping[str, str], tokens: int = 200) -> None:
+        self._client = httpx.Client(base_url=url, headers=dict(headers), timeout=120.0)
+        self._body = {
+            "model": model,
+            "prompt": "One, two, three, four,",
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        self.itl_s: list[float] = []
+        self.answers: list[str] = []
+        self.failures: list[str] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Neighbour:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the answer under way end."""
+        self._over.set()
+        self._thread.join(120.0)
+        self._client.close()
+
+    def once(self) -> str:
+        """Stream one answer; its text.
+
+        Raises:
+            httpx.HTTPError, ValueError: it did not come whole.
+        """
+        text, last = "", 0.0
+        with self._client.stream("POST", COMPLETE, json=self._body) as response:
+            if response.status_code != 200:
+                raise ValueError(f"answered {response.status_code}")
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return text
+                if not line.startswith("data: "):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(line)
+                now = time.perf_counter()
+                if last:
+                    self.itl_s.append(now - last)
+                last = now
+                text += event["choices"][0]["text"] if event["choices"] else ""
+        raise ValueError("the stream ended early")
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self.answers.append(self.once())
+            except (httpx.HTTPError, ValueError) as error:
+                self.failures.append(repr(error))
+                time.sleep(0.2)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which this share of them lies."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

@@ -1,0 +1,279 @@
+"""The process that tries grammars (`python -m headrace_decode.grammars.worker`).
+
+`trials` starts it.
+It loads vLLM and the model's tokenizer once. For each grammar it forks a child with limits on
+processor time, clock time and memory (`limits`). The child checks the grammar with vLLM's own
+rules, compiles it with vLLM's own backend, and follows it for some tokens. A child that ends
+otherwise than with an answer means that the grammar is refused.
+
+On its input: the length and the pickled vLLM configuration, then a JSON object a line, the grammar.
+On its output: `ready`, then a JSON object a line, `{"spec": ..., "bytes": ...}` or
+`{"refused": message}`. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace_decode.grammars import limits
+
+STACK_BYTES = 4 * 2**20
+"""Half of what a thread of the engine has: what recurses too deep there has crashed here."""
+PR_SET_PDEATHSIG = 1
+NICE = 10
+
+Pick = Callable[[Sequence[int]], int]
+"""Which of the tokens that may come next a walk takes."""
+PICKS: tuple[Pick, ...] = (itemgetter(0), itemgetter(-1), Random(1).choice)
+
+Answer = dict[str, Any]
+Spec = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Confines:
+    """Limits of one child."""
+
+    cpu_s: int = limits.COMPILE_CPU_S
+    wall_s: float = limits.COMPILE_WALL_S
+    added_bytes: int = limits.COMPILE_BYTES
+    answer_bytes: int = limits.ANSWER_BYTES
+
+
+class Matcher(Protocol):
+    """One way through a compiled grammar."""
+
+    def allowed(self) -> Sequence[int]:
+        """The tokens that may come next, less those that end; empty at the end."""
+
+    def accept(self, token: int) -> bool:
+        """Go on with this token; False where that is not possible."""
+
+
+def run_confined(work: Callable[[], Answer], confines: Confines) -> Answer:
+    """What `work` answers in a forked child, or why it gave no answer."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _child(work, confines, writer)
+    os.close(writer)
+    try:
+        said, in_time = _read(reader, time.monotonic() + confines.wall_s, confines.answer_bytes)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    if said:
+        with contextlib.suppress(ValueError):
+            answer = json.loads(said)
+            if isinstance(answer, dict):
+                return answer
+    if not in_time or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
+        return _refused(
+            f"it takes more than {confines.cpu_s} s to compile; use a simpler or shorter one"
+        )
+    return _refused("compiling it takes too much memory or recursion; use a simpler one")
+
+
+def walk(matcher: Matcher, pick: Pick, tokens: int, step_s: float) -> str | None:
+    """Follow a grammar for some tokens.
+
+    Returns:
+        Why the grammar is too slow to follow; None if it is not.
+    """
+    for done in range(tokens):
+        began = time.thread_time()
+        allowed = matcher.allowed()
+        went_on = len(allowed) > 0 and matcher.accept(int(pick(allowed)))
+        if time.thread_time() - began > step_s:
+            return (
+                f"following it takes more than {step_s:g} s a token after {done} tokens; make it "
+                "unambiguous, or use a simpler one"
+            )
+        if not went_on:
+            return None
+    return None
+
+
+class Compiler:
+    """vLLM's check and compilation of a grammar.
+
+    Args:
+        config: vLLM's configuration of the engine.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from vllm.tokenizers import cached_tokenizer_from_config
+        from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
+
+        self._config = config
+        self._tokenizer = maybe_wrap_mistral_common_tokenizer(
+            cached_tokenizer_from_config(model_config=config.model_config)
+        )
+        self._backends = {"xgrammar": self._backend("xgrammar")}
+
+    def _backend(self, name: str) -> Any:
+        if name == "xgrammar":
+            from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend as Backend
+        elif name == "guidance":
+            from vllm.v1.structured_output.backend_guidance import GuidanceBackend as Backend
+        elif name == "outlines":
+            from vllm.v1.structured_output.backend_outlines import OutlinesBackend as Backend
+        else:
+            from vllm.v1.structured_output.backend_lm_format_enforcer import (
+                LMFormatEnforcerBackend as Backend,
+            )
+        size = self._config.model_config.get_vocab_size()
+        return Backend(self._config, tokenizer=self._tokenizer, vocab_size=size)
+
+    def __call__(self, spec: Spec) -> Answer:
+        """Check, compile and follow a grammar; what vLLM's check left of it."""
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+        from vllm.v1.structured_output.request import get_structured_output_key
+
+        config = self._config
+        try:
+            wanted = StructuredOutputsParams(**spec)
+            SamplingParams(structured_outputs=wanted).verify(
+                config.model_config, None, config.structured_outputs_config, self._tokenizer
+            )
+            kind, text = get_structured_output_key(wanted)
+            # The engine has one backend, that of its first grammar: where vLLM chooses, either.
+            chosen = wanted._backend or "xgrammar"
+            automatic = config.structured_outputs_config.backend == "auto"
+            for name in {chosen, "xgrammar"} if automatic else {chosen}:
+                backend = self._backends.get(name) or self._backend(name)
+                for pick in PICKS:
+                    follower = _Follower(
+                        backend.compile_grammar(kind, text),
+                        backend.allocate_token_bitmask(1),
+                        self._tokenizer.eos_token_id,
+                    )
+                    slow = walk(follower, pick, limits.WALK_TOKENS, limits.MASK_S)
+                    if slow is not None:
+                        return _refused(slow)
+        except MemoryError:
+            return _refused("compiling it takes too much memory; use a simpler one")
+        except RecursionError:
+            return _refused("it is nested too deep")
+        except Exception as error:
+            return _refused(str(error)[:500])
+        kept = {name: getattr(wanted, name) for name in (*spec, "grammar")}
+        return {
+            "spec": {name: value for name, value in kept.items() if value is not None},
+            "backend": wanted._backend,
+            "automatic": wanted._backend_was_auto,
+        }
+
+
+class _Follower:
+    """A compiled grammar of vLLM's as a `Matcher`."""
+
+    def __init__(self, grammar: Any, mask: Any, end: int | None) -> None:
+        self._grammar, self._mask, self._end = grammar, mask, end
+
+    def allowed(self) -> Sequence[int]:
+        if self._grammar.is_terminated():
+            return ()
+        self._grammar.fill_bitmask(self._mask, 0)
+        bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
+        if self._end is not None:
+            bits[self._end] = 0
+        return np.flatnonzero(bits)  # type: ignore[return-value]
+
+    def accept(self, token: int) -> bool:
+        return bool(self._grammar.accept_tokens("trial", [token]))
+
+
+def serve(compiler: Callable[[Spec], Answer], confines: Confines, jobs: Any, answers: Any) -> None:
+    """Try one grammar after the other until there are no more."""
+    for line in jobs:
+        spec = json.loads(line)
+        answer = run_confined(partial(compiler, spec), confines)
+        text = json.dumps(answer)
+        answers.write(json.dumps({**answer, "bytes": len(text)}).encode() + b"\n")
+        answers.flush()
+
+
+def _child(work: Callable[[], Answer], confines: Confines, writer: int) -> None:
+    """Never returns."""
+    try:
+        _end_with_parent()
+        faulthandler.disable()  # a crash is an answer here
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_CPU, (confines.cpu_s, confines.cpu_s + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (used + confines.added_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        said: list[bytes] = []
+        threading.stack_size(STACK_BYTES)
+        thread = threading.Thread(target=lambda: said.append(json.dumps(work()).encode()))
+        thread.start()
+        thread.join()
+        with open(writer, "wb") as out:
+            out.write(said[0])
+    finally:
+        os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Be killed when the thread that started this process ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read(reader: int, until_s: float, most_bytes: int) -> tuple[bytes, bool]:
+    """All that a pipe brings, nothing if that is too much; and whether it came in time."""
+    said = bytearray()
+    while True:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or not select.select([reader], [], [], left_s)[0]:
+            return b"", False
+        part = os.read(reader, 1 << 16)
+        if not part:
+            return bytes(said), True
+        said += part
+        if len(said) > most_bytes:
+            return b"", True
+
+
+def _refused(why: str) -> Answer:
+    return {"refused": why}
+
+
+def main() -> None:
+    """Serve over standard input and output; whatever else is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.nice(NICE)
+    _end_with_parent()
+    jobs = sys.stdin.buffer
+    compiler = Compiler(pickle.loads(jobs.read(int.from_bytes(jobs.read(8)))))
+    answers.write(b"ready\n")
+    answers.flush()
+    serve(compiler, Confines(), jobs, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The section `gateway`: the public HTTP endpoint."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from headrace.config.keyfile import HASH
+from headrace.config.section import Section
+from headrace.config.tlsfiles import TlsFiles
+
+_HOSTNAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+_ORIGIN = re.compile(r"https?://[^/\s]+")
+_API_KEY = re.compile(r"^[\x21-\x7e]{8,}$")
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class GatewaySettings(Section):
+    """The public HTTP endpoint: its address, its API keys and its limits."""
+
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; `0.0.0.0` means all interfaces."
+    )
+    port: Port | None = Field(
+        default=8000,
+        description="Port to listen on; 0 takes a free port. null: the gateway has no port of its "
+        "own and gets requests through Serve's proxy. null is for apps that are deployed without "
+        "`headrace up`.",
+    )
+    replicas: int = Field(default=1, ge=1, description="Number of gateways.")
+    api_keys: list[str] = Field(
+        default_factory=list,
+        description="Accepted API keys; each request must carry one as `Authorization: Bearer "
+        "KEY`. Each key is a tenant of its own with the role user. With no keys here and no "
+        "`api_keys_file`, no key is required.",
+    )
+    api_keys_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A key file, made by `headrace keys add`: names, hashes, tenants, roles and "
+        "limits. Every gateway reads it again when it changes, so each gateway's machine must hold "
+        "it. A relative path counts from the configuration file's folder.",
+    )
+    admin_key_hash: str | None = Field(
+        default=None,
+        pattern=HASH,
+        description="Hash of one more key, with the role admin. `headrace up` makes such a key for "
+        "its own commands.",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Start even if other machines can reach the endpoint and no keys are "
+        "configured: anyone who reaches it may then use the model.",
+    )
+    trusted_proxies: list[str] = Field(
+        default_factory=list,
+        description="Addresses and networks of proxies whose `X-Forwarded-For` names the client. "
+        "From any other address the header changes nothing.",
+    )
+    max_body_bytes: int = Field(
+        default=8_000_000,
+        ge=1_000,
+        description="Maximum size of a request body in bytes; a larger one is answered 413.",
+    )
+    body_budget_bytes: int = Field(
+        default=1_000_000_000,
+        ge=1_000,
+        description="Maximum bytes that the request bodies in a gateway hold at once; a request "
+        "for which there is no room is answered 429 with `Retry-After`. At least `max_body_bytes`.",
+    )
+    tls_cert_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="PEM file of the server's certificate and those between it and its root. With "
+        "it the endpoint speaks HTTPS only (TLS 1.2 or newer). Every gateway reads it again when "
+        "it changes. A relative path counts from the configuration file's folder. null: HTTP.",
+    )
+    tls_key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="PEM file of that certificate's private key, not encrypted.",
+    )
+    tls_client_ca_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="PEM file of certificate authorities. With it a client must show a certificate "
+        "that one of them signed (mutual TLS), besides its API key. null: no client certificates.",
+    )
+    request_timeout_s: float = Field(
+        default=600, gt=0, description="Maximum seconds for one request, its stream included."
+    )
+    connect_timeout_s: float = Field(
+        default=5, gt=0, description="Seconds to wait for a connection to a decode replica."
+    )
+    queue_timeout_s: float = Field(
+        default=120,
+        gt=0,
+        description="Seconds that a request waits for a ready decode replica; then it is answered "
+        "503.",
+    )
+    body_timeout_s: float = Field(
+        default=30,
+        gt=0,
+        description="Seconds that a client may take to send a body; then it is answered 408.",
+    )
+    max_concurrent: int = Field(
+        default=1024,
+        ge=1,
+        description="Maximum requests in flight for each gateway; a further one is answered 429 "
+        "with `Retry-After`.",
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Sites whose pages may call the API from a browser (CORS), such as "
+        '`https://chat.example.com`; `"*"` is any site. Empty: none. The administration under '
+        "`/headrace/` is never open to them.",
+    )
+    allowed_methods: list[str] = Field(
+        default=["*"], description='HTTP methods that such pages may use; `"*"` is any.'
+    )
+    allowed_headers: list[str] = Field(
+        default=["*"], description='Request headers that such pages may send; `"*"` is any.'
+    )
+    allow_credentials: bool = Field(
+        default=False,
+        description="Whether browsers may send cookies and other credentials. "
+        "`allowed_origins` must then name the sites.",
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_an_address(cls, value: str) -> str:
+        try:
+            ipaddress.ip_address(value)
+        except ValueError:
+            digits_only = re.fullmatch(r"[0-9.]+", value)
+            if digits_only or not _HOSTNAME.match(value):
+                raise ValueError(
+                    f'must be an IP address or a host name without scheme or port, got "{value}"'
+                ) from None
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_can_travel_in_a_header(cls, value: list[str]) -> list[str]:
+        for position, key in enumerate(value):
+            if not _API_KEY.match(key):
+                raise ValueError(
+                    f"key {position} must be 8 or more visible ASCII characters without spaces"
+                )
+        return value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins_are_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f'must be "*" or like https://host:port without a path: "{origin}"'
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> GatewaySettings:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file: tls_cert_file and tls_key_file need each other")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file: needs tls_cert_file and tls_key_file")
+        if self.tls_cert_file is not None and self.port is None:
+            raise ValueError(
+                "tls_cert_file: the gateway has no port of its own (port: null); set a port, or "
+                "end TLS before Serve's proxy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> GatewaySettings:
+        if self.body_budget_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"body_budget_bytes: is {self.body_budget_bytes}, but one body may have "
+                f"{self.max_body_bytes} (max_body_bytes); set at least that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _credentials_need_names(self) -> GatewaySettings:
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError('allow_credentials: allowed_origins must name the sites, not "*"')
+        return self
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_networks(cls, value: list[str]) -> list[str]:
+        for position, each in enumerate(value):
+            try:
+                ipaddress.ip_network(each, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"{position} must be an IP address or a network such as 10.0.0.0/8"
+                ) from None
+        return value
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the endpoint."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files for HTTPS; None for plain HTTP."""
+        if self.tls_cert_file is None or self.tls_key_file is None:
+            return None
+        client_ca = self.tls_client_ca_file
+        return TlsFiles(
+            Path(self.tls_cert_file),
+            Path(self.tls_key_file),
+            None if client_ca is None else Path(client_ca),
+        )
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether a request needs an API key."""
+        return bool(self.api_keys) or self.api_keys_file is not None

@@ -1,0 +1,64 @@
+"""TLS whose files may be replaced while the server runs.
+
+Each new connection is encrypted with what the files hold then; connections that exist stay as they
+are. The files are looked at when a client connects, at most once a second. Files that have become
+useless, or are half written, change nothing: the old ones stay in use, and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace.config.tlsfiles import TlsFiles
+
+logger = logging.getLogger("headrace.gateway")
+
+LOOK_EVERY_S = 1.0
+
+
+class ReloadingContext(ssl.SSLContext):
+    """A server's context that hands each connection to a context made of the files' contents.
+
+    asyncio and uvloop call `wrap_bio` once for each connection.
+
+    Args:
+        files: what to read.
+        now_s: a monotonic clock.
+
+    Raises:
+        ValueError: the files cannot be used.
+    """
+
+    def __new__(cls, *_: Any, **__: Any) -> ReloadingContext:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, files: TlsFiles, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._files, self._now_s = files, now_s
+        self._stamp = files.stamp()
+        self._current = files.context()
+        self._next_look_s = now_s() + LOOK_EVERY_S
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        """As `ssl.SSLContext.wrap_bio`, with the files of now."""
+        self._look()
+        return self._current.wrap_bio(*args, **kwargs)
+
+    def _look(self) -> None:
+        now_s = self._now_s()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_EVERY_S
+        stamp = self._files.stamp()
+        if stamp == self._stamp:
+            return
+        try:
+            self._current = self._files.context()
+        except ValueError as error:
+            logger.error("the TLS files stay as they were: %s", error)
+        else:
+            logger.info("read the certificate %s", self._files.cert)
+        self._stamp = stamp

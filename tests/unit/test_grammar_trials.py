@@ -1,0 +1,172 @@
+"""A grammar is tried in a confined process, and reaches the engine only if it passes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
+from headrace_decode.grammars.worker import PICKS, Answer, Confines, run_confined, walk
+
+CLOSE = Confines(cpu_s=1, wall_s=20.0, added_bytes=2**28, answer_bytes=1_000_000)
+
+
+def test_what_the_work_answers_is_the_answer() -> None:
+    assert run_confined(lambda: {"spec": {"regex": "é\ud800"}}, CLOSE) == {
+        "spec": {"regex": "é\ud800"}
+    }
+
+
+def endless() -> Answer:
+    while True:
+        pass
+
+
+def greedy() -> Answer:
+    return {"spec": len(bytearray(2**30))}
+
+
+def crash() -> Answer:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def deep() -> Answer:
+    sys.setrecursionlimit(10**9)
+
+    def down() -> None:
+        down()
+
+    down()
+    return {}
+
+
+def chatty() -> Answer:
+    return {"spec": "x" * 2_000_000}
+
+
+@pytest.mark.parametrize("work", [endless, greedy, crash, deep, chatty])
+def test_work_that_passes_a_limit_or_crashes_is_refused_and_gone(work: Any) -> None:
+    answer = run_confined(work, CLOSE)
+    assert "refused" in answer
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_work_that_sleeps_is_ended_by_the_clock() -> None:
+    patient = Confines(cpu_s=1, wall_s=0.2)
+    assert "refused" in run_confined(lambda: time.sleep(600) or {}, patient)
+
+
+class Chain:
+    """A grammar of `length` tokens, one of which takes a while."""
+
+    def __init__(self, length: int, slow_at: int = -1):
+        self.length, self.slow_at, self.at = length, slow_at, 0
+
+    def allowed(self) -> list[int]:
+        until = time.thread_time() + (0.05 if self.at == self.slow_at else 0.0)
+        while time.thread_time() < until:
+            pass
+        return [1, 2] if self.at < self.length else []
+
+    def accept(self, token: int) -> bool:
+        self.at += 1
+        return True
+
+
+def test_a_walk_ends_with_the_grammar_or_after_enough_tokens() -> None:
+    short, long = Chain(3), Chain(1000)
+    assert walk(short, PICKS[0], 10, 1.0) is None
+    assert walk(long, PICKS[1], 10, 1.0) is None
+    assert (short.at, long.at) == (3, 10)
+
+
+def test_a_grammar_that_is_slow_to_follow_is_refused_wherever_it_is_slow() -> None:
+    why = walk(Chain(100, slow_at=7), PICKS[2], 50, 0.04)
+    assert why is not None and "after 7 tokens" in why
+
+
+WORKER = """
+import json, sys, time
+sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8)))
+print("ready", flush=True)
+for line in sys.stdin:
+    spec = json.loads(line)
+    if spec.get("regex") == "die":
+        raise SystemExit
+    time.sleep(float(spec.get("wait", 0)))
+    said = {"refused": "it is bad"} if spec.get("regex") == "bad" else {"spec": spec}
+    print(json.dumps({**said, "at": time.monotonic(), "bytes": 100}), flush=True)
+"""
+
+
+@asynccontextmanager
+async def trials() -> AsyncIterator[GrammarTrials]:
+    made = GrammarTrials(b"config", (sys.executable, "-c", WORKER))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+        await asyncio.sleep(0.05)
+
+
+async def test_a_grammar_that_passes_is_tried_once() -> None:
+    async with trials() as tried:
+        answers = await asyncio.gather(*(tried.passed({"regex": "a"}, "t") for _ in range(5)))
+        assert [answer["spec"] for answer in answers] == [{"regex": "a"}] * 5
+        assert tried.trials_total == 1
+
+
+async def test_a_grammar_that_is_refused_is_tried_once() -> None:
+    async with trials() as tried:
+        for _ in range(3):
+            with pytest.raises(GrammarRefused, match="it is bad"):
+                await tried.passed({"regex": "bad"}, "t")
+        assert tried.trials_total == 1
+
+
+async def test_a_worker_that_dies_fails_one_request_and_is_replaced() -> None:
+    async with trials() as tried:
+        with pytest.raises(RuntimeError):
+            await tried.passed({"regex": "die"}, "t")
+        assert (await tried.passed({"regex": "a"}, "t"))["spec"] == {"regex": "a"}
+
+
+async def test_one_tenants_many_grammars_delay_anothers_by_one_trial() -> None:
+    async with trials() as tried:
+        many = [
+            asyncio.create_task(tried.passed({"regex": f"{n}", "wait": 0.02}, "many"))
+            for n in range(10)
+        ]
+        await asyncio.sleep(0.01)
+        one = (await tried.passed({"regex": "one"}, "one"))["at"]
+        before = [answer for answer in await asyncio.gather(*many) if answer["at"] < one]
+        assert len(before) <= 2
+
+
+async def test_a_client_that_hangs_up_leaves_the_next_its_own_answer() -> None:
+    async with trials() as tried:
+        gone = asyncio.create_task(tried.passed({"regex": "gone", "wait": 0.2}, "t"))
+        await asyncio.sleep(0.1)
+        gone.cancel()
+        assert (await tried.passed({"regex": "a"}, "t"))["spec"] == {"regex": "a"}
+
+
+async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_decode.grammars.trials.REMEMBERED_BYTES", 3 * 612)
+    async with trials() as tried:
+        for name in "abcdabcd":
+            await tried.passed({"regex": name}, "t")
+        assert tried.trials_total == 8
+        await tried.passed({"regex": "d"}, "t")
+        assert tried.trials_total == 8

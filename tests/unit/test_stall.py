@@ -1,0 +1,41 @@
+"""The gauge of how long an event loop was held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from headrace_engine.stall import REMEMBERED_S, LoopStall
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_longest_of_the_last_minute_is_told() -> None:
+    clock = Clock()
+    stall = LoopStall(now_s=clock)
+    assert stall.longest_s == 0.0
+    for late_s in (0.1, 0.4, 0.2):
+        stall.saw(late_s)
+    clock.now += REMEMBERED_S - 1
+    stall.saw(0.3)
+    assert stall.longest_s == 0.4
+    clock.now += 1
+    assert stall.longest_s == 0.3
+    clock.now += REMEMBERED_S
+    assert stall.longest_s == 0.0
+
+
+async def test_a_loop_that_is_held_is_seen() -> None:
+    stall = LoopStall()
+    stall.start()
+    stall.start()
+    await asyncio.sleep(0.05)
+    time.sleep(0.2)
+    await asyncio.sleep(0.05)
+    stall.stop()
+    assert stall.longest_s >= 0.15
