@@ -24,6 +24,8 @@ class ReplicaInfo:
         url: `http://ip:port` of the replica's own OpenAI server, without a trailing slash.
         running: requests in its engine's batch.
         waiting: requests in its engine's queue.
+        in_flight: requests on its port, from all gateways.
+        token: what its port asks of a gateway.
         kv_usage: share of its KV blocks in use, 0 to 1.
         prices: what tokens cost there; None where it does not draft, or has not told lately.
         routes: what clients may ask of it.
@@ -33,9 +35,16 @@ class ReplicaInfo:
     url: str
     running: int = 0
     waiting: int = 0
+    in_flight: int = 0
+    token: str = ""
     kv_usage: float = 0.0
     prices: TokenPrices | None = None
     routes: tuple[Route, ...] = ()
+
+    @property
+    def reported(self) -> int:
+        """Requests that it had: on its port, or in its engine where one request is many."""
+        return max(self.in_flight, self.running + self.waiting)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:
