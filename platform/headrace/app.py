@@ -54,7 +54,8 @@ def build_app(args: dict[str, Any]) -> Application:
     section = AppSection.model_validate(args.get("headrace") or {})
     if "port" not in section.gateway.model_fields_set:
         # Under a Serve config, Serve's proxy is in front; a port of our own must be asked for.
-        section.gateway = section.gateway.model_copy(update={"port": None})
+        gateway = section.gateway.model_copy(update={"port": None})
+        section = section.model_copy(update={"gateway": gateway})
     pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
     if wrong := refusals(pd, section.token_path):
         raise ValueError("; and ".join(wrong))

@@ -24,8 +24,9 @@ def refusals(pd: Any, token_path: str) -> list[str]:
     """
     wrong: list[str] = []
     ingress = pd.ingress_cls_config
+    plain = (OpenAiIngress, type(ingress)().ingress_cls)
     if token_path != "classic" and (
-        ingress.ingress_cls is not OpenAiIngress or ingress.ingress_extra_kwargs
+        ingress.ingress_cls not in plain or ingress.ingress_extra_kwargs
     ):
         wrong.append(
             f"ingress_cls_config: no such class is in a request's way with token_path: {token_path}"

@@ -14,8 +14,6 @@ from typing import Any
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from headrace_engine.serving.members import MEMBERS
-
 
 class NamedReplicaRouter(RequestRouter):
     """Obeys `replica=`, and tells `MEMBERS` which replicas there are."""
@@ -47,6 +45,9 @@ class NamedReplicaRouter(RequestRouter):
         return [group for group in (named, two) if group]
 
     def _tell(self) -> None:
+        # Imported here: Serve sends this class by value, and the registry is each process's own.
+        from headrace_engine.serving.members import MEMBERS
+
         MEMBERS.update(self._role, (each.unique_id for each in self.curr_replicas))
 
 
