@@ -45,17 +45,14 @@ def pick(
         down: ids that failed a moment ago; they are never chosen.
         affinity: what is alike for requests that share a prefix; see `affinity_key`.
         draftable_tokens: see there.
-        others: requests of other gateways by replica id; None takes all that was reported.
+        others: requests of other gateways by replica id; None where this gateway's part of what
+            was reported is not known.
 
     Returns:
         The choice, or None when every replica is down or there is none.
     """
     ready = [replica for replica in replicas if replica.replica_id not in down]
-    loads = {
-        replica.replica_id: in_flight.get(replica.replica_id, 0)
-        + (replica.reported if others is None else others.get(replica.replica_id, 0))
-        for replica in ready
-    }
+    loads = {each.replica_id: _load(each, in_flight, others) for each in ready}
     if draftable_tokens and len(ready) > 1:
         prices = {replica.replica_id: replica.prices for replica in ready}
         rows = {name: load + 1 for name, load in loads.items()}
@@ -72,6 +69,16 @@ def pick(
     if len(best) <= 1:
         return best[0] if best else None
     return max(best, key=lambda replica: rendezvous_weight(replica.replica_id, affinity))
+
+
+def _load(
+    replica: ReplicaInfo, in_flight: Mapping[str, int], others: Mapping[str, int] | None
+) -> int:
+    """Requests at a replica; at least those of this gateway, and those that it reported."""
+    own = in_flight.get(replica.replica_id, 0)
+    if others is None:
+        return max(own, replica.reported)
+    return own + others.get(replica.replica_id, 0)
 
 
 def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:
