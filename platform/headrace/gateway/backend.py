@@ -24,22 +24,22 @@ class ReplicaInfo:
         url: `http://ip:port` of the replica's own OpenAI server, without a trailing slash.
         running: requests in its engine's batch.
         waiting: requests in its engine's queue.
-        in_flight: requests on its port, from all gateways.
-        token: what its port asks of a gateway.
         kv_usage: share of its KV blocks in use, 0 to 1.
         prices: what tokens cost there; None where it does not draft, or has not told lately.
         routes: what clients may ask of it.
+        in_flight: requests on its port, from all gateways.
+        token: what its port asks of a gateway.
     """
 
     replica_id: str
     url: str
     running: int = 0
     waiting: int = 0
-    in_flight: int = 0
-    token: str = ""
     kv_usage: float = 0.0
     prices: TokenPrices | None = None
     routes: tuple[Route, ...] = ()
+    in_flight: int = 0
+    token: str = ""
 
     @property
     def reported(self) -> int:

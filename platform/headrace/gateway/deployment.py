@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import ReplicaInfo, build_gateway_app
+from headrace.gateway.asgi import Receive, Scope, Send
 from headrace.gateway.listen import serve_gateway
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace_decode.tenants import Tenants
@@ -217,7 +218,18 @@ class GatewayServer:
             )
 
     async def __serve_build_asgi_app__(self) -> Any:
-        return self._requests
+        """The gateway as Serve's proxy reaches it."""
+        return self._through_serve
+
+    async def _through_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve ends its lifespan before `__del__`, when requests of the own port still need the
+        gateway's connections; so what Serve says of lifespans changes nothing."""
+        if scope["type"] != "lifespan":
+            await self._requests(scope, receive, send)
+            return
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": f"{message['type']}.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's count of this gateway's requests, of which Serve sees only those of its proxy."""
@@ -236,6 +248,8 @@ class GatewayServer:
         if listener is not None:
             with contextlib.suppress(Exception):
                 await listener.stop(grace_s(*shutdown_seconds()))
+        with contextlib.suppress(Exception):
+            await self._app.aclose()
         with contextlib.suppress(Exception):
             await asyncio.to_thread(_forget_orders)
 
