@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import secrets
@@ -201,7 +202,10 @@ class DecodeServer(PDDecodeServer):
         )
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
-        response = self._prefills.prefill.remote(request, replica=request.replica)
+        # Without the context of a client's request: Serve would give all calls that serve one
+        # request the same id, and its routers tell calls that wait for a replica apart by it.
+        call = partial(self._prefills.prefill.remote, request, replica=request.replica)
+        response = contextvars.Context().run(call)
         try:
             return await response
         except asyncio.CancelledError:
