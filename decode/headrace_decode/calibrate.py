@@ -1,7 +1,8 @@
-"""First measurements, before a replica serves: a few prompts, prefilled here and there.
+"""First measurements, before a replica serves: a few prompts, prefilled remotely.
 
 Without them the first plans would rest on priors, and the first clients would pay for NIXL's
-handshake and for the serving layer's lazy imports. A few seconds on a laptop.
+handshake and for the serving layer's lazy imports. What steps take the engine has measured before
+(`headrace_engine.rehearsal`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+
+from headrace_engine.rehearsal import ANSWER_TOKENS, rehearsal_prompts
 
 if TYPE_CHECKING:
     from headrace_decode._vllm_compat import PlannedLLM
 
 logger = logging.getLogger("headrace.decode")
-
-PROMPT_TOKENS = (16, 96, 384)
-"""Lengths that spread the step-time model's features; cut to what the model and engine take."""
-DECODE_TOKENS = 4
 
 
 class Forcible(Protocol):
@@ -31,25 +32,18 @@ class Forcible(Protocol):
 
 
 async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
-    """Run each length locally and remotely; a prefill side that fails stays unmeasured."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    limit = llm.model_config.max_model_len - DECODE_TOKENS - 1
-    vocabulary = llm.model_config.get_vocab_size()
-    params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0.0, ignore_eos=True)
+    """Prefill each length of prompt remotely; a prefill side that fails stays unmeasured."""
+    config = llm.model_config
     policy, started = planner.policy, time.perf_counter()
-    salt = f"calibrate-{uuid.uuid4().hex}"  # of this start's own: a store may remember the last one
+    params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    planner.policy = "remote"
     try:
-        for way in ("local", "remote"):
-            planner.policy = way
-            for length in sorted({min(n, limit) for n in PROMPT_TOKENS}):
-                ids = [(7919 * (i + length)) % vocabulary for i in range(length)]
-                prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=f"{salt}-{way}")
-                name = f"calibrate-{way}-{length}"
-                async with aclosing(llm.generate(prompt, params, name)) as outputs:
-                    async for _ in outputs:
-                        pass
+        for ids in rehearsal_prompts(config.max_model_len, config.get_vocab_size()):
+            name = f"calibrate-{uuid.uuid4().hex}"
+            prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=name)
+            async with aclosing(llm.generate(prompt, params, name)) as outputs:
+                async for _ in outputs:
+                    pass
     finally:
         planner.policy = policy
     logger.info("calibrated in %.1f s", time.perf_counter() - started)

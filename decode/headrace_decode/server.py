@@ -114,8 +114,6 @@ class DecodeWiring:
     """Who is drafted for, and whose answers are kept."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
     """Makes what is told every report on drafting."""
-    calibrate: bool = True
-    """Run a few prompts both ways before serving, so that the first plan rests on measurements."""
 
 
 class DecodeServer(PDDecodeServer):
@@ -157,10 +155,9 @@ class DecodeServer(PDDecodeServer):
         )
         self._app = app = await self.__serve_build_asgi_app__()
         self._routes = [asdict(route) for route in public_routes(app)]
-        if wiring.calibrate:
-            await calibrate(self.engine.llm, self._planner)
-            await self.engine.llm.calibrate_drafting()
-            await warm_up(app, self._llm_config.model_id)
+        await calibrate(self.engine.llm, self._planner)
+        await self.engine.llm.calibrate_drafting()
+        await warm_up(app, self._llm_config.model_id)
         self._watch_members()
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if self.engine.llm.speculates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import ray
@@ -17,12 +17,15 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import (
     VLLMEngine,
     _clear_current_platform_cache,
 )
+from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
+from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_engine._vllm_compat import start_engine
 from headrace_engine.meter import EngineMeter
 from headrace_engine.ports import free_port_block
+from headrace_engine.rehearsal import rehearsal_prompts, rehearse
 
 IN_PROCESS_KEY = "headrace_in_process"
 """`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
@@ -56,11 +59,23 @@ class MeteredVLLMEngine(VLLMEngine):
             os.environ[SIDE_CHANNEL_PORT] = str(base)
 
     async def start(self) -> None:
-        """Start the engine; a model that lies in a local folder needs no download task per node."""
+        """Start the engine and measure its first steps; a model that lies in a local folder needs
+        no download task per node."""
         source = self.llm_config.model_loading_config.model_source
         if isinstance(source, str) and os.path.isdir(source):
             self.llm_config.get_or_create_callback().ctx.run_init_node = False
         await super().start()
+        model = self.vllm_config.model_config
+        prompts = rehearsal_prompts(model.max_model_len, model.get_vocab_size())
+        await rehearse(self._generate, self.meter, prompts)
+
+    def _generate(
+        self, ids: list[int], tokens: int, name: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A prompt's answer from the engine itself, past what a subclass of `AsyncLLM` plans."""
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=name)
+        return AsyncLLM.generate(self.llm, prompt, params, name)
 
     async def shutdown(self) -> None:
         """End the engine's processes, so that they take their shared memory with them."""

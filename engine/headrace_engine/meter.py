@@ -57,6 +57,8 @@ class EngineMeter:
         default=lambda shape, seconds: seconds
     )
     """(shape, seconds) of a step -> the seconds that it would have taken alone."""
+    learns: bool = True
+    """Whether steps teach `step_time`; not so in an engine's first steps (`rehearsal`)."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
@@ -100,7 +102,8 @@ class EngineMeter:
         self.steps_total += 1
         self.prompt_tokens_total += step.prompt
         shape, seconds = step[:-1], step.seconds
-        self.step_time.observe(*shape, self.alone_s(shape, seconds))
+        if self.learns:
+            self.step_time.observe(*shape, self.alone_s(shape, seconds))
         for watcher in self._on_step:
             watcher(step)
 
