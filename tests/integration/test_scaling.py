@@ -19,6 +19,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
 
 STREAMS = 20
 TOKENS = 200
+SCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 5,
+    "upscale_delay_s": 600.0,
+    "downscale_delay_s": 4.0,
+    "metrics_interval_s": 1.0,
+    "look_back_period_s": 2.0,
+}
+"""Of the decode replicas after the redeploy; nothing scales up until the last test wants it."""
 PROMPTS = [[(7 * n + i) % 1500 + 300 for i in range(100 + 60 * n)] for n in range(8)]
 
 
@@ -31,8 +41,8 @@ def served() -> Iterator[ServedApp]:
         yield app
 
 
-def streams(served: ServedApp, clients: int = STREAMS) -> Load:
-    return Load(served.url, PROMPTS, clients=clients, max_tokens=TOKENS, model=MODEL)
+def streams(served: ServedApp) -> Load:
+    return Load(served.url, PROMPTS, clients=STREAMS, max_tokens=TOKENS, model=MODEL)
 
 
 def assert_none_lost(answers: list[Answer]) -> None:
@@ -66,22 +76,12 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> N
         served.args[role]["deployment_config"]["num_replicas"] = 1
     served.args["decode_config"]["deployment_config"] |= {
         "num_replicas": None,
-        "autoscaling_config": {
-            "min_replicas": 1,
-            "max_replicas": 2,
-            "target_ongoing_requests": 5,
-            "upscale_delay_s": 1.0,
-            "downscale_delay_s": 4.0,
-            "metrics_interval_s": 1.0,
-            "look_back_period_s": 2.0,
-        },
+        "autoscaling_config": SCALING,
     }
-    served._deployments.clear()
-    # Few enough for one replica, so that the next test sees it scale.
-    with streams(served, clients=4) as load:
-        until(lambda: len(load.answers) >= 4, 60, "streams run")
+    with streams(served) as load:
+        until(lambda: len(load.answers) >= STREAMS, 60, "streams run")
         before = {each["replica_id"] for each in replicas(served)}
-        served.deploy()
+        served.deploy(fresh=True)
         until(lambda: served.status()["status"] == "DEPLOYING", 30, "the redeploy begins")
         served.wait_running(240)
         until(lambda: replicas(served) != [], 20, "replicas answer")
@@ -91,7 +91,7 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> N
             "the old replicas have gone",
         )
         answered = len(load.answers)
-        until(lambda: len(load.answers) >= answered + 4, 60, "streams go on")
+        until(lambda: len(load.answers) >= answered + STREAMS, 60, "streams go on")
     assert_none_lost(load.stop())
     policies = [each["router"]["policy"] for each in replicas(served) if each["role"] == "decode"]
     assert policies and set(policies) == {"remote"}
@@ -99,6 +99,7 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> N
 
 def test_autoscaling_follows_the_load_of_the_gateways_port(served: ServedApp) -> None:
     until(lambda: served.count("decode") == 1, 60, "one replica without load", served.status)
+    served.deploy({"decode": {"autoscaling_config": {**SCALING, "upscale_delay_s": 1.0}}})
     with streams(served) as load:
         until(lambda: ready(served) == 2, 150, "a second one under load", served.status)
     assert_none_lost(load.stop())

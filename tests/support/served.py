@@ -120,8 +120,16 @@ class ServedApp:
         self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def deploy(self, deployments: dict[str, dict[str, Any]] | None = None) -> None:
-        """Hand Serve the config as it stands, with these options of deployments changed."""
+    def deploy(
+        self, deployments: dict[str, dict[str, Any]] | None = None, *, fresh: bool = False
+    ) -> None:
+        """Hand Serve the config as it stands, with these options of deployments changed.
+
+        Args:
+            fresh: forget the options that were changed before.
+        """
+        if fresh:
+            self._deployments.clear()
         for name, options in (deployments or {}).items():
             self._deployments[name] = {**self._deployments.get(name, {}), **options}
         self._order(
