@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from headrace.gateway import deployment
-from headrace.gateway.deployment import GatewayServer, ServeBackend
+from headrace.gateway.deployment import ServeBackend, ThroughServe
 
 
 class Response:
@@ -116,7 +117,10 @@ async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    server: Any = SimpleNamespace(_requests=app)
+    through = ThroughServe(app)
+    serves = uvicorn.Config(through)
+    serves.load()
+    assert serves.interface == "asgi3"
     said = iter(["lifespan.startup", "lifespan.shutdown"])
     sent: list[str] = []
 
@@ -126,7 +130,7 @@ async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    await GatewayServer._through_serve(server, {"type": "lifespan"}, receive, send)
+    await through({"type": "lifespan"}, receive, send)
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-    await GatewayServer._through_serve(server, {"type": "http"}, receive, send)
+    await through({"type": "http"}, receive, send)
     assert seen == ["http"]

@@ -33,7 +33,7 @@ from headrace_engine.serving._ray_compat import (
     write_note,
 )
 from headrace_engine.serving.draining import grace_s
-from headrace_engine.serving.inflight import InFlight
+from headrace_engine.serving.inflight import ASGIApp, InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, prefix
 
@@ -168,6 +168,23 @@ class ServeBackend:
         return await node_metrics(self._session)
 
 
+class ThroughServe:
+    """ASGI: what Serve says of lifespans changes nothing. It ends its own before `__del__`, when
+    requests of the gateway's own port still need the gateway's connections."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": f"{message['type']}.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+
+
 class GatewayServer:
     """The ingress deployment.
 
@@ -219,17 +236,7 @@ class GatewayServer:
 
     async def __serve_build_asgi_app__(self) -> Any:
         """The gateway as Serve's proxy reaches it."""
-        return self._through_serve
-
-    async def _through_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve ends its lifespan before `__del__`, when requests of the own port still need the
-        gateway's connections; so what Serve says of lifespans changes nothing."""
-        if scope["type"] != "lifespan":
-            await self._requests(scope, receive, send)
-            return
-        while (message := await receive())["type"] != "lifespan.shutdown":
-            await send({"type": f"{message['type']}.complete"})
-        await send({"type": "lifespan.shutdown.complete"})
+        return ThroughServe(self._requests)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's count of this gateway's requests, of which Serve sees only those of its proxy."""
