@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import TENANT
-from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_engine._ray_compat import MeteredVLLMEngine
@@ -196,7 +196,7 @@ class PlannedLLM(AsyncLLM):
             chosen = params if kv_params is None else with_transfer_params(params, kv_params)
             return plain(prompt, chosen, engine_request_id, **kwargs)
 
-        async def prefill() -> PrefillResult:
+        async def prefill(plan: Plan) -> PrefillResult:
             attributes: dict[str, Any] = {
                 "request_id": request_id,
                 "prompt_tokens": len(token_ids or ()),
@@ -206,6 +206,8 @@ class PlannedLLM(AsyncLLM):
                     PrefillRequest(
                         request_id=request_id,
                         token_ids=np.asarray(token_ids, dtype="<i4").tobytes(),
+                        compute_tokens=plan.compute_tokens,
+                        replica=plan.replica,
                         salt=salt,
                         priority=kwargs.get("priority", 0),
                         trace_headers=trace_headers,

@@ -40,11 +40,11 @@ class Plan(Protocol):
     @property
     def prefill(self) -> str | None: ...
     @property
+    def replica(self) -> str: ...
+    @property
     def timeout_s(self) -> float: ...
     @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_decode_tokens(self) -> int: ...
+    def compute_tokens(self) -> int: ...
 
 
 class Planner(Protocol):
@@ -72,8 +72,8 @@ class Work(Generic[Output]):
     """Why the prompt must be prefilled here, if it must."""
     submit: Callable[[str, dict[str, Any] | None], AsyncGenerator[Output, None]]
     """Start the request on the own engine, under this id, pulling KV with these parameters."""
-    prefill: Callable[[], Awaitable[PrefillResult]]
-    """Have the prompt prefilled remotely."""
+    prefill: Callable[[Plan], Awaitable[PrefillResult]]
+    """Have the prompt prefilled remotely, by the replica that the plan names."""
     release: Callable[[dict[str, Any]], Awaitable[None]]
     """Tell the prefill engine that nobody will pull this KV."""
     cached_tokens: Callable[[Output], int]
@@ -114,9 +114,9 @@ class Orchestrator:
             self.own_seconds_total += time.perf_counter() - started
             kv_params = None
             if plan.prefill is not None:
-                kv_params = await self._prefill_remotely(work, plan)
+                kv_params, plan = await self._prefill_remotely(work, plan)
             if kv_params is None:
-                async with work.turn(plan.prompt_tokens - plan.cached_decode_tokens):
+                async with work.turn(plan.compute_tokens):
                     stream = work.submit(work.request_id, None)
                     first = await anext(stream, None)
             else:
@@ -150,10 +150,13 @@ class Orchestrator:
         self._active.add(work.request_id)
         return work
 
-    async def _prefill_remotely(self, work: Work[Output], plan: Plan) -> dict[str, Any] | None:
-        """The parameters to pull the KV with, or None if the prompt must be prefilled here."""
+    async def _prefill_remotely(
+        self, work: Work[Output], plan: Plan
+    ) -> tuple[dict[str, Any] | None, Plan]:
+        """The parameters to pull the KV with, or None if the prompt must be prefilled here; and the
+        plan that holds now."""
         called = time.perf_counter()
-        task = asyncio.ensure_future(work.prefill())
+        task = asyncio.ensure_future(work.prefill(plan))
         try:
             done, _ = await asyncio.wait({task}, timeout=plan.timeout_s)
         except asyncio.CancelledError:
@@ -167,14 +170,14 @@ class Orchestrator:
         else:
             result = task.result()
             self.planner.prefill_done(work.request_id, result, time.perf_counter() - called)
-            return result.kv_params
-        self.planner.remote_failed(work.request_id, why)
+            return result.kv_params, plan
+        plan = self.planner.remote_failed(work.request_id, why)
         logger.warning(
             "remote prefill failed, prefilling locally: %s",
             why,
             extra={"request_id": work.request_id},
         )
-        return None
+        return None, plan
 
     async def _race_kv_arrival(
         self, work: Work[Output], kv_params: dict[str, Any], patience_s: float

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
+import secrets
+import time
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
+    Collection,
     Mapping,
     Sequence,
 )
@@ -41,6 +45,17 @@ from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.stall import LoopStall
+from headrace_engine.serving._ray_compat import (
+    max_ongoing_requests,
+    ongoing_requests,
+    read_note,
+    shutdown_seconds,
+    write_note,
+)
+from headrace_engine.serving.draining import grace_s
+from headrace_engine.serving.inflight import InFlight
+from headrace_engine.serving.members import MEMBERS
+from headrace_engine.serving.orders import Notes, Obedience
 from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.decode")
@@ -50,8 +65,12 @@ RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 """vLLM's switch for keeping answers of `/v1/responses`. It is always off here: vLLM keeps them
 without bound, for whoever knows the id, in the memory of one replica, where no other replica finds
 them. Without it vLLM ignores `store` and refuses `background` and any `previous_response_id`."""
+API_KEY = "VLLM_API_KEY"
+"""vLLM's switch for a key of its own, which requests from a gateway do not carry."""
 PROBE_INTERVAL_S = 1.0
-"""How often a prefill side that failed is asked whether it works again."""
+"""How often a prefill replica that failed is asked whether it works again."""
+ORDERS_INTERVAL_S = 5.0
+"""How often a replica looks for orders that did not reach it."""
 
 
 class Listener(Protocol):
@@ -59,7 +78,7 @@ class Listener(Protocol):
 
     port: int
 
-    async def stop(self) -> None: ...
+    async def stop(self, grace_s: float) -> None: ...
 
 
 class PrefillAwarePlanner(Planner, Protocol):
@@ -71,9 +90,10 @@ class PrefillAwarePlanner(Planner, Protocol):
     def block_tokens(self) -> int: ...
     @property
     def itl_target_s(self) -> float | None: ...
-    def prefill_up(self) -> None: ...
-    def prefill_down(self, why: str) -> None: ...
-    def prefill_in_doubt(self) -> bool: ...
+    def prefill_members(self, replicas: Collection[str]) -> None: ...
+    def prefill_up(self, replica: str) -> None: ...
+    def prefill_down(self, why: str, replica: str) -> None: ...
+    def prefills_in_doubt(self) -> list[str]: ...
     def explain(self, request_id: str) -> dict[str, Any] | None: ...
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
     def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
@@ -88,7 +108,6 @@ class DecodeWiring:
     """(vLLM config of the started engine, its meter) -> planner."""
     listen: Callable[..., Awaitable[Listener]] | None = None
     """(asgi app, host, port 0) -> running server; None where nobody relays to that port."""
-    internal_token: str = ""
     setup: Callable[[str], None] | None = None
     system_prompts: tuple[str, ...] = ()
     """Whose KV is made and pinned when the replica starts."""
@@ -112,11 +131,17 @@ class DecodeServer(PDDecodeServer):
         if wiring.setup is not None:
             wiring.setup("decode")
         self._wiring = wiring
+        app_name = serve.get_replica_context().app_name
+        self._notes, self._obedience = Notes(app_name, read_note, write_note), Obedience()
         self._prefills = prefill_server
         self._listener: Listener | None = None
+        self._port: InFlight | None = None
+        self._token = secrets.token_urlsafe(32)
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()
+        if wiring.listen is not None:
+            refuse_api_key(os.environ)
         await super().__init__(
             llm_config,
             prefill_server=prefill_server,
@@ -136,11 +161,15 @@ class DecodeServer(PDDecodeServer):
         await warm_up(app, self._llm_config.model_id)
         self.engine.llm.grammars.start()
         self._stall.start()
+        self._watch_members()
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if self.engine.llm.speculates:
             self._tasks.append(asyncio.create_task(self._drafting.run()))
+        await self._obey_notes()
+        self._tasks.append(asyncio.create_task(self._keep_obeying()))
         if wiring.listen is not None:
-            guarded = InternalOnly(app, wiring.internal_token)
+            self._port = InFlight(app, max_ongoing_requests)
+            guarded = InternalOnly(self._port, self._token)
             self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
         self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
 
@@ -173,40 +202,85 @@ class DecodeServer(PDDecodeServer):
         )
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
-        response = self._prefills.prefill.remote(request)
+        # Without the context of a client's request: Serve would give all calls that serve one
+        # request the same id, and its routers tell calls that wait for a replica apart by it.
+        call = partial(self._prefills.prefill.remote, request, replica=request.replica)
+        response = contextvars.Context().run(call)
         try:
             return await response
         except asyncio.CancelledError:
             response.cancel()  # or the prefill engine would go on computing for nobody
             raise
 
+    def _watch_members(self) -> None:
+        """Have the planner know which prefill replicas run."""
+        loop, planner = asyncio.get_running_loop(), self._planner
+
+        def tell(replicas: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(planner.prefill_members, replicas)
+
+        MEMBERS.watch("prefill", tell)
+
     async def _watch_prefill(self) -> None:
-        """While the prefill side is in doubt, ask it now and then whether it is back."""
+        """While prefill replicas are in doubt, ask them now and then whether they are back."""
+        await self._probe("")  # the first call makes the handle learn who there is
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
-            if not self._planner.prefill_in_doubt():
-                continue
-            probe = self._prefills.alive.remote()
-            try:
-                await asyncio.wait_for(_answer(probe), timeout=2 * PROBE_INTERVAL_S)
-            except Exception as error:
-                with contextlib.suppress(Exception):
-                    probe.cancel()
-                self._planner.prefill_down(f"a probe found it gone ({type(error).__name__})")
-                continue
-            self._planner.prefill_up()
+            for replica in self._planner.prefills_in_doubt():
+                why = await self._probe(replica)
+                if why is None:
+                    self._planner.prefill_up(replica)
+                else:
+                    self._planner.prefill_down(why, replica)
+
+    async def _probe(self, replica: str) -> str | None:
+        """Why a prefill replica does not work; None if it does. Without a name: of any."""
+        probe = self._prefills.alive.remote(replica=replica)
+        try:
+            answered = await asyncio.wait_for(_answer(probe), timeout=2 * PROBE_INTERVAL_S)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                probe.cancel()
+            return f"a probe found it gone ({type(error).__name__})"
+        return None if replica in ("", answered) else "a probe found it gone"
+
+    async def _keep_obeying(self) -> None:
+        while True:
+            await asyncio.sleep(ORDERS_INTERVAL_S)
+            await self._obey_notes()
+
+    async def _obey_notes(self) -> None:
+        """Carry out the orders that are in force and have not reached this replica."""
+        try:
+            noted = await asyncio.to_thread(self._notes.all)
+            for order in self._obedience.news(noted, time.time()):
+                if "policy" in order:
+                    self._planner.policy = order["policy"]
+                else:
+                    await self.engine.llm.speculation(order)
+        except Exception as error:
+            logger.warning("cannot read the orders in force: %r", error)
 
     async def __del__(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._listener is not None:
+        """Finish the requests of the own port, then end; see `serving.draining`."""
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
+            # Requests of a dead engine end by themselves, and its place is wanted.
+            grace = 1.0 if self.engine.llm.errored else grace_s(*shutdown_seconds())
             with contextlib.suppress(Exception):
-                await self._listener.stop()
+                await listener.stop(grace)
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
         await super().__del__()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's count of this replica's requests, which come over a port that Serve does not see;
+        empty where they come through Serve."""
+        return {} if self._port is None else ongoing_requests(self._port.count)
+
     async def headrace_replica(self) -> dict[str, Any]:
-        """What this replica offers, and its load: what the gateway routes and picks by."""
-        return {**self._load(), "routes": self._routes}
+        """What this replica offers, its load, and what its port asks for: gateways pick by it."""
+        return {**self._load(), "routes": self._routes, "token": self._token}
 
     def _load(self) -> dict[str, Any]:
         """Where this replica listens and how busy it is.
@@ -218,7 +292,8 @@ class DecodeServer(PDDecodeServer):
         port = self._listener.port if self._listener and not self.engine.llm.errored else None
         return {
             "replica_id": serve.get_replica_context().replica_id.unique_id,
-            "url": f"http://{get_node_ip_address()}:{port}" if port else None,
+            "url": base_url(get_node_ip_address(), port) if port else None,
+            "in_flight": self._port.count if self._port else 0,
             "running": meter.running,
             "waiting": meter.waiting,
             "kv_usage": round(meter.kv_usage, 4),
@@ -322,6 +397,20 @@ def without_responses_store() -> None:
     if os.environ.get(RESPONSES_STORE, "0") != "0":
         logger.warning("%s is ignored: answers are not kept", RESPONSES_STORE)
     os.environ[RESPONSES_STORE] = "0"
+
+
+def refuse_api_key(environment: Mapping[str, str]) -> None:
+    """Raises ValueError: vLLM is told to ask for a key that gateways do not pass on."""
+    if environment.get(API_KEY):
+        raise ValueError(
+            f"{API_KEY} has no effect with headrace.token_path: relay, where the gateway checks "
+            "keys; unset it and set headrace.gateway.api_keys or api_keys_file"
+        )
+
+
+def base_url(host: str, port: int) -> str:
+    """The URL of a server at an IP address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _answer(response: Any) -> Any:

@@ -34,6 +34,11 @@ class PrefillRequest:
     request_id: str
     token_ids: bytes
     """int32 little-endian token ids: they cross the process border without a Python list."""
+    compute_tokens: int = 0
+    """How many of them the caller expects the engine to compute, the others being cached or stored;
+    0 if it expects nothing."""
+    replica: str = ""
+    """The prefill replica that the caller planned with; empty lets Ray Serve choose."""
     salt: str | None = None
     """The tenant's cache salt: equal tokens under different salts share no block."""
     priority: int = 0
@@ -50,6 +55,8 @@ class PrefillResult:
     compute_s: float
     cached_tokens: int
     computed_tokens: int
+    replica: str = ""
+    """The id of the prefill replica."""
     machine: str = ""
     """Where the prefill engine runs (Ray's node id): on the caller's own, both share one store."""
     step_time: Mapping[str, Any] = field(default_factory=dict)

@@ -10,7 +10,6 @@ and behind each of them decode -> prefill, as planned per request, both over one
 from __future__ import annotations
 
 import os
-import secrets
 from typing import Any
 
 from ray import serve
@@ -27,12 +26,15 @@ from headrace._ray_compat import (
     with_ingress_request_router,
 )
 from headrace.config import AppSection
+from headrace.dropin import refusals
 from headrace.observability import ProcessSetup
 from headrace.observability.drafting import RayDraftingMetrics
 from headrace.planning import RouterPlanner
 from headrace.speculation import add_speculation, tenants_of
 from headrace.store import add_store
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
+from headrace_engine.serving.draining import drain_options
+from headrace_engine.serving.request_router import routed_as
 from headrace_prefill.server import DPPrefillServer, PrefillServer
 
 
@@ -46,7 +48,8 @@ def build_app(args: dict[str, Any]) -> Application:
 
     Raises:
         pydantic.ValidationError: a field is unknown or its value impossible.
-        ValueError: the token path needs an environment that the process does not have.
+        ValueError: an argument would have no effect (`dropin`), or the token path needs an
+            environment that the process does not have.
     """
     section = AppSection.model_validate(args.get("headrace") or {})
     if "port" not in section.gateway.model_fields_set:
@@ -55,8 +58,11 @@ def build_app(args: dict[str, Any]) -> Application:
             raise ValueError(
                 "gateway.tls_cert_file: set gateway.port, too: Serve's proxy has no TLS"
             )
-        section.gateway = section.gateway.model_copy(update={"port": None})
+        gateway = section.gateway.model_copy(update={"port": None})
+        section = section.model_copy(update={"gateway": gateway})
     pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
+    if wrong := refusals(pd, section.token_path):
+        raise ValueError("; and ".join(wrong))
     setup = ProcessSetup(**section.observability.model_dump())
     if section.observability.otlp_endpoint:
         for config in (pd.prefill_config, pd.decode_config):
@@ -72,12 +78,11 @@ def build_app(args: dict[str, Any]) -> Application:
         PrefillServer,
         DPPrefillServer,
         {"setup": setup, "store": store},
+        section.drain_s,
     )
-    token = secrets.token_urlsafe(32)
     wiring = DecodeWiring(
         make_planner=RouterPlanner(section.router.to_settings()),
         listen=_listen if section.token_path == "relay" else None,
-        internal_token=token,
         setup=setup,
         tenants=tenants_of(section.speculation),
         drafting_metrics=RayDraftingMetrics,
@@ -85,11 +90,13 @@ def build_app(args: dict[str, Any]) -> Application:
     )
     bind = {"prefill_server": prefill, "wiring": wiring, "store": store}
     if section.token_path == "direct":
-        return _direct(pd, bind)
-    decode = _deployment(pd.decode_config, "decode", DecodeServer, DPDecodeServer, bind)
+        return _direct(pd, bind, section.drain_s)
+    decode = _deployment(
+        pd.decode_config, "decode", DecodeServer, DPDecodeServer, bind, section.drain_s
+    )
     if section.token_path == "classic":
         return _classic(pd, decode)
-    return _relay(pd, section, decode, prefill, store, token, setup)
+    return _relay(pd, section, decode, prefill, store, setup)
 
 
 def _use_quiet_nixl(engine: dict[str, Any]) -> None:
@@ -115,16 +122,39 @@ async def _listen(app: Any, host: str, port: int) -> Any:
 
 
 def _deployment(
-    config: Any, name: str, plain: type, data_parallel: type, bind_kwargs: dict[str, Any]
+    config: Any,
+    role: str,
+    plain: type,
+    data_parallel: type,
+    bind_kwargs: dict[str, Any],
+    drain_s: float,
 ) -> Application:
-    grouped = config.engine_kwargs.get("data_parallel_size", 1) > 1
+    grouped = _is_grouped(config)
     build = build_dp_deployment if grouped else build_llm_deployment
     return build(
         config,
         bind_kwargs=bind_kwargs,
-        override_serve_options={"name": name},
+        override_serve_options=_options(config, role, drain_s, routed=True),
         deployment_cls=data_parallel if grouped else plain,
     )
+
+
+def _is_grouped(config: Any) -> bool:
+    """Whether a replica is one rank of a data-parallel group."""
+    return bool(config.engine_kwargs.get("data_parallel_size", 1) > 1)
+
+
+def _options(config: Any, role: str, drain_s: float, *, routed: bool) -> dict[str, Any]:
+    """Deployment options of a role; what the user set stays.
+
+    Args:
+        routed: whether handles let the caller name a replica.
+    """
+    options: dict[str, Any] = dict(drain_options(drain_s))
+    if routed:
+        options["request_router_config"] = routed_as(role)
+    given = config.deployment_config
+    return {"name": role} | {key: value for key, value in options.items() if key not in given}
 
 
 def _relay(
@@ -133,18 +163,22 @@ def _relay(
     decode: Application,
     prefill: Application,
     store: Application | None,
-    token: str,
     setup: ProcessSetup,
 ) -> Application:
     from headrace.gateway.deployment import GatewayServer
 
+    given = pd.ingress_deployment_config or {}
     options = {
         "name": "gateway",
-        "num_replicas": section.gateway.replicas,
         "max_ongoing_requests": 10_000,
         "ray_actor_options": {"num_cpus": 0},
-        **(pd.ingress_deployment_config or {}),
+        # A new gateway listens before the old one stops: it needs no room of its own.
+        "max_surge_percent": 100,
+        **drain_options(section.drain_s),
+        **given,
     }
+    if "autoscaling_config" not in given:
+        options.setdefault("num_replicas", section.gateway.replicas)
     return (
         serve.deployment(serve.ingress()(GatewayServer))
         .options(**options)
@@ -153,7 +187,6 @@ def _relay(
             prefill,
             store,
             section.gateway,
-            token,
             pd.decode_config.model_id,
             setup,
             tenants_of(section.speculation),
@@ -161,7 +194,7 @@ def _relay(
     )
 
 
-def _direct(pd: PDServingArgs, bind: dict[str, Any]) -> Application:
+def _direct(pd: PDServingArgs, bind: dict[str, Any], drain_s: float) -> Application:
     if os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING") != "1":
         raise ValueError(
             "headrace.token_path: direct needs RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 and "
@@ -170,8 +203,8 @@ def _direct(pd: PDServingArgs, bind: dict[str, Any]) -> Application:
     decode = build_direct_streaming_deployment(
         pd.decode_config,
         bind_kwargs=bind,
-        override_serve_options={"name": "decode"},
-        deployment_cls=DecodeServer,
+        override_serve_options=_options(pd.decode_config, "decode", drain_s, routed=False),
+        deployment_cls=DPDecodeServer if _is_grouped(pd.decode_config) else DecodeServer,
     )
     return with_ingress_request_router(
         decode, build_ingress_request_router(server=decode, llm_config=pd.decode_config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class ReplicaPlanner:
         self.metrics = RayPlanMetrics()
         self._meter = meter
         self._store = store
-        self._machine, self._prefill_machine = machine, ""
+        self._machine = machine
         self._plans: dict[str, Plan] = {}
         meter.alone_s = router.step_alone_s
         meter.watch(self._on_step, self._on_transfer, self._on_load)
@@ -82,10 +82,7 @@ class ReplicaPlanner:
         if self._store is not None and local_only is None:
             compute_s = self.router.block_compute_s
             stored = await self._store.supplies(token_ids, salt, compute_s)
-        shared = stored if self._prefill_machine == self._machine else ()
-        plan = self.router.plan(
-            PlanRequest(request_id, token_ids, salt, local_only, stored, shared)
-        )
+        plan = self.router.plan(PlanRequest(request_id, token_ids, salt, local_only, stored))
         self._plans[request_id] = plan
         self.metrics.planned(plan.kind, time.perf_counter() - started)
         return plan
@@ -97,7 +94,6 @@ class ReplicaPlanner:
         return plan
 
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
-        self._prefill_machine = result.machine
         if result.step_time:
             try:
                 self.router.prefill_step_times(StepTime.from_dict(result.step_time))
@@ -113,6 +109,8 @@ class ReplicaPlanner:
                 compute_s=result.compute_s,
                 cached_tokens=result.cached_tokens,
                 computed_tokens=result.computed_tokens,
+                replica=result.replica,
+                shares_store=result.machine == self._machine,
             ),
         )
 
@@ -126,14 +124,17 @@ class ReplicaPlanner:
         self._plans.pop(request_id, None)
         self.router.finished(request_id, output_token_ids)
 
-    def prefill_up(self) -> None:
-        self.router.prefill_up()
+    def prefill_members(self, replicas: Collection[str]) -> None:
+        self.router.prefill_members(replicas)
 
-    def prefill_down(self, why: str) -> None:
-        self.router.prefill_down(why)
+    def prefill_up(self, replica: str) -> None:
+        self.router.prefill_up(replica)
 
-    def prefill_in_doubt(self) -> bool:
-        return self.router.breaker.state(time.monotonic()) != "closed"
+    def prefill_down(self, why: str, replica: str) -> None:
+        self.router.prefill_down(why, replica)
+
+    def prefills_in_doubt(self) -> list[str]:
+        return self.router.sides.in_doubt(time.monotonic())
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         plan = self.router.explain(request_id)

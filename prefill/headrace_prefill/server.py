@@ -58,17 +58,22 @@ class PrefillServer(PDPrefillServer):
         step_tokens = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._gate = ComputeGate(self.engine.meter, step_tokens)
         self._machine = get_runtime_context().get_node_id()
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._joining = asyncio.create_task(join_store(store)) if store is not None else None
 
-    async def prefill(self, request: PrefillRequest) -> PrefillResult:
+    async def prefill(self, request: PrefillRequest, replica: str = "") -> PrefillResult:
         """Compute a prompt's KV and keep it for the caller's engine to pull.
+
+        Args:
+            request: the prompt.
+            replica: read by the caller's request router; another replica may have been taken.
 
         Raises:
             PrefillError: the engine finished without leaving KV to pull.
         """
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").tolist()
         arrived = time.perf_counter()
-        async with self._gate.turn(len(token_ids)):
+        async with self._gate.turn(request.compute_tokens or len(token_ids)):
             waited_s = time.perf_counter() - arrived
             output = await self._compute(request, token_ids)
         if output is None or not output.kv_transfer_params:
@@ -81,6 +86,7 @@ class PrefillServer(PDPrefillServer):
             compute_s=max(0.0, times.first_token_ts - times.scheduled_ts) if times else 0.0,
             cached_tokens=cached,
             computed_tokens=len(token_ids) - cached,
+            replica=self._replica_id,
             machine=self._machine,
             step_time=self.engine.meter.step_time.to_dict(),
             loads=tuple(self.engine.meter.take_loads()),
@@ -115,21 +121,24 @@ class PrefillServer(PDPrefillServer):
             joining.cancel()
         await super().__del__()
 
-    async def alive(self) -> bool:
-        """Answer a caller that wants to know whether this replica works again.
+    async def alive(self, replica: str = "") -> str:
+        """Answer a caller that wants to know whether a replica works again, with this one's id.
+
+        Args:
+            replica: read by the caller's request router; another replica may have been taken.
 
         Raises:
             Exception: the engine is dead.
         """
         await self.check_health()
-        return True
+        return self._replica_id
 
     async def headrace_status(self) -> dict[str, Any]:
         """JSON-able state of this replica."""
         context = serve.get_replica_context()
         return {
             "role": "prefill",
-            "replica_id": context.replica_id.unique_id,
+            "replica_id": self._replica_id,
             "deployment": context.deployment,
             "model": self._llm_config.model_id,
             "pid": os.getpid(),

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
+from headrace.router.sides import PrefillSide
 
 BLOCK = 2
 PROMPTS = st.lists(st.integers(0, 1), max_size=12)
@@ -77,6 +78,7 @@ TestIndexIsTheNaiveIndex = IndexMachine.TestCase
 TestIndexIsTheNaiveIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 IDS = st.sampled_from(["a", "b", "c", "d"])
+REPLICAS = st.sampled_from(["", "x", "y"])
 
 
 class BookkeepingMachine(RuleBasedStateMachine):
@@ -92,6 +94,7 @@ class BookkeepingMachine(RuleBasedStateMachine):
             random.Random(1),
         )
         self.alive: set[str] = set()
+        self.known: set[PrefillSide] = set()
 
     @rule(request_id=IDS, tokens=st.integers(0, 3000), first=st.integers(0, 3))
     def plan(self, request_id: str, tokens: int, first: int) -> None:
@@ -111,11 +114,13 @@ class BookkeepingMachine(RuleBasedStateMachine):
         queue=st.floats(0, 9),
         compute=st.floats(0, 9),
         cached=st.integers(0, 3000),
+        replica=REPLICAS,
     )
     def prefill_done(
-        self, request_id: str, call: float, queue: float, compute: float, cached: int
+        self, request_id: str, call: float, queue: float, compute: float, cached: int, replica: str
     ) -> None:
-        self.router.prefill_done(request_id, PrefillReport(call, queue, compute, cached, 100))
+        report = PrefillReport(call, queue, compute, cached, 100, replica)
+        self.router.prefill_done(request_id, report)
 
     @rule(request_id=IDS, seconds=st.floats(0, 9), cached=st.integers(0, 3000))
     def first_token(self, request_id: str, seconds: float, cached: int) -> None:
@@ -131,28 +136,38 @@ class BookkeepingMachine(RuleBasedStateMachine):
         self.router.finished(request_id, output)
         self.alive.discard(request_id)
 
-    @rule(up=st.booleans())
-    def probe(self, up: bool) -> None:
+    @rule(up=st.booleans(), replica=REPLICAS)
+    def probe(self, up: bool, replica: str) -> None:
         if up:
-            self.router.prefill_up()
+            self.router.prefill_up(replica)
         else:
-            self.router.prefill_down("gone")
+            self.router.prefill_down("gone", replica)
+
+    @rule(replicas=st.sets(REPLICAS))
+    def members(self, replicas: set[str]) -> None:
+        self.known |= set(self.router.sides.values())
+        self.router.prefill_members(replicas)
+        assert set(self.router.sides) == replicas
 
     @invariant()
     def loads_belong_to_living_requests(self) -> None:
-        decode, prefill = self.router.decode_load, self.router.prefill_load
+        decode = self.router.decode_load
         assert decode.waiting_requests + decode.running <= len(self.alive)
-        assert prefill.waiting_requests <= len(self.alive)
-        assert decode.waiting_tokens >= 0 <= prefill.waiting_tokens
+        assert decode.waiting_tokens >= 0
+        self.known |= set(self.router.sides.values())
+        assert sum(side.load.waiting_requests for side in self.known) <= len(self.alive)
+        assert all(side.load.waiting_tokens >= 0 for side in self.known)
 
     def teardown(self) -> None:
         for request_id in list(self.alive):
             self.router.finished(request_id)
         snapshot = self.router.snapshot()
         empty = {"waiting_tokens": 0, "waiting_requests": 0, "running": 0}
-        assert snapshot["loads"] == {"decode": empty, "prefill": empty}
+        assert snapshot["load"] == empty
         assert snapshot["active"] == 0
-        assert not self.router.breaker._sent
+        for side in self.known:
+            assert side.load.to_dict() == empty
+            assert not side.breaker._sent
 
 
 TestEverythingReservedIsReleased = BookkeepingMachine.TestCase

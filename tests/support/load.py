@@ -40,11 +40,18 @@ class Answer:
         return self.ttft_s is not None
 
 
-def ask(url: str, prompts: Sequence[Any], which: int, max_tokens: int, timeout_s: float) -> Answer:
+def ask(
+    url: str,
+    prompts: Sequence[Any],
+    which: int,
+    max_tokens: int,
+    timeout_s: float,
+    model: str = MODEL,
+) -> Answer:
     """Stream one completion to its end."""
     answer = Answer(f"load-{uuid.uuid4().hex}", time.monotonic(), which)
     body = {
-        "model": MODEL,
+        "model": model,
         "prompt": prompts[which],
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -100,10 +107,11 @@ class Load:
         clients: int,
         max_tokens: int,
         timeout_s: float = 240.0,
+        model: str = MODEL,
     ) -> None:
         self.answers: list[Answer] = []
         self._url, self._prompts = url, prompts
-        self._max_tokens, self._timeout_s = max_tokens, timeout_s
+        self._max_tokens, self._timeout_s, self._model = max_tokens, timeout_s, model
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=self._ask_on, args=(n,), daemon=True) for n in range(clients)
@@ -133,6 +141,8 @@ class Load:
         turn = number
         while not self._stopped.is_set():
             which = turn % len(self._prompts)
-            answer = ask(self._url, self._prompts, which, self._max_tokens, self._timeout_s)
+            answer = ask(
+                self._url, self._prompts, which, self._max_tokens, self._timeout_s, self._model
+            )
             self.answers.append(answer)
             turn += len(self._threads)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_decode.orchestrate import Orchestrator, Work
+from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillResult
 from headrace_engine.meter import EngineMeter, Step
@@ -109,8 +109,8 @@ class Engine:
 class FakePlan:
     prefill: str | None
     timeout_s: float = NEVER_S
-    prompt_tokens: int = 3
-    cached_decode_tokens: int = 0
+    replica: str = ""
+    compute_tokens: int = 3
 
 
 class Planner:
@@ -157,7 +157,7 @@ class Prefill:
         self.answer: asyncio.Future[PrefillResult] = asyncio.get_running_loop().create_future()
         self.released: list[dict[str, Any]] = []
 
-    async def call(self) -> PrefillResult:
+    async def call(self, plan: Plan) -> PrefillResult:
         self.calls += 1
         try:
             return await asyncio.shield(self.answer)

@@ -71,7 +71,10 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
                 "nixl": {"bytes": 3 * 2**20, "failures": 1},
                 "router": {
                     "fits": {"decode_step": {"base_s": 0.0218, "samples": 40}},
-                    "breaker": {"state": "open"},
+                    "prefill": {
+                        "abcdefgh123": {"breaker": {"state": "open", "reason": "timed out"}},
+                        "ijklmnop456": {"breaker": {"state": "closed"}},
+                    },
                 },
                 **common,
             },
@@ -92,7 +95,7 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
         "plans: 7 local, 3 remote",
         "moved over NIXL: 3.0 MiB",
         "base_s 0.0218, samples 40",
-        "remote prefill is off",
+        'remote prefill at abcdefgh is off: {"state": "open", "reason": "timed out"}',
     ):
         assert part in text, text
 

@@ -52,8 +52,24 @@ def test_reported_waiting_counts_like_in_flight() -> None:
     assert chosen is not None and chosen.replica_id == "a"
 
 
-def test_running_requests_do_not_count() -> None:
+def test_reported_running_requests_count_likewise() -> None:
     chosen = pick([replica("a", running=50), replica("b", waiting=1)], {}, (), b"any")
+    assert chosen is not None and chosen.replica_id == "b"
+
+
+def test_a_request_on_the_port_counts_before_the_engine_has_it() -> None:
+    busy = ReplicaInfo("a", "http://a", in_flight=2)
+    chosen = pick([busy, replica("b", running=1)], {}, (), b"any")
+    assert chosen is not None and chosen.replica_id == "b"
+
+
+def test_what_this_gateway_sent_is_not_counted_twice() -> None:
+    """`a` reported 5 requests, of which 4 were this gateway's; 2 of those have ended since."""
+    reported = [
+        ReplicaInfo("a", "http://a", in_flight=5),
+        ReplicaInfo("b", "http://b", in_flight=4),
+    ]
+    chosen = pick(reported, {"a": 2}, (), b"any", others={"a": 1, "b": 4})
     assert chosen is not None and chosen.replica_id == "a"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.orchestrate import LATE_STEPS, Orchestrator
+from headrace_decode.orchestrate import LATE_STEPS, Orchestrator, Plan
 from headrace_engine.handoff import PrefillResult
 from tests.support.orchestrated import (
     LATE_S,
@@ -177,7 +177,7 @@ async def test_a_failed_call_is_prefilled_locally() -> None:
 async def test_a_call_that_raises_at_once_is_prefilled_locally() -> None:
     planner, engine, prefill = Planner("prefill"), Engine({"local": ready(7)}), Prefill()
 
-    async def refuse() -> PrefillResult:
+    async def refuse(plan: Plan) -> PrefillResult:
         raise RuntimeError("no replica")
 
     request = replace(work(engine, prefill), prefill=refuse)

@@ -181,7 +181,7 @@ def test_a_failed_remote_prefill_is_done_locally_and_opens_the_breaker(clock: Cl
     assert (fallback.kind, fallback.timeout_s) == ("local", 0.0)
     assert "timed out after 4.0 s" in fallback.reasons[0]
     assert r.explain("a") == fallback
-    assert r.prefill_load.waiting_tokens == 0
+    assert r.sides[""].load.waiting_tokens == 0
     assert r.decode_load.waiting_tokens == 100
     assert plan(r, "b", prompt(100)).kind == "local"
     assert r.snapshot()["plans"]["fell_back"] == 1

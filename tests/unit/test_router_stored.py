@@ -156,4 +156,4 @@ def test_a_pull_at_the_prefill_engine_is_no_queue_of_others(router: Router) -> N
         router.prefill_done(name, PrefillReport(0.25, 0.2, 0.03, 0, 1))
         router.first_token(name, 0.3, 0)
         router.finished(name)
-    assert router.costs.others.seconds() < 0.02
+    assert router.sides[""].others.seconds() < 0.02

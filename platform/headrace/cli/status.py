@@ -63,9 +63,12 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
         fits = (replica.get("router") or {}).get("fits")
         if fits:
             out.print(fit_table(_short(replica), fits))
-            breaker = replica["router"].get("breaker") or {}
-            if breaker.get("state", "closed") != "closed":
-                out.print(f"remote prefill is off: {json.dumps(breaker)}", markup=False)
+            for name, side in (replica["router"].get("prefill") or {}).items():
+                breaker = side["breaker"]
+                if breaker["state"] != "closed":
+                    where = name[:8] or "any replica"
+                    text = f"remote prefill at {where} is off: {json.dumps(breaker)}"
+                    out.print(text, markup=False)
 
 
 def replica_table(replicas: list[dict[str, Any]]) -> Table:

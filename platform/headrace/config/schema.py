@@ -270,6 +270,13 @@ class AppSection(Section):
         "stream byte for byte. `direct`: HAProxy connects client and replica; no API keys. "
         "`classic`: Ray's own ingress, with an actor call per batch of tokens; no API keys.",
     )
+    drain_s: float = Field(
+        default=120,
+        ge=0,
+        description="Seconds that a replica or gateway which is stopped, because its number is "
+        "reduced or the app is redeployed, has to finish its requests. It gets no new ones. Then "
+        "they are cut. A replica that hangs keeps its hardware that long.",
+    )
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     store: StoreSection = Field(default_factory=StoreSection)

@@ -169,6 +169,16 @@ class GatewayApp:
             pool.start()
             self._stall.start()
 
+    @property
+    def relaying(self) -> int:
+        """Requests that replicas work on, or that wait for one."""
+        return self._relaying
+
+    def members(self, replica_ids: frozenset[str]) -> None:
+        """These replicas run, says Ray Serve; others get no more requests."""
+        if self._parts is not None:
+            self._parts[0].members(replica_ids)
+
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:

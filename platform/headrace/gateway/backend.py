@@ -27,6 +27,8 @@ class ReplicaInfo:
         kv_usage: share of its KV blocks in use, 0 to 1.
         prices: what tokens cost there; None where it does not draft, or has not told lately.
         routes: what clients may ask of it.
+        in_flight: requests on its port, from all gateways.
+        token: what its port asks of a gateway.
     """
 
     replica_id: str
@@ -36,6 +38,13 @@ class ReplicaInfo:
     kv_usage: float = 0.0
     prices: TokenPrices | None = None
     routes: tuple[Route, ...] = ()
+    in_flight: int = 0
+    token: str = ""
+
+    @property
+    def reported(self) -> int:
+        """Requests that it had: on its port, or in its engine where one request is many."""
+        return max(self.in_flight, self.running + self.waiting)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> ReplicaInfo:

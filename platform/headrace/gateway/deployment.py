@@ -10,18 +10,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import ReplicaInfo, build_gateway_app
+from headrace.gateway.asgi import Receive, Scope, Send
 from headrace.gateway.listen import serve_gateway
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace_decode.tenants import Tenants
+from headrace_engine.serving._ray_compat import (
+    drop_notes,
+    ongoing_requests,
+    read_note,
+    shutdown_seconds,
+    write_note,
+)
+from headrace_engine.serving.draining import grace_s
+from headrace_engine.serving.inflight import ASGIApp, InFlight
+from headrace_engine.serving.members import MEMBERS
+from headrace_engine.serving.orders import Notes, prefix
 
 logger = logging.getLogger("headrace.gateway")
 
@@ -39,6 +53,10 @@ class ServeBackend:
     ):
         self._decode, self._prefill, self._store = decode, prefill, store
         self._session: aiohttp.ClientSession | None = None
+        self._knock: DeploymentResponse[Any] | None = None
+        self.wanted: Callable[[], bool] = lambda: False
+        """Whether requests wait for a replica."""
+        self._notes = Notes(serve.get_replica_context().app_name, read_note, write_note)
 
     async def replicas(self) -> list[ReplicaInfo]:
         """The decode replicas that answer now; one that is dead is left out.
@@ -49,8 +67,20 @@ class ServeBackend:
         try:
             answers = await _ask_all(self._decode, "headrace_replica")
         except DeploymentUnavailableError:  # Serve knows of no running replica
+            self._ask_for_one()
             return []
+        self._knock = None
         return [ReplicaInfo.of(answer) for answer in answers if answer["url"]]
+
+    def _ask_for_one(self) -> None:
+        """Queue a call while requests wait: Serve starts a replica of a deployment that it scaled
+        to zero when a call of a handle waits for one."""
+        if not self.wanted():
+            if self._knock is not None:
+                self._knock.cancel()
+                self._knock = None
+        elif self._knock is None:
+            self._knock = self._decode.headrace_replica.remote()
 
     async def status(self) -> dict[str, Any]:
         """State of every replica, and the app's totals."""
@@ -100,6 +130,7 @@ class ServeBackend:
 
     async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         """Have every decode replica draft as the command says; how each that drafts stands."""
+        await self._note(command)
         answers = await _broadcast(self._decode, "headrace_speculation", command)
         return [dict(answer) for answer in answers if answer]
 
@@ -120,13 +151,38 @@ class ServeBackend:
 
     async def set_policy(self, policy: str) -> int:
         """Force every decode replica's plans, or set them free; returns how many obeyed."""
+        await self._note({"policy": policy})
         return len(await _broadcast(self._decode, "headrace_set_policy", policy))
+
+    async def _note(self, order: dict[str, Any]) -> None:
+        """Keep an order for the replicas that start later; those that run are told anyway."""
+        try:
+            await asyncio.to_thread(self._notes.give, order, time.time())
+        except Exception as error:
+            logger.error("an order is not kept for replicas that start later: %r", error)
 
     async def metrics(self) -> bytes:
         """Prometheus text of the whole cluster."""
         if self._session is None:
             self._session = aiohttp.ClientSession()
         return await node_metrics(self._session)
+
+
+class ThroughServe:
+    """ASGI: what Serve says of lifespans changes nothing. It ends its own before `__del__`, when
+    requests of the gateway's own port still need the gateway's connections."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        while (message := await receive())["type"] != "lifespan.shutdown":
+            await send({"type": f"{message['type']}.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
 
 
 class GatewayServer:
@@ -136,7 +192,6 @@ class GatewayServer:
         decode, prefill: handles of the two deployments behind.
         store: of the one that keeps the KV store's nodes; None without a store.
         settings: the `gateway` section of the configuration.
-        internal_token: what the decode replicas' ports ask for.
         model_id: the served model's name.
         setup: prepares the process (logs, traces).
     """
@@ -147,31 +202,46 @@ class GatewayServer:
         prefill: DeploymentHandle,
         store: DeploymentHandle | None,
         settings: Any,
-        internal_token: str,
         model_id: str,
         setup: Callable[[str], None],
         tenants: Tenants,
     ):
         setup("gateway")
+        backend = ServeBackend(decode, prefill, store)
         self._app = build_gateway_app(
             settings,
-            ServeBackend(decode, prefill, store),
-            internal_token,
+            backend,
+            "",
             model_id,
             metrics=RayGatewayMetrics(),
             tenants=tenants,
         )
+        backend.wanted = lambda: self._app.relaying > 0
+        loop = asyncio.get_running_loop()
+
+        def tell(replicas: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._app.members, replicas)
+
+        MEMBERS.watch("decode", tell)
+        self._requests = InFlight(self._app)
         self._listener = None
         if settings.port is not None:
             self._listener = await serve_gateway(
-                *(self._app, settings.host, settings.port),
-                reuse_port=settings.replicas > 1,
+                *(self._requests, settings.host, settings.port),
+                # A new version of the app starts while the old one finishes its requests, and
+                # Serve may run several gateways on a machine: they share the port.
+                reuse_port=settings.port != 0,
                 trusted_proxies=settings.trusted_proxies,
                 tls=settings.tls,
             )
 
     async def __serve_build_asgi_app__(self) -> Any:
-        return self._app
+        """The gateway as Serve's proxy reaches it."""
+        return ThroughServe(self._requests)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve's count of this gateway's requests, of which Serve sees only those of its proxy."""
+        return ongoing_requests(self._requests.count)
 
     async def headrace_gateway(self) -> dict[str, Any]:
         """Where this gateway listens."""
@@ -181,10 +251,23 @@ class GatewayServer:
         }
 
     async def __del__(self) -> None:
+        """Finish the requests of the own port, then end; see `serving.draining`."""
         listener = getattr(self, "_listener", None)
         if listener is not None:
             with contextlib.suppress(Exception):
-                await listener.stop()
+                await listener.stop(grace_s(*shutdown_seconds()))
+        with contextlib.suppress(Exception):
+            await self._app.aclose()
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(_forget_orders)
+
+
+def _forget_orders() -> None:
+    """Orders end with the app. Blocks."""
+    app = serve.get_replica_context().app_name
+    status = serve.status().applications.get(app)
+    if status is not None and status.status == ApplicationStatus.DELETING:
+        drop_notes(prefix(app))
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:

@@ -29,6 +29,9 @@ SECURITY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", 
 """On each answer: no browser guesses its type, and nobody on the way keeps it."""
 HSTS = (b"strict-transport-security", b"max-age=31536000")
 """On each answer over TLS: a browser that has seen it speaks no plain HTTP here for a year."""
+LINGER_S = 5.0
+"""For clients of a server that stops to use a connection once more. Most close one that has been
+idle for that long, so they do not send a request on one that is being closed."""
 
 
 class PortTakenError(OSError):
@@ -71,8 +74,9 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """HTTP/1.1 with a time and a size limit for request heads."""
+    """HTTP/1.1 with a time and a size limit for request heads, and an end that loses no request."""
 
+    _last = False
     _head_timer: asyncio.TimerHandle | None = None
     _in_head = True
     _head_bytes = 0
@@ -101,6 +105,23 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_has_come()
         super().on_headers_complete()
+        if self._last and self.cycle is not None:
+            self.cycle.keep_alive = False  # the answer says so
+
+    def shutdown(self) -> None:
+        """The server stops: a request that is on its way here is still answered."""
+        self._last = True
+        if self._is_idle():
+            self.loop.call_later(LINGER_S, self._close_if_idle)
+        else:
+            super().shutdown()
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle() and not self.transport.is_closing():
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         self._head_has_come()

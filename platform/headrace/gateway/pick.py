@@ -1,6 +1,9 @@
 """Which replica answers: the least loaded, and among equals the one that saw this prefix before.
 
-    load(r) = requests of this gateway in flight to r + requests that r reported as waiting
+    load(r) = requests of this gateway in flight to r + requests of others that r has
+
+The second part is what r reported, less what this gateway had there when it asked. So several
+gateways see each other's load, and what each sends counts at once.
 
 A request that can be drafted for leaves out those where its tokens are clearly dearer
 (`headrace.router.tokens`). Of the rest the least load wins. Ties go to the replica with the highest
@@ -32,6 +35,7 @@ def pick(
     down: Collection[str],
     affinity: bytes,
     draftable_tokens: int = 0,
+    others: Mapping[str, int] | None = None,
 ) -> ReplicaInfo | None:
     """Choose a replica.
 
@@ -41,19 +45,23 @@ def pick(
         down: ids that failed a moment ago; they are never chosen.
         affinity: what is alike for requests that share a prefix; see `affinity_key`.
         draftable_tokens: see there.
+        others: requests of other gateways by replica id; None where this gateway's part of what
+            was reported is not known.
 
     Returns:
         The choice, or None when every replica is down or there is none.
     """
     ready = [replica for replica in replicas if replica.replica_id not in down]
+    loads = {each.replica_id: _load(each, in_flight, others) for each in ready}
     if draftable_tokens and len(ready) > 1:
         prices = {replica.replica_id: replica.prices for replica in ready}
-        cheap = affordable(prices, _rows(ready, in_flight), draftable_tokens)
+        rows = {name: load + 1 for name, load in loads.items()}
+        cheap = affordable(prices, rows, draftable_tokens)
         ready = [replica for replica in ready if replica.replica_id in cheap]
     best: list[ReplicaInfo] = []
     least = 0
     for replica in ready:
-        load = in_flight.get(replica.replica_id, 0) + replica.waiting
+        load = loads[replica.replica_id]
         if not best or load < least:
             best, least = [replica], load
         elif load == least:
@@ -63,15 +71,14 @@ def pick(
     return max(best, key=lambda replica: rendezvous_weight(replica.replica_id, affinity))
 
 
-def _rows(replicas: Sequence[ReplicaInfo], in_flight: Mapping[str, int]) -> dict[str, int]:
-    """Requests that each would run, this one included: as the replica reported, or those of this
-    gateway that are there by now."""
-    return {
-        replica.replica_id: 1
-        + replica.waiting
-        + max(replica.running, in_flight.get(replica.replica_id, 0))
-        for replica in replicas
-    }
+def _load(
+    replica: ReplicaInfo, in_flight: Mapping[str, int], others: Mapping[str, int] | None
+) -> int:
+    """Requests at a replica; at least those of this gateway, and those that it reported."""
+    own = in_flight.get(replica.replica_id, 0)
+    if others is None:
+        return max(own, replica.reported)
+    return own + others.get(replica.replica_id, 0)
 
 
 def rendezvous_weight(replica_id: str, affinity: bytes) -> bytes:

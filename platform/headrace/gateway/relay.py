@@ -25,7 +25,7 @@ from time import perf_counter
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
-from headrace.gateway.backend import GatewayOptions
+from headrace.gateway.backend import GatewayOptions, ReplicaInfo
 from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
@@ -149,7 +149,8 @@ class Relay:
         pool: the replicas.
         upstream: the connections to them.
         options: limits.
-        internal_token: proves to a replica that the request comes from a gateway.
+        internal_token: proves to a replica that the request comes from a gateway; for replicas that
+            tell no token of their own.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Relay:
         self._pool = pool
         self._upstream = upstream
         self._queue_timeout_s = options.queue_timeout_s
-        self._internal: Headers = [(b"x-headrace-internal", internal_token.encode())]
+        self._internal_token = internal_token
 
     async def run(self, call: Call, send: Send) -> None:
         """Get an answer and copy it to the client.
@@ -232,7 +233,7 @@ class Relay:
         url = lease.replica.url
         if call.own_s is None:
             call.own_s = perf_counter() - call.started - call.waited_s
-        headers = call.headers + self._internal
+        headers = call.headers + self._proof(lease.replica)
         if call.tenant is not None:
             headers.append((TENANT_HEADER, call.tenant.encode()))
         reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
@@ -245,7 +246,7 @@ class Relay:
                     parts.append(await reply.read_some())
                 body = b"".join(parts)
             failed = reply.status in _DYING or (streamed and body.startswith(call.dialect.failed))
-            if failed and not await self._is_healthy(url):
+            if failed and not await self._is_healthy(lease.replica):
                 why = f"status {reply.status} and an error from a dying replica"
                 raise ReplicaLost(why, sent=True, dying=True)
         except BaseException:
@@ -282,11 +283,16 @@ class Relay:
         call.sent_bytes += len(tail)
         await send({"type": "http.response.body", "body": tail})
 
-    async def _is_healthy(self, url: str) -> bool:
+    def _proof(self, replica: ReplicaInfo) -> Headers:
+        """The header by which a replica knows a gateway."""
+        return [(b"x-headrace-internal", (replica.token or self._internal_token).encode())]
+
+    async def _is_healthy(self, replica: ReplicaInfo) -> bool:
         """Whether the replica's own health check passes."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                reply = await self._upstream.send(url, "GET", "/health", self._internal, b"")
+                proof = self._proof(replica)
+                reply = await self._upstream.send(replica.url, "GET", "/health", proof, b"")
                 try:
                     while await reply.read_some():
                         pass

@@ -1,7 +1,8 @@
 """The gateway's view of the replicas: who is ready, who just failed, how much is in flight to each,
 and which routes they offer. Replicas of one app run one vLLM, so their routes are the same.
 
-The list is polled in the background, so that a request never waits for it unless it is empty.
+The list is polled in the background, so that a request never waits for it unless it is empty. A
+replica that Serve says is gone or drains leaves the list at once (`members`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class ReplicaPool:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._replicas: list[ReplicaInfo] = []
+        self._others: dict[str, int] = {}
+        self._members: frozenset[str] | None = None
         self._down_until: dict[str, float] = {}
         self._poller: asyncio.Task[None] | None = None
         self._polled = False
@@ -103,7 +106,10 @@ class ReplicaPool:
 
     def try_lease(self, affinity: bytes, draftable_tokens: int = 0) -> Lease | None:
         """A place on the best replica, or None when none is ready."""
-        replica = pick(self._replicas, self.in_flight, self._down(), affinity, draftable_tokens)
+        replica = pick(
+            *(self._replicas, self.in_flight, self._down(), affinity, draftable_tokens),
+            others=self._others,
+        )
         return None if replica is None else Lease(self, replica)
 
     async def lease(
@@ -132,6 +138,12 @@ class ReplicaPool:
             self._wake.set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left_s, DOWN_S / 4))
+
+    def members(self, replica_ids: frozenset[str]) -> None:
+        """Serve's word on who runs: others get no more requests, and new ones are asked at once."""
+        self._members = replica_ids
+        self._replicas = [each for each in self._replicas if each.replica_id in replica_ids]
+        self._wake.set()
 
     async def known_routes(self, waited_s: float) -> RouteTable:
         """What the replicas offer, as soon as one has told.
@@ -178,7 +190,15 @@ class ReplicaPool:
         while True:
             self._wake.clear()
             try:
-                self._replicas = list(await self._backend.replicas())
+                had = dict(self.in_flight)
+                replicas = await self._backend.replicas()
+                if self._members is not None:
+                    replicas = [each for each in replicas if each.replica_id in self._members]
+                self._replicas = list(replicas)
+                self._others = {
+                    each.replica_id: max(0, each.reported - had.get(each.replica_id, 0))
+                    for each in replicas
+                }
                 offered = {route for replica in self._replicas for route in replica.routes}
                 if offered and offered != self.routes.routes:
                     self.routes = RouteTable(offered)

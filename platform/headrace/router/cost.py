@@ -74,8 +74,6 @@ class Costs:
     call: CallModel = field(default_factory=lambda: CallModel(0.020, 0.050))
     #: From the call's return to the first token, beside transfer and the decode step.
     handoff: CallModel = field(default_factory=lambda: CallModel(0.005, 0.050))
-    #: Wait at the prefill engine beyond what this router put there (other decode replicas).
-    others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
     #: What the engines lose to each other where they share a machine.
     shared: SharedCores = field(default_factory=SharedCores)
 

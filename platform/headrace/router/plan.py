@@ -26,7 +26,8 @@ class PlanRequest:
     salt: str = ""
     #: Why this request must stay on the decode engine (e.g. prompt logprobs), or None.
     local_only: str | None = None
-    #: Leading runs of tokens whose KV the store can supply, to the decode and the prefill engine.
+    #: Leading runs of tokens whose KV the store can supply: to the decode engine and the prefill
+    #: engines on its machine, and to prefill engines elsewhere.
     stored_decode: Sequence[Supply] = ()
     stored_prefill: Sequence[Supply] = ()
 
@@ -41,6 +42,8 @@ class Plan:
     prompt_tokens: int
     cached_decode_tokens: int
     cached_prefill_tokens: int
+    #: The prefill replica to ask; empty lets Ray Serve choose one.
+    replica: str = ""
     #: Tokens beyond those in the engine's own cache that the chosen engine loads from the store.
     loaded_tokens: int = 0
     #: The same by the medium that held them when the plan was made: dram, nvme, remote, object.
@@ -56,6 +59,13 @@ class Plan:
         return "local" if self.prefill is None else "remote"
 
     @property
+    def compute_tokens(self) -> int:
+        """Prompt tokens that the chosen engine is expected to compute."""
+        local = self.prefill is None
+        cached = self.cached_decode_tokens if local else self.cached_prefill_tokens
+        return max(1, self.prompt_tokens - cached - self.loaded_tokens)
+
+    @property
     def predicted_ttft_s(self) -> float:
         """What this request itself waits: the total without what others lose by it."""
         p, kind = self.predicted, self.kind
@@ -67,6 +77,7 @@ class Plan:
             "request_id": self.request_id,
             "kind": self.kind,
             "prefill": self.prefill,
+            "replica": self.replica,
             "prompt_tokens": self.prompt_tokens,
             "cached_decode_tokens": self.cached_decode_tokens,
             "cached_prefill_tokens": self.cached_prefill_tokens,
@@ -91,6 +102,10 @@ class PrefillReport:
     #: Prompt tokens that the prefill engine found in its prefix cache, and those it computed.
     cached_tokens: int
     computed_tokens: int
+    #: The replica that did it; empty if it did not say.
+    replica: str = ""
+    #: Whether it runs on the decode engine's machine.
+    shares_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)

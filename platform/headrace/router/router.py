@@ -1,4 +1,5 @@
-"""Decides for each request whether its KV is made on the decode engine or on the prefill engine.
+"""Decides for each request whether its KV is made on the decode engine or on a prefill engine, and
+on which of them.
 
 The router keeps what the decision needs (what each engine holds and has ahead, what steps, calls
 and transfers cost) and asks ``price`` and ``choose`` for the decision itself. Pure: no Ray, no
@@ -14,13 +15,14 @@ import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.router.cost import Costs
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
-from headrace.router.load import Breaker, EngineLoad
+from headrace.router.load import EngineLoad
+from headrace.router.options import DecodeEngine, Option
 from headrace.router.plan import (
     Geometry,
     Plan,
@@ -34,12 +36,10 @@ from headrace.router.price import (
     choose,
     formula,
     longest_steps,
-    price,
     remote_timeout_s,
 )
-from headrace.router.stored import Loaded, worth_loading
+from headrace.router.sides import ANY, PrefillSide, PrefillSides, affinity
 from headrace_engine.steptime import StepTime, pairs_of
-from headrace_kvstore.supply import Supply
 
 _PLANS_KEPT = 1_000
 
@@ -53,6 +53,8 @@ class _Active:
     seed: bytes
     tail: Sequence[int]
     uncached_decode_tokens: int
+    #: The prefill replica that was priced, and is asked if the plan is remote.
+    side: PrefillSide
     #: Wait at the prefill engine that this router's own requests explain.
     own_queue_s: float
     #: Sent while the prefill side was cold: its overheads hold the handshake, not the rule.
@@ -63,7 +65,7 @@ class _Active:
 
 
 class Router:
-    """One decode engine's view: local prefill, or the prefill deployment named ``prefill``."""
+    """One decode engine's view: local prefill, or a replica of the deployment named ``prefill``."""
 
     def __init__(
         self,
@@ -79,11 +81,13 @@ class Router:
         self.settings = settings
         self.geometry = geometry
         self.costs = Costs() if decode_step is None else Costs(decode_step)
-        self.breaker = Breaker(settings.retry_s, settings.retry_max_s)
         self.decode_load = EngineLoad()
-        self.prefill_load = EngineLoad()
         self.decode_index = PrefixIndex(geometry.decode_blocks)
-        self.prefill_index = PrefixIndex(geometry.prefill_blocks)
+        self._engine = DecodeEngine(geometry, self.decode_load, self.decode_index, self.costs)
+        now = clock()
+        #: The prefill replicas that may be asked.
+        self.sides = PrefillSides(settings, geometry.prefill_blocks, now, any_=prefill is not None)
+        self._nobody = self.sides.new(ANY, now)
         self._prefill = prefill
         self._clock = clock
         self._rng = rng if rng is not None else random.Random(0)
@@ -92,11 +96,8 @@ class Router:
         self._counts = {"local": 0, "remote": 0, "explored": 0, "fell_back": 0}
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
         self._prefill_steps_seen = False
-        self._cold = True
         # Never measured counts as just stale: the dearer side is tried below twice the price.
-        now = clock()
         self._local_measured_s = self._remote_measured_s = now - settings.remeasure_s
-        self._others_measured_s = now
 
     # ---- deciding -------------------------------------------------------------------------
 
@@ -111,58 +112,41 @@ class Router:
         hashes = hash_blocks(request.token_ids, g.block_tokens, seed)
         if request.request_id in self._active:
             self.finished(request.request_id)
-        n = len(request.token_ids)
-        held_d, held_p = self._held(self.decode_index, hashes, n), 0
-        if self._prefill is not None:
-            held_p = self._held(self.prefill_index, hashes, n)
-        cached_d, cached_p = held_d * g.block_tokens, held_p * g.block_tokens
-        running, costs = self.decode_load.running, self.costs
-        loaded_d = self._loaded(
-            request.stored_decode, cached_d, n, costs.decode_step, self.decode_load
-        )
-        loaded_p = self._loaded(
-            request.stored_prefill, cached_p, n, costs.prefill_step, self.prefill_load
-        )
-        own_queue_s = self.prefill_load.queue_s(
-            self.costs.prefill_step, self.settings.max_step_tokens, now
-        )
-        s = Situation(
-            uncached_decode_tokens=max(1, n - cached_d - loaded_d.tokens),
-            uncached_prefill_tokens=max(1, n - cached_p - loaded_p.tokens),
-            transfer_bytes=(math.ceil(n / g.block_tokens) - held_d) * g.block_bytes,
-            running=running,
-            decode_queue_s=self.decode_load.queue_s(
-                self.costs.decode_step, self.settings.max_step_tokens, now
-            ),
-            prefill_queue_s=own_queue_s + self._others_wait_s(now),
-            load_decode_bytes=loaded_d.bytes_read(g.kv_bytes_per_token),
-            load_prefill_bytes=loaded_p.bytes_read(g.kv_bytes_per_token),
-            pull_decode_s=loaded_d.wait_s,
-            pull_prefill_s=loaded_p.wait_s,
-            prompt_tokens=n,
-            running_context=self.decode_load.running_context,
-        )
-        p = price(s, self.costs, self.settings)
+        best = self._best(request, hashes, now)
+        s, p, side = best.situation, best.price, best.side
         remote, reasons = self._decide(request, s, p, now)
-        loaded = loaded_p if remote else loaded_d
+        loaded = best.loaded_prefill if remote else best.loaded_decode
         plan = Plan(
             request_id=request.request_id,
             prefill=self._prefill if remote else None,
-            prompt_tokens=n,
-            cached_decode_tokens=cached_d,
-            cached_prefill_tokens=cached_p,
+            replica=side.replica if remote else "",
+            prompt_tokens=s.prompt_tokens,
+            cached_decode_tokens=best.cached_decode_tokens,
+            cached_prefill_tokens=best.cached_prefill_tokens,
             loaded_tokens=loaded.tokens,
             loaded_from=loaded.by_medium,
             predicted=p,
-            timeout_s=self._timeout_s(p) if remote else 0.0,
+            timeout_s=self._timeout_s(p, side) if remote else 0.0,
             reasons=(*reasons, formula(p)),
         )
         tail = request.token_ids[len(hashes) * g.block_tokens :]
         self._active[request.request_id] = _Active(
-            plan, hashes, seed, tail, s.uncached_decode_tokens, own_queue_s, self._cold
+            *(plan, hashes, seed, tail, s.uncached_decode_tokens),
+            *(side, best.own_queue_s, side.cold),
         )
-        self._reserve(plan, s, hashes, now)
+        self._reserve(plan, s, hashes, side, now)
         return plan
+
+    def _best(self, request: PlanRequest, hashes: list[bytes], now: float) -> Option:
+        """The cheapest of the prefill replicas that may be asked. Of equals the one is taken that
+        all decode replicas take for this prefix, so that it is computed once."""
+        usable = [side for side in self.sides.values() if side.breaker.refusal(now) is None]
+        sides = usable or [*self.sides.values()][:1] or [self._nobody]
+        if len(sides) > 1:
+            prefix = hashes[0] if hashes else self._rng.randbytes(8)
+            sides.sort(key=lambda side: affinity(side.replica, prefix))
+        options = self._engine.options(request, hashes, sides, self.settings, now)
+        return min(options, key=lambda option: option.remote_s)
 
     def _decide(
         self, request: PlanRequest, s: Situation, p: dict[str, float], now: float
@@ -175,7 +159,7 @@ class Router:
             return False, ("there is no prefill deployment",)
         if settings.policy == "local":
             return False, ("policy is local",)
-        refusal = self.breaker.refusal(now)
+        refusal = self.sides.refusal(now)
         if refusal is not None:
             return False, (refusal,)
         if settings.policy == "remote":
@@ -192,39 +176,8 @@ class Router:
                 self._local_measured_s = at
         return choice.kind == "remote", (choice.why,)
 
-    def _timeout_s(self, p: dict[str, float]) -> float:
-        return remote_timeout_s(p, self.costs, self.settings, cold=self._cold)
-
-    def _held(self, index: PrefixIndex, hashes: list[bytes], prompt_tokens: int) -> int:
-        """Blocks in an engine's own cache that spare computation."""
-        block = self.geometry.block_tokens
-        return self._useful(index.match(hashes) * block, prompt_tokens) // block
-
-    def _loaded(
-        self,
-        supplies: Sequence[Supply],
-        cached_tokens: int,
-        prompt_tokens: int,
-        step: StepTime,
-        load: EngineLoad,
-    ) -> Loaded:
-        """What an engine loads of what the store could supply."""
-
-        def seconds(loaded: Loaded) -> float:
-            left = max(1, prompt_tokens - cached_tokens - loaded.tokens)
-            compute_s = step.prefill_s(
-                left,
-                pairs_of(max(0, prompt_tokens - left), prompt_tokens),
-                step_tokens=self.settings.max_step_tokens,
-                rows=load.running,
-                context=load.running_context,
-            )
-            read = loaded.bytes_read(self.geometry.kv_bytes_per_token)
-            return loaded.wait_s + max(compute_s, self.costs.load_s(read))
-
-        held = sum(supply.length for supply in supplies)
-        useful = self._useful(held, prompt_tokens)
-        return worth_loading(supplies, cached_tokens, useful, seconds)
+    def _timeout_s(self, p: dict[str, float], side: PrefillSide) -> float:
+        return remote_timeout_s(p, self.costs, self.settings, cold=side.cold)
 
     @property
     def block_compute_s(self) -> float:
@@ -232,26 +185,18 @@ class Router:
         block = self.geometry.block_tokens
         return self.costs.decode_step.added_s(block, pairs_of(0, block))
 
-    def _useful(self, held_tokens: int, prompt_tokens: int) -> int:
-        """Tokens of whole blocks that spare computation: vLLM always computes at least the last."""
-        block = self.geometry.block_tokens
-        return min(held_tokens, max(0, prompt_tokens - 1)) // block * block
-
-    def _others_wait_s(self, now: float) -> float:
-        """Queue that others make at the prefill engine; halves with each ``remeasure_s`` of age."""
-        age = max(0.0, now - self._others_measured_s)
-        return float(self.costs.others.seconds() * 0.5 ** (age / self.settings.remeasure_s))
-
-    def _reserve(self, plan: Plan, s: Situation, hashes: list[bytes], now: float) -> None:
+    def _reserve(
+        self, plan: Plan, s: Situation, hashes: list[bytes], side: PrefillSide, now: float
+    ) -> None:
         if plan.prefill is None:
             tokens = s.uncached_decode_tokens
             self.decode_load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
             self.decode_index.insert(hashes)
         else:
-            self.breaker.sent(plan.request_id, now)
+            side.breaker.sent(plan.request_id, now)
             tokens = s.uncached_prefill_tokens
-            self.prefill_load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
-            self.prefill_index.insert(hashes)
+            side.load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
+            side.index.insert(hashes)
         self._counts[plan.kind] += 1
         self._keep(plan)
 
@@ -266,8 +211,8 @@ class Router:
     def remote_failed(self, request_id: str, why: str) -> Plan:
         """The remote prefill failed or timed out, or its KV did not come: the plan to do instead.
 
-        Opens the breaker, unless it has closed since the request went out. A request that is not
-        active any more gets its local plan too, without a reservation.
+        Opens the breaker of the replica that was asked, unless it has closed since the request went
+        out. A request that is not active any more gets its local plan too, without a reservation.
 
         Raises:
             KeyError: no such request among the last 1,000.
@@ -275,8 +220,10 @@ class Router:
         now = self._clock()
         active = self._active.get(request_id)
         old = active.plan if active is not None else self._plans[request_id]
-        self.breaker.failed(request_id, why, now)
-        self._cold = True
+        side = active.side if active is not None else self.sides.get(old.replica)
+        if side is not None:
+            side.breaker.failed(request_id, why, now)
+            side.cold = True
         plan = replace(
             old,
             prefill=None,
@@ -288,8 +235,8 @@ class Router:
             return plan
         if old.prefill is not None:
             self._counts["fell_back"] += 1
-            self._unsure(self.prefill_index, active, old.cached_prefill_tokens)
-        self.prefill_load.release(request_id, now)
+            self._unsure(active.side.index, active, old.cached_prefill_tokens)
+        active.side.load.release(request_id, now)
         active.plan = plan
         if not active.decoding:
             tokens, end = active.uncached_decode_tokens, plan.prompt_tokens
@@ -308,8 +255,13 @@ class Router:
         if it never did, they are learned from the report.
         """
         now = self._clock()
-        self.prefill_load.release(request_id, now)
         active = self._active.get(request_id)
+        side = self.sides.get(report.replica)
+        if active is not None:
+            active.side.load.release(request_id, now)
+            side = self._done_by(active, report.replica, now)
+        if side is not None:
+            side.shares_store = report.shares_store
         if active is None or not active.cold:
             self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
         self._remote_measured_s = max(now, self._remote_measured_s)
@@ -323,11 +275,23 @@ class Router:
             return
         active.call_s = report.call_s
         expected_s = active.own_queue_s + active.plan.predicted["remote.pull"]
-        if self.costs.others.observe(report.queue_s - expected_s):
-            self._others_measured_s = now
+        if active.side.others.observe(report.queue_s - expected_s):
+            active.side.others_at_s = now
         self._correct(
-            self.prefill_index, active, report.cached_tokens, active.plan.cached_prefill_tokens
+            active.side.index, active, report.cached_tokens, active.plan.cached_prefill_tokens
         )
+
+    def _done_by(self, active: _Active, replica: str, now: float) -> PrefillSide:
+        """The side of the replica that did the work; the verdict is on it, whatever was planned."""
+        side = self.sides.get(replica, active.side)
+        if side is not active.side:
+            request_id, cached = active.plan.request_id, active.plan.cached_prefill_tokens
+            active.side.breaker.ended(request_id)
+            self._unsure(active.side.index, active, cached)
+            active.side, active.cold = side, active.cold or side.cold
+            side.breaker.sent(request_id, now)
+            side.index.insert(active.hashes)
+        return side
 
     def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
         """The decode engine made the first token, having found ``cached_tokens`` in its cache.
@@ -341,14 +305,14 @@ class Router:
         now = self._clock()
         active.decoding = True
         self.decode_load.release(request_id, now)
-        self.prefill_load.release(request_id, now)
+        active.side.load.release(request_id, now)
         plan = active.plan
         self.decode_load.start(request_id, plan.prompt_tokens)
         self._correct(self.decode_index, active, cached_tokens, plan.cached_decode_tokens)
         self.decode_index.insert(active.hashes)
         if plan.prefill is not None:
-            self.breaker.succeeded(request_id)
-            self._cold = False
+            active.side.breaker.succeeded(request_id)
+            active.side.cold = False
             if active.call_s is not None and not active.cold:
                 p = plan.predicted
                 known = p["remote.transfer"] + p["remote.decode_queue"] + p["remote.decode"]
@@ -365,9 +329,9 @@ class Router:
             return
         now = self._clock()
         self.decode_load.release(request_id, now)
-        self.prefill_load.release(request_id, now)
+        active.side.load.release(request_id, now)
         self.decode_load.stop(request_id)
-        self.breaker.ended(request_id)
+        active.side.breaker.ended(request_id)
         plan = active.plan
         if active.decoding:
             if len(output_token_ids) > 1:
@@ -378,7 +342,7 @@ class Router:
         elif plan.prefill is None:
             self._unsure(self.decode_index, active, plan.cached_decode_tokens)
         elif active.call_s is None:
-            self._unsure(self.prefill_index, active, plan.cached_prefill_tokens)
+            self._unsure(active.side.index, active, plan.cached_prefill_tokens)
 
     def _correct(
         self, index: PrefixIndex, active: _Active, cached_tokens: int, predicted_tokens: int
@@ -391,7 +355,7 @@ class Router:
             block = self.geometry.block_tokens
             lost = active.hashes[: predicted_tokens // block]
             index.truncate(lost, cached_tokens // block)
-            if index is self.prefill_index:
+            if index is not self.decode_index:
                 index.insert(active.hashes)
 
     def _unsure(self, index: PrefixIndex, active: _Active, cached_tokens: int) -> None:
@@ -414,7 +378,8 @@ class Router:
         model, shared = self.costs.decode_step, self.costs.shared
         if not (model.samples and 0.0 < seconds < math.inf):
             return seconds
-        overlap = self.prefill_load.busy_share(seconds, self._clock())
+        now = self._clock()
+        overlap = max((s.load.busy_share(seconds, now) for s in self.sides.values()), default=0.0)
         shared.observe(overlap, model.seconds(*shape), seconds)
         return shared.alone_s(seconds, overlap)
 
@@ -434,15 +399,19 @@ class Router:
         """One load from a medium of the machine's KV store."""
         self.costs.load(medium).observe(size_bytes, seconds)
 
-    def prefill_down(self, why: str) -> None:
-        """The prefill side is gone, and its cache with it: all goes local until it is up."""
-        self.breaker.down(why, self._clock())
-        self.prefill_index.clear()
-        self._cold = True
+    def prefill_members(self, replicas: Collection[str]) -> None:
+        """These prefill replicas run, and no others."""
+        self.sides.set_members(replicas, self._clock())
 
-    def prefill_up(self) -> None:
-        """The prefill side answers: closes the breaker."""
-        self.breaker.up()
+    def prefill_down(self, why: str, replica: str = ANY) -> None:
+        """This prefill replica does not answer: it is not asked until it is up."""
+        if replica in self.sides:
+            self.sides[replica].down(why, self._clock())
+
+    def prefill_up(self, replica: str = ANY) -> None:
+        """This prefill replica answers: closes its breaker."""
+        if replica in self.sides:
+            self.sides[replica].breaker.up()
 
     # ---- what can be seen -----------------------------------------------------------------
 
@@ -457,15 +426,10 @@ class Router:
             "policy": self.settings.policy,
             "plans": dict(self._counts),
             "active": len(self._active),
-            "breaker": self.breaker.to_dict(now),
-            "loads": {
-                "decode": self.decode_load.to_dict(),
-                "prefill": self.prefill_load.to_dict(),
-            },
-            "index_blocks": {
-                "decode": len(self.decode_index),
-                "prefill": len(self.prefill_index),
-            },
+            "breaker": self.sides.to_dict(now),
+            "load": self.decode_load.to_dict(),
+            "index_blocks": len(self.decode_index),
+            "prefill": {name: side.to_dict(now) for name, side in self.sides.items()},
             "fits": {
                 "decode_step": c.decode_step.summary(),
                 "prefill_step": c.prefill_step.summary(),
@@ -473,7 +437,6 @@ class Router:
                 **{f"load_{medium}": model.to_dict() for medium, model in c.loads.items()},
                 "call": c.call.to_dict(),
                 "handoff": c.handoff.to_dict(),
-                "others": c.others.to_dict(),
                 "shared_cores": c.shared.to_dict(),
             },
             "transfers": dict(self._moved),

@@ -1,0 +1,1 @@
+"""What replicas of any role share as members of a Ray Serve app."""

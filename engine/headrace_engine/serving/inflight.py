@@ -1,0 +1,77 @@
+"""How many requests an HTTP port has, and how many of them are worked on at once.
+
+Ray Serve counts and limits only calls of its handles; a port of a replica's own needs both done
+here. Requests above the limit wait for their turn, first come first served, as Serve's do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
+
+UNCOUNTED = frozenset({"/health"})
+"""Paths that say how the replica is: they neither wait nor count."""
+
+
+class InFlight:
+    """ASGI: counts requests, and passes on at most so many at once. Bound to one event loop.
+
+    Args:
+        app: what answers them.
+        most: the limit, asked for each request; None for none.
+    """
+
+    def __init__(self, app: ASGIApp, most: Callable[[], int] | None = None) -> None:
+        self._app, self._most = app, most
+        self._running = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def count(self) -> int:
+        """Requests that are worked on or wait."""
+        return self._running + len(self._waiting)
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer one request, in its turn."""
+        if scope["type"] != "http" or scope["path"] in UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        await self._turn()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
+            self._admit()
+
+    async def _turn(self) -> None:
+        if not self._waiting and self._has_room():
+            self._running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._admit()  # the limit may have been raised
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(turn)
+            else:  # its turn had just come
+                self._running -= 1
+                self._admit()
+            raise
+
+    def _has_room(self) -> bool:
+        return self._most is None or self._running < self._most()
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_room():
+            turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._running += 1
+                turn.set_result(None)

@@ -1,0 +1,46 @@
+"""Which replicas of each role this process may ask, as Ray Serve's controller last told it.
+
+Serve tells every process that holds a handle as soon as a replica starts, stops or drains; the
+request router of the handle (`request_router`) passes it on here. So nobody has to poll for it,
+and a replica that drains is left out at once. Thread-safe: handles run on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+Ids = frozenset[str]
+
+
+class Members:
+    """Replica ids by role."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: dict[str, Ids] = {}
+        self._watchers: dict[str, list[Callable[[Ids], None]]] = {}
+
+    def update(self, role: str, replica_ids: Iterable[str]) -> None:
+        """The replicas of a role are these now. Watchers hear of changes only."""
+        ids = frozenset(replica_ids)
+        with self._lock:
+            if self._ids.get(role) == ids:
+                return
+            self._ids[role] = ids
+            for tell in self._watchers.get(role, ()):
+                tell(ids)
+
+    def watch(self, role: str, tell: Callable[[Ids], None]) -> None:
+        """Call `tell` with the replicas of a role, now if they are known and after each change.
+
+        It is called on any thread and must not block.
+        """
+        with self._lock:
+            self._watchers.setdefault(role, []).append(tell)
+            if role in self._ids:
+                tell(self._ids[role])
+
+
+MEMBERS = Members()
+"""Those of this process, which holds handles of one app only."""

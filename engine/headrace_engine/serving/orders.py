@@ -1,0 +1,108 @@
+"""Orders of an administrator that outlive the replicas that were there when they came.
+
+The orders in force are kept with the cluster. A gateway notes an order before it tells the
+replicas, and each replica reads the notes when it starts and every few seconds, so one that starts
+just then, or was not reached, obeys too. They end when the app is deleted.
+
+    policy        where prompts are prefilled
+    mode          how replicas draft
+    draft_cap     most draft tokens a step
+
+An order either stands, or holds until a time and then gives way to the one that stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FIELDS = ("policy", "mode", "draft_cap")
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """One field's orders, as they are kept. Times are Unix seconds.
+
+    Attributes:
+        standing: the value in a list, or an empty list if none was ever given.
+        passing: likewise, until `until_s`.
+    """
+
+    standing: tuple[Any, ...] = ()
+    passing: tuple[Any, ...] = ()
+    until_s: float = 0.0
+
+    def given(self, value: Any, now_s: float, for_s: float | None) -> Noted:
+        """After an order. One that stands ends what holds for a time."""
+        if for_s is None:
+            return Noted((value,))
+        return Noted(self.standing, (value,), now_s + for_s)
+
+    def to_json(self) -> bytes:
+        told = {"standing": self.standing, "passing": self.passing, "until_s": self.until_s}
+        return json.dumps(told).encode()
+
+    @classmethod
+    def of(cls, note: bytes | None) -> Noted:
+        """From `to_json`; no orders where there is no note, or it is not one of ours."""
+        try:
+            told = json.loads(note or b"{}")
+            standing, passing = tuple(told["standing"]), tuple(told["passing"])
+            return cls(standing[:1], passing[:1], float(told["until_s"]))
+        except (ValueError, KeyError, TypeError):
+            return cls()
+
+
+@dataclass(slots=True)
+class Notes:
+    """An app's notes. Every method blocks for about a millisecond.
+
+    Args:
+        app: the Serve application's name.
+        read, write: of the cluster's notes, by key.
+    """
+
+    app: str
+    read: Callable[[str], bytes | None]
+    write: Callable[[str, bytes], None]
+
+    def give(self, order: Mapping[str, Any], now_s: float) -> None:
+        """Note an order: any of `FIELDS`, and `for_s` if it holds for so many seconds only."""
+        for name in FIELDS:
+            if name in order:
+                key = prefix(self.app) + name
+                noted = Noted.of(self.read(key))
+                self.write(key, noted.given(order[name], now_s, order.get("for_s")).to_json())
+
+    def all(self) -> dict[str, Noted]:
+        """What is noted for each field."""
+        return {name: Noted.of(self.read(prefix(self.app) + name)) for name in FIELDS}
+
+
+@dataclass(slots=True)
+class Obedience:
+    """What a replica still has to be told, given what it was told already."""
+
+    _obeyed: dict[str, Noted] = field(default_factory=dict)
+
+    def news(self, noted: Mapping[str, Noted], now_s: float) -> list[dict[str, Any]]:
+        """The orders to carry out, in this order; each as `Notes.give` took it."""
+        orders: list[dict[str, Any]] = []
+        for name, kept in noted.items():
+            before = self._obeyed.get(name, Noted())
+            if kept == before:
+                continue
+            self._obeyed[name] = kept
+            if kept.standing != before.standing or before.passing:
+                orders += [{name: value} for value in kept.standing]
+            if kept.until_s > now_s:
+                for_s = kept.until_s - now_s
+                orders += [{name: value, "for_s": for_s} for value in kept.passing]
+        return orders
+
+
+def prefix(app: str) -> str:
+    """What the keys of an app's notes begin with."""
+    return f"headrace-order/{app}/"

@@ -1,0 +1,59 @@
+"""How Serve's handles of our deployments choose a replica: the one that the caller names, else the
+less busy of two.
+
+A call names its replica with the keyword argument `replica`. One that is gone, or does not answer
+Serve's question for its queue, is replaced by any other, so the callee says who it is. Extends
+Serve's public `RequestRouter`; Serve makes one in each process that holds a handle.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+
+class NamedReplicaRouter(RequestRouter):
+    """Obeys `replica=`, and tells `MEMBERS` which replicas there are."""
+
+    def initialize_state(self, role: str = "", **kwargs: Any) -> None:
+        """`role`: under which `MEMBERS` keeps the replicas."""
+        self._role = role
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's controller says who runs; a replica that drains is not among them."""
+        super().update_replicas(replicas)
+        self._tell()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A call found it dead before the controller did."""
+        super().on_replica_actor_died(replica_id)
+        self._tell()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Groups of replicas to try, the best first; Serve takes the least busy of a group."""
+        wanted = pending_request.kwargs.get("replica") if pending_request is not None else None
+        named = [r for r in candidate_replicas if r.replica_id.unique_id == wanted]
+        others = [r for r in candidate_replicas if r.replica_id.unique_id != wanted]
+        two = random.sample(others, min(2, len(others)))
+        return [group for group in (named, two) if group]
+
+    def _tell(self) -> None:
+        # Imported here: Serve sends this class by value, and the registry is each process's own.
+        from headrace_engine.serving.members import MEMBERS
+
+        MEMBERS.update(self._role, (each.unique_id for each in self.curr_replicas))
+
+
+def routed_as(role: str) -> RequestRouterConfig:
+    """The Serve option `request_router_config` that makes handles of a deployment choose so."""
+    return RequestRouterConfig(
+        request_router_class="headrace_engine.serving.request_router:NamedReplicaRouter",
+        request_router_kwargs={"role": role},
+    )

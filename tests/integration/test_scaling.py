@@ -1,0 +1,111 @@
+"""Two decode and two prefill replicas of a tiny model under 20 streams: replicas come and go, and
+no stream is lost; Serve's autoscaling follows the load that comes over the gateway's port.
+
+One app for the file; its tests run in order, each from where the one before left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.app import until
+from tests.support.load import Answer, Load
+from tests.support.served import MODEL, ServedApp, free_port, tiny_args
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
+
+STREAMS = 20
+TOKENS = 200
+SCALING = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 5,
+    "upscale_delay_s": 600.0,
+    "downscale_delay_s": 4.0,
+    "metrics_interval_s": 1.0,
+    "look_back_period_s": 2.0,
+}
+"""Of the decode replicas after the redeploy; nothing scales up until the last test wants it."""
+PROMPTS = [[(7 * n + i) % 1500 + 300 for i in range(100 + 60 * n)] for n in range(8)]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedApp]:
+    args = tiny_args(free_port())
+    # A redeploy must not wait for its own load to end.
+    args["headrace"]["drain_s"] = 60
+    with ServedApp(args) as app:
+        yield app
+
+
+def streams(served: ServedApp) -> Load:
+    return Load(served.url, PROMPTS, clients=STREAMS, max_tokens=TOKENS, model=MODEL)
+
+
+def assert_none_lost(answers: list[Answer]) -> None:
+    lost = [answer for answer in answers if not answer.whole or len(answer.tokens) != TOKENS]
+    assert not lost, f"{len(lost)} of {len(answers)} streams: {lost[:3]}"
+
+
+def ready(served: ServedApp) -> int:
+    return int(httpx.get(f"{served.url}/health").json()["replicas_ready"])
+
+
+def test_scaling_and_a_changed_option_lose_no_stream(served: ServedApp) -> None:
+    with streams(served) as load:
+        until(lambda: len(load.answers) >= STREAMS, 120, "streams run")
+        served.deploy({"decode": {"max_ongoing_requests": 50, "num_replicas": 1}})
+        until(lambda: ready(served) == 1, 20, "one replica is asked", served.status)
+        until(lambda: served.count("decode", "STOPPING") == 0, 90, "it has gone", served.status)
+        assert served.count("decode") == 1
+        served.deploy({"decode": {"num_replicas": 2}})
+        until(lambda: ready(served) == 2, 120, "two replicas are asked", served.status)
+        answered = len(load.answers)
+        until(lambda: len(load.answers) >= answered + STREAMS, 60, "streams go on")
+    assert_none_lost(load.stop())
+
+
+def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> None:
+    order = httpx.put(f"{served.url}/headrace/v1/router", json={"policy": "remote"})
+    assert order.json() == {"policy": "remote", "replicas": 2}
+    served.args["headrace"]["router"] = {"stall_weight": 1.5}
+    for role in ("prefill_config", "decode_config"):
+        served.args[role]["deployment_config"]["num_replicas"] = 1
+    served.args["decode_config"]["deployment_config"] |= {
+        "num_replicas": None,
+        "autoscaling_config": SCALING,
+    }
+    with streams(served) as load:
+        until(lambda: len(load.answers) >= STREAMS, 60, "streams run")
+        before = {each["replica_id"] for each in replicas(served)}
+        served.deploy(fresh=True)
+        until(lambda: served.status()["status"] == "DEPLOYING", 30, "the redeploy begins")
+        served.wait_running(240)
+        until(lambda: replicas(served) != [], 20, "replicas answer")
+        until(
+            lambda: not before & {each["replica_id"] for each in replicas(served)},
+            90,
+            "the old replicas have gone",
+        )
+        answered = len(load.answers)
+        until(lambda: len(load.answers) >= answered + STREAMS, 60, "streams go on")
+    assert_none_lost(load.stop())
+    policies = [each["router"]["policy"] for each in replicas(served) if each["role"] == "decode"]
+    assert policies and set(policies) == {"remote"}
+
+
+def test_autoscaling_follows_the_load_of_the_gateways_port(served: ServedApp) -> None:
+    until(lambda: served.count("decode") == 1, 60, "one replica without load", served.status)
+    served.deploy({"decode": {"autoscaling_config": {**SCALING, "upscale_delay_s": 1.0}}})
+    with streams(served) as load:
+        until(lambda: ready(served) == 2, 150, "a second one under load", served.status)
+    assert_none_lost(load.stop())
+    until(lambda: served.count("decode") == 1, 60, "one again after it", served.status)
+
+
+def replicas(served: ServedApp) -> list[dict[str, object]]:
+    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
+    return list(status["replicas"])

@@ -1,0 +1,227 @@
+"""An app on a Ray cluster of its own, deployed from Serve configs as `serve deploy` and KubeRay do.
+
+    with ServedApp(args) as app:
+        app.deploy(deployments={"decode": {"num_replicas": 1}})
+
+The cluster and its driver are one child process, which ends with its standard input:
+    python -m tests.support.served FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support import run
+from tests.support.app import until
+from tests.support.program import ROOT, say
+from tests.support.tiny import tiny_llama
+
+NAME = "served"
+MODEL = "tiny"
+START_S = 240.0
+
+
+def tiny_args(port: int) -> dict[str, Any]:
+    """What `headrace.app:build_app` takes, for two decode and two prefill replicas of a tiny
+    model; a gateway at this port."""
+    role = {
+        "model_loading_config": {"model_id": MODEL, "model_source": str(tiny_llama())},
+        "accelerator_config": {"kind": "cpu"},
+        "placement_group_config": {"bundles": [{"CPU": 0.1}]},
+        "deployment_config": {
+            "num_replicas": 2,
+            "ray_actor_options": {"num_cpus": 0},
+            "health_check_period_s": 2.0,
+        },
+        "runtime_env": {
+            "env_vars": {
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "TORCH_COMPILE_DISABLE": "1",
+                "PYTHONHASHSEED": "0",
+            }
+        },
+        "engine_kwargs": {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 2048,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 100_000_000,
+            "kv_transfer_config": {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": "recompute",
+            },
+        },
+    }
+    return {
+        "prefill_config": copy.deepcopy(role),
+        "decode_config": copy.deepcopy(role),
+        "headrace": {
+            "gateway": {"host": "127.0.0.1", "port": port},
+            "store": {"dram_gb": 0.1},
+        },
+    }
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServedApp:
+    """A running app, and the hand that changes its Serve config."""
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        self.args = args
+        self.url = f"http://127.0.0.1:{args['headrace']['gateway']['port']}"
+        self._deployments: dict[str, dict[str, Any]] = {}
+        self._folder = run.folder() / "served"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log = open(self._folder / "driver.log", "w+")  # noqa: SIM115
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.served", str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def __enter__(self) -> ServedApp:
+        try:
+            self.deploy()
+            self.wait_running(START_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._driver.stdin is not None
+        self._driver.stdin.close()
+        try:
+            self._driver.wait(60)
+        except subprocess.TimeoutExpired:
+            self._driver.kill()
+            self._driver.wait()
+        self._log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def deploy(
+        self, deployments: dict[str, dict[str, Any]] | None = None, *, fresh: bool = False
+    ) -> None:
+        """Hand Serve the config as it stands, with these options of deployments changed.
+
+        Args:
+            fresh: forget the options that were changed before.
+        """
+        if fresh:
+            self._deployments.clear()
+        for name, options in (deployments or {}).items():
+            self._deployments[name] = {**self._deployments.get(name, {}), **options}
+        self._order(
+            {
+                "import_path": "headrace.app:build_app",
+                "name": NAME,
+                "route_prefix": "/",
+                "args": self.args,
+                "deployments": [{"name": k, **v} for k, v in self._deployments.items()],
+            }
+        )
+
+    def status(self) -> dict[str, Any]:
+        """`status` and `message` of the app, and `states` (counts) of each deployment."""
+        return dict(self._order(None))
+
+    def count(self, deployment: str, state: str = "RUNNING") -> int:
+        """How many replicas of a deployment are in this state."""
+        found = self.status()["deployments"].get(deployment, {})
+        return int(found.get(state, 0))
+
+    def wait_running(self, limit_s: float) -> float:
+        """Until every deployment has what its config wants; the seconds that it took."""
+
+        def there() -> bool:
+            now = self.status()
+            if now["status"] == "DEPLOY_FAILED":
+                raise RuntimeError(f"the app did not start: {now['message']}{self.logs()}")
+            return bool(now["status"] == "RUNNING")
+
+        return until(there, limit_s, "the app runs", lambda: f"{self.status()}{self.logs()}")
+
+    def logs(self, lines: int = 25) -> str:
+        """The ends of the logs of replicas."""
+        out = []
+        for file in sorted(self._folder.glob("ray/session_2*/logs/serve/*.log")):
+            text = file.read_text("utf-8", errors="replace").splitlines()[-lines:]
+            out += [f"--- {file.name}", *text]
+        return "\n" + "\n".join(out)
+
+    def _order(self, config: dict[str, Any] | None) -> Any:
+        assert self._driver.stdin is not None and self._driver.stdout is not None
+        self._driver.stdin.write(json.dumps(config) + "\n")
+        self._driver.stdin.flush()
+        for line in self._driver.stdout:
+            if line.startswith('{"said"'):
+                return json.loads(line)["said"]
+        self._log.seek(0)
+        raise RuntimeError(f"the driver is gone: {self._log.read()[-3000:]}")
+
+
+def _main(folder: Path) -> None:
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    # Short: Ray's Unix sockets lie deep in it.
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        _temp_dir=str(folder / "ray"),
+        log_to_driver=False,
+        namespace="headrace",
+    )
+    serve.start(proxy_location="Disabled")
+    for line in sys.stdin:
+        config = json.loads(line)
+        if config is not None:
+            schema = ServeDeploySchema.model_validate({"applications": [config]})
+            _get_global_client().deploy_apps(schema)
+            say(None)
+            continue
+        app = serve.status().applications.get(NAME)
+        deployments = {} if app is None else app.deployments
+        say(
+            {
+                "status": "NOT_STARTED" if app is None else app.status.value,
+                "message": "" if app is None else app.message,
+                "deployments": {
+                    name: {str(getattr(k, "value", k)): v for k, v in each.replica_states.items()}
+                    for name, each in deployments.items()
+                },
+            }
+        )
+    with contextlib.suppress(Exception):
+        serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    _main(Path(sys.argv[1]))
+    os._exit(0)

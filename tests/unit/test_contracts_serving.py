@@ -1,0 +1,123 @@
+"""What replicas take from Ray Serve beyond its public interface is there, in the same shape.
+
+Each test names the file to mend when an upgrade moves what it pins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve._private import replica, request_router
+from ray.serve._private.autoscaling_state import DeploymentAutoscalingState
+from ray.serve._private.common import RUNNING_REQUESTS_KEY, DeploymentID, ReplicaID
+from ray.serve._private.config import DeploymentConfig
+from ray.serve.config import RequestRouterConfig
+from ray.serve.context import ReplicaContext
+from ray.serve.request_router import PendingRequest, RequestRouter
+
+from headrace_engine.serving._ray_compat import ongoing_requests
+from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
+
+SERVING = "engine/headrace_engine/serving/_ray_compat.py"
+ROUTER = "engine/headrace_engine/serving/request_router.py"
+DRAINING = "engine/headrace_engine/serving/draining.py"
+
+
+def test_a_replicas_own_statistics_override_serves_count_of_requests() -> None:
+    source = inspect.getsource(
+        replica.ReplicaMetricsManager._add_autoscaling_metrics_point_async  # type: ignore[attr-defined]
+    )
+    assert "metrics_dict.update(custom_metrics)" in source, f"mend {SERVING}"
+    assert ongoing_requests(3) == {RUNNING_REQUESTS_KEY: 3}
+    for kernel in ("_collect_replica_running_requests", "_replica_running_samples"):
+        source = inspect.getsource(getattr(DeploymentAutoscalingState, kernel))
+        assert "RUNNING_REQUESTS_KEY" in source, f"mend {SERVING}"
+
+
+def test_a_replicas_context_has_its_deployments_configuration() -> None:
+    names = {field.name for field in dataclasses.fields(ReplicaContext)}
+    assert "_deployment_config" in names, f"mend {SERVING}"
+    config = DeploymentConfig()
+    for name in (
+        "max_ongoing_requests",
+        "graceful_shutdown_timeout_s",
+        "graceful_shutdown_wait_loop_s",
+        "max_surge_percent",
+    ):
+        assert hasattr(config, name), f"mend {SERVING}"
+
+
+def test_a_changed_configuration_reaches_the_context() -> None:
+    source = inspect.getsource(replica.Replica.reconfigure)
+    assert "_deployment_config = deployment_config" in source, f"mend {SERVING}"
+    assert "_set_internal_replica_context" in source, f"mend {SERVING}"
+
+
+def test_a_replica_drains_calls_first_and_then_runs_its_destructor() -> None:
+    source = inspect.getsource(replica.Replica._perform_graceful_shutdown)
+    drained, destroyed = source.index("_drain_ongoing_requests"), source.index("self.shutdown()")
+    assert drained < destroyed, f"mend {DRAINING}"
+
+
+def router() -> Any:
+    made = object.__new__(NamedReplicaRouter)
+    return made
+
+
+class Running:
+    def __init__(self, name: str) -> None:
+        self.replica_id = ReplicaID(name, DeploymentID("prefill", "app"))
+
+
+def pending(**kwargs: Any) -> PendingRequest:
+    made = object.__new__(PendingRequest)
+    made.kwargs = kwargs
+    return made
+
+
+THREE = [Running("x"), Running("y"), Running("z")]
+
+
+async def chosen(*args: Any) -> list[list[str]]:
+    groups = await router().choose_replicas(*args)
+    return [[each.replica_id.unique_id for each in group] for group in groups]
+
+
+async def test_the_named_replica_is_tried_first_and_then_others() -> None:
+    named, others = await chosen(THREE, pending(replica="y"))
+    assert named == ["y"] and set(others) == {"x", "z"}
+
+
+@pytest.mark.parametrize("request_", [None, pending(), pending(replica=""), pending(replica="?")])
+async def test_a_call_that_names_none_or_one_that_is_gone_gets_any(request_: Any) -> None:
+    [any_two] = await chosen(THREE, request_)
+    assert len(set(any_two)) == 2
+
+
+async def test_a_replica_that_is_alone_is_the_only_choice() -> None:
+    assert await chosen(THREE[:1], pending(replica="x")) == [["x"]]
+    assert await chosen([], pending(replica="x")) == []
+
+
+def test_serve_can_send_the_router_to_every_process() -> None:
+    config = routed_as("prefill")
+    sent = RequestRouterConfig.from_serialized_request_router_cls(
+        config.model_dump(), config.get_serialized_request_router_cls()
+    )
+    loaded = sent.get_request_router_class()
+    assert issubclass(loaded, RequestRouter) and loaded.__name__ == "NamedReplicaRouter"
+    assert sent.request_router_kwargs == {"role": "prefill"}
+
+
+def test_a_choice_is_for_the_request_that_asked() -> None:
+    """A router that serves requests in order of arrival would give one the other's replica."""
+    source = inspect.getsource(
+        request_router.request_router.RequestRouter._fulfill_next_pending_request
+    )
+    assert "_get_pending_request_matching_internal_request_id" in source, f"mend {ROUTER}"
+    assert callable(RequestRouter.on_replica_actor_died), f"mend {ROUTER}"
+    assert hasattr(serve, "get_replica_context")

@@ -1,0 +1,103 @@
+"""What a decode replica does beside answering: probes, orders it was not told, its own count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import RUNNING_REQUESTS_KEY
+
+from headrace_decode.server import DecodeServer
+from headrace_engine.handoff import PrefillRequest
+from headrace_engine.serving.orders import Notes, Obedience
+
+
+class Call:
+    """Of a handle: answers, or fails."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.cancelled = 0
+
+    def __await__(self) -> Any:
+        yield from ()
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class Prefills:
+    """The handle of the prefill replicas."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.alive = self.prefill = SimpleNamespace(remote=self._remote)
+
+    def _remote(self, *args: Any, **kwargs: Any) -> Call:
+        self.asked.append((args, kwargs))
+        return Call(self.answer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "why"),
+    [
+        ("x", "x", None),
+        ("x", "y", "a probe found it gone"),
+        ("x", ConnectionError("no"), "a probe found it gone (ConnectionError)"),
+        ("", "y", None),
+    ],
+)
+async def test_a_probe_counts_only_if_the_replica_itself_answers(
+    asked: str, answer: Any, why: str | None
+) -> None:
+    server: Any = SimpleNamespace(_prefills=Prefills(answer))
+    assert await DecodeServer._probe(server, asked) == why
+    assert server._prefills.asked == [((), {"replica": asked})]
+
+
+async def test_a_prompt_is_sent_to_the_replica_that_the_plan_names() -> None:
+    server: Any = SimpleNamespace(_prefills=Prefills("done"))
+    request = PrefillRequest("r", b"", replica="y")
+    assert await DecodeServer._prefill(server, request) == "done"
+    assert server._prefills.asked == [((request,), {"replica": "y"})]
+
+
+async def test_orders_in_force_are_carried_out_once() -> None:
+    kept: dict[str, bytes] = {}
+    told: list[dict[str, Any]] = []
+
+    async def speculation(command: dict[str, Any]) -> None:
+        told.append(command)
+
+    server: Any = SimpleNamespace(
+        _notes=Notes("app", kept.get, kept.__setitem__),
+        _obedience=Obedience(),
+        _planner=SimpleNamespace(policy="cost"),
+        engine=SimpleNamespace(llm=SimpleNamespace(speculation=speculation)),
+    )
+    server._notes.give({"policy": "local", "mode": "off"}, 0.0)
+    for _ in range(2):
+        await DecodeServer._obey_notes(server)
+    assert (server._planner.policy, told) == ("local", [{"mode": "off"}])
+
+
+async def test_a_cluster_that_does_not_answer_changes_no_order() -> None:
+    def broken(key: str) -> bytes:
+        raise ConnectionError("no GCS")
+
+    server: Any = SimpleNamespace(
+        _notes=Notes("app", broken, lambda key, note: None), _obedience=Obedience()
+    )
+    await DecodeServer._obey_notes(server)
+
+
+async def test_serve_is_told_the_requests_of_the_own_port_and_nothing_where_there_is_none() -> None:
+    port = SimpleNamespace(count=7)
+    count = DecodeServer.record_autoscaling_stats
+    assert await count(SimpleNamespace(_port=port)) == {RUNNING_REQUESTS_KEY: 7}  # type: ignore[arg-type]
+    assert await count(SimpleNamespace(_port=None)) == {}  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""The gateway as a Serve deployment: what it asks of Serve, notes, and lets through."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from headrace.gateway import deployment
+from headrace.gateway.deployment import ServeBackend, ThroughServe
+
+
+class Response:
+    """A call that waits for a replica."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class Handle:
+    """Of a deployment with the replicas whose answers these are."""
+
+    def __init__(self, answers: list[dict[str, Any]]) -> None:
+        self.answers = answers
+        self.queued: list[Response] = []
+        self.told: list[tuple[Any, ...]] = []
+        self.headrace_replica = SimpleNamespace(remote=self._queue)
+
+    def _queue(self) -> Response:
+        self.queued.append(Response())
+        return self.queued[-1]
+
+    def broadcast(self, method: str, *args: Any) -> Any:
+        if not self.answers:
+            raise DeploymentUnavailableError(SimpleNamespace(name="decode"))
+        self.told.append((method, *args))
+
+        async def results(**_: Any) -> list[dict[str, Any]]:
+            return self.answers
+
+        return SimpleNamespace(results_async=results)
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The cluster's notes."""
+    kept: dict[str, bytes] = {}
+    context = SimpleNamespace(app_name="app")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(deployment, "read_note", kept.get)
+    monkeypatch.setattr(deployment, "write_note", kept.__setitem__)
+    return kept
+
+
+def backend(handle: Handle) -> ServeBackend:
+    return ServeBackend(handle, handle)  # type: ignore[arg-type]
+
+
+async def test_while_requests_wait_one_call_asks_serve_for_a_replica(notes: object) -> None:
+    handle = Handle([])
+    cluster = backend(handle)
+    cluster.wanted = lambda: True
+    for _ in range(3):
+        assert await cluster.replicas() == []
+    assert len(handle.queued) == 1
+
+
+async def test_nobody_asks_serve_for_a_replica_that_nobody_waits_for(notes: object) -> None:
+    handle = Handle([])
+    cluster = backend(handle)
+    await cluster.replicas()
+    assert handle.queued == []
+    cluster.wanted = lambda: True
+    await cluster.replicas()
+    cluster.wanted = lambda: False
+    await cluster.replicas()
+    assert [each.cancelled for each in handle.queued] == [1]
+
+
+async def test_a_replica_without_a_url_is_not_listed(notes: object) -> None:
+    told = [{"replica_id": "a", "url": "http://a", "token": "t"}, {"replica_id": "b", "url": None}]
+    [only] = await backend(Handle(told)).replicas()
+    assert (only.replica_id, only.token) == ("a", "t")
+
+
+async def test_an_order_is_kept_for_replicas_that_start_later(notes: dict[str, bytes]) -> None:
+    handle = Handle([{}])
+    assert await backend(handle).set_policy("local") == 1
+    assert handle.told == [("headrace_set_policy", "local")]
+    assert len(notes) == 1
+    await backend(handle).set_speculation({"mode": "off", "draft_cap": 3})
+    assert len(notes) == 3
+
+
+async def test_an_order_that_cannot_be_kept_reaches_the_replicas_that_are_there(
+    notes: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ConnectionError("no GCS")
+
+    monkeypatch.setattr(deployment, "read_note", broken)
+    handle = Handle([{}])
+    assert await backend(handle).set_policy("local") == 1
+
+
+async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
+    """Serve ends it before `__del__`, while streams on the gateway's own port go on."""
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    through = ThroughServe(app)
+    serves = uvicorn.Config(through)
+    serves.load()
+    assert serves.interface == "asgi3"
+    said = iter(["lifespan.startup", "lifespan.shutdown"])
+    sent: list[str] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": next(said)}
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    await through({"type": "lifespan"}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    await through({"type": "http"}, receive, send)
+    assert seen == ["http"]

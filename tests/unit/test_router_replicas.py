@@ -1,0 +1,147 @@
+"""Several prefill replicas: each has its own load, cache and breaker, and the cheapest is named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
+from headrace.router.sides import ANY
+from headrace_kvstore.supply import Supply
+from tests.support.clock import Clock
+
+BLOCK = 16
+
+
+def router(clock: Clock, replicas: Iterable[str] = ("x", "y"), seed: int = 0) -> Router:
+    made = Router(
+        RouterSettings(policy="remote"),
+        Geometry(BLOCK, 100, decode_blocks=1000, prefill_blocks=1000),
+        clock,
+        random.Random(seed),
+    )
+    made.prefill_members(set(replicas))
+    return made
+
+
+def plan(r: Router, request_id: str, first: int = 0, tokens: int = 100) -> Plan:
+    return r.plan(PlanRequest(request_id, range(first, first + tokens)))
+
+
+def done(r: Router, request_id: str, replica: str, cached: int = 0) -> None:
+    r.prefill_done(request_id, PrefillReport(0.5, 0.0, 0.4, cached, 100 - cached, replica))
+
+
+def test_until_replicas_are_known_ray_serve_chooses(clock: Clock) -> None:
+    r = Router(RouterSettings(policy="remote"), Geometry(BLOCK, 100, 9, 9), clock)
+    assert (plan(r, "a").kind, plan(r, "b").replica) == ("remote", ANY)
+
+
+def test_a_remote_plan_names_its_replica_and_a_local_one_none(clock: Clock) -> None:
+    r = router(clock)
+    assert plan(r, "a").replica in {"x", "y"}
+    assert r.plan(PlanRequest("b", range(9), local_only="logprobs")).replica == ""
+
+
+def test_work_under_way_makes_a_replica_dearer(clock: Clock) -> None:
+    r = router(clock)
+    first = plan(r, "a").replica
+    assert plan(r, "b", first=500).replica != first
+
+
+def test_a_cached_prefix_makes_a_replica_cheaper(clock: Clock) -> None:
+    r = router(clock)
+    first = plan(r, "a").replica
+    done(r, "a", first)
+    r.first_token("a", 1.0, 0)
+    again = plan(r, "b")
+    assert (again.replica, again.cached_prefill_tokens) == (first, 96)
+
+
+def test_decode_replicas_agree_on_the_replica_for_a_prefix(clock: Clock) -> None:
+    for first in range(0, 2000, 100):
+        assert len({plan(router(clock, seed=n), "a", first).replica for n in range(3)}) == 1
+    chosen = {plan(router(clock), "a", first).replica for first in range(0, 2000, 100)}
+    assert chosen == {"x", "y"}
+
+
+def test_a_failure_opens_the_breaker_of_the_replica_that_failed_only(clock: Clock) -> None:
+    r = router(clock)
+    failed = plan(r, "a").replica
+    [other] = {"x", "y"} - {failed}
+    assert r.remote_failed("a", "timed out").kind == "local"
+    assert r.sides.in_doubt(clock()) == [failed]
+    for n in range(5):
+        again = plan(r, f"b{n}", first=300 * n)
+        assert (again.kind, again.replica) == ("remote", other)
+
+
+def test_prompts_go_local_when_every_replica_has_failed(clock: Clock) -> None:
+    r = router(clock)
+    for name in ("a", "b"):
+        plan(r, name)
+        r.remote_failed(name, "timed out")
+    last = plan(r, "c")
+    assert last.kind == "local" and "timed out" in last.reasons[0]
+
+
+def test_a_replica_that_answers_probes_is_asked_again(clock: Clock) -> None:
+    r = router(clock, ["x"])
+    plan(r, "a")
+    r.remote_failed("a", "timed out")
+    assert plan(r, "b").kind == "local"
+    r.prefill_up("x")
+    assert plan(r, "c").replica == "x"
+
+
+def test_a_replica_that_is_gone_takes_its_state_with_it(clock: Clock) -> None:
+    r = router(clock, ["x"])
+    plan(r, "a")
+    r.remote_failed("a", "connection lost")
+    r.prefill_members({"y"})
+    assert plan(r, "b").replica == "y"
+    r.prefill_members({"x", "y"})
+    assert r.sides.in_doubt(clock()) == []
+
+
+def test_without_a_replica_prompts_go_local_and_the_plan_says_why(clock: Clock) -> None:
+    p = plan(router(clock, []), "a")
+    assert (p.kind, p.reasons[0]) == ("local", "no prefill replica runs")
+
+
+def test_what_is_under_way_at_a_replica_that_drains_ends_as_usual(clock: Clock) -> None:
+    r = router(clock, ["x"])
+    plan(r, "a")
+    side = r.sides["x"]
+    r.prefill_members({"y"})
+    done(r, "a", "x")
+    r.first_token("a", 1.0, 0)
+    r.finished("a")
+    assert side.load.waiting_requests == 0 and r.snapshot()["active"] == 0
+
+
+def test_the_verdict_is_on_the_replica_that_did_the_work(clock: Clock) -> None:
+    r = router(clock)
+    planned = plan(r, "a").replica
+    [other] = {"x", "y"} - {planned}
+    done(r, "a", other)
+    r.remote_failed("a", "no KV")
+    assert r.sides.in_doubt(clock()) == [other]
+
+
+def test_only_replicas_of_the_same_machine_load_from_its_store(clock: Clock) -> None:
+    r = router(clock)
+    for name, shares in (("x", True), ("y", False)):
+        r.prefill_done("?", PrefillReport(0.5, 0.0, 0.4, 0, 100, name, shares))
+    stored = [Supply("dram", 96)]
+    p = r.plan(PlanRequest("a", range(100), stored_decode=stored))
+    assert (p.replica, p.loaded_tokens) == ("x", 96)
+
+
+def test_a_plan_tells_how_many_tokens_its_engine_must_compute(clock: Clock) -> None:
+    r = router(clock, ["x"])
+    assert plan(r, "a").compute_tokens == 100
+    done(r, "a", "x")
+    r.first_token("a", 1.0, 0)
+    assert plan(r, "b").compute_tokens == 100 - 96
+    assert r.remote_failed("b", "timed out").compute_tokens == 100 - 96
