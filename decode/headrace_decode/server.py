@@ -44,7 +44,6 @@ from headrace_decode.warm import warm
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
-from headrace_engine.stall import LoopStall
 from headrace_engine.serving._ray_compat import (
     max_ongoing_requests,
     ongoing_requests,
@@ -56,6 +55,7 @@ from headrace_engine.serving.draining import grace_s
 from headrace_engine.serving.inflight import InFlight
 from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, Obedience
+from headrace_engine.stall import LoopStall
 from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.decode")
