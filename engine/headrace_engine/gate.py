@@ -6,10 +6,17 @@ if
 
     b m k <= a          k: prompts already being computed
 
-and otherwise waits for its turn, first come first served: prompts that fill a step by themselves
-go one after the other, which halves their mean time to first token against computing them together
-and takes no longer in all; tiny ones share steps. a / b is read off the engine's fitted step times
+and otherwise waits for its turn: prompts that fill a step by themselves go one after the other,
+which halves their mean time to first token against computing them together and takes no longer in
+all; tiny ones share steps. a / b is read off the engine's fitted step times
 (`StepTime.free_tokens`).
+
+The turn goes to whoever has the least
+
+    arrival + b m
+
+so a short prompt passes a long one, but only if it came within the time that the long one takes
+itself: no prompt waits for those that come later than that, however many they are.
 
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
@@ -20,7 +27,7 @@ until the first token. Pure asyncio.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,13 +41,15 @@ class _Turn:
     """A prompt's turn; `begins` is done when it begins."""
 
     tokens: int
+    due_s: float
+    """Arrival and own work; the least one is next."""
     begins: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
 class ComputeGate:
-    """Lets prompts into the engine, in order of arrival. Used from one event loop only.
+    """Lets prompts into the engine, one after the other. Used from one event loop only.
 
     Args:
         meter: tells the engine's steps, and has fitted what they take; without it each turn lasts
@@ -54,7 +63,7 @@ class ComputeGate:
             meter.watch(on_step=self._on_step)
         self._step_tokens = step_tokens
         self._computing: set[_Turn] = set()
-        self._waiting: deque[_Turn] = deque()
+        self._waiting: list[_Turn] = []
 
     @property
     def waiting(self) -> int:
@@ -67,8 +76,9 @@ class ComputeGate:
 
         The block submits the prompt and waits for its first token.
         """
-        turn = _Turn(tokens)
-        self._waiting.append(turn)
+        now_s = asyncio.get_running_loop().time()
+        turn = _Turn(tokens, now_s + self._step_time.added_s(tokens, 0))
+        insort(self._waiting, turn, key=lambda waiting: waiting.due_s)
         self._admit()
         try:
             await turn.begins
@@ -91,7 +101,7 @@ class ComputeGate:
 
     def _admit(self) -> None:
         while self._waiting and self._may_join(self._waiting[0].tokens):
-            turn = self._waiting.popleft()
+            turn = self._waiting.pop(0)
             if not turn.begins.done():  # else its request is gone
                 self._computing.add(turn)
                 turn.begins.set_result(None)

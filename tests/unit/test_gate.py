@@ -43,18 +43,47 @@ async def test_tiny_prompts_share_steps_as_far_as_it_pays() -> None:
     assert max(await order(fitted(0.05, 0.002), [10] * 4)) == 3
 
 
-async def test_nothing_overtakes_a_prompt_that_waits() -> None:
-    gate, done = fitted(0.05, 0.002), []
+async def finished(prompts: dict[str, int], apart_s: float = 0.0) -> list[str]:
+    """Names of prompts in the order in which they were done; they come `apart_s` seconds apart."""
+    gate, done = fitted(0.05, 0.002), list[str]()
 
     async def one(name: str, tokens: int) -> None:
         async with gate.turn(tokens):
             await asyncio.sleep(0.01)
             done.append(name)
 
-    await asyncio.gather(one("first", 600), one("second", 600), one("tiny", 1))
-    assert done[0] == "first"
-    assert set(done) == {"first", "second", "tiny"}
+    async with asyncio.TaskGroup() as group:
+        for name, tokens in prompts.items():
+            group.create_task(one(name, tokens))
+            await asyncio.sleep(apart_s)
     assert gate.waiting == 0
+    return done
+
+
+async def test_a_short_prompt_passes_a_long_one_that_waits() -> None:
+    assert await finished({"first": 600, "long": 3000, "short": 60}) == ["first", "short", "long"]
+
+
+async def test_prompts_of_one_length_keep_their_order() -> None:
+    names = [f"{number}" for number in range(5)]
+    assert await finished(dict.fromkeys(names, 600), apart_s=0.001) == names
+
+
+async def test_a_long_prompt_waits_for_none_that_comes_later_than_its_own_work_takes() -> None:
+    """It takes 20 ms; the short ones come every 5 ms, and each keeps the engine for 10."""
+    prompts = {"first": 600, "long": 10, **{f"short {n}": 9 for n in range(20)}}
+    gate, done = fitted(0.0001, 0.002), list[str]()
+
+    async def one(name: str, tokens: int) -> None:
+        async with gate.turn(tokens):
+            await asyncio.sleep(0.01)
+            done.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for name, tokens in prompts.items():
+            group.create_task(one(name, tokens))
+            await asyncio.sleep(0.005)
+    assert done.index("long") <= 3
 
 
 async def test_a_prompt_that_gives_up_leaves_its_place_to_the_next() -> None:
