@@ -172,6 +172,10 @@ class HangingMover(Mover):
         self.held.append(move)
         return move
 
+    def let_one_go(self) -> None:
+        """Do the one that waits longest."""
+        super()._start(self.held.pop(0))
+
     def let_go(self) -> None:
         """Do it all."""
         self.hangs = None
