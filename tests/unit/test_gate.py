@@ -43,9 +43,12 @@ async def test_tiny_prompts_share_steps_as_far_as_it_pays() -> None:
     assert max(await order(fitted(0.05, 0.002), [10] * 4)) == 3
 
 
-async def finished(prompts: dict[str, int], apart_s: float = 0.0) -> list[str]:
-    """Names of prompts in the order in which they were done; they come `apart_s` seconds apart."""
-    gate, done = fitted(0.05, 0.002), list[str]()
+async def finished(
+    prompts: dict[str, int], apart_s: float = 0.0, base_s: float = 0.05
+) -> list[str]:
+    """Names of prompts in the order in which they were done; they come `apart_s` seconds apart, and
+    each keeps the engine for 10 ms."""
+    gate, done = fitted(base_s, 0.002), list[str]()
 
     async def one(name: str, tokens: int) -> None:
         async with gate.turn(tokens):
@@ -70,19 +73,9 @@ async def test_prompts_of_one_length_keep_their_order() -> None:
 
 
 async def test_a_long_prompt_waits_for_none_that_comes_later_than_its_own_work_takes() -> None:
-    """It takes 20 ms; the short ones come every 5 ms, and each keeps the engine for 10."""
+    """It takes 20 ms; the short ones come every 5 ms."""
     prompts = {"first": 600, "long": 10, **{f"short {n}": 9 for n in range(20)}}
-    gate, done = fitted(0.0001, 0.002), list[str]()
-
-    async def one(name: str, tokens: int) -> None:
-        async with gate.turn(tokens):
-            await asyncio.sleep(0.01)
-            done.append(name)
-
-    async with asyncio.TaskGroup() as group:
-        for name, tokens in prompts.items():
-            group.create_task(one(name, tokens))
-            await asyncio.sleep(0.005)
+    done = await finished(prompts, apart_s=0.005, base_s=0.0001)
     assert done.index("long") <= 3
 
 
