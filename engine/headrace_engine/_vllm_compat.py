@@ -61,12 +61,11 @@ class MeterStatLogger(StatLoggerBase):
         held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
         if details is not None:
             if not details.is_dummy:
-                prompt, rows = details.num_ctx_tokens, details.num_generation_requests
+                rows = details.num_generation_requests
                 draft = details.num_generation_tokens - rows
-                attended = self._context.step(
-                    prompt, details.num_ctx_requests, rows, held, finished
-                )
-                meter.step(Step(prompt, rows, draft, *attended, details.elapsed_ms / 1e3))
+                prompt, prompts = details.num_ctx_tokens, details.num_ctx_requests
+                seconds = details.elapsed_ms / 1e3
+                self._step(prompt, prompts, rows, draft, held, finished, seconds)
         elif iteration_stats is not None:
             idle = not (stats.num_running_reqs + waiting)
             self._step_between_records(iteration_stats, finished, held, idle)
@@ -84,10 +83,30 @@ class MeterStatLogger(StatLoggerBase):
     ) -> None:
         now, prompt = time.monotonic(), finished.computed
         rows = max(0, stats.num_generation_tokens - finished.prompts)
-        attended = self._context.step(prompt, finished.prompts, rows, held, finished)
-        if self._last_step_at is not None and (prompt or rows):
-            self.meter.step(Step(prompt, rows, 0, *attended, now - self._last_step_at))
-        self._last_step_at = None if idle else now
+        began, self._last_step_at = self._last_step_at, None if idle else now
+        if began is not None and (prompt or rows):
+            self._step(prompt, finished.prompts, rows, 0, held, finished, now - began)
+
+    def _step(
+        self,
+        prompt: int,
+        prompts: int,
+        rows: int,
+        draft: int,
+        held: float,
+        finished: Finished,
+        seconds: float,
+    ) -> None:
+        """Book a step; arguments as `ContextEstimate.step`.
+
+        A prompt of which the step computes one token, since its KV was pulled or cached, is booked
+        as a row: it reads its KV for one token.
+        """
+        if prompt == prompts == finished.computed:
+            self.meter.prompt_tokens_total += prompt
+            prompt, rows, finished = 0, rows + prompts, Finished()
+        attended = self._context.step(prompt, prompts, rows, held, finished)
+        self.meter.step(Step(prompt, rows, draft, *attended, seconds))
 
     def log_engine_initialized(self) -> None:
         pass

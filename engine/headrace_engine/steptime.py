@@ -183,13 +183,16 @@ class StepTime:
         rows: int = 0,
         context: float = 0,
     ) -> float:
-        """Predicted seconds of the steps that compute prompts; 0 for no tokens.
+        """Predicted seconds of the steps that compute prompts; 0 for no tokens. A single token
+        reads its KV as a row does.
 
         Args:
             tokens, pairs: of all the prompts.
             step_tokens: the engine's token budget: more tokens take several steps.
             rows, context: what decodes in each of the steps.
         """
+        if tokens == 1:
+            return self.seconds(0, rows + 1, 0, context + pairs)
         full, rest = divmod(tokens, step_tokens)
         total_s = 0.0
         for steps, size in ((full, step_tokens), (1, rest)):

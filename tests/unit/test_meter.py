@@ -165,6 +165,24 @@ def test_a_detailed_step_is_taken_as_measured(logger: Any, steps: list[Step]) ->
     assert steps == [Step(64, 3, 5, 0.5 * 1600 - 64, 64 * 64 / 2, 0.0125)]
 
 
+def test_a_prompt_that_computes_one_token_is_a_row_of_the_step(
+    logger: Any, steps: list[Step], meter: EngineMeter
+) -> None:
+    """It reads its KV for one token. Booked as a prompt, 2,000 tokens whose KV was pulled made the
+    pairs of prompts look 20 times as dear, and a local prefill eight times."""
+    details = SimpleNamespace(
+        num_ctx_tokens=2,
+        num_ctx_requests=2,
+        num_generation_requests=3,
+        num_generation_tokens=3,
+        elapsed_ms=36.0,
+        is_dummy=False,
+    )
+    logger.record(scheduler_stats(iteration_details=details), iteration_stats(2, 5, first_tokens=2))
+    assert steps == [Step(0, 5, 0, 800.0, 0.0, 0.036)]
+    assert meter.prompt_tokens_total == 2
+
+
 def test_without_details_a_step_is_the_time_between_two_records(
     logger: Any, steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,7 +163,7 @@ def test_the_itl_target_is_nobodys_if_nothing_runs() -> None:
 def test_the_longest_local_step_is_one_full_chunk() -> None:
     steps = longest_steps(replace(IDLE, running=2), Costs(), RouterSettings(max_step_tokens=100))
     assert steps.local_s == Costs().decode_step.seconds(100, 2, 0, 0, pairs_of(900, 1000))
-    assert steps.remote_s == Costs().decode_step.seconds(1, 2, 0, 0, 1000)
+    assert steps.remote_s == Costs().decode_step.seconds(0, 3, 0, 1000)
 
 
 def test_stale_remote_models_are_measured_again_below_twice_the_local_price() -> None:
@@ -256,7 +256,7 @@ def test_what_the_store_supplies_costs_only_what_outlasts_the_computation() -> N
         SETTINGS,
     )
     step = Costs().decode_step
-    assert seen["local.load"] == pytest.approx(1.005 - step.seconds(1, 2, 0, 0, 1000))
+    assert seen["local.load"] == pytest.approx(1.005 - step.seconds(0, 3, 0, 1000))
     assert seen["local.stall"] == pytest.approx(2 * (1.005 - step.seconds(0, 2)))
 
 

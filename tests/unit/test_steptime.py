@@ -272,3 +272,9 @@ def test_people_are_shown_a_line() -> None:
     shown = decode(noise=0.02).summary()
     assert shown["base_s"] == pytest.approx(0.02, rel=0.2)
     assert shown["samples"] == 200
+
+
+def test_a_prompt_of_one_token_costs_what_a_row_does() -> None:
+    model = StepTime()
+    one = model.prefill_s(1, 2000, step_tokens=512, rows=3, context=500)
+    assert one == model.seconds(0, 4, 0, 2500)

@@ -12,10 +12,11 @@ what the streams that run on the decode engine lose meanwhile::
 store supplies, loaded layer by layer under the computation, each medium at its own speed,
 ``pull`` the wait for those that must come into DRAM first, ``r`` the running decodes,
 ``w`` the stall weight, ``T`` the engines' step times (a prompt above ``max_step_tokens`` takes
-several steps; what its tokens and the running decodes attend to counts, too), ``queue_d'`` what is
-left of the decode queue once the KV is there, ``share`` the part of its speed that the decode
-engine loses while the prefill engine computes (``sharing``). The local ``T_d(u_d, r)`` is stretched
-likewise for as long as the prefill engine has work.
+several steps; what its tokens and the running decodes attend to counts, too; a single token costs
+what a running decode does), ``queue_d'`` what is left of the decode queue once the KV is there,
+``share`` the part of its speed that the decode engine loses while the prefill engine computes
+(``sharing``). The local ``T_d(u_d, r)`` is stretched likewise for as long as the prefill engine has
+work.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def price(s: Situation, costs: Costs, settings: RouterSettings) -> dict[str, flo
     arrival = call + s.prefill_queue_s + s.pull_prefill_s + remote_compute + remote_load
     arrival += transfer + handoff
     decode_queue = max(0.0, s.decode_queue_s - arrival)
-    last_step = step.seconds(1, r, 0, s.running_context, s.pairs(1))
+    last_step = step.prefill_s(1, s.pairs(1), step_tokens=limit, rows=r, context=s.running_context)
     slowed = costs.shared.share * remote_compute
     remote_stall = stalled * (max(0.0, last_step - idle_step) + slowed)
     return {
@@ -126,13 +127,14 @@ class Steps:
 
 
 def longest_steps(s: Situation, costs: Costs, settings: RouterSettings) -> Steps:
-    tokens = min(s.uncached_decode_tokens, settings.max_step_tokens)
-    seconds, r, context = costs.decode_step.seconds, s.running, s.running_context
-    return Steps(
-        seconds(tokens, r, 0, context, s.pairs(tokens)),
-        seconds(1, r, 0, context, s.pairs(1)),
-        r,
-    )
+    limit = settings.max_step_tokens
+
+    def seconds(tokens: int) -> float:
+        return costs.decode_step.prefill_s(
+            tokens, s.pairs(tokens), step_tokens=limit, rows=s.running, context=s.running_context
+        )
+
+    return Steps(seconds(min(s.uncached_decode_tokens, limit)), seconds(1), s.running)
 
 
 @dataclass(frozen=True, slots=True)
