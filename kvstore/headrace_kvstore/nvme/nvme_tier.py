@@ -20,7 +20,6 @@ so syncing (`sync`) only saves a few hits.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import threading
@@ -47,6 +46,7 @@ from headrace_kvstore.nvme.record import (
 from headrace_kvstore.nvme.record_writer import Flight, make_segment, write_record
 from headrace_kvstore.nvme.scan import Scan, scan_folder, segment_path
 from headrace_kvstore.nvme.segment import BlockReader, Location, Read, SegmentFiles, Verify
+from headrace_kvstore.ownership import own
 from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
@@ -125,13 +125,13 @@ class NvmeTier:
         tier.events.extend(events)
         try:
             tier.folder.mkdir(parents=True, exist_ok=True)
-            tier._own()
+            tier._lock_fd = own(tier.folder / "lock")
             tier._find()
+        except BlockingIOError as error:
+            tier.close()
+            raise FolderBusy(f"another process owns {folder}") from error
         except OSError as error:
             tier._turn("off", f"cannot open {folder}: {error}")
-        except FolderBusy:
-            tier.close()
-            raise
         return tier
 
     # Looking
@@ -432,13 +432,6 @@ class NvmeTier:
                 segment.users -= 1
 
     # Beginning and end
-
-    def _own(self) -> None:
-        self._lock_fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FolderBusy(f"another process owns {self.folder}") from error
 
     def _find(self) -> None:
         self.scanned = scan_folder(self.folder, self.mover, self._files, self._catalog)

@@ -10,7 +10,6 @@ but never that of a living one.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from headrace_kvstore.ownership import own
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.membership import Membership
 
@@ -178,7 +178,10 @@ class NodeServer(FrameServer):
 
     def __init__(self, path: Path, handle: Handle, counts: Counter[str] | None = None) -> None:
         self.path = path
-        self._lock_fd = _own(path.with_suffix(".lock"), path)
+        try:
+            self._lock_fd = own(path.with_suffix(".lock"))
+        except BlockingIOError as error:
+            raise NodeRunning(f"another store node listens at {path}") from error
         try:
             super().__init__(
                 *(lambda s: _bind_private(s, path), wire.decode_request, handle, wire.SLOW),
@@ -197,22 +200,6 @@ class NodeServer(FrameServer):
         self.path.unlink(missing_ok=True)
         self.path.with_suffix(".lock").unlink(missing_ok=True)
         os.close(self._lock_fd)
-
-
-def _own(lock: Path, path: Path) -> int:
-    """Lock the file beside the socket; the descriptor keeps it."""
-    while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_ino == os.stat(lock).st_ino:
-                return fd
-        except BlockingIOError as error:
-            os.close(fd)
-            raise NodeRunning(f"another store node listens at {path}") from error
-        except FileNotFoundError:
-            pass  # its owner removed it while ending: make another
-        os.close(fd)
 
 
 def _bind_private(socket: zmq.Socket[bytes], path: Path) -> None:
