@@ -6,6 +6,8 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.config.filestamp import stamp_of
+
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
@@ -54,7 +56,7 @@ class TlsFiles:
 
     def stamp(self) -> tuple[object, ...]:
         """What changes when a file does."""
-        return tuple(_stamp(file) for file in (self.cert, self.key, self.client_ca) if file)
+        return tuple(stamp_of(file) for file in (self.cert, self.key, self.client_ca) if file)
 
 
 def _check_readable(file: Path) -> None:
@@ -71,11 +73,3 @@ def _no_password() -> str:
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "reason", None) or error)
-
-
-def _stamp(file: Path) -> tuple[int, ...] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

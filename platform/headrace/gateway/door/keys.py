@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headrace.config.filestamp import stamp_of
 from headrace.config.keyfile import KeyEntry, Role, hash_of, read_keys
 from headrace.gateway import errors
 
@@ -134,7 +135,7 @@ class Keys:
         self._next_look_s = now_s() + LOOK_EVERY_S
         entries = list(self._plain)
         if self._file is not None:
-            self._stamp = _stamp(self._file)
+            self._stamp = stamp_of(self._file)
             entries += read_keys(self._file).keys
         self._take(entries)
 
@@ -168,7 +169,7 @@ class Keys:
         if self._file is None or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + LOOK_EVERY_S
-        stamp = _stamp(self._file)
+        stamp = stamp_of(self._file)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -195,12 +196,3 @@ def _plain_entry(key: str) -> KeyEntry:
     hashed = hash_of(key.encode())
     name = f"key-{hashed[7:19]}"
     return KeyEntry(name=name, hash=hashed, tenant=name)
-
-
-def _stamp(file: Path) -> tuple[int, ...] | None:
-    """What changes when the file does; None if it is gone."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
