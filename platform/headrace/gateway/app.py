@@ -44,7 +44,6 @@ from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.relay import Call, Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
-from headrace.gateway.route_table import RouteTable
 from headrace.gateway.upstream import Upstream
 from headrace_decode.routes import Route
 from headrace_decode.tenants import ALL_ALIKE, Tenants
@@ -299,7 +298,7 @@ class GatewayApp:
         assert self._parts is not None
         pool, route = self._parts[0], call.route
         if route is None and pool.routes:
-            raise _nothing_offered(pool.routes, asked)
+            raise pool.routes.refusal(asked.path, call.method)
         with self._place():
             if call.method == "POST" and (route is None or route.takes_json):
                 await self._take_body(asked)
@@ -339,7 +338,7 @@ class GatewayApp:
         call.waited_s += perf_counter() - began
         call.route = table.at(asked.path).get(call.method)
         if call.route is None:
-            raise _nothing_offered(table, asked)
+            raise table.refusal(asked.path, call.method)
         return call.route
 
     async def _model(self, asked: Asked) -> None:
@@ -376,21 +375,20 @@ class GatewayApp:
 
     async def _memory(self, asked: Asked) -> None:
         """Corpora of the drafting memories."""
-        call, limit_s = asked.call, self.options.request_timeout_s
+        call = asked.call
         self._check_admin(asked)
         corpus = asked.path[len(MEMORY) + 1 :]
         allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
         if call.method not in allowed:
             raise errors.method_not_allowed(call.method, allowed)
-        if call.method == "PUT":
-            wanted = await self._json(asked, self.options.max_body_bytes)
-            asked.interrupts.set_deadline(limit_s, _TIME_UP)
+        puts = call.method == "PUT"
+        wanted = await self._json(asked, self.options.max_body_bytes) if puts else {}
+        asked.interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
+        if puts:
             answer = await self._corpora.load(corpus, wanted)
         elif call.method == "DELETE":
-            asked.interrupts.set_deadline(limit_s, _TIME_UP)
             answer = await self._corpora.drop(corpus, tenant_of(call.target))
         else:
-            asked.interrupts.set_deadline(limit_s, _TIME_UP)
             answer = await self._corpora.listing()
         await _answer(call, asked.send, 200, msgspec.json.encode(answer), JSON_TYPE)
 
@@ -467,14 +465,6 @@ class GatewayApp:
             "bytes": call.sent_bytes,
         }
         logger.log(level, "%s %s %d", call.method, path, call.status, extra=fields)
-
-
-def _nothing_offered(table: RouteTable, asked: Asked) -> ApiError:
-    """404 or 405: no replica offers what is asked."""
-    methods = sorted(table.at(asked.path))
-    if methods:
-        return errors.method_not_allowed(asked.call.method, methods)
-    return errors.not_found(asked.path)
 
 
 def _cors(

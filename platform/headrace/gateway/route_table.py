@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from headrace.gateway import errors
 from headrace_decode.routes import Route
 
 _VALUE = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
@@ -46,6 +47,12 @@ class RouteTable:
                 (by for pattern, by in self._patterns if pattern.fullmatch(path)), _NOTHING
             )
         return found
+
+    def refusal(self, path: str, method: str) -> errors.ApiError:
+        """Why no replica takes such a request: 405 if it takes other methods at the path, else
+        404."""
+        methods = sorted(self.at(path))
+        return errors.method_not_allowed(method, methods) if methods else errors.not_found(path)
 
 
 def _pattern(path: str) -> str:
