@@ -23,7 +23,6 @@ import json
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -49,10 +48,10 @@ from benchmarks.hostile.attacks import (
     wrong_answer,
 )
 from benchmarks.hostile.neighbour import Neighbour, percentile
+from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
 
-START_TIMEOUT_S = 480
 SETTLE_S, QUIET_S = 65.0, 60.0
 """A gauge of stalls remembers a minute: what starting cost has to be forgotten first."""
 AT_ONCE = 4
@@ -291,13 +290,13 @@ def running(model: str, settings: list[str]) -> Iterator[Target]:
     }
     options = [part for k, v in chosen.items() for part in ("--set", f"{k}={v}")]
     try:
-        _headrace("up", "--detach", "--name", name, *options)
+        headrace("up", "--detach", "--name", name, *options)
         instance = state.load(name)
         if instance is None:
             raise RuntimeError("headrace up left no state file")
         yield Target(instance.endpoint, instance.model, keys)
     finally:
-        _headrace("down", "--name", name, check=False)
+        headrace("down", "--name", name, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -313,20 +312,6 @@ def _keyfile(keys: dict[str, str]) -> KeyFile:
             for who, key in keys.items()
         ]
     )
-
-
-def _headrace(*arguments: str, check: bool = True) -> None:
-    """Run the CLI. Raises RuntimeError with its last words if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace.cli", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
-    if check and done.returncode != 0:
-        raise RuntimeError(done.stdout.decode(errors="replace")[-2000:])
 
 
 if __name__ == "__main__":

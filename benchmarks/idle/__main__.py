@@ -18,7 +18,6 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +27,10 @@ from typing import Any
 import httpx
 
 from benchmarks.idle.cpu import RAY, busiest, by_part, look
+from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
 from headrace.cli import state
 
-START_TIMEOUT_S = 480.0
 SETTLE_S, SECONDS = 30.0, 60.0
 THREADS_SHOWN = 12
 TARGET_APP_CORES = 0.10
@@ -57,7 +56,7 @@ def main() -> int:
     try:
         settings = ["gateway.port=0", f"model.source={json.dumps(model)}", *args.set]
         options = [part for setting in settings for part in ("--set", setting)]
-        _headrace("up", "--detach", "--name", name, *options)
+        headrace("up", "--detach", "--name", name, *options)
         instance = state.load(name)
         if instance is None:
             raise RuntimeError("headrace up left no state file")
@@ -71,7 +70,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     finally:
-        _headrace("down", "--name", name, check=False)
+        headrace("down", "--name", name, check=False)
         shutil.rmtree(folder, ignore_errors=True)
     parts = by_part(first, last)
     threads = busiest(first, last, THREADS_SHOWN)
@@ -105,21 +104,6 @@ def _table(figures: dict[str, float], parts: dict[str, float], about: dict[str, 
     lines += [f"| {part} | {parts[part]:.4f} |" for part in sorted(parts, key=lambda p: -parts[p])]
     lines += [f"| `{key}` | {value:.4f} |" for key, value in figures.items()]
     return "\n".join([*lines, f"\n`idle.app_cores` should be at most {TARGET_APP_CORES:.2f}.\n"])
-
-
-def _headrace(*arguments: str, check: bool = True) -> None:
-    """Run the CLI. Raises RuntimeError with its last words if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "headrace.cli", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
-    if check and done.returncode != 0:
-        text = done.stdout.decode("utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"headrace {arguments[0]} ended with {done.returncode}: {text}")
 
 
 def _connect_engines(endpoint: str, model: str) -> None:
