@@ -102,7 +102,7 @@ def serve(kind: str, target: str, pipe: Connection) -> None:
         app: Any = fake_replica
         if kind == "gateway":
             app = build_gateway_app(
-                GatewayOptions(), OneReplica(target), "token", "model", metrics=OwnTimes()
+                GatewayOptions(), OneReplica(target), "model", metrics=OwnTimes()
             )
         server: Server = await serve_gateway(app, "127.0.0.1", 0)
         pipe.send(server.port)

@@ -97,7 +97,7 @@ async def _main(model: str) -> None:
             raise NotImplementedError(name)
 
     options = GatewayOptions(allowed_origins=("*",))
-    app = build_gateway_app(options, OneReplica(), "token", NAME)
+    app = build_gateway_app(options, OneReplica(), NAME)
     gateway = await serve_gateway(app, "127.0.0.1", 0)
     say([plain_server.port, gateway.port])
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs there, and nobody reads it now

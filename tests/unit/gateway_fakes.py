@@ -60,7 +60,7 @@ class FakeReplica:
     @property
     def info(self) -> ReplicaInfo:
         url = f"http://127.0.0.1:{self.port}"
-        return ReplicaInfo(self.replica_id, url, 0, self.waiting, routes=self.routes)
+        return ReplicaInfo(self.replica_id, url, 0, self.waiting, routes=self.routes, token=TOKEN)
 
     async def start(self, port: int = 0) -> FakeReplica:
         app = web.Application(client_max_size=2**26)
@@ -163,9 +163,7 @@ async def gateway_over(
     cluster = FakeCluster()
     for number, handler in enumerate(handlers, 1):
         cluster.members.append(await FakeReplica(handler, f"decode-{number}").start())
-    app = build_gateway_app(
-        GatewayOptions(**options), backend or cluster, TOKEN, MODEL, metrics=metrics
-    )
+    app = build_gateway_app(GatewayOptions(**options), backend or cluster, MODEL, metrics=metrics)
     gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls)
     url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway.port}"
     connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None
@@ -183,7 +181,7 @@ async def asked_from_elsewhere(
     cluster: FakeCluster, method: str, path: str, body: bytes
 ) -> dict[str, Any]:
     """How a gateway begins its answer to a JSON body from another machine, as ASGI says it."""
-    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+    app = build_gateway_app(GatewayOptions(), cluster, MODEL)
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from headrace_decode.corpora import CorpusLoader
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.retrieval.corpus_loads import Corpora
 from headrace_decode.speculation.retrieval.draft_memory import Memory, Settings
-from tests.unit.gateway_fakes import MODEL, TOKEN, FakeCluster
+from tests.unit.gateway_fakes import MODEL, FakeCluster
 
 
 class Cluster(FakeCluster):
@@ -64,7 +64,7 @@ class Endpoint:
         """Have another cluster behind it."""
         self.stop()
         self.cluster = cluster
-        app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+        app = build_gateway_app(GatewayOptions(), cluster, MODEL)
         serving = asyncio.run_coroutine_threadsafe(serve_gateway(app, "127.0.0.1", 0), self._loop)
         self._server = serving.result(30)
         self.instance.endpoint = f"http://127.0.0.1:{self._server.port}"

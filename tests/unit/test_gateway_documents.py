@@ -19,7 +19,6 @@ from tests.unit.gateway_fakes import (
     CHAT,
     MODEL,
     PROMPT,
-    TOKEN,
     FakeCluster,
     FakeReplica,
     answer,
@@ -273,7 +272,7 @@ def _references(node: Any) -> list[str]:
 
 async def test_it_works_below_a_root_path() -> None:
     async with gateway_over(answer) as bench:
-        app = build_gateway_app(GatewayOptions(), bench.cluster, TOKEN, MODEL)
+        app = build_gateway_app(GatewayOptions(), bench.cluster, MODEL)
         sent: list[Any] = []
 
         async def mounted(scope: Any, receive: Any, send: Any) -> None:
@@ -291,7 +290,7 @@ async def test_it_works_below_a_root_path() -> None:
 
 async def test_it_starts_without_lifespan_events() -> None:
     cluster = FakeCluster([await FakeReplica(answer).start()])
-    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+    app = build_gateway_app(GatewayOptions(), cluster, MODEL)
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -328,7 +327,7 @@ async def test_a_taken_port_is_one_clear_line() -> None:
 
 async def test_gateways_may_share_a_port() -> None:
     cluster = FakeCluster()
-    app = build_gateway_app(GatewayOptions(), cluster, TOKEN, MODEL)
+    app = build_gateway_app(GatewayOptions(), cluster, MODEL)
     first = await serve_gateway(app, "127.0.0.1", 0, reuse_port=True)
     second = await serve_gateway(app, "127.0.0.1", first.port, reuse_port=True)
     assert first.port == second.port

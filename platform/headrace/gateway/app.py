@@ -62,7 +62,6 @@ _TIME_UP = "time up"
 def build_gateway_app(
     settings: object,
     backend: Backend,
-    internal_token: str,
     model_id: str,
     metrics: GatewayMetrics | None = None,
     tenants: Tenants = ALL_ALIKE,
@@ -72,7 +71,6 @@ def build_gateway_app(
     Args:
         settings: the `gateway` section of the configuration; see `GatewayOptions`.
         backend: the cluster.
-        internal_token: sent to replicas as `x-headrace-internal`.
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: where to report.
         tenants: which are drafted for.
@@ -81,7 +79,7 @@ def build_gateway_app(
         ValueError: the key file cannot be used.
     """
     options = GatewayOptions.of(settings)
-    return GatewayApp(options, backend, internal_token, model_id, metrics or NoMetrics(), tenants)
+    return GatewayApp(options, backend, model_id, metrics or NoMetrics(), tenants)
 
 
 @dataclass(slots=True)
@@ -118,7 +116,6 @@ class GatewayApp:
         self,
         options: GatewayOptions,
         backend: Backend,
-        internal_token: str,
         model_id: str,
         metrics: GatewayMetrics,
         tenants: Tenants,
@@ -126,7 +123,6 @@ class GatewayApp:
         self.options = options
         self._tenants = tenants
         self._backend = backend
-        self._internal_token = internal_token
         self._metrics = metrics
         self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
         self._corpora = MemoryAdmin(backend, keys_on=bool(self._keys))
@@ -162,7 +158,7 @@ class GatewayApp:
         if self._parts is None:
             pool = ReplicaPool(self._backend)
             upstream = Upstream(self.options.connect_timeout_s)
-            relay = Relay(pool, upstream, self.options, self._internal_token)
+            relay = Relay(pool, upstream, self.options)
             self._parts = pool, upstream, relay
             self._traced = tracing.tracing_is_configured()
             pool.start()

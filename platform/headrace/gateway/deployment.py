@@ -211,7 +211,6 @@ class GatewayServer:
         self._app = build_gateway_app(
             settings,
             backend,
-            "",
             model_id,
             metrics=RayGatewayMetrics(),
             tenants=tenants,

@@ -149,17 +149,12 @@ class Relay:
         pool: the replicas.
         upstream: the connections to them.
         options: limits.
-        internal_token: proves to a replica that the request comes from a gateway; for replicas that
-            tell no token of their own.
     """
 
-    def __init__(
-        self, pool: ReplicaPool, upstream: Upstream, options: GatewayOptions, internal_token: str
-    ) -> None:
+    def __init__(self, pool: ReplicaPool, upstream: Upstream, options: GatewayOptions) -> None:
         self._pool = pool
         self._upstream = upstream
         self._queue_timeout_s = options.queue_timeout_s
-        self._internal_token = internal_token
 
     async def run(self, call: Call, send: Send) -> None:
         """Get an answer and copy it to the client.
@@ -233,7 +228,7 @@ class Relay:
         url = lease.replica.url
         if call.own_s is None:
             call.own_s = perf_counter() - call.started - call.waited_s
-        headers = call.headers + self._proof(lease.replica)
+        headers = call.headers + _proof(lease.replica)
         if call.tenant is not None:
             headers.append((TENANT_HEADER, call.tenant.encode()))
         reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
@@ -283,15 +278,11 @@ class Relay:
         call.sent_bytes += len(tail)
         await send({"type": "http.response.body", "body": tail})
 
-    def _proof(self, replica: ReplicaInfo) -> Headers:
-        """The header by which a replica knows a gateway."""
-        return [(b"x-headrace-internal", (replica.token or self._internal_token).encode())]
-
     async def _is_healthy(self, replica: ReplicaInfo) -> bool:
         """Whether the replica's own health check passes."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                proof = self._proof(replica)
+                proof = _proof(replica)
                 reply = await self._upstream.send(replica.url, "GET", "/health", proof, b"")
                 try:
                     while await reply.read_some():
@@ -301,6 +292,11 @@ class Relay:
         except (ReplicaLost, TimeoutError):
             return False
         return reply.status == 200
+
+
+def _proof(replica: ReplicaInfo) -> Headers:
+    """The header by which a replica knows a gateway."""
+    return [(b"x-headrace-internal", replica.token.encode())]
 
 
 def _is_event_stream(headers: Headers) -> bool:
