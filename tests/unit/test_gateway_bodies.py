@@ -51,6 +51,75 @@ def test_what_is_released_can_be_held_again() -> None:
     assert budget.held_bytes == 100
 
 
+def held(budget: BodyBudget, tenant: str, size: int = 1) -> int:
+    """Bytes that a tenant can hold in bodies of this size."""
+    count = 0
+    with pytest.raises(errors.ApiError) as refused:
+        while True:
+            budget.hold(tenant).add(size)
+            count += size
+    assert refused.value.status == 429
+    return count
+
+
+def test_tenants_that_take_all_they_can_leave_as_much_as_each_has_for_the_next_one() -> None:
+    budget = BodyBudget(1200)
+    assert held(budget, "first") == 600
+    assert held(budget, "second") == 300
+    assert held(budget, "third") == 150
+    assert budget.held_bytes == 1050
+
+
+def test_tenants_that_take_by_turns_get_equal_parts() -> None:
+    budget = BodyBudget(1200)
+    parts = [budget.hold(name) for name in ("first", "second")]
+    for _ in range(400):
+        for part in parts:
+            part.add(1)
+    for part in parts:
+        with pytest.raises(errors.ApiError):
+            part.add(1)
+
+
+def test_what_a_tenant_gives_back_it_can_take_again() -> None:
+    budget = BodyBudget(100)
+    one, other = budget.hold("a"), budget.hold("a")
+    one.add(50)
+    with pytest.raises(errors.ApiError, match="hold 50 bytes"):
+        other.add(1)
+    assert other.size == 0
+    one.release()
+    one.release()
+    other.add(50)
+    other.release()
+    assert not budget.held_bytes and not budget._of_tenant
+
+
+def test_without_tenants_the_budget_can_be_filled() -> None:
+    BodyBudget(100).hold().add(100)
+
+
+async def test_a_tenant_that_fills_its_share_leaves_room_for_another() -> None:
+    keys = {name: {"authorization": f"Bearer {name}"} for name in ("greedy", "other")}
+    async with gateway_over(
+        stall, api_keys=tuple(keys), body_budget_bytes=200_000, max_body_bytes=100_000
+    ) as bench:
+
+        def ask(name: str) -> Any:
+            return bench.client.post(CHAT, json=LARGE, headers=keys[name])
+
+        first = asyncio.create_task(ask("greedy").__aenter__())
+        await soon(lambda: len(bench.replica.seen) == 1)
+        async with ask("greedy") as refused:
+            assert refused.status == 429
+            assert "kept for others" in (await refused.json())["error"]["message"]
+        second = asyncio.create_task(ask("other").__aenter__())
+        await soon(lambda: len(bench.replica.seen) == 2)
+        for task in (first, second):
+            task.cancel()
+        await soon(lambda: app()._bodies.held_bytes == 0)
+
+
 async def test_a_body_for_which_there_is_no_room_is_429_with_retry_after() -> None:
     async with gateway_over(stall, body_budget_bytes=100_000, max_body_bytes=100_000) as bench:
         first = asyncio.create_task(bench.client.post(CHAT, json=LARGE).__aenter__())

@@ -71,7 +71,8 @@ class GatewaySettings(Section):
         default=1_000_000_000,
         ge=1_000,
         description="Maximum bytes that the request bodies in a gateway hold at once; a request "
-        "for which there is no room is answered 429 with `Retry-After`. At least `max_body_bytes`.",
+        "for which there is no room is answered 429 with `Retry-After`. A tenant's hold at most as "
+        "many as are still free. At least twice `max_body_bytes`.",
     )
     tls_cert_file: str | None = Field(
         default=None,
@@ -180,10 +181,11 @@ class GatewaySettings(Section):
 
     @model_validator(mode="after")
     def _one_body_fits(self) -> GatewaySettings:
-        if self.body_budget_bytes < self.max_body_bytes:
+        if self.body_budget_bytes < 2 * self.max_body_bytes:
             raise ValueError(
                 f"body_budget_bytes: is {self.body_budget_bytes}, but one body may have "
-                f"{self.max_body_bytes} (max_body_bytes); set at least that"
+                f"{self.max_body_bytes} (max_body_bytes), and a tenant may hold half of it; set at "
+                "least twice that"
             )
         return self
 

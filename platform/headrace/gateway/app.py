@@ -319,7 +319,7 @@ class GatewayApp:
         options, call = self.options, asked.call
         self._check_body(asked, options.max_body_bytes)
         began = perf_counter()
-        call.held = self._bodies.hold()
+        call.held = self._bodies.hold(call.tenant)
         call.body = await limits.read_body(asked.receive, options.max_body_bytes, call.held)
         call.waited_s += perf_counter() - began
 
@@ -424,7 +424,7 @@ class GatewayApp:
     async def _json(self, asked: Asked, most_bytes: int) -> Mapping[str, Any]:
         """The request's body, an object."""
         self._check_body(asked, most_bytes)
-        asked.call.held = held = self._bodies.hold()
+        asked.call.held = held = self._bodies.hold(asked.call.tenant)
         return limits.parse_object(await limits.read_body(asked.receive, most_bytes, held))
 
     def _answer_in_time(self, asked: Asked) -> None:

@@ -140,7 +140,8 @@ class GatewayOptions:
         admin_key_hash: hash of one more key, with the role admin.
         trusted_proxies: addresses whose X-Forwarded-For is believed.
         max_body_bytes: a longer request body is refused with 413.
-        body_budget_bytes: held by all request bodies at once; more are refused with 429.
+        body_budget_bytes: held by all request bodies at once; more are refused with 429. A tenant's
+            hold at most as many as are free.
         tls_cert_file, tls_key_file: serve HTTPS with these; plain HTTP without.
         tls_client_ca_file: clients must show a certificate of one of these authorities.
         request_timeout_s: limit for the whole request, body and answer included.

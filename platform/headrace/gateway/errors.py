@@ -170,10 +170,21 @@ def too_many_requests(limit: int) -> ApiError:
 
 def bodies_full(limit_bytes: int) -> ApiError:
     """429: the request bodies that are held take all the room there is for them."""
+    return _no_room(f"The request bodies in progress hold {limit_bytes} bytes, which is the limit.")
+
+
+def tenants_bodies_full(held_bytes: int) -> ApiError:
+    """429: what is still free for request bodies is kept for other tenants."""
+    return _no_room(
+        f"Your request bodies in progress hold {held_bytes} bytes. What is left of the room for "
+        "request bodies is kept for others."
+    )
+
+
+def _no_room(why: str) -> ApiError:
     return ApiError(
         429,
-        f"The request bodies in progress hold {limit_bytes} bytes, which is the limit. Try again "
-        "shortly.",
+        f"{why} Try again shortly.",
         kind="rate_limit_error",
         code="bodies_too_large",
         headers=[(b"retry-after", b"1"), (b"connection", b"close")],
