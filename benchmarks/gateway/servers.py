@@ -1,4 +1,4 @@
-"""The two server processes of this benchmark: a fake replica, and a gateway before it."""
+"""The server processes of this benchmark: a fake replica, and gateways before it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import contextlib
 import json
 import multiprocessing as mp
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
 
+from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
+from headrace.config.tlsfiles import TlsFiles
 from headrace.gateway import (
     GatewayOptions,
     ReplicaInfo,
@@ -22,6 +26,7 @@ from headrace.gateway import (
 )
 from headrace.gateway.backend import NoMetrics
 from headrace_decode.routes import Route
+from tests.support.certificates import Authority
 
 TOKEN_GAP_S = 0.02
 EVENT = (
@@ -95,16 +100,49 @@ class OwnTimes(NoMetrics):
         self.seconds.append(seconds)
 
 
-def serve(kind: str, target: str, pipe: Connection) -> None:
-    """A process: the replica or the gateway. It tells its port and lives until the pipe closes."""
+@dataclass(frozen=True)
+class Door:
+    """What a gateway asks of its clients.
+
+    Attributes:
+        keys_file: its API keys.
+        tls: its certificate and key.
+        key: one of the API keys.
+        authority: certificate of the authority that vouches for its own.
+    """
+
+    keys_file: str | None = None
+    tls: TlsFiles | None = None
+    key: str = ""
+    authority: str = ""
+
+
+OPEN = Door()
+
+
+def closed(folder: Path) -> Door:
+    """Keys and TLS, with files made in `folder`; a hundred keys of as many tenants."""
+    authority, keys = Authority(folder), [new_key() for _ in range(100)]
+    entries = [
+        KeyEntry(name=f"key-{number}", hash=hash_of(key.encode()), tenant=f"tenant-{number}")
+        for number, key in enumerate(keys)
+    ]
+    file = folder / "keys.yaml"
+    write_keys(file, KeyFile(keys=entries))
+    files = TlsFiles(*authority.issue("server"))
+    return Door(str(file), files, keys[50], str(authority.file))
+
+
+def serve(target: str, door: Door, pipe: Connection) -> None:
+    """A process: a gateway before `target`, or the replica where there is none. It tells its port
+    and lives until the pipe closes."""
 
     async def run() -> None:
         app: Any = fake_replica
-        if kind == "gateway":
-            app = build_gateway_app(
-                GatewayOptions(), OneReplica(target), "model", metrics=OwnTimes()
-            )
-        server: Server = await serve_gateway(app, "127.0.0.1", 0)
+        if target:
+            options = GatewayOptions(api_keys_file=door.keys_file)
+            app = build_gateway_app(options, OneReplica(target), "model", metrics=OwnTimes())
+        server: Server = await serve_gateway(app, "127.0.0.1", 0, tls=door.tls)
         pipe.send(server.port)
         with contextlib.suppress(EOFError):
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
@@ -113,15 +151,25 @@ def serve(kind: str, target: str, pipe: Connection) -> None:
     uvloop.run(run())
 
 
+@dataclass(frozen=True)
+class Running:
+    """A server process: where it is, itself for its CPU times, what it asks of its clients."""
+
+    url: str
+    process: psutil.Process
+    door: Door = OPEN
+
+
 @contextlib.contextmanager
-def process(kind: str, target: str = "") -> Iterator[tuple[str, psutil.Process]]:
-    """A running server process: its URL, and itself for its CPU times."""
+def process(target: str = "", door: Door = OPEN) -> Iterator[Running]:
+    """A running server process; see `serve`."""
     ours, theirs = mp.Pipe()
-    child = mp.get_context("spawn").Process(target=serve, args=(kind, target, theirs))
+    child = mp.get_context("spawn").Process(target=serve, args=(target, door, theirs))
     child.start()
     theirs.close()
     try:
-        yield f"http://127.0.0.1:{ours.recv()}", psutil.Process(child.pid)
+        scheme = "https" if door.tls else "http"
+        yield Running(f"{scheme}://127.0.0.1:{ours.recv()}", psutil.Process(child.pid), door)
     finally:
         with contextlib.suppress(OSError):
             ours.send(None)

@@ -23,10 +23,8 @@ VERSIONS = {
 }
 
 
-def environment(model: str) -> dict[str, Any]:
-    """JSON-able facts; `engine` holds the settings that all arms share."""
-    engine = dict(to_app_args(settings(model, 0))["decode_config"]["engine_kwargs"])
-    engine.pop("kv_transfer_config", None)
+def machine() -> dict[str, Any]:
+    """JSON-able facts that do not depend on a model."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu_model(),
@@ -35,9 +33,14 @@ def environment(model: str) -> dict[str, Any]:
         "load_average_at_start": os.getloadavg()[0],
         "versions": {name: _version(*names) for name, names in VERSIONS.items()},
         "commit": _commit(),
-        "model": Path(model).name,
-        "engine": engine,
     }
+
+
+def environment(model: str) -> dict[str, Any]:
+    """`machine`, and `engine`, the settings that all arms share."""
+    engine = dict(to_app_args(settings(model, 0))["decode_config"]["engine_kwargs"])
+    engine.pop("kv_transfer_config", None)
+    return {**machine(), "model": Path(model).name, "engine": engine}
 
 
 def _cpu_model() -> str:
