@@ -61,7 +61,7 @@ def build_app(args: dict[str, Any]) -> Application:
         gateway = section.gateway.model_copy(update={"port": None})
         section = section.model_copy(update={"gateway": gateway})
     pd = PDServingArgs.model_validate({k: v for k, v in args.items() if k != "headrace"})
-    if wrong := refusals(pd, section.token_path):
+    if wrong := refusals(pd, section.token_path, own_port=section.gateway.port is not None):
         raise ValueError("; and ".join(wrong))
     setup = ProcessSetup(**section.observability.model_dump())
     if section.observability.otlp_endpoint:

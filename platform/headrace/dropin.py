@@ -15,14 +15,21 @@ from ray.serve.llm.ingress import OpenAiIngress
 API_KEY = "VLLM_API_KEY"
 
 
-def refusals(pd: Any, token_path: str) -> list[str]:
+def refusals(pd: Any, token_path: str, *, own_port: bool = True) -> list[str]:
     """One line for each argument that would have no effect.
 
     Args:
         pd: the validated arguments (`PDServingArgs`).
         token_path: `relay`, `direct` or `classic`.
+        own_port: whether gateways listen on a port of their own.
     """
     wrong: list[str] = []
+    if _may_be_none(pd.prefill_config.deployment_config):
+        wrong.append(
+            "prefill_config.deployment_config.autoscaling_config.min_replicas: nothing starts a "
+            "prefill replica again once there is none, since decode replicas then prefill by "
+            "themselves; set at least 1"
+        )
     ingress = pd.ingress_cls_config
     plain = (OpenAiIngress, type(ingress)().ingress_cls)
     if token_path != "classic" and (
@@ -39,7 +46,20 @@ def refusals(pd: Any, token_path: str) -> list[str]:
         )
     if token_path == "relay":
         wrong += _with_a_gateway(pd)
+        if own_port and _may_be_none(pd.ingress_deployment_config or {}):
+            wrong.append(
+                "ingress_deployment_config.autoscaling_config.min_replicas: without a gateway "
+                "nobody listens at headrace.gateway.port; set at least 1"
+            )
     return wrong
+
+
+def _may_be_none(deployment: Mapping[str, Any]) -> bool:
+    """Whether autoscaling may stop all replicas of a deployment."""
+    scaling = deployment.get("autoscaling_config") or {}
+    if isinstance(scaling, Mapping):
+        return bool(scaling.get("min_replicas", 1) == 0)
+    return bool(scaling.min_replicas == 0)
 
 
 def _with_a_gateway(pd: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.serve.config import AutoscalingConfig
 
 from headrace._ray_compat import PDServingArgs
 from headrace.app import build_app
@@ -82,6 +83,26 @@ def test_the_direct_path_has_no_ingress_to_configure() -> None:
     assert line.startswith("ingress_deployment_config")
     [line] = refused("direct", ingress_cls_config={"ingress_extra_kwargs": {"a": 1}})
     assert line.startswith("ingress_cls_config")
+
+
+NONE: dict[str, Any] = {"autoscaling_config": {"min_replicas": 0, "max_replicas": 2}}
+
+
+@pytest.mark.parametrize("token_path", ["relay", "direct", "classic"])
+def test_prefill_that_nothing_would_start_again_is_refused(token_path: str) -> None:
+    [line] = refused(token_path, prefill__deployment_config=NONE)
+    assert line.startswith("prefill_config.deployment_config.autoscaling_config.min_replicas")
+    assert refused(token_path, decode__deployment_config=NONE) == []
+
+
+def test_gateways_that_nobody_could_reach_are_refused() -> None:
+    both = PDServingArgs.model_validate(args(ingress_deployment_config=NONE))
+    [line] = refusals(both, "relay")
+    assert line.startswith("ingress_deployment_config.autoscaling_config.min_replicas")
+    assert refusals(both, "relay", own_port=False) == refusals(both, "classic") == []
+    config = AutoscalingConfig(min_replicas=0, max_replicas=2)
+    as_object = args(ingress_deployment_config={"autoscaling_config": config})
+    assert refusals(PDServingArgs.model_validate(as_object), "relay") == [line]
 
 
 def test_every_refusal_is_in_one_error() -> None:
