@@ -59,6 +59,8 @@ async def stopping(server: Server) -> asyncio.Task[None]:
                 _, writer = await asyncio.open_connection("127.0.0.1", server.port)
             except ConnectionRefusedError:
                 return task
+            except ConnectionResetError:  # it waited to be accepted
+                continue
             writer.close()
             await asyncio.sleep(0.02)
 

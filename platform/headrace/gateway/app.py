@@ -14,33 +14,23 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import msgspec
 from starlette.middleware.cors import CORSMiddleware
 
 from headrace.gateway import errors, tracing
 from headrace.gateway.admin import Admin
-from headrace.gateway.asgi import (
-    JSON_TYPE,
-    ClientGone,
-    Interrupts,
-    Receive,
-    Scope,
-    Send,
-    path_of,
-    send_answer,
-)
+from headrace.gateway.asgi import ClientGone, Interrupts, Receive, Scope, Send, path_of
+from headrace.gateway.asked import BODY_LATE, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.door import limits
-from headrace.gateway.door.budget import BodyBudget
-from headrace.gateway.door.keys import ANYONE, Caller, Keys, may_administer
+from headrace.gateway.door.keys import Keys
 from headrace.gateway.errors import ApiError
-from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
-from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
+from headrace.gateway.memory import MemoryAdmin
+from headrace.gateway.own import OURS, OwnRoutes
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.relay import Call, Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
@@ -51,12 +41,7 @@ from headrace_engine.stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
 
-OURS = "/headrace/"
-MAX_CHANGE_BODY_BYTES = 1_000
-CHANGES = (ROUTER, SPECULATION)
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
-_BODY_LATE = "body late"
-_TIME_UP = "time up"
 
 
 def build_gateway_app(
@@ -82,31 +67,14 @@ def build_gateway_app(
     return GatewayApp(options, backend, model_id, metrics or NoMetrics(), tenants)
 
 
-@dataclass(slots=True)
-class Asked:
-    """A request in its handler.
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What belongs to one event loop."""
 
-    Attributes:
-        path: without the app's root, and without its query.
-        seen: the client's headers.
-        client: its address and port, as ASGI has them; None if nobody knows.
-        caller: who the request's key proves it comes from.
-        interrupts: what ends the handler early.
-    """
-
-    call: Call
-    path: str
-    receive: Receive
-    send: Send
-    seen: dict[bytes, bytes]
-    client: Sequence[Any] | None
-    caller: Caller = ANYONE
-    interrupts: Interrupts = field(default_factory=Interrupts)
-
-    @property
-    def may_administer(self) -> bool:
-        """Whether the request may change how the app works, or look into it."""
-        return may_administer(self.caller, self.client, self.seen)
+    pool: ReplicaPool
+    upstream: Upstream
+    relay: Relay
+    own: OwnRoutes
 
 
 class GatewayApp:
@@ -125,13 +93,14 @@ class GatewayApp:
         self._backend = backend
         self._metrics = metrics
         self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
-        self._corpora = MemoryAdmin(backend, keys_on=bool(self._keys))
-        self._admin = Admin(backend, model_id, options, keys_on=bool(self._keys), state=self._state)
+        keys_on = bool(self._keys)
+        self._corpora = MemoryAdmin(backend, keys_on=keys_on)
+        self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
+        self._intake = Intake(options, keys_on=keys_on)
         self._relaying = 0
-        self._bodies = BodyBudget(options.body_budget_bytes)
         self._stall = LoopStall()
         self._across_sites = _cors(options, self._http)
-        self._parts: tuple[ReplicaPool, Upstream, Relay] | None = None
+        self._parts: _Parts | None = None
         self._traced = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,7 +118,7 @@ class GatewayApp:
         return {
             "pid": os.getpid(),
             "relaying": self._relaying,
-            "body_bytes": self._bodies.held_bytes,
+            "body_bytes": self._intake.held_bytes,
             "loop_stall_s": round(self._stall.longest_s, 4),
         }
 
@@ -159,7 +128,8 @@ class GatewayApp:
             pool = ReplicaPool(self._backend)
             upstream = Upstream(self.options.connect_timeout_s)
             relay = Relay(pool, upstream, self.options)
-            self._parts = pool, upstream, relay
+            own = OwnRoutes(self._admin, self._corpora, self._intake, self._place, pool, relay)
+            self._parts = _Parts(pool, upstream, relay, own)
             self._traced = tracing.tracing_is_configured()
             pool.start()
             self._stall.start()
@@ -172,16 +142,15 @@ class GatewayApp:
     def members(self, replica_ids: frozenset[str]) -> None:
         """These replicas run, says Ray Serve; others get no more requests."""
         if self._parts is not None:
-            self._parts[0].members(replica_ids)
+            self._parts.pool.members(replica_ids)
 
     async def aclose(self) -> None:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
-            pool, upstream, _ = self._parts
-            self._parts = None
+            parts, self._parts = self._parts, None
             self._stall.stop()
-            await pool.aclose()
-            await upstream.aclose()
+            await parts.pool.aclose()
+            await parts.upstream.aclose()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -218,19 +187,11 @@ class GatewayApp:
         await self._guarded(asked, self._handler(asked))
 
     def _handler(self, asked: Asked) -> Callable[[Asked], Awaitable[None]]:
-        path, method = asked.path, asked.call.method
-        if path in CHANGES and method == "PUT":
-            return self._change
-        if path == WARM and method == "POST":
-            return self._warm
-        if path == MEMORY or path.startswith(MEMORY + "/"):
-            return self._memory
-        if path.startswith(OURS) or self._admin.find(path) is not None:
-            return self._other
-        if path.startswith(MODELS + "/"):
-            return self._model
         assert self._parts is not None
-        asked.call.route = self._parts[0].routes.at(path).get(method)
+        own = self._parts.own.find(asked.path)
+        if own is not None:
+            return own
+        asked.call.route = self._parts.pool.routes.at(asked.path).get(asked.call.method)
         return self._relayed
 
     async def _guarded(self, asked: Asked, handler: Callable[[Asked], Awaitable[None]]) -> None:
@@ -257,15 +218,15 @@ class GatewayApp:
                     raise
                 if reason == Interrupts.CLIENT_GONE:
                     call.status = call.status or CLIENT_GONE_STATUS
-                elif reason == _BODY_LATE:
+                elif reason == BODY_LATE:
                     raise errors.body_timeout(self.options.body_timeout_s) from None
                 else:
                     raise errors.request_timeout(self.options.request_timeout_s) from None
         except ApiError as error:
-            await _refuse(call, error, asked.send)
+            await asked.refuse(error)
         except Exception:
             logger.exception("request %s failed in the gateway", call.request_id.decode())
-            await _refuse(call, errors.internal_error(), asked.send)
+            await asked.refuse(errors.internal_error())
         finally:
             interrupts.close()
             call.drop_body()
@@ -292,15 +253,13 @@ class GatewayApp:
         """Check a request for one of the replicas' routes, then relay it."""
         call = asked.call
         assert self._parts is not None
-        pool, route = self._parts[0], call.route
+        pool, route = self._parts.pool, call.route
         if route is None and pool.routes:
             raise pool.routes.refusal(asked.path, call.method)
         with self._place():
             if call.method == "POST" and (route is None or route.takes_json):
-                await self._take_body(asked)
-            left_s = self.options.request_timeout_s - (perf_counter() - call.started)
-            asked.interrupts.set_deadline(left_s, _TIME_UP)
-            asked.interrupts.listen(asked.receive)
+                await self._intake.take(asked)
+            self._intake.answer_in_time(asked, spent_s=perf_counter() - call.started)
             if route is None:
                 route = await self._find(asked, pool)
             if route.takes_json:
@@ -314,14 +273,6 @@ class GatewayApp:
         limits.check_fields(request)
         call.affinity = affinity_key(request)
         call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
-
-    async def _take_body(self, asked: Asked) -> None:
-        options, call = self.options, asked.call
-        self._check_body(asked, options.max_body_bytes)
-        began = perf_counter()
-        call.held = self._bodies.hold(call.tenant)
-        call.body = await limits.read_body(asked.receive, options.max_body_bytes, call.held)
-        call.waited_s += perf_counter() - began
 
     async def _find(self, asked: Asked, pool: ReplicaPool) -> Route:
         """The route, as soon as a replica has told what it offers.
@@ -337,105 +288,10 @@ class GatewayApp:
             raise table.refusal(asked.path, call.method)
         return call.route
 
-    async def _model(self, asked: Asked) -> None:
-        """One model out of the replica's list, as vLLM has no route for it."""
-        if asked.call.method not in ("GET", "HEAD"):
-            raise errors.method_not_allowed(asked.call.method, ["GET", "HEAD"])
-        self._answer_in_time(asked)
-        assert self._parts is not None
-        asked.call.method, asked.call.target = "GET", MODELS
-        answer = await self._parts[2].fetch(asked.call)
-        answer.close()
-        body = self._admin.model(answer.body, asked.path[len(MODELS) + 1 :])
-        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
-
-    async def _change(self, asked: Asked) -> None:
-        """Change how the app works."""
-        self._check_admin(asked)
-        wanted = await self._json(asked, MAX_CHANGE_BODY_BYTES)
-        if asked.path == ROUTER:
-            body = await self._admin.set_policy(wanted)
-        else:
-            body = await self._admin.set_speculation(wanted)
-        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
-
-    async def _warm(self, asked: Asked) -> None:
-        """Make prompts' KV now."""
-        with self._place():
-            wanted = await self._json(asked, self.options.max_body_bytes)
-            self._answer_in_time(asked)
-            body = await self._admin.warm(
-                wanted, tenant=asked.call.tenant, may_pin=asked.may_administer
-            )
-        await _answer(asked.call, asked.send, 200, body, JSON_TYPE)
-
-    async def _memory(self, asked: Asked) -> None:
-        """Corpora of the drafting memories."""
-        call = asked.call
-        self._check_admin(asked)
-        corpus = asked.path[len(MEMORY) + 1 :]
-        allowed = ["PUT", "DELETE"] if corpus else ["GET", "HEAD"]
-        if call.method not in allowed:
-            raise errors.method_not_allowed(call.method, allowed)
-        puts = call.method == "PUT"
-        wanted = await self._json(asked, self.options.max_body_bytes) if puts else {}
-        asked.interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
-        if puts:
-            answer = await self._corpora.load(corpus, wanted)
-        elif call.method == "DELETE":
-            answer = await self._corpora.drop(corpus, tenant_of(call.target))
-        else:
-            answer = await self._corpora.listing()
-        await _answer(call, asked.send, 200, msgspec.json.encode(answer), JSON_TYPE)
-
-    async def _other(self, asked: Asked) -> None:
-        """The gateway's own documents, and what does not exist."""
-        call, path = asked.call, asked.path
-        if path in CHANGES:
-            raise errors.method_not_allowed(call.method, ["PUT"])
-        if path == WARM:
-            raise errors.method_not_allowed(call.method, ["POST"])
-        document = self._admin.find(path)
-        if document is None:
-            raise errors.not_found(path)
-        if path.startswith(OURS):
-            self._check_admin(asked)
-        if call.method not in ("GET", "HEAD"):
-            raise errors.method_not_allowed(call.method, ["GET", "HEAD"])
-        assert self._parts is not None
-        status, body, content_type = await self._admin.answer(document, self._parts[0])
-        await _answer(call, asked.send, status, body, (b"content-type", content_type))
-
-    def _check_admin(self, asked: Asked) -> None:
-        """Refuse what concerns every tenant to everybody but an administrator.
-
-        Raises:
-            ApiError: 403.
-        """
-        if not asked.may_administer:
-            raise errors.not_an_admin(asked.path, keys_on=bool(self._keys))
-
-    def _check_body(self, asked: Asked, most_bytes: int) -> None:
-        """Refuse a body of another type or size; from here on it has to come in time."""
-        limits.check_content_type(asked.seen.get(b"content-type"))
-        limits.check_length(asked.seen.get(b"content-length"), most_bytes)
-        asked.interrupts.set_deadline(self.options.body_timeout_s, _BODY_LATE)
-
-    async def _json(self, asked: Asked, most_bytes: int) -> Mapping[str, Any]:
-        """The request's body, an object."""
-        self._check_body(asked, most_bytes)
-        asked.call.held = held = self._bodies.hold(asked.call.tenant)
-        return limits.parse_object(await limits.read_body(asked.receive, most_bytes, held))
-
-    def _answer_in_time(self, asked: Asked) -> None:
-        """From here on the answer has to come in time, and the client to stay."""
-        asked.interrupts.set_deadline(self.options.request_timeout_s, _TIME_UP)
-        asked.interrupts.listen(asked.receive)
-
     async def _relay(self, call: Call, send: Send) -> None:
         assert self._parts is not None
         try:
-            await self._parts[2].run(call, send)
+            await self._parts.relay.run(call, send)
         finally:
             if call.own_s is not None:
                 self._metrics.own_seconds(call.own_s)
@@ -476,21 +332,3 @@ def _cors(
         allow_methods=options.allowed_methods,
         allow_headers=options.allowed_headers,
     )
-
-
-async def _answer(
-    call: Call, send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]
-) -> None:
-    """Send an answer of the gateway's own."""
-    call.status = status
-    call.sent_bytes = len(body)
-    await send_answer(send, status, body, [*headers, (b"x-request-id", call.request_id)])
-
-
-async def _refuse(call: Call, error: ApiError, send: Send) -> None:
-    """Send an error: as the answer, or as the last event of a stream that has begun."""
-    if call.status == 0:
-        body = call.dialect.body(error)
-        await _answer(call, send, error.status, body, JSON_TYPE, *error.headers)
-    elif call.streamed:
-        await send({"type": "http.response.body", "body": call.dialect.event(error, call.last)})

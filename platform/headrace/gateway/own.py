@@ -1,0 +1,120 @@
+"""The gateway's own routes: its documents, orders to the app, prompts to warm, corpora.
+
+Everything below `/headrace/` is the gateway's, whether it exists or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+
+import msgspec
+
+from headrace.gateway import errors
+from headrace.gateway.admin import Admin
+from headrace.gateway.asgi import JSON_TYPE
+from headrace.gateway.asked import Asked, Intake
+from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
+from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
+from headrace.gateway.relay import Relay
+from headrace.gateway.replicas import ReplicaPool
+
+OURS = "/headrace/"
+MAX_ORDER_BODY_BYTES = 1_000
+READS = ("GET", "HEAD")
+
+Handler = Callable[[Asked], Awaitable[None]]
+
+
+class OwnRoutes:
+    """Their handlers.
+
+    Args:
+        admin: makes the documents and gives the orders.
+        corpora: the same for corpora.
+        intake: of bodies.
+        place: holds one of the places for requests that replicas work on.
+        pool: the replicas.
+        relay: asks one of them.
+    """
+
+    def __init__(
+        self,
+        admin: Admin,
+        corpora: MemoryAdmin,
+        intake: Intake,
+        place: Callable[[], AbstractContextManager[None]],
+        pool: ReplicaPool,
+        relay: Relay,
+    ) -> None:
+        self._admin, self._corpora, self._intake = admin, corpora, intake
+        self._place, self._pool, self._relay = place, pool, relay
+
+    def find(self, path: str) -> Handler | None:
+        """What answers requests for a path; None if replicas do."""
+        if path in (ROUTER, SPECULATION):
+            return self._order
+        if path == WARM:
+            return self._warm
+        if path == MEMORY or path.startswith(MEMORY + "/"):
+            return self._memory
+        if path.startswith(OURS) or self._admin.find(path) is not None:
+            return self._document
+        if path.startswith(MODELS + "/"):
+            return self._model
+        return None
+
+    async def _order(self, asked: Asked) -> None:
+        """Change how the app works."""
+        asked.only("PUT")
+        self._intake.check_admin(asked)
+        wanted = await self._intake.json(asked, MAX_ORDER_BODY_BYTES)
+        give = self._admin.set_policy if asked.path == ROUTER else self._admin.set_speculation
+        await asked.answer(200, await give(wanted), JSON_TYPE)
+
+    async def _warm(self, asked: Asked) -> None:
+        """Make prompts' KV now."""
+        asked.only("POST")
+        with self._place():
+            wanted = await self._intake.json(asked)
+            self._intake.answer_in_time(asked)
+            body = await self._admin.warm(
+                wanted, tenant=asked.call.tenant, may_pin=asked.may_administer
+            )
+        await asked.answer(200, body, JSON_TYPE)
+
+    async def _memory(self, asked: Asked) -> None:
+        """Corpora of the drafting memories."""
+        self._intake.check_admin(asked)
+        corpus, method = asked.path[len(MEMORY) + 1 :], asked.call.method
+        asked.only(*(("PUT", "DELETE") if corpus else READS))
+        wanted = await self._intake.json(asked) if method == "PUT" else {}
+        self._intake.answer_in_time(asked, may_leave=True)
+        if method == "PUT":
+            answer = await self._corpora.load(corpus, wanted)
+        elif method == "DELETE":
+            answer = await self._corpora.drop(corpus, tenant_of(asked.call.target))
+        else:
+            answer = await self._corpora.listing()
+        await asked.answer(200, msgspec.json.encode(answer), JSON_TYPE)
+
+    async def _document(self, asked: Asked) -> None:
+        """A document, or what does not exist."""
+        document = self._admin.find(asked.path)
+        if document is None:
+            raise errors.not_found(asked.path)
+        if asked.path.startswith(OURS):
+            self._intake.check_admin(asked)
+        asked.only(*READS)
+        status, body, content_type = await self._admin.answer(document, self._pool)
+        await asked.answer(status, body, (b"content-type", content_type))
+
+    async def _model(self, asked: Asked) -> None:
+        """One model out of the replica's list, as vLLM has no route for it."""
+        asked.only(*READS)
+        self._intake.answer_in_time(asked)
+        asked.call.method, asked.call.target = "GET", MODELS
+        answer = await self._relay.fetch(asked.call)
+        answer.close()
+        body = self._admin.model(answer.body, asked.path[len(MODELS) + 1 :])
+        await asked.answer(200, body, JSON_TYPE)
