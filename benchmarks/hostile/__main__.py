@@ -8,18 +8,29 @@ the other sends everything of `attacks` and guesses keys and salts.
     stall_ms_max                the longest time that the gateway's or the decode replica's event
                                 loop was held while the attacks ran
     stall_ms_quiet              the same while they did not
-    neighbour.itl_p99_ms        99th percentile of the time between two tokens of the neighbour's
+    neighbour.itl_p50_ms        median time between two tokens of the neighbour's
+    neighbour.itl_p99_ms        99th percentile of it
     neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
     neighbour.failures          answers of the neighbour's that did not come whole
-    rss_growth_mb               memory that the gateway and the decode replica have more afterwards
+    rss_growth_mb               memory that the gateway and the decode replica, with its engine and
+                                its worker for grammars, have more afterwards
+    rss_growth_again_mb         what they have more after all attacks once again
     wrong_tenant_hits           prompts whose KV was found with another tenant's salt or a wrong key
     wrong_answers               attacks that were answered 500 and more, or not in time
+    attack_s, attack_mb         how long the attacks took, and the bodies that they sent
+    cpu_s.PART                  processor seconds of each part meanwhile
+    rss_growth_mb.PART          `rss_growth_mb` by part
+
+The neighbour's clock is a process of its own. The hostile client has niceness 19. It would
+be on another machine; with niceness 0 it takes 28 times an engine's share of a core, since Ray
+gives its workers niceness 15. `--client-niceness 0` measures that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -27,7 +38,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -36,7 +47,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from benchmarks.hostile.attacks import (
     ANSWER_LIMIT_S,
@@ -47,7 +57,8 @@ from benchmarks.hostile.attacks import (
     wires,
     wrong_answer,
 )
-from benchmarks.hostile.neighbour import Neighbour, percentile
+from benchmarks.hostile.machine import Parts
+from benchmarks.hostile.neighbour import NeighbourProcess, percentile
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
@@ -104,13 +115,11 @@ class Target:
         replicas = [r.get("loop_stall_s", 0.0) for r in found["replicas"] if r["role"] == "decode"]
         return max([found["gateway"]["loop_stall_s"], *replicas])
 
-    def resident_bytes(self) -> int:
-        """Of the gateway and the decode replica, with their children."""
+    def parts(self) -> Parts:
+        """Its processes."""
         found = self.status()
-        pids = [found["gateway"]["pid"], self.decode()["pid"]]
-        roots = [psutil.Process(pid) for pid in pids]
-        every = {p for root in roots for p in [root, *root.children(recursive=True)]}
-        return sum(process.memory_info().rss for process in every)
+        replicas = {each["role"]: each["pid"] for each in found["replicas"]}
+        return Parts({"gateway": found["gateway"]["pid"], **replicas})
 
 
 class StallWatch:
@@ -144,6 +153,12 @@ def main() -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="as in headrace up"
     )
+    parser.add_argument(
+        "--client-niceness",
+        type=int,
+        default=19,
+        help="of the hostile client",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     from headrace.model import resolve
@@ -151,7 +166,7 @@ def main() -> int:
     model = resolve(args.model)
     try:
         with running(str(model), args.set) as target:
-            figures = measure(target)
+            figures = measure(target, args.client_niceness)
     except (RuntimeError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -166,41 +181,58 @@ def main() -> int:
     return 0
 
 
-def measure(target: Target) -> dict[str, float]:
+def measure(target: Target, client_niceness: int) -> dict[str, float]:
     """All figures."""
+    sent, parts = list(requests(target.model)), target.parts()
+    os.nice(client_niceness)
     time.sleep(SETTLE_S)
-    with Neighbour(target.url, target.model, target.bearer("good")) as quiet:
+    with neighbour_of(target) as quiet:
         time.sleep(QUIET_S)
         quiet_stall_s = target.stall_s()
-    before = target.resident_bytes()
-    with (
-        StallWatch(target) as stalls,
-        Neighbour(target.url, target.model, target.bearer("good")) as neighbour,
-    ):
-        wrong = attack(target)
-    grown = target.resident_bytes() - before
+    held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
+    with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
+        wrong = attack(target, sent)
+    took_s = time.monotonic() - began
+    cpu_s = {part: after - used[part] for part, after in parts.cpu_s().items()}
+    grown = {part: after - held[part] for part, after in parts.resident_bytes().items()}
+    once_bytes = sum(parts.resident_bytes().values())
+    wrong += attack(target, sent)
+    again_bytes = sum(parts.resident_bytes().values()) - once_bytes
     itl_s, quiet_s = percentile(neighbour.itl_s, 0.99), percentile(quiet.itl_s, 0.99)
     for each in [*wrong, *neighbour.failures]:
         print(each, file=sys.stderr)
     return {
         "stall_ms_max": round(stalls.longest_s * 1e3, 1),
         "stall_ms_quiet": round(quiet_stall_s * 1e3, 1),
+        "neighbour.itl_p50_ms": round(percentile(neighbour.itl_s, 0.5) * 1e3, 2),
+        "neighbour.itl_p50_quiet_ms": round(percentile(quiet.itl_s, 0.5) * 1e3, 2),
         "neighbour.itl_p99_ms": round(itl_s * 1e3, 2),
+        "neighbour.itl_p99_quiet_ms": round(quiet_s * 1e3, 2),
         "neighbour.itl_p99_vs_quiet": round(itl_s / quiet_s, 3),
         "neighbour.failures": len(neighbour.failures),
-        "rss_growth_mb": round(grown / 1e6, 1),
+        "rss_growth_mb": round(sum(grown.values()) / 1e6, 1),
+        "rss_growth_again_mb": round(again_bytes / 1e6, 1),
         "wrong_tenant_hits": wrong_tenant_hits(target),
         "wrong_answers": len(wrong),
+        "attack_s": round(took_s, 1),
+        "attack_mb": round(sum(len(each.body) for each in sent) / 1e6, 1),
+        **{f"cpu_s.{part}": round(seconds, 2) for part, seconds in cpu_s.items()},
+        **{f"rss_growth_mb.{part}": round(size / 1e6, 1) for part, size in grown.items()},
     }
 
 
-def attack(target: Target) -> list[str]:
+def neighbour_of(target: Target) -> NeighbourProcess:
+    """The well-behaved client."""
+    return NeighbourProcess(target.url, target.model, target.bearer("good"))
+
+
+def attack(target: Target, sent: Sequence[Request]) -> list[str]:
     """Send everything; what was answered wrongly, in words."""
     slow = SlowHeads(target.connect, SLOW_HEADS)
     wrong: list[str] = []
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = pool.map(lambda each: _ask(target, each), list(requests(target.model)))
+            found = pool.map(lambda each: _ask(target, each), sent)
             wrong += [each for each in found if each]
         slow.drip()
         for wire in wires(target.model, target.keys["bad"]):
@@ -273,8 +305,6 @@ def _idle(target: Target) -> int:
 @contextmanager
 def running(model: str, settings: list[str]) -> Iterator[Target]:
     """The app with three keys."""
-    import os
-
     from headrace.cli import state
 
     folder = Path(tempfile.mkdtemp(prefix="hrh-", dir="/tmp"))
