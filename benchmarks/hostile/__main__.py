@@ -7,7 +7,9 @@ the other sends everything of `attacks` and guesses keys and salts.
 
     stall_ms_max                the longest time that the gateway's or the decode replica's event
                                 loop was held while the attacks ran
-    stall_ms_quiet              the same while they did not
+    stall_ms_held               the longest for which code of the loop's process was the cause; the
+                                rest is waiting for a processor
+    stall_ms_quiet              as `stall_ms_max`, while they did not
     neighbour.itl_p50_ms        median time between two tokens of the neighbour's
     neighbour.itl_p99_ms        99th percentile of it
     neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
@@ -43,7 +45,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -75,6 +77,13 @@ TARGETS = {
     "rss_growth_mb": 200.0,
     "wrong_tenant_hits": 0.0,
 }
+
+
+class Stall(NamedTuple):
+    """How long a loop stood still, and for how long of it its own process used a processor."""
+
+    stall: float = 0.0
+    held: float = 0.0
 
 
 @dataclass
@@ -109,11 +118,12 @@ class Target:
         """The decode replica's part of it."""
         return next(r for r in self.status()["replicas"] if r["role"] == "decode")
 
-    def stall_s(self) -> float:
-        """The longest stall of the last minute, of either loop."""
+    def stall_s(self) -> Stall:
+        """The longest stalls of the last minute, of either loop."""
         found = self.status()
-        replicas = [r.get("loop_stall_s", 0.0) for r in found["replicas"] if r["role"] == "decode"]
-        return max([found["gateway"]["loop_stall_s"], *replicas])
+        decode = next(r for r in found["replicas"] if r["role"] == "decode")
+        both = found["gateway"], decode
+        return Stall(*(max(each[f"loop_{kind}_s"] for each in both) for kind in Stall._fields))
 
     def parts(self) -> Parts:
         """Its processes."""
@@ -126,7 +136,7 @@ class StallWatch:
     """Asks for the longest stall now and then, in a thread."""
 
     def __init__(self, target: Target) -> None:
-        self.longest_s = 0.0
+        self.longest = Stall()
         self._target, self._over = target, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -141,7 +151,7 @@ class StallWatch:
     def _run(self) -> None:
         while not self._over.wait(5.0):
             try:
-                self.longest_s = max(self.longest_s, self._target.stall_s())
+                self.longest = Stall(*map(max, self.longest, self._target.stall_s()))
             except httpx.HTTPError as error:
                 print(f"no status: {error!r}", file=sys.stderr)
 
@@ -188,7 +198,7 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     time.sleep(SETTLE_S)
     with neighbour_of(target) as quiet:
         time.sleep(QUIET_S)
-        quiet_stall_s = target.stall_s()
+        quiet_stall = target.stall_s()
     held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
     with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
         wrong = attack(target, sent)
@@ -202,8 +212,9 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     for each in [*wrong, *neighbour.failures]:
         print(each, file=sys.stderr)
     return {
-        "stall_ms_max": round(stalls.longest_s * 1e3, 1),
-        "stall_ms_quiet": round(quiet_stall_s * 1e3, 1),
+        "stall_ms_max": round(stalls.longest.stall * 1e3, 1),
+        "stall_ms_held": round(stalls.longest.held * 1e3, 1),
+        "stall_ms_quiet": round(quiet_stall.stall * 1e3, 1),
         "neighbour.itl_p50_ms": round(percentile(neighbour.itl_s, 0.5) * 1e3, 2),
         "neighbour.itl_p50_quiet_ms": round(percentile(quiet.itl_s, 0.5) * 1e3, 2),
         "neighbour.itl_p99_ms": round(itl_s * 1e3, 2),

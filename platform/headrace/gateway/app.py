@@ -150,7 +150,7 @@ class GatewayApp:
             "pid": os.getpid(),
             "relaying": self._relaying,
             "body_bytes": self._bodies.held_bytes,
-            "loop_stall_s": round(self._stall.longest_s, 4),
+            **self._stall.snapshot(),
         }
 
     async def start(self) -> None:
