@@ -7,19 +7,32 @@ the other sends everything of `attacks` and guesses keys and salts.
 
     stall_ms_max                the longest time that the gateway's or the decode replica's event
                                 loop was held while the attacks ran
-    stall_ms_quiet              the same while they did not
-    neighbour.itl_p99_ms        99th percentile of the time between two tokens of the neighbour's
+    stall_ms_held               the longest for which code of the loop's process was the cause; the
+                                rest is waiting for a processor
+    stall_ms_quiet              as `stall_ms_max`, while they did not
+    neighbour.itl_p50_ms        median time between two tokens of the neighbour's
+    neighbour.itl_p99_ms        99th percentile of it
     neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
     neighbour.failures          answers of the neighbour's that did not come whole
-    rss_growth_mb               memory that the gateway and the decode replica have more afterwards
+    rss_growth_mb               memory that the gateway and the decode replica, with its engine and
+                                its worker for grammars, have more afterwards
+    rss_growth_again_mb         what they have more after all attacks once again
     wrong_tenant_hits           prompts whose KV was found with another tenant's salt or a wrong key
     wrong_answers               attacks that were answered 500 and more, or not in time
+    attack_s, attack_mb         how long the attacks took, and the bodies that they sent
+    cpu_s.PART                  processor seconds of each part meanwhile
+    rss_growth_mb.PART          `rss_growth_mb` by part
+
+The neighbour's clock is a process of its own. The hostile client has niceness 19. It would
+be on another machine; with niceness 0 it takes 28 times an engine's share of a core, since Ray
+gives its workers niceness 15. `--client-niceness 0` measures that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -27,16 +40,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from benchmarks.hostile.attacks import (
     ANSWER_LIMIT_S,
@@ -47,7 +59,8 @@ from benchmarks.hostile.attacks import (
     wires,
     wrong_answer,
 )
-from benchmarks.hostile.neighbour import Neighbour, percentile
+from benchmarks.hostile.machine import Parts
+from benchmarks.hostile.neighbour import NeighbourProcess, percentile
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
@@ -64,6 +77,13 @@ TARGETS = {
     "rss_growth_mb": 200.0,
     "wrong_tenant_hits": 0.0,
 }
+
+
+class Stall(NamedTuple):
+    """How long a loop stood still, and for how long of it its own process used a processor."""
+
+    stall: float = 0.0
+    held: float = 0.0
 
 
 @dataclass
@@ -98,26 +118,25 @@ class Target:
         """The decode replica's part of it."""
         return next(r for r in self.status()["replicas"] if r["role"] == "decode")
 
-    def stall_s(self) -> float:
-        """The longest stall of the last minute, of either loop."""
+    def stall_s(self) -> Stall:
+        """The longest stalls of the last minute, of either loop."""
         found = self.status()
-        replicas = [r.get("loop_stall_s", 0.0) for r in found["replicas"] if r["role"] == "decode"]
-        return max([found["gateway"]["loop_stall_s"], *replicas])
+        decode = next(r for r in found["replicas"] if r["role"] == "decode")
+        both = found["gateway"], decode
+        return Stall(*(max(each[f"loop_{kind}_s"] for each in both) for kind in Stall._fields))
 
-    def resident_bytes(self) -> int:
-        """Of the gateway and the decode replica, with their children."""
+    def parts(self) -> Parts:
+        """Its processes."""
         found = self.status()
-        pids = [found["gateway"]["pid"], self.decode()["pid"]]
-        roots = [psutil.Process(pid) for pid in pids]
-        every = {p for root in roots for p in [root, *root.children(recursive=True)]}
-        return sum(process.memory_info().rss for process in every)
+        replicas = {each["role"]: each["pid"] for each in found["replicas"]}
+        return Parts({"gateway": found["gateway"]["pid"], **replicas})
 
 
 class StallWatch:
     """Asks for the longest stall now and then, in a thread."""
 
     def __init__(self, target: Target) -> None:
-        self.longest_s = 0.0
+        self.longest = Stall()
         self._target, self._over = target, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -132,7 +151,7 @@ class StallWatch:
     def _run(self) -> None:
         while not self._over.wait(5.0):
             try:
-                self.longest_s = max(self.longest_s, self._target.stall_s())
+                self.longest = Stall(*map(max, self.longest, self._target.stall_s()))
             except httpx.HTTPError as error:
                 print(f"no status: {error!r}", file=sys.stderr)
 
@@ -144,6 +163,12 @@ def main() -> int:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="as in headrace up"
     )
+    parser.add_argument(
+        "--client-niceness",
+        type=int,
+        default=19,
+        help="of the hostile client",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     from headrace.model import resolve
@@ -151,7 +176,7 @@ def main() -> int:
     model = resolve(args.model)
     try:
         with running(str(model), args.set) as target:
-            figures = measure(target)
+            figures = measure(target, args.client_niceness)
     except (RuntimeError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -166,41 +191,59 @@ def main() -> int:
     return 0
 
 
-def measure(target: Target) -> dict[str, float]:
+def measure(target: Target, client_niceness: int) -> dict[str, float]:
     """All figures."""
+    sent, parts = list(requests(target.model)), target.parts()
+    os.nice(client_niceness)
     time.sleep(SETTLE_S)
-    with Neighbour(target.url, target.model, target.bearer("good")) as quiet:
+    with neighbour_of(target) as quiet:
         time.sleep(QUIET_S)
-        quiet_stall_s = target.stall_s()
-    before = target.resident_bytes()
-    with (
-        StallWatch(target) as stalls,
-        Neighbour(target.url, target.model, target.bearer("good")) as neighbour,
-    ):
-        wrong = attack(target)
-    grown = target.resident_bytes() - before
+        quiet_stall = target.stall_s()
+    held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
+    with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
+        wrong = attack(target, sent)
+    took_s = time.monotonic() - began
+    cpu_s = {part: after - used[part] for part, after in parts.cpu_s().items()}
+    grown = {part: after - held[part] for part, after in parts.resident_bytes().items()}
+    once_bytes = sum(parts.resident_bytes().values())
+    wrong += attack(target, sent)
+    again_bytes = sum(parts.resident_bytes().values()) - once_bytes
     itl_s, quiet_s = percentile(neighbour.itl_s, 0.99), percentile(quiet.itl_s, 0.99)
     for each in [*wrong, *neighbour.failures]:
         print(each, file=sys.stderr)
     return {
-        "stall_ms_max": round(stalls.longest_s * 1e3, 1),
-        "stall_ms_quiet": round(quiet_stall_s * 1e3, 1),
+        "stall_ms_max": round(stalls.longest.stall * 1e3, 1),
+        "stall_ms_held": round(stalls.longest.held * 1e3, 1),
+        "stall_ms_quiet": round(quiet_stall.stall * 1e3, 1),
+        "neighbour.itl_p50_ms": round(percentile(neighbour.itl_s, 0.5) * 1e3, 2),
+        "neighbour.itl_p50_quiet_ms": round(percentile(quiet.itl_s, 0.5) * 1e3, 2),
         "neighbour.itl_p99_ms": round(itl_s * 1e3, 2),
+        "neighbour.itl_p99_quiet_ms": round(quiet_s * 1e3, 2),
         "neighbour.itl_p99_vs_quiet": round(itl_s / quiet_s, 3),
         "neighbour.failures": len(neighbour.failures),
-        "rss_growth_mb": round(grown / 1e6, 1),
+        "rss_growth_mb": round(sum(grown.values()) / 1e6, 1),
+        "rss_growth_again_mb": round(again_bytes / 1e6, 1),
         "wrong_tenant_hits": wrong_tenant_hits(target),
         "wrong_answers": len(wrong),
+        "attack_s": round(took_s, 1),
+        "attack_mb": round(sum(len(each.body) for each in sent) / 1e6, 1),
+        **{f"cpu_s.{part}": round(seconds, 2) for part, seconds in cpu_s.items()},
+        **{f"rss_growth_mb.{part}": round(size / 1e6, 1) for part, size in grown.items()},
     }
 
 
-def attack(target: Target) -> list[str]:
+def neighbour_of(target: Target) -> NeighbourProcess:
+    """The well-behaved client."""
+    return NeighbourProcess(target.url, target.model, target.bearer("good"))
+
+
+def attack(target: Target, sent: Sequence[Request]) -> list[str]:
     """Send everything; what was answered wrongly, in words."""
     slow = SlowHeads(target.connect, SLOW_HEADS)
     wrong: list[str] = []
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = pool.map(lambda each: _ask(target, each), list(requests(target.model)))
+            found = pool.map(lambda each: _ask(target, each), sent)
             wrong += [each for each in found if each]
         slow.drip()
         for wire in wires(target.model, target.keys["bad"]):
@@ -273,8 +316,6 @@ def _idle(target: Target) -> int:
 @contextmanager
 def running(model: str, settings: list[str]) -> Iterator[Target]:
     """The app with three keys."""
-    import os
-
     from headrace.cli import state
 
     folder = Path(tempfile.mkdtemp(prefix="hrh-", dir="/tmp"))

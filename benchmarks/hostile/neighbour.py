@@ -1,8 +1,14 @@
-"""A well-behaved client beside the hostile ones: streams one answer, and times its tokens."""
+"""A well-behaved client beside the hostile ones: streams answers, and times their tokens.
+
+`Neighbour` does it in a thread, for the tests. The benchmark has it in a process of its own
+(`NeighbourProcess`), so that the hostile client's work does not make its clock late.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -79,7 +85,52 @@ class Neighbour:
                 time.sleep(0.2)
 
 
+class NeighbourProcess:
+    """A `Neighbour` in a process of its own; arguments and attributes as there."""
+
+    def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
+        self._asked = json.dumps({"url": url, "model": model, "headers": dict(headers)})
+        self.itl_s: list[float] = []
+        self.answers: list[str] = []
+        self.failures: list[str] = []
+
+    def __enter__(self) -> NeighbourProcess:
+        """Returns when its first answer has come."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.hostile.neighbour"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(self._asked, file=self._process.stdin, flush=True)
+        self._process.stdout.readline()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the answer under way end."""
+        said, _ = self._process.communicate("\n", timeout=120.0)
+        for name, values in json.loads(said).items():
+            setattr(self, name, values)
+
+
+def main() -> None:
+    """Stream until a line comes in, then say what was seen; what to ask is the first line."""
+    with Neighbour(**json.loads(sys.stdin.readline())) as neighbour:
+        while not (neighbour.answers or neighbour.failures):
+            time.sleep(0.05)
+        neighbour.itl_s.clear()
+        print("streaming", flush=True)
+        sys.stdin.readline()
+    seen = {name: getattr(neighbour, name) for name in ("itl_s", "answers", "failures")}
+    print(json.dumps(seen))
+
+
 def percentile(values: list[float], share: float) -> float:
     """The value below which this share of them lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+if __name__ == "__main__":
+    main()

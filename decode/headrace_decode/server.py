@@ -312,7 +312,7 @@ class DecodeServer(PDDecodeServer):
             "deployment": serve.get_replica_context().deployment,
             "model": self._llm_config.model_id,
             "pid": os.getpid(),
-            "loop_stall_s": round(self._stall.longest_s, 4),
+            **self._stall.snapshot(),
             **self._load(),
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),

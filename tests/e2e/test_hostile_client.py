@@ -39,7 +39,7 @@ pytestmark = [
 AT_ONCE = 4
 HANG_S = 5.0
 """No event loop may be held for longer on the slowest machine; `benchmarks.hostile` measures it."""
-GROWTH_BYTES = 400_000_000
+GROWTH_BYTES = 200_000_000
 
 
 def connect(app: App) -> socket.socket:
@@ -90,7 +90,7 @@ def test_requests_of_every_hostile_kind_are_answered_and_hold_nothing(
         found = list(pool.map(lambda request: wrong(app, request), requests(MODEL)))
     assert [each for each in found if each] == []
     after = resident(app)
-    assert all(after[name] - before[name] < GROWTH_BYTES for name in before), (before, after)
+    assert sum(after.values()) - sum(before.values()) < GROWTH_BYTES, (before, after)
     assert app.status()["gateway"]["loop_stall_s"] < HANG_S
     assert app.replica("decode")["loop_stall_s"] < HANG_S
 

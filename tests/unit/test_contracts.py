@@ -399,6 +399,18 @@ def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> Non
     validate(tried, None, None, None)  # type: ignore[arg-type]  # without a config: nothing
 
 
+def test_a_long_text_is_tokenised_where_a_renderer_is_asked_to() -> None:
+    from vllm.renderers.base import BaseRenderer
+
+    assert_takes("vllm.renderers.base:BaseRenderer.tokenize_prompt_async", DECODE_VLLM, "params")
+    for name in ("tokenize_prompts_async", "_tokenize_singleton_prompt_async"):
+        source = inspect.getsource(getattr(BaseRenderer, name))
+        wanted = "self.tokenize_prompt_async(" if "prompts" in name else '"prompt_token_ids" not in'
+        assert wanted in source, f"mend {DECODE_VLLM}"
+    source = inspect.getsource(find("vllm.v1.engine.async_llm:AsyncLLM.__init__", DECODE_VLLM))
+    assert "self.renderer = " in source, f"mend {DECODE_VLLM}"
+
+
 # Our own adapters on top of all that
 
 

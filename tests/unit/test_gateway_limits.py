@@ -13,7 +13,9 @@ import yaml
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
+from headrace.gateway.door import limits
 from headrace.gateway.door.limits import MOST_ITEMS, MOST_OTHER_BYTES
+from headrace.gateway.errors import ApiError
 from tests.unit.gateway_fakes import CHAT, PROMPT, Bench, answer, gateway_over, soon, stall
 
 JSON = {"content-type": "application/json"}
@@ -77,6 +79,31 @@ async def test_a_list_that_would_hold_up_a_replica_is_400() -> None:
         body = {"prompt": [1] * (MOST_ITEMS["prompt"] + 1)}
         async with bench.client.post(CHAT, json=body) as response:
             assert response.status == 200, "the token ids of one prompt"
+
+
+MANY = 300_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[{}] * MANY, ["a"] * MANY, {str(n): 0 for n in range(MANY)}, [[]] * MANY, [1] * 4 * MANY],
+    ids=["objects", "strings", "names", "lists", "numbers"],
+)
+def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(value: Any) -> None:
+    body = json.dumps({"messages": value}).encode()
+    with pytest.raises(ApiError) as refused:
+        limits.parse_object(body)
+    assert refused.value.code == "too_many_values"
+
+
+@pytest.mark.parametrize("unit", ['"', "\\", '\\"', "[", "{", ",", '","', '\\",', '"[{,'])
+def test_text_that_only_looks_like_many_values_passes(unit: str) -> None:
+    body = json.dumps({"prompt": unit * (1_000_000 // len(unit)), "user": "\\"}).encode()
+    assert limits.parse_object(body) == json.loads(body)
+
+
+def test_the_longest_prompt_of_token_ids_passes() -> None:
+    limits.parse_object(json.dumps({"prompt": [123_456] * 1_000_000}).encode())
 
 
 async def test_malformed_json_is_told_with_its_position() -> None:

@@ -67,6 +67,11 @@ def test_work_that_sleeps_is_ended_by_the_clock() -> None:
     assert "refused" in run_confined(lambda: time.sleep(600) or {}, patient)
 
 
+def test_a_trial_takes_only_the_processor_time_that_the_engines_leave() -> None:
+    answer = run_confined(lambda: {"spec": os.sched_getscheduler(0)}, CLOSE)
+    assert answer == {"spec": os.SCHED_IDLE}
+
+
 class Chain:
     """A grammar of `length` tokens, one of which takes a while."""
 

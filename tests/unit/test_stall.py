@@ -20,9 +20,9 @@ def test_the_longest_of_the_last_minute_is_told() -> None:
     stall = LoopStall(now_s=clock)
     assert stall.longest_s == 0.0
     for late_s in (0.1, 0.4, 0.2):
-        stall.saw(late_s)
+        stall.saw(late_s, late_s)
     clock.now += REMEMBERED_S - 1
-    stall.saw(0.3)
+    stall.saw(0.3, 0.3)
     assert stall.longest_s == 0.4
     clock.now += 1
     assert stall.longest_s == 0.3
@@ -39,3 +39,25 @@ async def test_a_loop_that_is_held_is_seen() -> None:
     await asyncio.sleep(0.05)
     stall.stop()
     assert stall.longest_s >= 0.15
+
+
+async def test_time_without_a_processor_is_no_fault_of_the_loops() -> None:
+    stall = LoopStall(now_s=Clock())
+    stall.saw(0.5, 0.01)
+    stall.saw(0.2, 0.4)
+    assert stall.snapshot() == {"loop_stall_s": 0.5, "loop_held_s": 0.2}
+
+
+async def test_code_that_holds_the_loop_is_told_from_a_wait() -> None:
+    stall = LoopStall()
+    stall.start()
+    await asyncio.sleep(0.05)
+    time.sleep(0.2)
+    await asyncio.sleep(0.05)
+    assert stall.snapshot()["loop_held_s"] < 0.1
+    until = time.thread_time() + 0.2
+    while time.thread_time() < until:
+        pass
+    await asyncio.sleep(0.05)
+    stall.stop()
+    assert stall.snapshot()["loop_held_s"] >= 0.15

@@ -119,7 +119,7 @@ class GatewayApp:
             "pid": os.getpid(),
             "relaying": self._relaying,
             "body_bytes": self._intake.held_bytes,
-            "loop_stall_s": round(self._stall.longest_s, 4),
+            **self._stall.snapshot(),
         }
 
     async def start(self) -> None:

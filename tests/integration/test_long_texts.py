@@ -1,0 +1,74 @@
+"""Long texts get the tokens and the refusals of vLLM's own renderer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.hostile.attacks import MEGABYTE, TROUBLE
+from headrace_decode.longtext import LONG_CHARS, LongTexts
+from tests.support.tiny import POSITIONS, tiny_llama
+
+Renderers = tuple[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def renderers() -> Iterator[Renderers]:
+    """vLLM's, and one that has long texts tokenised apart."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers import renderer_from_config
+
+    from headrace_decode._vllm_compat import tokenize_long_texts_apart
+
+    config = EngineArgs(model=str(tiny_llama()), dtype="float32").create_engine_config()
+    plain, ours, texts = renderer_from_config(config), renderer_from_config(config), LongTexts()
+    tokenize_long_texts_apart(ours, texts)
+    yield plain, ours
+    texts.close()
+    plain.shutdown()
+    ours.shutdown()
+
+
+def outcome(renderer: Any, text: str, **settings: Any) -> Any:
+    """The prompt that a text becomes, or why it is refused."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers import TokenizeParams
+
+    params = TokenizeParams(**{"max_total_tokens": POSITIONS, "max_output_tokens": 1, **settings})
+    try:
+        [prompt] = asyncio.run(renderer.tokenize_prompts_async([{"prompt": text}], params))
+    except VLLMValidationError as error:
+        return str(error)
+    return prompt
+
+
+@pytest.mark.parametrize("kind", TROUBLE)
+def test_a_megabyte_is_refused_in_the_same_words(renderers: Renderers, kind: str) -> None:
+    text = TROUBLE[kind] * (MEGABYTE // len(TROUBLE[kind].encode()))
+    plain, ours = (outcome(renderer, text) for renderer in renderers)
+    assert plain == ours
+    assert "maximum context length" in plain
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_total_tokens": None},
+        {"max_total_tokens": 10**6},
+        {"max_total_tokens": 10**6, "add_special_tokens": False},
+        {"truncate_prompt_tokens": 100},
+        {"truncate_prompt_tokens": -1, "truncation_side": "right"},
+        {"do_lower_case": True, "max_total_tokens": None},
+    ],
+    ids=str,
+)
+def test_a_long_text_becomes_the_same_prompt(
+    renderers: Renderers, settings: dict[str, Any]
+) -> None:
+    text = "The Quick brown fox, 123 of them. " * (3 * LONG_CHARS // 34)
+    plain, ours = (outcome(renderer, text, **settings) for renderer in renderers)
+    assert plain == ours
+    assert len(ours["prompt_token_ids"]) >= 100
