@@ -5,8 +5,8 @@ own. Both ways use NIXL's UCX backend with what it chooses here (shared memory: 
 memory into the same memory, one piece a block. Alone means one agent, one transfer of all pieces, a
 poll every 50 microseconds. Through the tier means all of it: the lease, the reservation of slots,
 reads in groups, every block's tag, publication, release. A first load has the owner make the tags
-meanwhile, as when blocks are lent for the first time; the others find them made. The owner's bytes lie in memory, as
-they do in production; there is no page cache to be cold.
+meanwhile, as when blocks are lent for the first time; the others find them made. The owner's bytes
+lie in memory, as they do in production; there is no page cache to be cold.
 """
 
 from __future__ import annotations
