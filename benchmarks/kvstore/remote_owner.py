@@ -73,6 +73,13 @@ class Owner:
             "addresses": self._addresses.tolist(),
         }
 
+    def forget_tags(self) -> dict[str, Any]:
+        """No block has been lent before."""
+        dram = self._node.tiers.dram
+        assert dram is not None and dram.remote is not None
+        dram.remote.lender._tagged[0][:] = 0
+        return {}
+
     def stats(self) -> dict[str, Any]:
         """Of the node's remote part."""
         remote: dict[str, Any] = self._node.operations.stats()["remote"]

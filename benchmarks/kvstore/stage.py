@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.arena.geometry import slot_bytes
+from headrace_kvstore.arena.geometry import PAGE_BYTES
 from headrace_kvstore.checksum import block_seed, copy, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.scheduler import Load, Save, Work
@@ -54,10 +54,9 @@ class Stage:
         self.hashes = [rng.bytes(32) for _ in range(blocks)]
         self.blocks = rng.permutation(blocks)
         self.digest = rng.bytes(16)
-        slot = slot_bytes(self.layout.block_bytes, LAYERS)
         self.arena = Arena.create_or_attach(
             f"headrace-bench-{uuid.uuid4().hex[:12]}",
-            (blocks + 8) * slot + (8 << 20),
+            (blocks + 8) * (self.layout.block_bytes + PAGE_BYTES) + (8 << 20),
             block_bytes=self.layout.block_bytes,
             layers=LAYERS,
         )

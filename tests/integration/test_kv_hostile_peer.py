@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 import zmq
 
+from headrace_kvstore.checksum import payload_sums
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.peers.agent import Agent
 from headrace_kvstore.peers.messages import (
+    GetTags,
     Hello,
     Lease,
     Leased,
@@ -26,11 +29,13 @@ from headrace_kvstore.peers.messages import (
     Welcome,
     decode_reply,
 )
+from headrace_kvstore.peers.tags import TAG_BYTES
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import Client, NodeAway
 from headrace_kvstore.protocol.membership import Membership
 from headrace_kvstore.protocol.server import SLOW_AT_ONCE
 from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, keys, settings, until
+from tests.support.kvsums import forge
 
 PATIENT_S = 60.0
 
@@ -201,6 +206,33 @@ def test_a_state_larger_than_a_message_comes_in_pages(owner: StoreNode, member: 
 # Memory
 
 
+@contextmanager
+def reader_of(owner: StoreNode, folder: Path) -> Iterator[StoreNode]:
+    """Another node, which pulls from that one."""
+    (folder / "reader").mkdir()
+    given = settings(
+        *(folder / "reader",),
+        nvme_folder=None,
+        peers=(address(owner),),
+        pull_limit_s=30.0,
+        peer_lease_s=60.0,
+    )
+    reader = StoreNode(given).start()
+    Engine(given).close()
+    yield reader
+    assert reader.close()
+
+
+def pulled(reader: StoreNode, blocks: int) -> None:
+    """Have blocks 0 to 3 pulled; so many must come."""
+
+    def came() -> bool:
+        pulling = reader.operations.pull(DIGEST, keys(*range(4)))
+        return pulling is not None and pulling.done.result(PATIENT_S) == blocks
+
+    until(came, PATIENT_S)
+
+
 def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_miss(
     owner: StoreNode, member: Client, tmp_path: Path
 ) -> None:
@@ -227,27 +259,50 @@ def test_a_peer_that_writes_reaches_no_table_and_a_block_that_it_spoilt_is_a_mis
     at = spoilt - arena.base_address
     until(lambda: bool((arena._bytes[at : at + 4096] == 0xEE).all()), PATIENT_S)
 
-    (tmp_path / "reader").mkdir()
-    given = settings(
-        *(tmp_path / "reader",),
-        nvme_folder=None,
-        peers=(address(owner),),
-        pull_limit_s=30.0,
-        peer_lease_s=60.0,
-    )
-    reader = StoreNode(given).start()
-    engine = Engine(reader.settings)
-
-    def pulled() -> bool:
-        pulling = reader.operations.pull(DIGEST, keys(*range(4)))
-        return pulling is not None and pulling.done.result(PATIENT_S) == 3
-
-    until(pulled, PATIENT_S)
-    assert engine.has(*range(4)) == [True, False, True, True]
+    with reader_of(owner, tmp_path) as reader:
+        pulled(reader, 3)
+        engine = Engine(reader.settings)
+        assert engine.has(*range(4)) == [True, False, True, True]
+        engine.close()
     until(lambda: owner.operations.stats()["remote"]["lend"].get("corrupt_here") == 1)
     member.tell(Release(leased.lease))
-    engine.close()
-    assert reader.close() and agent.close(PATIENT_S)
+    assert agent.close(PATIENT_S)
+
+
+def test_a_block_whose_sum_was_kept_while_its_bytes_were_changed_is_a_miss(
+    owner: StoreNode, member: Client, tmp_path: Path
+) -> None:
+    """A member leases a block, and writes bytes of the same public sum before another one reads."""
+    dram = owner.tiers.dram
+    assert dram is not None
+    arena = dram.arena
+    welcome = member.ask(Hello()).result(PATIENT_S)
+    leased = member.ask(lease(welcome.generation, *range(4))).result(PATIENT_S)
+    tags = member.ask(GetTags(leased.lease)).result(PATIENT_S)
+    assert len(tags.tags) == 4 * TAG_BYTES
+
+    spoilt = leased.rows[1].address
+    at = spoilt - arena.base_address
+    memory = arena._bytes[at : at + SHAPE.payload_bytes].copy()
+    row, slots = arena.row_of(DIGEST), arena.lookup(0, keys(1))
+    forge(memory)
+    agent = Agent(int(memory.ctypes.data), memory.size)
+    name = agent.meet(welcome.agent).result(PATIENT_S)
+    _write(agent, name, memory, spoilt, memory.size)
+    until(lambda: bool((arena._bytes[at : at + len(memory)] == memory).all()), PATIENT_S)
+    layers = spoilt + np.arange(SHAPE.layers) * SHAPE.layer_bytes
+    sums = payload_sums(DIGEST, keys(1)[0], 0, layers, SHAPE.layer_bytes)
+    assert row == 0 and (sums == arena.sums(slots)[0]).all(), "the public sums must not tell"
+    with pytest.raises(Exception):  # noqa: B017  # NIXL's own
+        _write(agent, name, memory, int(arena._t.sums.ctypes.data), 8)
+
+    with reader_of(owner, tmp_path) as reader:
+        pulled(reader, 3)
+        engine = Engine(reader.settings)
+        assert engine.has(*range(4)) == [True, False, True, True]
+        engine.close()
+    until(lambda: owner.operations.stats()["remote"]["lend"].get("corrupt_here") == 1)
+    assert agent.close(PATIENT_S)
 
 
 def _write(agent: Agent, peer: str, memory: np.ndarray, to: int, length: int) -> None:

@@ -18,6 +18,7 @@ from headrace_kvstore.peers.directory import MEDIA, Directory
 from headrace_kvstore.peers.messages import Leased, Row
 from headrace_kvstore.peers.peer_source import PullLimits, RemoteOffer
 from headrace_kvstore.peers.pull_price import Run
+from headrace_kvstore.peers.tags import BlockTags
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Note, Page
 from headrace_kvstore.protocol.events import (
@@ -26,7 +27,7 @@ from headrace_kvstore.protocol.events import (
     BlockStored,
     EventBatch,
 )
-from tests.support.kvnode import DIGEST, SHAPE, keys
+from tests.support.kvnode import DIGEST, SECRET, SHAPE, keys
 
 NOTES = Page("g", 1, 2, [Note(b"w", b"s", 1, b"data")])
 FRAMES = [
@@ -36,6 +37,8 @@ FRAMES = [
         messages.Look("g", 1, 2, 3),
         messages.Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0),
         messages.Release(1, [0, 1]),
+        messages.GetTags(1),
+        messages.Tags(b"tags"),
         messages.Welcome("g", b"metadata"),
         messages.News("g", NOTES, 3, [b"batch"], 4),
         Leased(1, [Row(0, 2**47, 1, 2, 3, -4, 0.5)], bytes(32)),
@@ -144,7 +147,8 @@ def test_a_lease_names_blocks_that_were_asked_for_or_is_refused(
     source: Any = Source()
     try:
         offer = RemoteOffer(
-            source, Run("p", ()), "n", SHAPE, asked, Leased(1, leased, sums), began_s=0.0
+            *(source, Run("p", ()), "n", SHAPE, asked, Leased(1, leased, sums)),
+            *(BlockTags(SECRET, "g"), 0.0),
         )
     except (ValueError, IndexError, OverflowError):
         return

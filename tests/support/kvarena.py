@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.arena.geometry import Geometry, slot_bytes
+from headrace_kvstore.arena.geometry import PAGE_BYTES, Geometry
 from headrace_kvstore.table import hash_word
 from tests.support.clock import Clock
 
 BLOCK, LAYERS = 4000, 3
 BIG_BLOCK = 10_000
+SLOT_BYTES = PAGE_BYTES
+"""What a BLOCK takes."""
 DIGEST, OTHER = b"n" * 16, b"o" * 16
 
 Make = Callable[..., Arena]
@@ -47,7 +49,7 @@ def arenas(folder: Path) -> Iterator[Make]:
     made: list[Arena] = []
 
     def make(blocks: int = 8, name: str = "arena", **options: object) -> Arena:
-        size = blocks * slot_bytes(BLOCK, LAYERS)
+        size = blocks * SLOT_BYTES
         tables = 0
         while True:
             try:

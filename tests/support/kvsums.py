@@ -34,6 +34,16 @@ def model_sum(data: bytes, seed: int) -> int:
     return mix(mix(seed ^ mix((len(data) + G) % WIDE)) ^ folded % WIDE)
 
 
+def forge(data: NDArray[np.uint8]) -> None:
+    """Change bytes so that no sum of theirs tells: +1, -2, +1 in three words of one lane."""
+    words = data[: 3 * 64].view("<u4").reshape(3, LANES)
+    can = (words[0] < 2**32 - 1) & (words[1] > 1) & (words[2] < 2**32 - 1)
+    lane = int(np.flatnonzero(can)[0])
+    words[0, lane] += 1
+    words[1, lane] -= 2
+    words[2, lane] += 1
+
+
 class Memory:
     """Zeroed bytes at an address aligned to 64, plus `shift`."""
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import NO_ROOM, TAKEN
-from headrace_kvstore.arena.geometry import slot_bytes
 from headrace_kvstore.table import FREE, READY, REMOVED, STORED, hash_word, pack_hashes
 from tests.support.kvarena import (
     BIG_BLOCK,
@@ -19,6 +18,7 @@ from tests.support.kvarena import (
     DIGEST,
     LAYERS,
     OTHER,
+    SLOT_BYTES,
     Make,
     arenas,
     block_hash,
@@ -53,7 +53,7 @@ def test_a_block_is_found_only_once_it_is_published(make: Make) -> None:
     assert (arena.sums(slots) == sums_of((1, 2))).all()
     record = arena.table[slots[1]]
     assert record["state"] == READY and record["tenant"] == 7 and record["depth"] == 1
-    assert record["parent"] == hash_word(block_hash(1)) and record["bytes"] == slot_bytes(BLOCK, 3)
+    assert record["parent"] == hash_word(block_hash(1)) and record["bytes"] == SLOT_BYTES
     assert broken(arena) == []
 
 
@@ -117,6 +117,28 @@ def test_blocks_stand_apart_on_whole_pages_and_within_the_size(make: Make) -> No
     places.sort()
     assert len(places) == 6 and places[-1][1] <= arena.geometry.size_bytes
     assert all(end <= start for (_, end), (start, _) in pairwise(places))
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS, 10])
+def test_no_block_s_checksums_lie_among_the_data_or_on_another_block_s(
+    make: Make, layers: int
+) -> None:
+    arena = make(blocks=100)
+    given: dict[int, np.ndarray] = {}
+    for digest, each in ((DIGEST, layers), (OTHER, LAYERS)):
+        row = arena.namespace(digest, BLOCK, each)
+        slots = arena.reserve(row, hashes(*range(20)), [0] * 20, range(20))
+        assert (slots >= 0).any()
+        for number, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                given[slot] = sums_of((number + 1000 * row,), each)
+                assert arena.publish(np.array([slot]), given[slot]).all()
+                arena.view(slot)[:] = 255
+    data = arena._bytes[arena.geometry.data_offset :]
+    assert set(np.unique(data)) <= {0, 255}
+    there = [slot for slot in given if arena.table["state"][slot] == READY]
+    assert len(there) >= 20
+    assert all((arena.sums(np.array([slot])) == given[slot]).all() for slot in there)
 
 
 # Leases
@@ -187,7 +209,7 @@ def test_a_namespace_is_registered_once_and_only_with_one_block_size(make: Make)
     assert arena.namespace(DIGEST, BLOCK, LAYERS) == row
     with pytest.raises(ValueError, match="not 5000 and 3"):
         arena.namespace(DIGEST, 5000, LAYERS)
-    with pytest.raises(ValueError, match="larger than a segment"):
+    with pytest.raises(ValueError, match="exceeds a segment"):
         arena.namespace(OTHER, 1 << 30, LAYERS)
     for row in range(1, 256):
         assert arena.namespace(row.to_bytes(16, "big"), BLOCK, LAYERS) == row

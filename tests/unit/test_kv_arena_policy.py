@@ -19,7 +19,7 @@ from tests.support.clock import Clock
 from tests.support.kvarena import DIGEST, block_hash, hashes, machine_clock, present
 from tests.support.kvcheck import broken
 
-BLOCK, LAYERS = 16384, 1
+BLOCK, LAYERS = 20480, 1
 SIZE = 32 << 20
 """The least that the default's state is an eighth of, more or less: 1,500 blocks."""
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import NO_ROOM
-from headrace_kvstore.arena.geometry import slot_bytes
 from headrace_kvstore.policy.base import Mask, Policy, Slots, Table
 from tests.support.kvarena import (
     BIG_BLOCK,
@@ -17,6 +16,7 @@ from tests.support.kvarena import (
     DIGEST,
     LAYERS,
     OTHER,
+    SLOT_BYTES,
     Make,
     arenas,
     hashes,
@@ -77,7 +77,7 @@ def test_leased_pinned_and_unfinished_blocks_stay_whatever_the_policy_says(make:
 
 def test_a_tenant_over_its_quota_gives_up_its_own_blocks(make: Make) -> None:
     clock = machine_clock()
-    arena = make(blocks=8, clock=clock, quotas={7: 2 * slot_bytes(BLOCK, LAYERS)})
+    arena = make(blocks=8, clock=clock, quotas={7: 2 * SLOT_BYTES})
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     store(arena, row, 0, 1)
     for number in range(10, 15):

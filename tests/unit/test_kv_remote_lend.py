@@ -17,9 +17,20 @@ from headrace_kvstore.checksum import payload_sums
 from headrace_kvstore.node.dram_work import open_arena
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.lender import LENT_SHARE, Lender
-from headrace_kvstore.peers.messages import Failed, Lease, Leased, Release, Row, Welcome
+from headrace_kvstore.peers.messages import (
+    Failed,
+    GetTags,
+    Lease,
+    Leased,
+    Release,
+    Row,
+    Tags,
+    Welcome,
+)
+from headrace_kvstore.peers.tags import TAG_BYTES, BlockTags
 from headrace_kvstore.protocol.wire import Notes, WireError, encode
-from tests.support.kvnode import DIGEST, SHAPE, Engine, content, keys, settings
+from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, content, keys, settings
+from tests.support.kvsums import forge
 
 GENERATION = "g1"
 
@@ -51,7 +62,11 @@ class Owner:
         self.engine.arena._clock = lambda: self.now_s
         self.below = Below()
         below: Any = self.below
-        self.lender = Lender(self.arena, GENERATION, self.below.contains, below, lambda: self.now_s)
+        self.tags = BlockTags(SECRET, GENERATION)
+        self.lender = Lender(
+            *(self.arena, GENERATION, self.tags, self.below.contains, below),
+            lambda: self.now_s,
+        )
 
     def ask(self, *numbers: int, lease_s: float = 10.0, **fields: Any) -> Any:
         request = {
@@ -180,6 +195,44 @@ def test_a_block_that_is_wrong_here_too_is_dropped_and_a_right_one_stays(owner: 
     assert (stats["corrupt_here"], stats["corrupt_at_reader"]) == (1, 1)
 
 
+def tags_of(owner: Owner, leased: Leased) -> list[bool]:
+    """Whether each row's tag is right for the block's bytes."""
+    answer = owner.lender.tags(leased.lease)
+    assert isinstance(answer, Future)
+    tags = answer.result(20).tags
+    assert len(tags) == TAG_BYTES * len(leased.rows)
+    each = [tags[TAG_BYTES * i : TAG_BYTES * (i + 1)] for i in range(len(leased.rows))]
+    return [
+        owner.tags.right(tag, row.address, SHAPE.payload_bytes)
+        for tag, row in zip(each, leased.rows, strict=True)
+    ]
+
+
+def test_a_tag_is_of_the_bytes_that_were_stored_and_stays_when_they_change(owner: Owner) -> None:
+    owner.engine.put(0, 1, 2)
+    [slot] = owner.arena.lookup(owner.engine.row, keys(1))
+    owner.arena.view(slot)[5] ^= 1
+    leased = owner.ask(0, 1, 2)
+    assert tags_of(owner, leased) == [True, False, True]
+    forge(owner.arena.view(owner.arena.lookup(owner.engine.row, keys(2))[0]))
+    assert tags_of(owner, leased) == [True, False, False]
+    owner.lender.release(leased.lease, [2])
+    assert owner.engine.has(0) == [True] and not owner.lender.stats().get("corrupt_at_reader")
+    assert owner.arena.lookup(owner.engine.row, keys(2))[0] < 0
+
+
+def test_a_slot_s_next_block_gets_a_tag_of_its_own(owner: Owner) -> None:
+    owner.engine.put(0)
+    first = owner.ask(0)
+    assert tags_of(owner, first) == [True]
+    owner.arena.discard(owner.engine.row, keys(0))
+    owner.engine.put(1)
+    second = owner.ask(1)
+    assert first.rows[0].address == second.rows[0].address
+    assert tags_of(owner, second) == [True]
+    assert owner.lender.tags(99) == Failed("lease")
+
+
 def test_closing_ends_all_leases(owner: Owner) -> None:
     owner.engine.put(0, 1)
     owner.ask(0)
@@ -247,6 +300,7 @@ def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
         messages.Look("b", 7, 9, 2**20),
         Lease("g", DIGEST, 4, 64, keys(0, 1), 3.0),
         Release(4, [1, 2]),
+        GetTags(4),
     ],
 )
 def test_requests_come_out_as_they_went_in(request_: Any) -> None:
@@ -259,6 +313,7 @@ def test_requests_come_out_as_they_went_in(request_: Any) -> None:
         Welcome("g", b"\0\1"),
         messages.News("g", Notes("b", 1, 2, []), 3, [b"batch"], 4),
         Leased(1, [Row(0, 2**47, 2**64 - 1, 1, 2, -3, 0.5)], b"12345678"),
+        Tags(bytes(2 * TAG_BYTES)),
         Failed("no"),
     ],
 )

@@ -18,11 +18,13 @@ import pytest
 from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.node.dram_work import open_arena
 from headrace_kvstore.peers.agent import Pull, PullError
-from headrace_kvstore.peers.messages import Lease, Leased, Release, Row, Welcome
+from headrace_kvstore.peers.messages import Lease, Leased, Release, Row, Tags, Welcome
 from headrace_kvstore.peers.peer_source import READ_BYTES, PullLimits, RemoteSource
 from headrace_kvstore.peers.pull_price import Run, pull_cost
+from headrace_kvstore.peers.tags import BlockTags
 from headrace_kvstore.staging.prefetch import Prefetcher
-from tests.support.kvnode import DIGEST, SHAPE, Engine, keys, settings, until
+from tests.support.kvnode import DIGEST, SECRET, SHAPE, Engine, keys, settings, until
+from tests.support.kvsums import forge
 
 
 class Peer:
@@ -35,6 +37,7 @@ class Peer:
         self.released: list[Release] = []
         self.succeeded_bytes = 0
         self.failures: list[str] = []
+        self.leased: list[Row] = []
 
     # As `Peers`
 
@@ -64,7 +67,18 @@ class Peer:
             rows[0].parent = 1 << 64
         if self.fault == "strange seconds":
             rows[0].compute_s = float("nan")
+        self.leased = rows
         answer.set_result(Leased(5, rows, sums))
+        return answer
+
+    def tags(self, address: str, lease: int, limit_s: float) -> Future[Tags]:
+        answer: Future[Tags] = Future()
+        if self.fault == "tags refused":
+            answer.set_exception(PullError("refused"))
+            return answer
+        made = BlockTags(SECRET if self.fault != "another secret" else 16 * "x", "g")
+        tags = [made.make(row.address, SHAPE.payload_bytes) for row in self.leased]
+        answer.set_result(Tags(b"".join(tags)[: -1 if self.fault == "short tags" else None]))
         return answer
 
     def tell(self, address: str, body: Any) -> None:
@@ -96,6 +110,9 @@ class Peer:
         for to, at, size in zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True):
             ctypes.memmove(int(to), int(at), int(size))
         pull.landed_s = time.monotonic()
+        if self.fault == "forged":
+            memory = (ctypes.c_char * SHAPE.payload_bytes).from_address(int(local[0]))
+            forge(np.frombuffer(memory, np.uint8))
         if self.fault in ("bit", "overwritten"):
             ctypes.memset(int(local[0]) + 100, 0xA5, 1)
             pull.landed_s += 1e6 if self.fault == "overwritten" else 0
@@ -109,7 +126,7 @@ class Reader:
         self.engine = Engine(given)
         self.arena = open_arena(given)
         self.source = RemoteSource(
-            *(peer, peer, lambda digest: self.space(digest), PullLimits(5.0, 20.0))
+            *(peer, peer, lambda digest: self.space(digest), PullLimits(5.0, 20.0), SECRET)
         )
         self.puller = Prefetcher(self.arena, self.source, 2**24)
 
@@ -182,7 +199,15 @@ def test_an_answer_without_sense_is_a_miss(peer: Peer, reader: Reader, fault: st
 
 @pytest.mark.parametrize(
     ("fault", "word", "blocks"),
-    [("lost", "lost", 4), ("bit", "corrupt", 1), ("overwritten", "lease_ran_out", 1)],
+    [
+        ("lost", "lost", 4),
+        ("bit", "corrupt", 1),
+        ("forged", "corrupt", 1),
+        ("overwritten", "lease_ran_out", 1),
+        ("another secret", "corrupt", 4),
+        ("short tags", "nonsense", 4),
+        ("tags refused", "refused", 4),
+    ],
 )
 def test_what_does_not_arrive_right_is_told_and_not_published(
     peer: Peer, reader: Reader, fault: str, word: str, blocks: int

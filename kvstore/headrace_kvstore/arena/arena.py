@@ -41,7 +41,6 @@ from headrace_kvstore.arena.geometry import (
     SECTION,
     ArenaFormatError,
     Geometry,
-    slot_bytes,
 )
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, victims
@@ -186,11 +185,11 @@ class Arena(ArenaMap):
                     if keep:
                         self._file.use(row)
                     return row
-            needed = slot_bytes(block_bytes, layers)
+            needed = self.geometry.slot_bytes(block_bytes, layers)
             if needed > int(self._t.segments["bytes"].max()):
                 raise Refused(
-                    f"a block of {block_bytes} bytes is larger than a segment of this arena: "
-                    f"{self.geometry.segment_bytes} bytes"
+                    f"a block of {block_bytes} bytes, {layers} layers, exceeds a segment of this "
+                    f"arena: {self.geometry.segment_bytes} bytes"
                 )
             row = count if count < NAMESPACES else self._reclaimed_row()
             spaces[row] = (np.frombuffer(digest, np.uint64), block_bytes, needed, layers)
@@ -351,7 +350,7 @@ class Arena(ArenaMap):
         if given.shape != (len(wanted), self._layers(wanted)):
             raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
         owner = os.getpid()
-        kernels.write_sums(self._t, self._u64, self._sums_at(wanted), wanted, owner, given)
+        kernels.write_sums(self._t, self._sums_at(wanted), wanted, owner, given)
         try:
             with self._section:
                 kernels.publish(self._t, wanted, owner, self._clock(), done)

@@ -18,7 +18,6 @@ from headrace_kvstore.arena.geometry import (
     WORDS_OFFSET,
     Geometry,
     Tables,
-    sums_offset,
 )
 from headrace_kvstore.arena.kernels import STUCK
 from headrace_kvstore.arena.locking import PATIENCE_S
@@ -50,7 +49,6 @@ class ArenaMap:
         self._clock = clock
         self._file = file
         self._bytes = np.frombuffer(file.memory, np.uint8)
-        self._u64 = self._bytes[: file.size_bytes // 8 * 8].view(np.uint64)
         self.geometry = Geometry.parse(bytes(self._bytes[:WORDS_OFFSET]), file.size_bytes)
         self._t: Tables = self.geometry.tables(self._bytes)
         self._per_segment = self.geometry.slots_per_segment
@@ -106,7 +104,7 @@ class ArenaMap:
         wanted = self._slots(slots, least=0)
         if not len(wanted):
             return np.zeros((0, 0), np.uint64)
-        return self._u64[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
+        return self._t.sums[self._sums_at(wanted)[:, None] + np.arange(self._layers(wanted))]
 
     def prefault(self) -> None:
         """Fill this process's page tables (about 0.1 s a GiB), so that copies do not fault."""
@@ -179,7 +177,7 @@ class ArenaMap:
         """Let go of the memory. Views that were given out keep it mapped until they are gone."""
         if hasattr(self, "_t"):
             self._words.release()
-            del self._t, self.table, self._bytes, self._u64, self._words
+            del self._t, self.table, self._bytes, self._words
             del self._section, self._brief_section
             self._file.close()
 
@@ -202,6 +200,7 @@ class ArenaMap:
         return int(self._t.spaces["layers"][rows[0]])
 
     def _sums_at(self, slots: np.ndarray) -> np.ndarray:
-        """Words from the start of the arena to each slot's checksums."""
-        row = int(self.table["namespace"][slots[0]])
-        return (self.offsets(slots) + sums_offset(int(self._t.spaces["block_bytes"][row]))) // 8
+        """Where each slot's checksums begin in `sums`."""
+        segment, place = np.divmod(slots, self._per_segment)
+        start: np.ndarray = segment * (self._per_segment * self.geometry.layers)
+        return start + place * self._layers(slots)

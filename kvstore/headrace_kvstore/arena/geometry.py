@@ -1,12 +1,14 @@
-"""Where everything stands in the arena's file: a function of five numbers, kept in its header.
+"""Where everything stands in the arena's file: a function of six numbers, kept in its header.
 
-    header | namespaces | segments | slots | readers | free chain | buckets | events | state | data
+    header | namespaces | segments | slots | readers | free chain | buckets | events | sums | state
+    | data
 
 The data area is cut into segments of equal size (the last one takes what is left). A segment that
-holds blocks belongs to one namespace, and is cut into that namespace's slots: block bytes, then
-one u64 checksum a layer, padded to whole pages. So slot i of segment s is always row
-`s * slots_per_segment + i` of the slot table, and memory moves between namespaces of different
-block sizes a segment at a time.
+holds blocks belongs to one namespace, and is cut into that namespace's slots: block bytes, padded
+to whole pages. So slot i of segment s is always row `s * slots_per_segment + i` of the slot table,
+and memory moves between namespaces of different block sizes a segment at a time. The checksums of
+a segment's blocks, one u64 a layer, lie block after block in its part of `sums`: peers may reach
+the data, and nothing before it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import numpy as np
 from headrace_kvstore.table import EVENT, SLOT
 
 MAGIC = b"HRARENA\0"
-VERSION = 2
-HEADER_BYTES = 64
+VERSION = 3
+HEADER_BYTES = 72
 PAGE_BYTES = 4096
 NAMESPACES = 256
 SEGMENTS = 64
@@ -102,27 +104,20 @@ class Tables(NamedTuple):
     free: np.ndarray
     buckets: np.ndarray
     events: np.ndarray
+    sums: np.ndarray
     state: np.ndarray
-
-
-def slot_bytes(block_bytes: int, layers: int) -> int:
-    """Bytes that one slot takes: the block, its checksums, whole pages."""
-    return _pages(sums_offset(block_bytes) + 8 * layers)
-
-
-def sums_offset(block_bytes: int) -> int:
-    """Where a slot's checksums begin."""
-    return -(-block_bytes // 8) * 8
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The five numbers that fix all offsets."""
+    """The six numbers that fix all offsets. `layers`: a segment has room for the sums of so many a
+    slot."""
 
     size_bytes: int
     segments: int
     segment_bytes: int
     slots_per_segment: int
+    layers: int
     state_bytes: int
 
     @classmethod
@@ -143,15 +138,15 @@ class Geometry:
         """
         if not 1 <= smallest_block_bytes <= block_bytes or layers < 1:
             raise ValueError("blocks have at least one byte and one layer; the smallest is no")
-        slot = slot_bytes(block_bytes, layers)
+        slot = _pages(block_bytes)
         blocks = min(
             max(BLOCKS_PER_SEGMENT, size_bytes // (SEGMENTS * slot)), size_bytes // 4 // slot
         )
         segment_bytes = max(1, blocks) * slot
-        slots_per_segment = segment_bytes // slot_bytes(smallest_block_bytes, layers)
+        slots_per_segment = segment_bytes // _pages(smallest_block_bytes)
 
         def cut(segments: int) -> Geometry:
-            return cls(size_bytes, segments, segment_bytes, slots_per_segment, state_bytes)
+            return cls(size_bytes, segments, segment_bytes, slots_per_segment, layers, state_bytes)
 
         segments = -(-size_bytes // segment_bytes)
         while segments > 1 and cut(segments).last_segment_bytes < slot:
@@ -163,6 +158,14 @@ class Geometry:
                 f"{planned.data_offset + slot} are the least"
             )
         return planned
+
+    def slot_bytes(self, block_bytes: int, layers: int) -> int:
+        """Bytes that one slot takes: the block, whole pages; more where a segment would have no
+        room for its blocks' checksums otherwise."""
+        if layers > self.layers:
+            sums = self.slots_per_segment * self.layers
+            block_bytes = max(block_bytes, -(-self.segment_bytes * layers // sums))
+        return _pages(block_bytes)
 
     @property
     def slots(self) -> int:
@@ -180,8 +183,8 @@ class Geometry:
         return min(self.segment_bytes, self.size_bytes - before)
 
     def header(self) -> bytes:
-        """The header's fixed part: magic, version, these numbers, checksum over all that."""
-        fixed = MAGIC + struct.pack("<6Q", VERSION, *astuple(self))
+        """The header's fixed part: magic, version, these numbers, a checksum of all that."""
+        fixed = MAGIC + struct.pack("<7Q", VERSION, *astuple(self))
         return fixed + hashlib.blake2b(fixed, digest_size=8).digest()
 
     @classmethod
@@ -189,7 +192,7 @@ class Geometry:
         """Read the header of a file of `size_bytes`; raises ArenaFormatError."""
         if header[: len(MAGIC)] != MAGIC or len(header) < HEADER_BYTES:
             raise ArenaFormatError("not an arena")
-        version, *numbers = struct.unpack_from("<6Q", header, len(MAGIC))
+        version, *numbers = struct.unpack_from("<7Q", header, len(MAGIC))
         if version != VERSION:
             raise ArenaFormatError(f"an arena of version {version}, not {VERSION}")
         geometry = cls(*numbers)
@@ -228,6 +231,7 @@ def _regions(geometry: Geometry) -> list[tuple[str, int, np.dtype, int]]:
         ("free", np.dtype("i4"), slots),
         ("buckets", u8, _power_of_two(2 * slots)),
         ("events", KERNEL_EVENT, min(max(256, _power_of_two(slots)), 1 << 16)),
+        ("sums", u8, slots * geometry.layers),
         ("state", np.dtype("u1"), geometry.state_bytes),
     ]
     regions, offset = [], WORDS_OFFSET

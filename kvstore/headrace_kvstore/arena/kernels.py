@@ -36,7 +36,6 @@ from headrace_kvstore.arena.geometry import (
     STORED_TOTAL,
     Geometry,
     Tables,
-    slot_bytes,
 )
 from headrace_kvstore.arena.index import ABSENT, Int, find, insert, lookup, remove
 from headrace_kvstore.compiled import jit
@@ -227,18 +226,13 @@ def _is_mine(t: Tables, slot: Int, owner: int) -> bool:
 
 @jit()
 def write_sums(
-    t: Tables,
-    words: np.ndarray,
-    offsets: np.ndarray,
-    slots: np.ndarray,
-    owner: int,
-    sums: np.ndarray,
+    t: Tables, offsets: np.ndarray, slots: np.ndarray, owner: int, sums: np.ndarray
 ) -> None:
-    """Put sums[i] (one a layer) at word offsets[i] of the file, for slots that `owner` writes."""
+    """Put sums[i] (one a layer) from offsets[i] on in the table, for slots that `owner` writes."""
     for i in range(slots.size):
         if _is_mine(t, slots[i], owner):
             for layer in range(sums.shape[1]):
-                words[offsets[i] + layer] = sums[i, layer]
+                t.sums[offsets[i] + layer] = sums[i, layer]
 
 
 @jit()
@@ -328,14 +322,14 @@ def warm() -> None:
     memory = np.zeros(geometry.size_bytes, np.uint8)
     t = geometry.tables(memory)
     geometry.format(t)
-    t.spaces["slot_bytes"] = slot_bytes(4096, 1)
+    t.spaces["slot_bytes"] = geometry.slot_bytes(4096, 1)
     t.words[NAMESPACE_COUNT] = 1
     keys, rows = np.zeros((1, 4), np.uint64), np.zeros(1, KERNEL_SLOT)
     slots, done = np.full(1, NO_ROOM, np.int64), np.zeros(1, np.bool_)
     place(t, rows, 0.0, slots)
     commit(t, slots)
     offsets, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)
-    write_sums(t, memory[-4096:].view(np.uint64), offsets, slots, 0, sums)
+    write_sums(t, offsets, slots, 0, sums)
     publish(t, slots, 0, 0.0, done)
     lookup(t, 0, keys, slots)
     lease(t, 0, keys, 0.0, 0.0, True, slots)

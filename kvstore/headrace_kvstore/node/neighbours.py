@@ -16,7 +16,14 @@ import zmq
 from headrace_kvstore.node.dram_work import DramWork
 from headrace_kvstore.node.object_work import OBJECTS
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.peers.messages import Lease, Look, News, PeerRequest, decode_request
+from headrace_kvstore.peers.messages import (
+    GetTags,
+    Lease,
+    Look,
+    News,
+    PeerRequest,
+    decode_request,
+)
 from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.peers.pull_price import Choice, choose
 from headrace_kvstore.protocol import wire
@@ -79,7 +86,8 @@ class Neighbours:
         if listen is not None and self._server is None:
             try:
                 self._server = FrameServer(
-                    *(lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer, (Lease,)),
+                    *(lambda s: s.bind(f"tcp://{listen}"), decode_request, self._answer),
+                    slow=(Lease, GetTags),
                     name="kv-lend",
                     members=members,
                 )

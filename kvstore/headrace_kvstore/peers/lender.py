@@ -4,6 +4,10 @@ A lease is an arena lease: blocks are not evicted until it is released or expire
 NVMe has are brought into DRAM first, and the answer waits for that. Peers may lease at most
 LENT_SHARE of the arena at once; further requests are refused, and the peer computes.
 
+The reader takes the blocks of a lease for right by their tags (`tags`). They are made when they are
+first asked for, of bytes that match their sums, and kept while the slot holds that block. The sums
+lie where peers cannot write.
+
 When a block does not verify at the reader, the owner checks its own copy. If that is wrong too,
 the block is dropped. Otherwise the transfer was at fault.
 """
@@ -14,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -24,7 +28,8 @@ import numpy as np
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.arena_map import Space
 from headrace_kvstore.checksum import payload_sums
-from headrace_kvstore.peers.messages import Failed, Lease, Leased, Row
+from headrace_kvstore.peers.messages import Failed, Lease, Leased, Row, Tags
+from headrace_kvstore.peers.tags import NO_TAG, TAG_BYTES, BlockTags
 from headrace_kvstore.staging.prefetch import Prefetcher
 
 LENT_SHARE = 0.5
@@ -51,6 +56,7 @@ class Lender:
     Args:
         arena: whose blocks.
         generation: changes whenever addresses may have changed.
+        tags: of this generation.
         on_nvme: digest, hashes -> which blocks the NVMe tier has, bool (n,).
         prefetcher: brings these into the arena.
     """
@@ -59,6 +65,7 @@ class Lender:
         self,
         arena: Arena,
         generation: str,
+        tags: BlockTags,
         on_nvme: Callable[[bytes, Sequence[bytes]], np.ndarray],
         prefetcher: Prefetcher,
         clock: Callable[[], float] = time.monotonic,
@@ -70,6 +77,11 @@ class Lender:
         self._ids = count(1)
         self._limit_bytes = LENT_SHARE * arena.geometry.size_bytes
         self._counts: Counter[str] = Counter()
+        self._tags = tags
+        slots = len(arena.table)
+        self._tagged = np.zeros(slots, "u4"), np.zeros((slots, TAG_BYTES), "u1")
+        """Of each slot: the generation (from 1 on) that has a tag, and the tag."""
+        self._tagging = ThreadPoolExecutor(1, "kv-tags")
 
     def serving(self) -> bool:
         """Whether a peer may be reading."""
@@ -101,6 +113,12 @@ class Lender:
         raised.add_done_callback(lambda _: _settle(answer, lambda: self._lend(request)))
         return answer
 
+    def tags(self, lease: int) -> Future[Tags] | Failed:
+        """The tags of what is leased; that of a block that does not match its sums is wrong."""
+        with self._lock:
+            lent = self._lent.get(lease)
+        return Failed("lease") if lent is None else self._tagging.submit(self._tags_of, lent)
+
     def release(self, lease: int, bad: Sequence[int]) -> None:
         """The reader is done; `bad` positions did not verify there."""
         with self._lock:
@@ -126,6 +144,7 @@ class Lender:
 
     def close(self) -> None:
         """End all leases."""
+        self._tagging.shutdown(cancel_futures=True)
         with self._lock:
             for lent in self._lent.values():
                 if self._clock() < lent.until_s:
@@ -177,6 +196,19 @@ class Lender:
         ]
         return Leased(lease, rows, self._arena.sums(slots).astype("<u8").tobytes())
 
+    def _tags_of(self, lent: _Lent) -> Tags:
+        generations, tags = self._tagged
+        for name, slot in zip(lent.hashes, lent.slots.tolist(), strict=True):
+            generation = self._arena.table["generation"][slot]
+            if generations[slot] == generation:
+                continue
+            right = self._is_right(lent.space, name, slot)
+            at = self._arena.address(slot), lent.space.block_bytes
+            tag = self._tags.make(*at) if right else NO_TAG
+            tags[slot] = np.frombuffer(tag, "u1")
+            generations[slot] = generation if right else 0
+        return Tags(tags[lent.slots].tobytes())
+
     def _run_out(self) -> None:
         now_s = self._clock()
         for lease in [n for n, lent in self._lent.items() if lent.until_s <= now_s]:
@@ -184,22 +216,30 @@ class Lender:
 
     def _look_at(self, lent: _Lent, suspects: Sequence[int]) -> None:
         """Drop those of a reader's bad blocks that are bad here too."""
-        space = lent.space
-        layer_bytes = space.block_bytes // space.layers
+        generations, tags = self._tagged
         names = [lent.hashes[i] for i in suspects]
         slots = self._arena.lookup(lent.row, names)
         wrong = []
         for name, slot in zip(names, slots.tolist(), strict=True):
             if slot < 0:
                 continue
-            at = self._arena.address(slot) + np.arange(space.layers) * layer_bytes
-            sums = payload_sums(space.digest, name, 0, at, layer_bytes)
-            if not np.array_equal(sums, self._arena.sums(np.array([slot]))[0]):
+            at = self._arena.address(slot), lent.space.block_bytes
+            tagged = generations[slot] == self._arena.table["generation"][slot]
+            if not self._is_right(lent.space, name, slot) or (
+                tagged and not self._tags.right(tags[slot].tobytes(), *at)
+            ):
                 wrong.append(name)
         self._count("corrupt_here", len(wrong))
         self._count("corrupt_at_reader", len(names) - len(wrong))
         if wrong:
             self._arena.discard(lent.row, wrong)
+
+    def _is_right(self, space: Space, name: bytes, slot: int) -> bool:
+        """Whether a block matches its sums."""
+        layer_bytes = space.block_bytes // space.layers
+        at = self._arena.address(slot) + np.arange(space.layers) * layer_bytes
+        sums = payload_sums(space.digest, name, 0, at, layer_bytes)
+        return np.array_equal(sums, self._arena.sums(np.array([slot]))[0])
 
     def _count(self, name: str, blocks: int) -> None:
         if blocks:

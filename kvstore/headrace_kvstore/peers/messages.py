@@ -3,6 +3,7 @@
     Hello  -> Welcome      who are you, and how is your memory read
     Look   -> News         new notes of your board, and new batches of your events
     Lease  -> Leased       keep these blocks for me, and say where they lie
+    GetTags -> Tags        the keyed tags of a lease's blocks (`tags`)
     Release                done; these blocks did not verify
 
 Messages hold numbers, names and hashes, no pickle. Addresses lie within the memory that the
@@ -17,6 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from headrace_kvstore.peers.tags import TAG_BYTES
 from headrace_kvstore.protocol.board import Number
 from headrace_kvstore.protocol.wire import (
     MAX_LEASE_S,
@@ -74,7 +76,13 @@ class Release(Message):
     bad: Annotated[list[Small], Meta(max_length=MAX_BLOCKS)] = []
 
 
-PeerRequest = Hello | Look | Lease | Release
+class GetTags(Message):
+    """Answered by `Tags`, once the owner has compared the blocks of a lease with their sums."""
+
+    lease: Number
+
+
+PeerRequest = Hello | Look | Lease | GetTags | Release
 
 
 class Welcome(Message):
@@ -115,7 +123,13 @@ class Leased(Message):
     sums: bytes = b""
 
 
-PeerReply = Welcome | News | Leased | Failed
+class Tags(Message):
+    """One a row of the lease, joined."""
+
+    tags: Annotated[bytes, Meta(max_length=MAX_BLOCKS * TAG_BYTES)]
+
+
+PeerReply = Welcome | News | Leased | Tags | Failed
 
 decode_request = frame_decoder(PeerRequest)
 """Id and body of a frame that a reader sent. Raises WireError."""

@@ -1,7 +1,8 @@
 """Peers as a `Source` of the prefetcher: their owner leases blocks, this node reads them.
 
 Each batch goes to the peer that holds the longest leading run, or to the cheapest of equals. A
-pull ends well before its lease. A block that arrives later, or does not verify, is a miss.
+pull ends well before its lease. A block that arrives later, or does not match its tag (`tags`), is
+a miss. The owner makes the tags while the blocks are read.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace_kvstore.arena.arena_map import Space
-from headrace_kvstore.checksum import block_seed, checksum, layer_seeds
 from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.peers.agent import Pull, PullError
-from headrace_kvstore.peers.messages import Lease, Leased, Release, Welcome
+from headrace_kvstore.peers.messages import Lease, Leased, Release, Tags, Welcome
 from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.peers.pull_price import Run
 from headrace_kvstore.peers.readers import Readers
+from headrace_kvstore.peers.tags import TAG_BYTES, BlockTags
 from headrace_kvstore.protocol.events import DRAM, NVME
 from headrace_kvstore.staging.sources import Fill, Found, Offer, Unavailable
 from headrace_kvstore.table import HASH_BYTES, SLOT
@@ -44,6 +46,7 @@ class RemoteSource:
     Args:
         space: digest -> how the arena's blocks of a namespace are cut, None if it is not known.
         readers: with the arena's memory.
+        secret: the app's.
     """
 
     batch_blocks = 64
@@ -54,8 +57,10 @@ class RemoteSource:
         readers: Readers,
         space: Callable[[bytes], Space | None],
         limits: PullLimits,
+        secret: str,
     ) -> None:
         self._peers, self._readers, self._space, self.limits = peers, readers, space, limits
+        self._secret = secret
         self._lock, self._meeting = threading.Lock(), threading.Lock()
         self._met: dict[str, tuple[str, str]] = {}
         self.counts: Counter[str] = Counter()
@@ -91,7 +96,8 @@ class RemoteSource:
         leased = self._peers.lease(run.peer, request, self.limits.pull_s)
         try:
             name = self._meet(run.peer, welcome)
-            return RemoteOffer(self, run, name, shape, hashes, leased.result(), began_s)
+            tags = BlockTags(self._secret, welcome.generation)
+            return RemoteOffer(self, run, name, shape, hashes, leased.result(), tags, began_s)
         except PullError as error:
             word = str(error.args[0])
         except (ValueError, IndexError, OverflowError):
@@ -139,8 +145,10 @@ class RemoteOffer:
         shape: Shape,
         hashes: Sequence[bytes],
         leased: Leased,
+        tags: BlockTags,
         began_s: float,
     ) -> None:
+        self._tags = tags
         self._source, self._run, self._name, self._shape = source, run, name, shape
         self._lease, self._began_s = leased.lease, began_s
         self._until_s = began_s + source.limits.lease_s
@@ -160,10 +168,13 @@ class RemoteOffer:
         ]
         self._good_bytes = 0
         self._word = ""
+        self._asked: Future[Tags] | None = None
 
     def read(self, which: Sequence[int], addresses: np.ndarray) -> Fill:
         """As `Offer`."""
         limit_s = min(self._source.limits.pull_s, self._until_s - time.monotonic())
+        if self._asked is None:
+            self._asked = self._source._peers.tags(self._run.peer, self._lease, limit_s)
         pull = self._source._readers.read(
             self._name,
             addresses[:, 0],
@@ -171,7 +182,22 @@ class RemoteOffer:
             np.full(len(which), self._shape.payload_bytes),
             limit_s,
         )
-        return RemoteFill(self, pull, [self.found[i] for i in which], addresses)
+        return RemoteFill(self, pull, which, addresses)
+
+    def right(
+        self, which: Sequence[int], addresses: np.ndarray, timeout_s: float | None
+    ) -> np.ndarray:
+        """Which blocks match their tags at these addresses, bool (n,). Raises PullError, and
+        TimeoutError while the tags have not come."""
+        assert self._asked is not None  # since the first read
+        tags, size = self._asked.result(timeout_s).tags, self._shape.payload_bytes
+        if len(tags) != TAG_BYTES * len(self.found):
+            raise PullError("nonsense")
+        right = [
+            self._tags.right(tags[TAG_BYTES * i : TAG_BYTES * (i + 1)], address, size)
+            for i, address in zip(which, addresses.tolist(), strict=True)
+        ]
+        return np.array(right, np.bool_)
 
     def close(self, bad: Sequence[int]) -> None:
         """As `Offer`: end the lease, and remember how the peer did."""
@@ -203,9 +229,9 @@ class RemoteFill:
     """Blocks being read from a peer."""
 
     def __init__(
-        self, offer: RemoteOffer, pull: Pull, found: Sequence[Found], addresses: np.ndarray
+        self, offer: RemoteOffer, pull: Pull, which: Sequence[int], addresses: np.ndarray
     ) -> None:
-        self._offer, self._pull, self._found = offer, pull, found
+        self._offer, self._pull, self._which = offer, pull, which
         self._addresses = addresses
 
     def call_off(self) -> None:
@@ -214,19 +240,11 @@ class RemoteFill:
 
     def wait(self, timeout_s: float | None = None) -> np.ndarray:
         """As `Fill`."""
-        good, word = np.zeros(len(self._found), np.bool_), ""
+        good, word = np.zeros(len(self._which), np.bool_), ""
         try:
             self._pull.result(timeout_s)
+            good = self._offer.right(self._which, self._addresses[:, 0], timeout_s)
         except PullError as error:
             word = str(error.args[0])
-        else:
-            good = self._verified()
         self._offer.judged(self._pull, int(good.sum()), int((~good).sum()), word)
         return good
-
-    def _verified(self) -> np.ndarray:
-        shape = self._found[0].shape
-        seeds = [block_seed(shape.digest, found.hash) for found in self._found]
-        sums = checksum(self._addresses, shape.layer_bytes, layer_seeds(seeds, shape.layers))
-        same: np.ndarray = (sums == np.array([found.sums for found in self._found])).all(axis=1)
-        return same

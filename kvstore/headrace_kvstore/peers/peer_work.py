@@ -18,10 +18,11 @@ from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.peers.agent import Agent
 from headrace_kvstore.peers.lender import Lender
-from headrace_kvstore.peers.messages import Hello, Lease, PeerRequest, Release, Welcome
+from headrace_kvstore.peers.messages import GetTags, Hello, Lease, PeerRequest, Release, Welcome
 from headrace_kvstore.peers.peer_source import PullLimits, RemoteSource
 from headrace_kvstore.peers.peers import Peers
 from headrace_kvstore.peers.readers import Readers
+from headrace_kvstore.peers.tags import BlockTags
 from headrace_kvstore.protocol.wire import Done
 from headrace_kvstore.staging.prefetch import Prefetcher
 
@@ -59,8 +60,10 @@ class RemoteWork:
             return next((s for s in arena.spaces() if s.digest == digest), None)
 
         self.generation = uuid.uuid4().hex
-        self.lender = Lender(arena, self.generation, on_nvme, below)
-        offset = arena.geometry.data_offset  # blocks alone: tables are nobody else's
+        assert settings.secret is not None  # there are peers
+        tags = BlockTags(settings.secret, self.generation)
+        self.lender = Lender(arena, self.generation, tags, on_nvme, below)
+        offset = arena.geometry.data_offset  # blocks alone: tables and sums are nobody else's
         memory = arena.base_address + offset, arena.geometry.size_bytes - offset
         self.agent = Agent(*memory, self.lender.serving)
         try:
@@ -69,7 +72,7 @@ class RemoteWork:
             self.agent.close(0.0)
             raise
         limits = PullLimits(settings.pull_limit_s, settings.peer_lease_s)
-        self.source = RemoteSource(peers, self.readers, space, limits)
+        self.source = RemoteSource(peers, self.readers, space, limits, settings.secret)
         self.puller = Prefetcher(arena, self.source, settings.pulling_bytes, "kv-pull")
 
     def answer(self, request: PeerRequest) -> Any:
@@ -83,6 +86,8 @@ class RemoteWork:
                     reply.add_done_callback(lambda _: self.agent.wake())
                 self.agent.wake()
                 return reply
+            case GetTags(lease):
+                return self.lender.tags(lease)
             case Release(lease, bad):
                 self.lender.release(lease, bad)
         return Done()

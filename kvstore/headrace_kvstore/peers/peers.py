@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -17,7 +17,15 @@ from headrace_kvstore.node_settings import is_address
 from headrace_kvstore.peers.agent import PullError
 from headrace_kvstore.peers.directory import MEDIA, Directory
 from headrace_kvstore.peers.link import LOOK_S, Link
-from headrace_kvstore.peers.messages import Failed, Lease, Leased, Welcome, decode_reply
+from headrace_kvstore.peers.messages import (
+    Failed,
+    GetTags,
+    Lease,
+    Leased,
+    Tags,
+    Welcome,
+    decode_reply,
+)
 from headrace_kvstore.peers.pull_price import Run, pull_cost
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board
@@ -25,6 +33,7 @@ from headrace_kvstore.protocol.client import Client, NodeAway
 from headrace_kvstore.protocol.membership import Membership
 
 logger = logging.getLogger("headrace.kvstore")
+T = TypeVar("T")
 
 TURN_S = 0.05
 LOOKS_PER_S = 40
@@ -118,7 +127,16 @@ class Peers:
 
     def lease(self, address: str, request: Lease, limit_s: float) -> Future[Leased]:
         """Ask a peer; the future raises `PullError`."""
-        answer: Future[Leased] = Future()
+        return self._ask(address, request, Leased, limit_s)
+
+    def tags(self, address: str, lease: int, limit_s: float) -> Future[Tags]:
+        """Of a lease's blocks. As `lease`."""
+        return self._ask(address, GetTags(lease), Tags, limit_s)
+
+    def _ask(
+        self, address: str, request: wire.Message, wanted: type[T], limit_s: float
+    ) -> Future[T]:
+        answer: Future[T] = Future()
         with self._lock:
             link = self._links.get(address)
         if link is None or link.state != "up":
@@ -129,7 +147,7 @@ class Peers:
             error, reply = asked.exception(), None
             if error is None:
                 reply = asked.result()
-            if isinstance(reply, Leased):
+            if isinstance(reply, wanted):
                 answer.set_result(reply)
                 return
             if isinstance(reply, Failed) and reply.reason == "generation":
