@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from headrace_kvstore.codec import CODECS
-from headrace_kvstore.settings import (
-    ArenaSettings,
-    Flag,
-    SettingsError,
-    Size,
-    one_of,
-    seconds,
-    whole,
-)
+from pydantic import Field
+
+from headrace_kvstore.settings import ArenaSettings, Flag, SettingsError, Size
 
 
 class StoreSettings(ArenaSettings):
@@ -35,13 +28,13 @@ class StoreSettings(ArenaSettings):
 
     load: Flag = True
     save: Flag = True
-    lease_s: Annotated[float, seconds(3600)] = 30.0
-    copy_threads: Annotated[int, whole(1, 64)] = 1
+    lease_s: Annotated[float, Field(gt=0, le=3600, strict=True)] = 30.0
+    copy_threads: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
     staging_bytes: Size = 256 * 2**20
     node: Flag = True
-    node_timeout_s: Annotated[float, seconds(60)] = 0.25
+    node_timeout_s: Annotated[float, Field(gt=0, le=60, strict=True)] = 0.25
     priced: Flag = True
-    codec: Annotated[str, one_of(CODECS)] = "raw"
+    codec: Literal["raw", "fp8", "int4"] = "raw"
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
