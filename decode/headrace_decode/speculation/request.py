@@ -25,7 +25,7 @@ class Facts:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        tenant: as in `Drafter.open_request`.
+        tenant: as in `Memory.open_request`.
         drafts: False for a request that opted out: nothing is drafted for it or kept of it.
         keeps: whether its answer may be drafted from later.
         itl_s: its inter-token latency target; infinite without one.
