@@ -26,17 +26,19 @@ from headrace_decode.speculation.retrieval.acceptance import EFFECT, SOURCES, Ac
 from headrace_decode.speculation.retrieval.anonymity import SharedWindows
 from headrace_decode.speculation.retrieval.interner import Interner
 from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
-from headrace_decode.speculation.retrieval.ring import append_run
-from headrace_decode.speculation.retrieval.segments import NONE
-from headrace_decode.speculation.retrieval.step import (
+from headrace_decode.speculation.retrieval.retrieve import (
     HANDLE,
     MODEL,
     OWN,
     PROMPT_END,
     REQUEST_COLUMNS,
-    ROW_MASK,
     TENANT,
     TOKENIZER,
+)
+from headrace_decode.speculation.retrieval.ring import append_run
+from headrace_decode.speculation.retrieval.segments import NONE
+from headrace_decode.speculation.retrieval.step import (
+    ROW_MASK,
     Look,
     draft_rows,
     extend_rows,
@@ -322,11 +324,6 @@ class Memory:
     def may_hold(self, key: Key, source: int) -> bool:
         """Whether texts of this source may lie in a partition."""
         return key != PUBLIC_KEY or source in self.settings.for_all
-
-    def drop_tenant(self, tenant: str) -> bool:
-        """Forget all that was kept for a tenant; whether there was anything."""
-        with self.lock:
-            return self.pool.drop(tenant_key(tenant))
 
     def stats(self) -> dict[str, float]:
         """Sizes now, and segments evicted since the start."""

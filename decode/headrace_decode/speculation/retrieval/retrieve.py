@@ -28,6 +28,17 @@ CANDIDATES = 3 * SURVIVORS
 # Columns of a candidate, int64 [CANDIDATES, COLUMNS].
 POSITION, PARTITION, MATCH, SOURCE, ROW, COLUMNS = range(6)
 
+# Columns of the request table, int64 [requests, REQUEST_COLUMNS].
+(
+    HANDLE,  # the handle that is good now; 0 while the row is free
+    OWN,  # its own partition
+    TENANT,  # its tenant's partition, or NONE
+    MODEL,
+    TOKENIZER,
+    PROMPT_END,  # position of the first answered token
+    REQUEST_COLUMNS,
+) = range(7)
+
 _PROMPT, _OUTPUT = int(Source.PROMPT), int(Source.OUTPUT)
 
 
@@ -49,72 +60,54 @@ def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float)
 
 
 @jit
-def find_own(
-    store: Any, partition: int, context: Any, length: int, prompt_end: int, found: Any
-) -> int:
-    """Survivors in a request's own partition, whose last tokens are the context itself.
-
-    No hash is needed: the last position links to the one before it in each of its chains.
-    Positions before `prompt_end` are the prompt's.
-    """
-    words, part = store.words, store.parts[partition]
-    count, below = 0, CONTEXT + 1
-    last = part.head - 1
-    for which in range(LENGTHS - 1, -1, -1):
-        if length < ANCHORS[which]:
-            continue
-        position = next_of(words, part, last, which)
-        for _ in range(HOPS * ENOUGH[which]):
-            if position < part.tail or count == ENOUGH[which]:
-                break
-            match = match_length(words, part, position, context, length)
-            if match >= ANCHORS[which] and match < below:
-                found[count, POSITION] = position
-                found[count, PARTITION] = partition
-                found[count, MATCH] = match
-                found[count, SOURCE] = _PROMPT if position + 1 < prompt_end else _OUTPUT
-                found[count, ROW] = NONE
-                count += 1
-            position = next_of(words, part, position, which)
-        below = ANCHORS[which]
-        if count:
-            break
-    return count
-
-
-@jit
-def find_kept(
+def find(
     store: Any,
     partition: int,
     context: Any,
     length: int,
     hashes: Any,
-    model: int,
-    tokenizer: int,
+    request: Any,
     now_s: float,
     found: Any,
 ) -> int:
-    """Survivors among the segments of a tenant's partition or of the public one.
+    """Survivors in a partition: in the request's own one, whose last tokens are the context
+    itself, or among the segments of its tenant's or of the public one.
 
-    `hashes` are those of the context (`anchors.hash_context`).
+    The request's own partition needs no hash: its last position links to the one before it in each
+    of its chains.
+
+    Args:
+        hashes: of the context (`anchors.hash_context`).
+        request: row of the request table.
     """
     words, part, headers = store.words, store.parts[partition], store.headers
+    own = partition == request[OWN]
     count, below = 0, CONTEXT + 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
-        position = first_of(words, part, hashes, which)
+        if own:
+            position = next_of(words, part, part.head - 1, which)
+        else:
+            position = first_of(words, part, hashes, which)
         for _ in range(HOPS * ENOUGH[which]):
             if position < part.tail or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
-                row = words[part.granules + place(part, position) // GRANULE]
-                if usable(headers[row], store.versions, model, tokenizer, now_s):
+                row, fits = NONE, True
+                source = _PROMPT if position + 1 < request[PROMPT_END] else _OUTPUT
+                if not own:
+                    row = words[part.granules + place(part, position) // GRANULE]
+                    fits = usable(
+                        headers[row], store.versions, request[MODEL], request[TOKENIZER], now_s
+                    )
+                    source = headers[row].source
+                if fits:
                     found[count, POSITION] = position
                     found[count, PARTITION] = partition
                     found[count, MATCH] = match
-                    found[count, SOURCE] = headers[row].source
+                    found[count, SOURCE] = source
                     found[count, ROW] = row
                     count += 1
             position = next_of(words, part, position, which)
