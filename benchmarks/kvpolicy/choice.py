@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 
-from headrace_kvstore.policy import CostAware
 from headrace_kvstore.policy.base import slot_keys
+from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.table import READY, SLOT
 
 CHAIN = 32

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.workload import Workload
-from headrace_kvstore.policy import CostAware
 from headrace_kvstore.policy.base import Keys, Slots, Table
-from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.tree import Forest
 
 Floats = NDArray[np.float64]

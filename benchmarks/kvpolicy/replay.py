@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload
-from headrace_kvstore.policy import Policy
-from headrace_kvstore.policy.base import block_keys
+from headrace_kvstore.policy.base import Policy, block_keys
 from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
 BATCHES = 64

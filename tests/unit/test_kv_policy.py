@@ -8,8 +8,9 @@ import pytest
 from benchmarks.kvpolicy.lfu import LFU
 from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.s3fifo import S3FIFO
-from headrace_kvstore.policy import LRU, CostAware, Policy, block_keys, evictable, slot_keys
-from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.base import Policy, block_keys, evictable, slot_keys
+from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
+from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.tree import ORPHAN, ROOT, Forest
 from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace_kvstore.policy import LRU, CostAware, block_keys
-from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.base import block_keys
+from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.disk import (
     UNKNOWN_RATIO,
     saved_s,
     worth_keeping,
 )
+from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.table import SLOT
 
 MB = 1.5e6  # loads in a millisecond

@@ -92,8 +92,7 @@ class Arena(ArenaMap):
         name = policies.NAMES.get(int(self._words[POLICY]), "lru")
         policies.warm(name)
         self.policy = policies.SharedPolicy(
-            *(name, self._t.state, self.table, self.geometry.size_bytes),
-            *(file.second_lock, clock),
+            name, self._t.state, self.geometry.size_bytes, file.second_lock
         )
         self._quotas, self._default_quota = dict(quotas or {}), default_quota
 

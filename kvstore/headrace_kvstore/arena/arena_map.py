@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace_kvstore.arena.describe import describe
 from headrace_kvstore.arena.geometry import (
     EVENT_FLOOR,
     EVENT_HEAD,
     NAMESPACE_COUNT,
+    NONE,
+    TOTALS,
     WORDS,
     WORDS_OFFSET,
     Geometry,
@@ -24,7 +25,7 @@ from headrace_kvstore.arena.kernels import STUCK
 from headrace_kvstore.arena.locking import PATIENCE_S
 from headrace_kvstore.arena.section import Section
 from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
-from headrace_kvstore.table import EVENT, READY, SLOT
+from headrace_kvstore.table import EVENT, READY, SLOT, WRITING
 
 BRIEF_S = 0.2e-3
 """Longest wait for the lock on an engine's thread, which makes a few such calls a worker. Sections
@@ -152,10 +153,29 @@ class ArenaMap:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
+        t, ready = self._t, self.table["state"] == READY
+        leased = self.table["lease_until_s"] > self._clock()
         return {
             "size_bytes": self.geometry.size_bytes,
             "huge_pages": huge_page_mode(),
-            **describe(self._t, self._clock()),
+            "data_bytes": int(t.segments["bytes"].sum()),
+            "held_bytes": int(self.table["bytes"].sum()),
+            "blocks": int(ready.sum()),
+            "writing": int((self.table["state"] == WRITING).sum()),
+            "leased": int((ready & leased).sum()),
+            "pinned": int((ready & (self.table["pinned"] == 1)).sum()),
+            "segments": len(t.segments),
+            "segments_free": int((t.segments["namespace"] == NONE).sum()),
+            "namespaces": [
+                {
+                    "digest": space.digest.hex(),
+                    "block_bytes": space.block_bytes,
+                    "layers": space.layers,
+                    "blocks": int((ready & (self.table["namespace"] == row)).sum()),
+                }
+                for row, space in enumerate(self.spaces())
+            ],
+            **{name: int(self._words[word]) for name, word in TOTALS.items()},
         }
 
     def free_bytes(self) -> int:

@@ -91,8 +91,8 @@ class Policy:
             AGED_S + np.maximum(0.0, now_s - rows["used_s"].astype(np.float64))
         )
 
-    def repair(self, table: Table, now_s: float) -> None:
-        """Make sense of the policy's own arrays, whatever bytes they hold."""
+    def forget(self) -> None:
+        """Begin anew, whatever bytes the policy's own arrays hold."""
 
 
 def proven_rate(rows: Table, now_s: float) -> NDArray[np.float64]:

@@ -40,7 +40,6 @@ from headrace_kvstore.policy.history import (
     count_all,
     find,
     note_prompt,
-    repair_rows,
 )
 from headrace_kvstore.policy.tree import Forest, worst_first
 
@@ -54,9 +53,6 @@ REFIT_PROMPTS, REFIT_MOST = 64, 4096
 HISTORY_SHARE = 1 / 256
 HISTORY_BLOCKS = 1 << 10, 1 << 22
 """Share of a store's bytes that remembers blocks, and how many blocks at least and at most."""
-
-BELIEVABLE_S = 1e12
-"""More events, or seconds of waiting, than this in one cell are no count."""
 
 
 def history_blocks(size_bytes: int) -> int:
@@ -108,9 +104,9 @@ class CostAware(Policy):
         self._best_rate = s["best_rate"]
         self._next_serial, self._seen = s["next_serial"], s["fitted_serials"]
         self._fitted_s = s["fitted_s"]
+        self._bytes = state.view(np.uint8)
         if self._next_serial[0] == 0:
-            self._next_serial[0] = 1
-            self._fit(0.0)
+            self.forget()
 
     @classmethod
     def create(cls) -> Self:
@@ -156,20 +152,10 @@ class CostAware(Policy):
         rate[~np.isfinite(rate)] = 0.0
         return serials, rate
 
-    def repair(self, table: Table, now_s: float) -> None:
-        """What could not have been written by a whole call is forgotten."""
-        serials = int(self._next_serial[0])
-        if not 1 <= serials < 1 << 62:
-            self._prompts[:], self._blocks[:] = 0, 0
-            self._next_serial[0] = serials = 1
-        repair_rows(self._prompts, self._blocks, serials, now_s)
-        for counts in (self._events, self._exposure_s):
-            counts[~((counts >= 0.0) & (counts < BELIEVABLE_S))] = 0.0
-        if not 0 <= self._seen[1] <= self._seen[0] < 1 << 62:
-            self._seen[:] = 0
-        if not 0.0 <= self._fitted_s[0] <= now_s:
-            self._fitted_s[0] = now_s
-        self._fit(now_s)
+    def forget(self) -> None:
+        self._bytes[:] = 0
+        self._next_serial[0] = 1
+        self._fit(0.0)
 
     def _fit(self, now_s: float) -> None:
         count_all(self._prompts, now_s, self._exposure_s)
