@@ -49,7 +49,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
         row["parent"] = parent + 1
         row["depth"] = depth[i]
         row["pinned"] = draw(st.integers(0, 9)) == 0
-        row["priority"] = draw(st.integers(-2, 2))
+        row["tenant"] = draw(st.integers(0, 4))
         row["used_s"] = draw(seconds)
         row["lease_until_s"] = draw(seconds)
         row["bytes"], row["compute_s"] = 1e6, draw(st.floats(0, 1))

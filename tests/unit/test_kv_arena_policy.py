@@ -62,8 +62,7 @@ def ask(arena: Arena, row: int, *numbers: int, compute_s: float = 0.05, **how: A
     arena.release(arena.lease(row, hashes(*numbers), 1.0))
     parents = [0, *(hash_word(block_hash(n)) for n in numbers)][: len(numbers)]
     depths = range(len(numbers))
-    costs = {"compute_s": compute_s, "load_s": 0.001}
-    slots = arena.reserve(row, hashes(*numbers), parents, depths, **costs, **how)
+    slots = arena.reserve(row, hashes(*numbers), parents, depths, compute_s=compute_s, **how)
     given = slots >= 0
     arena.publish(slots[given], np.zeros((int(given.sum()), LAYERS)))
     return [n for n, g in zip(numbers, given, strict=True) if g]

@@ -19,7 +19,7 @@ from tests.support.kvnode import DIGEST, SHAPE, key, until
 from tests.support.kvobjects import Blocks, FakeStore, has, tiers
 
 Begin = Callable[..., ObjectTier]
-NAME = ObjectName(SHAPE, key(3), "cluster-a", 2**64 - 1, 3, 7, -5, 0.5)
+NAME = ObjectName(SHAPE, key(3), "cluster-a", 2**64 - 1, 3, 7, 0.5)
 EACH = NAME.size_bytes
 
 
@@ -48,8 +48,6 @@ def blocks() -> Blocks:
         ("hits", 0, False),
         ("hits", 1, True),
         ("pinned", 1, True),
-        ("priority", 1, True),
-        ("priority", -1, False),
     ],
 )
 def test_a_block_is_shared_once_it_was_used_again_or_somebody_wants_to_keep_it(

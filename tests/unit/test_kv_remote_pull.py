@@ -54,7 +54,7 @@ class Peer:
         arena = self.engine.arena
         slots = arena.lookup(self.engine.row, request.hashes)
         there = np.flatnonzero(slots >= 0)
-        rows = [Row(int(i), arena.address(slots[i]), 7, int(i), 0, 0, 0.25) for i in there.tolist()]
+        rows = [Row(int(i), arena.address(slots[i]), 7, int(i), 0, 0.25) for i in there.tolist()]
         sums = arena.sums(slots[there]).astype("<u8").tobytes()
         if self.fault == "short sums":
             sums = sums[:-8]

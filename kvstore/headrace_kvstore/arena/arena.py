@@ -294,23 +294,21 @@ class Arena(ArenaMap):
         depths: Sequence[int] | np.ndarray,
         *,
         tenant: int = 0,
-        priority: int = 0,
         compute_s: float | np.ndarray = 0.0,
-        load_s: float | np.ndarray = 0.0,
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
-        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths, compute_s and
-        load_s as in SLOT, one a block (the last two may be one for all). Each slot must be given to
-        `publish` or `abandon`.
+        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths and compute_s as in
+        SLOT, one a block (the last may be one for all). Each slot must be given to `publish` or
+        `abandon`.
         """
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.full(len(keys), NO_ROOM, np.int64)
         blocks = np.zeros(len(keys), KERNEL_SLOT)
         blocks["hash"], blocks["parent"], blocks["depth"] = keys, parents, depths
-        blocks["namespace"], blocks["tenant"], blocks["priority"] = row, tenant, priority
-        blocks["compute_s"], blocks["load_s"] = compute_s, load_s
+        blocks["namespace"], blocks["tenant"] = row, tenant
+        blocks["compute_s"] = compute_s
         blocks["owner"], blocks["stored_s"], blocks["used_s"] = os.getpid(), now_s, now_s
 
         def place() -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from headrace_kvstore.table import EVENT, SLOT
 
 MAGIC = b"HRARENA\0"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 64
 PAGE_BYTES = 4096
 NAMESPACES = 256

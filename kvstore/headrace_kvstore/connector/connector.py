@@ -171,7 +171,6 @@ class StoreConnector(KVConnectorBase_V1):
                 most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
                 price=self._price if priced else None,
                 window_tokens=self._codec.window_tokens,
-                block_bytes=self._block_bytes,
                 costs=self._price,
                 prompted=self._learner.prompted if self._learner is not None else None,
             )

@@ -28,7 +28,6 @@ from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 from headrace_kvstore.connector.load_price import Price, Run, pairs
-from headrace_kvstore.policy.costs import Costs, block_seconds
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -100,7 +99,7 @@ class Save:
         parents: the hash of the block before each; empty for a root.
         depths: how many blocks stand before each.
         tenant: the request's cache salt.
-        compute_s, load_s: predicted seconds to compute each, and to load it from DRAM.
+        compute_s: predicted seconds to compute each; 0 before anything was measured.
     """
 
     blocks: list[int]
@@ -109,7 +108,6 @@ class Save:
     depths: list[int]
     tenant: str = ""
     compute_s: list[float] | float = 0.0
-    load_s: list[float] | float = 0.0
 
 
 class Shape(NamedTuple):
@@ -175,8 +173,7 @@ class SchedulerHalf:
         price: decides how much of what they offer is taken; None takes it all.
         window_tokens: tokens at the end of a prompt that are always computed, never loaded, so that
             a lossy codec does not touch them.
-        block_bytes: bytes a block.
-        costs: predicts what blocks take to compute and to load, for the eviction policy.
+        costs: predicts what blocks take to compute, for the eviction policy.
         prompted: told of each new prompt's full blocks, root first; must not wait.
 
     Attributes:
@@ -194,8 +191,7 @@ class SchedulerHalf:
         most_slow: int = 1024,
         price: Price | None = None,
         window_tokens: int = 0,
-        block_bytes: int = 1 << 20,
-        costs: Costs | None = None,
+        costs: Price | None = None,
         prompted: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         self._index = index
@@ -204,7 +200,7 @@ class SchedulerHalf:
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, list[bytes]] = {}
         self._taken: dict[str, _Taken] = {}
-        self._block_tokens, self._block_bytes = block_tokens, block_bytes
+        self._block_tokens = block_tokens
         self._costs, self._prompted = costs, prompted
         self._loads, self._saves = load, save
         self._pool: BlockPool | None = None
@@ -388,9 +384,8 @@ class SchedulerHalf:
         ]
         if not places:
             return
-        compute_s, load_s = block_seconds(
-            self._costs, places, self._block_tokens, self._block_bytes
-        )
+        costs, size = self._costs, self._block_tokens
+        compute_s = [(costs and costs.compute_s(i * size, (i + 1) * size)) or 0.0 for i in places]
         save = Save(
             blocks=[known.blocks[i] for i in places],
             hashes=[names[i - first] for i in places],
@@ -398,7 +393,6 @@ class SchedulerHalf:
             depths=places,
             tenant=request.cache_salt or "",
             compute_s=compute_s,
-            load_s=load_s,
         )
         self._pool.touch([self._pool.blocks[block] for block in save.blocks])
         self._saving.update(save.hashes)

@@ -263,7 +263,6 @@ class WorkerHalf:
             save.depths,
             tenant=tenant_number(save.tenant),
             compute_s=np.array(save.compute_s),
-            load_s=np.array(save.load_s),
         )
         given = slots >= 0
         self.counts.update(REFUSED[code] for code in slots[~given].tolist())

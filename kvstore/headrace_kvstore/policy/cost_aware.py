@@ -4,7 +4,7 @@ For a block b at time t,
 
     worth(b) = rate(b, t) * (compute_s - load_s) / bytes      saved seconds per byte-second
 
-- ``compute_s - load_s``: what one hit saves, from the fitted prefill and load models
+- ``compute_s - load_s``: what one hit saves (`base.saved_s`)
 - ``rate(b, t)``: hits per second to expect while it is held: the sum of the rates of all
   conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of what
   `history` knows of each)
@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from headrace_kvstore.compiled import jit
 from headrace_kvstore.policy.base import (
+    DRAM_BYTES_S,
     Keys,
     Mask,
     Policy,
     Slots,
     Table,
     proven_rate,
+    saved_s,
     slot_keys,
 )
 from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, best_rate, fit
@@ -142,7 +144,9 @@ class CostAware(Policy):
         rate = _carried(
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
-        return forest.density(rate * _saved_s(table), table["bytes"].astype(np.float64))
+        return forest.density(
+            rate * saved_s(table, DRAM_BYTES_S), table["bytes"].astype(np.float64)
+        )
 
     def _waiting(
         self, keys: Keys, rows: Table, now_s: float
@@ -167,18 +171,6 @@ class CostAware(Policy):
         self._best_rate[:, AGES] = rates[:, -1]
         self._seen[1] = self._seen[0]
         self._fitted_s[0] = now_s
-
-
-def _saved_s(table: Table) -> NDArray[np.float64]:
-    """What one hit of each slot saves, (slots,); where nobody said, as much per byte as others."""
-    saved_s = np.maximum(table["compute_s"].astype(np.float64) - table["load_s"], 0.0)
-    unknown = table["compute_s"] == 0.0
-    if unknown.any():
-        nbytes = table["bytes"]
-        known_bytes = nbytes[~unknown].sum()
-        per_byte = saved_s.sum() / known_bytes if known_bytes else 1.0
-        saved_s[unknown] = per_byte * nbytes[unknown]
-    return saved_s
 
 
 _EDGES = AGE_EDGES_S.copy()

@@ -32,13 +32,12 @@ class Found:
     parent: int = 0
     depth: int = 0
     tenant: int = 0
-    priority: int = 0
     compute_s: float = 0.0
 
     @property
-    def kind(self) -> tuple[Shape, int, int]:
+    def kind(self) -> tuple[Shape, int]:
         """What all blocks of one reservation have in common."""
-        return self.shape, self.tenant, self.priority
+        return self.shape, self.tenant
 
 
 class Fill(Protocol):
@@ -129,7 +128,7 @@ class NvmeOffer:
                     Found(
                         *(place.hash, place.shape, place.sums),
                         *(int(record["parent"]), int(record["depth"]), int(record["tenant"])),
-                        *(int(record["priority"]), float(record["compute_s"])),
+                        float(record["compute_s"]),
                     )
                 )
 
