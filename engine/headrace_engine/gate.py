@@ -60,7 +60,7 @@ class ComputeGate:
     def __init__(self, meter: EngineMeter | None = None, step_tokens: int = 0) -> None:
         self._step_time = StepTime() if meter is None else meter.step_time
         if meter is not None:
-            meter.watch(on_step=self._on_step)
+            meter.on_step.append(self._on_step)
         self._step_tokens = step_tokens
         self._computing: set[_Turn] = set()
         self._waiting: list[_Turn] = []

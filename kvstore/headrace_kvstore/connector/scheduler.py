@@ -25,9 +25,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.load_price import Price, Run, pairs
+from headrace_kvstore.connector.node_tiers import NodeTiers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -35,43 +39,27 @@ MAX_SAVES_IN_FLIGHT = 256
 """Blocks held for copying at once; more wait for their request's next step."""
 
 
-class BlockIndex(Protocol):
-    """The store as the scheduler half sees it; every call takes microseconds."""
+class ArenaIndex:
+    """The arena by block hash: a block is there if every worker's part of it is. Every call takes
+    microseconds."""
+
+    def __init__(self, arena: Arena, rows: Iterable[int], lease_s: float) -> None:
+        self._arena, self._rows, self._lease_s = arena, list(rows), lease_s
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks can be loaded. No side effects."""
-        ...
+        return [*self.lacking(hashes), True].index(True)
+
+    def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Which blocks the arena has not. No side effects."""
+        slots = [self._arena.lookup(row, hashes) for row in self._rows]
+        return [bool(absent) for absent in np.min(slots, axis=0) < 0]
 
     def lease(self, hashes: Sequence[bytes]) -> None:
         """Keep blocks from eviction while they are loaded."""
-        ...
-
-    def lacking(self, hashes: Sequence[bytes]) -> Sequence[bool]:
-        """Which blocks the store has not. No side effects."""
-        ...
-
-
-class SlowTiers(Protocol):
-    """The node's tiers below DRAM. No call waits."""
-
-    def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
-        """Ask which of these blocks, from the first on, can be supplied; computing one takes
-        `compute_s` in the mean, 0 if that is not known or does not matter."""
-        ...
-
-    def answer(self, request_id: str) -> Sequence[Any] | None:
-        """Where they lie, for the worker half, from the first on; None while nobody has said, or
-        while it is worth waiting for blocks that come to DRAM."""
-        ...
-
-
-class BlockPool(Protocol):
-    """The two calls of vLLM's block pool that hold blocks."""
-
-    blocks: Sequence[Any]
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+        for row in self._rows:
+            if (self._arena.lease(row, hashes, self._lease_s) < 0).all():
+                break  # gone, or the lock is held: checksums tell what is read without a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +170,12 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: ArenaIndex,
         block_tokens: int,
         *,
         load: bool = True,
         save: bool = True,
-        slow: SlowTiers | None = None,
+        slow: NodeTiers | None = None,
         most_slow: int = 1024,
         price: Price | None = None,
         window_tokens: int = 0,
@@ -203,7 +191,7 @@ class SchedulerHalf:
         self._block_tokens = block_tokens
         self._costs, self._prompted = costs, prompted
         self._loads, self._saves = load, save
-        self._pool: BlockPool | None = None
+        self._pool: Any = None
         self._requests: dict[str, _Request] = {}
         self._offered: dict[str, int] = {}
         self._work = Work()
@@ -211,8 +199,8 @@ class SchedulerHalf:
         self._saving: set[bytes] = set()
         self._next_job = 0
 
-    def bind(self, pool: BlockPool) -> None:
-        """Get the engine's block pool; before that nothing is saved."""
+    def bind(self, pool: Any) -> None:
+        """Get vLLM's block pool, which holds blocks; before that nothing is saved."""
         self._pool = pool
 
     @property
