@@ -117,7 +117,7 @@ class Bench:
 
         def run() -> None:
             read = self.tier.read(self._objects, self._addresses(1), self._sums)
-            if not read.wait(TIMEOUT_S).all():
+            if not read.wait().all():
                 raise RuntimeError(f"blocks did not come back: {self.tier.stats()}")
 
         return seconds(run)

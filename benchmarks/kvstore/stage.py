@@ -19,9 +19,9 @@ from headrace_kvstore.arena.geometry import slot_bytes
 from headrace_kvstore.checksum import block_seed, copy, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.settings import StoreSettings
 
 LAYERS, KV_HEADS, BLOCK_TOKENS, HEAD_DIM = 30, 3, 128, 64
 BLOCKS = 46

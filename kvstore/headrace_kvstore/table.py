@@ -44,11 +44,9 @@ REMOVED = 2  # a block is gone
 EVENT = np.dtype(
     [
         ("seq", "u8"),
+        ("hash", "V32"),
         ("kind", "u1"),  # STORED or REMOVED
         ("namespace", "u2"),
-        ("depth", "u4"),
-        ("parent", "u8"),
-        ("hash", "V32"),
     ],
     align=True,
 )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.protocol.survey import Surveyor
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.supply import DRAM, Supply
 
 logger = logging.getLogger("headrace.kvstore")

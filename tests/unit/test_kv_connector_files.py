@@ -16,13 +16,13 @@ from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.connector.cache import HostCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.segment import BlockReader, Location
+from headrace_kvstore.settings import StoreSettings
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.node_settings import NodeSettings
-from headrace_kvstore.settings import SettingsError
+from headrace_kvstore.settings import SettingsError, StoreSettings
 from headrace_kvstore.table import tenant_number
 
 

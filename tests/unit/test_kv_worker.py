@@ -17,8 +17,8 @@ from headrace_kvstore.arena.arena import Arena, LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.connector import ArenaIndex
 from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
+from headrace_kvstore.settings import StoreSettings
 
 LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]

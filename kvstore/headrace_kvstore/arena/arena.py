@@ -47,7 +47,6 @@ from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, victims
 from headrace_kvstore.arena.section import Refused, Section
 from headrace_kvstore.arena.shared_file import SharedFile
-from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import block_keys, slot_keys
 from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
@@ -62,6 +61,9 @@ Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
 LOOKUP_TRIES = 4
+WRITER_TIMEOUT_S = 120.0
+"""An older reservation may be given to others: its writer died, forgot it or hangs. Should it still
+write, checksums tell."""
 INF = float("inf")
 TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
@@ -441,9 +443,10 @@ class Arena(ArenaMap):
         return slots, generations[slots]
 
     def _left_behind(self, now_s: float) -> Chosen:
-        """Slots whose writers will not finish them, with generations."""
+        """Slots whose writers are past their time, with generations."""
         generations = self.table["generation"].copy()
-        slots = left_behind(self.table, now_s)
+        reserved = self.table["state"] == WRITING
+        slots = np.flatnonzero(reserved & (self.table["stored_s"] < now_s - WRITER_TIMEOUT_S))
         return slots, generations[slots]
 
 

@@ -60,7 +60,7 @@ class ArenaMap:
         self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
 
         def section(patience_s: float) -> Section:
-            return Section(file.lock, self._words, self._t, self.table, patience_s)
+            return Section(file.lock, self._words, self._t, patience_s)
 
         self._section, self._brief_section = section(PATIENCE_S), section(BRIEF_S)
 
@@ -91,10 +91,6 @@ class ArenaMap:
     def addresses(self, slots: np.ndarray) -> np.ndarray:
         """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
         return self.base_address + self.offsets(slots)
-
-    def address(self, slot: int) -> int:
-        """Address in this process of the slot's block."""
-        return int(self.addresses(np.array([slot]))[0])
 
     def view(self, slot: int) -> np.ndarray:
         """The slot's block: u8 [block_bytes], shared memory itself."""

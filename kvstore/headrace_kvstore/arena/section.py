@@ -9,12 +9,9 @@ from __future__ import annotations
 import logging
 from types import TracebackType
 
-import numpy as np
-
 from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.geometry import SECTION, Tables
 from headrace_kvstore.arena.locking import FileLock
-from headrace_kvstore.arena.writers import dead_writers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -28,25 +25,19 @@ class Section:
 
     Args:
         words: the header's words, u64, as a memoryview.
-        table: the slots, SLOT.
     """
 
     def __init__(
-        self,
-        lock: FileLock,
-        words: memoryview,
-        tables: Tables,
-        table: np.ndarray,
-        patience_s: float,
+        self, lock: FileLock, words: memoryview, tables: Tables, patience_s: float
     ) -> None:
         self._lock, self._words, self._t = lock, words, tables
-        self._table, self._patience_s = table, patience_s
+        self._patience_s = patience_s
 
     def __enter__(self) -> None:
         self._lock.acquire(self._patience_s)
         try:
             if self._words[SECTION] % 2:
-                kernels.repair(self._t, dead_writers(self._table))
+                kernels.repair(self._t)
                 logger.warning("arena repaired: a process died inside a critical section")
             else:
                 self._words[SECTION] += 1

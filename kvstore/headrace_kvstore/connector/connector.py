@@ -43,9 +43,9 @@ from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.scheduler import ArenaIndex, SchedulerHalf, Work
 from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.settings import StoreSettings
 
 logger = logging.getLogger("headrace.kvstore")
 

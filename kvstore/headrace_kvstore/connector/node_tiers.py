@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeAway, NodeClient
+from headrace_kvstore.settings import StoreSettings
 
 FORGOTTEN_AT = 1024
 """Questions whose requests may have ended without looking at the answer."""

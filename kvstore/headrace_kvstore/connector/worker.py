@@ -26,7 +26,7 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
 
 logger = logging.getLogger("headrace.kvstore")

@@ -41,7 +41,6 @@ class ObjectRead:
         self._addresses = np.ascontiguousarray(addresses, np.uint64)
         self._deadline_s, self._judge = deadline_s, judge
         self._answers: list[Future[memoryview | None]] = [Future() for _ in objects]
-        self._good: np.ndarray | None = None
         self.called_off = False
 
     def answer(self, block: int, data: memoryview | None) -> None:
@@ -55,29 +54,19 @@ class ObjectRead:
         for block in range(len(self._answers)):
             self.answer(block, None)
 
-    def wait(self, timeout_s: float | None = None) -> np.ndarray:
-        """Which blocks are in memory whole and proven right: bool (blocks,).
-
-        Raises TimeoutError if they are awaited for longer than that. One thread may wait.
-        """
-        if self._good is not None:
-            return self._good
-        until_s = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
+    def wait(self) -> np.ndarray:
+        """Which blocks are in memory whole and proven right: bool (blocks,)."""
         good = np.zeros(len(self.objects), np.bool_)
         for block, answer in enumerate(self._answers):
             try:
-                data = answer.result(max(0.0, min(until_s, self._deadline_s) - time.monotonic()))
+                data = answer.result(max(0.0, self._deadline_s - time.monotonic()))
             except TimeoutError:
-                if time.monotonic() < self._deadline_s:
-                    raise
                 self.call_off()
             if self.called_off:
-                good[:] = False
-                break
+                return np.zeros_like(good)
             if data is not None:
                 good[block] = self._copy(block, data)
                 self._judge(self.objects[block], bool(good[block]))
-        self._good = good
         return good
 
     def _copy(self, block: int, data: memoryview) -> bool:

@@ -47,9 +47,9 @@ class Fill(Protocol):
         """Read no more than is in flight."""
         ...
 
-    def wait(self, timeout_s: float | None = None) -> np.ndarray:
+    def wait(self) -> np.ndarray:
         """Wait until no more bytes will arrive; which blocks are in memory whole and match their
-        checksums, bool (blocks,). Raises TimeoutError; nothing else."""
+        checksums, bool (blocks,). Raises nothing. One thread may wait, once."""
         ...
 
 

@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.draft import DraftBatch, Source
 from headrace_decode.speculation.retrieval.acceptance import EFFECT, SOURCES, Acceptance
 from headrace_decode.speculation.retrieval.anonymity import SharedWindows
-from headrace_decode.speculation.retrieval.interner import Interner
 from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
 from headrace_decode.speculation.retrieval.retrieve import (
     HANDLE,
@@ -110,6 +109,28 @@ class Settings:
     for_all: frozenset[Source] = frozenset({Source.OPERATOR})
     shared_k: int | None = None
     replica: int = 0
+
+
+class Interner:
+    """Small numbers for names, for tables that hold numbers only; 0 stands for none."""
+
+    def __init__(self) -> None:
+        self.names: list[Hashable] = [None]
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, name: Hashable) -> int:
+        """The name's number, new if need be; 0 when all 65535 are taken."""
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.names) == 2**16:
+                return 0
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def find(self, name: Hashable) -> int:
+        """The name's number, or 0."""
+        return self._numbers.get(name, 0)
 
 
 class Memory:
