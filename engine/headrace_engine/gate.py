@@ -33,7 +33,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace_engine.meter import EngineMeter, Step
-from headrace_engine.steptime import StepTime
 
 
 @dataclass(eq=False)
@@ -52,15 +51,13 @@ class ComputeGate:
     """Lets prompts into the engine, one after the other. Used from one event loop only.
 
     Args:
-        meter: tells the engine's steps, and has fitted what they take; without it each turn lasts
-            until its block ends, and the prior tells.
+        meter: reports the engine's steps, and has fitted what they take.
         step_tokens: most prompt tokens that the engine computes in one step.
     """
 
-    def __init__(self, meter: EngineMeter | None = None, step_tokens: int = 0) -> None:
-        self._step_time = StepTime() if meter is None else meter.step_time
-        if meter is not None:
-            meter.on_step.append(self._on_step)
+    def __init__(self, meter: EngineMeter, step_tokens: int = 0) -> None:
+        self._step_time = meter.step_time
+        meter.on_step.append(self._on_step)
         self._step_tokens = step_tokens
         self._computing: set[_Turn] = set()
         self._waiting: list[_Turn] = []

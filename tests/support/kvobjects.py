@@ -105,7 +105,7 @@ class Blocks:
 
     def write(self, tier: ObjectTier, *numbers: int) -> int:
         """Write these; how many were."""
-        return tier.write(self.shape, self.saves(*numbers))
+        return tier.put(tier.pack(self.shape, self.saves(*numbers)))
 
     def load(self, tier: ObjectTier, *numbers: int) -> list[bool]:
         """Which of these arrive. A block that the tier calls right and is not fails the test."""

@@ -161,7 +161,7 @@ def test_memory_that_changes_before_it_is_copied_is_not_written(
     tier = begin()
     saves = blocks.saves(0, 1, 2)
     blocks.memory[0, 1, 77] ^= 1
-    assert tier.write(SHAPE, saves) == 2
+    assert tier.put(tier.pack(SHAPE, saves)) == 2
     assert has(tier, 0, 1, 2) == [True, False, True]
     assert blocks.load(tier, 0, 2) == [True, True]
     assert tier.stats()["writes_overwritten"] == 1

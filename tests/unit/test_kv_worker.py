@@ -25,7 +25,7 @@ NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
 HASHES = [bytes([i]) * 32 for i in range(1, BLOCKS + 1)]
 
 
-class HostCache(EngineCache):
+class EngineCache(EngineCache):
     """An engine's cache in plain memory; its checksum is a seeded CRC."""
 
     layer_names: Sequence[str] = NAMES
@@ -74,12 +74,12 @@ class Node:
         self.folder = folder
         self.workers: list[WorkerHalf] = []
 
-    def engine(self, fill: int) -> tuple[WorkerHalf, HostCache, Arena]:
+    def engine(self, fill: int) -> tuple[WorkerHalf, EngineCache, Arena]:
         arena = Arena.create_or_attach(
             "a", 4 << 20, folder=self.folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
         )
         row = arena.namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
-        cache = HostCache(fill)
+        cache = EngineCache(fill)
         worker = WorkerHalf(arena, row, cache, seeds, StoreSettings())
         self.workers.append(worker)
         return worker, cache, arena

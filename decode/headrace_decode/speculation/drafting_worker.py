@@ -1,4 +1,4 @@
-"""The worker class that tells our proposer which request stands in which row, and when steps begin.
+"""The worker class that shows our proposer which request is in which row, and when steps begin.
 
 Apart from `headrace_decode._vllm_compat`, since engine processes load this one and have no use for
 the server's imports. `tests/unit/test_contracts_speculation.py` pins what is used of vLLM.
@@ -36,8 +36,8 @@ class SpeculatingWorker(PlatformWorker):  # type: ignore[misc]
 
         vLLM leaves drafting out, and has every row verify its most zeros, in any step in which one
         row is closer than that to the longest length. Our proposer keeps to that length row by row,
-        so it is told that its own is endless. On CPUs the runner gets a rejection sampler that can
-        spread temperatures.
+        so the runner takes its length for endless. On CPUs the runner gets a rejection sampler that
+        can spread temperatures.
         """
         super().load_model(**kwargs)
         proposer = getattr(self.model_runner, "drafter", None)

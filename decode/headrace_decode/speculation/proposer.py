@@ -4,7 +4,7 @@
     worker_cls="headrace_decode.speculation.drafting_worker.SpeculatingWorker"
 
 vLLM shows a proposer rows without request ids, so the worker class binds it to the model runner and
-tells it when a step begins; without that it drafts nothing. An exception out of `propose` would end
+announces each step; without that it drafts nothing. An exception out of `propose` would end
 the engine with every request in it: here it costs one step's drafts, and after a few in a row
 drafting stops until it is switched on again.
 """
@@ -277,7 +277,7 @@ def load_memory(settings: Settings, model_config: Any) -> Memory:
 
 
 def _digests(config: Any) -> tuple[bytes, bytes]:
-    """What tells this engine's answers, and its token ids, from those of others."""
+    """Digests of what this engine's answers depend on, and of what its token ids mean."""
     model = f"{config.model} {config.revision} {config.dtype} {config.quantization}"
     tokenizer = f"{config.tokenizer} {config.tokenizer_revision}"
     return _digest(model), _digest(tokenizer)

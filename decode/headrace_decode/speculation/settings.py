@@ -31,7 +31,7 @@ class CarrierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         store: name of the StoreNode's arena.
         socket_folder: where its socket is; None for the system's temporary folder.
-        poll_s: between looks whether there is anything to carry.
+        poll_s: between two polls of the board.
         bytes_per_s: in both directions together, on average.
         timeout_s: until a node counts as away.
     """
@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         corpora: whether operators may load corpora for all tenants.
         shared_k: what so many tenants or more were answered alike is drafted for all; None:
             nothing is.
-        controls: whether to run random steps without drafts and heed what they say.
+        controls: whether to run random steps without drafts, and drop drafting where they win.
         seed: of those.
         exchange: with it the memory is shared with other replicas through the StoreNode.
     """

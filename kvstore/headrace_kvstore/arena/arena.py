@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena import kernels
-from headrace_kvstore.arena.arena_map import ArenaMap
+from headrace_kvstore.arena.arena_map import ArenaMap, Refused, Section
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -45,7 +45,6 @@ from headrace_kvstore.arena.geometry import (
 )
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, victims
-from headrace_kvstore.arena.section import Refused, Section
 from headrace_kvstore.arena.shared_file import SharedFile
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import block_keys, slot_keys

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.codec import CODECS, LayerShape
-from headrace_kvstore.connector.cache import EngineCache, HostCache
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_layer_bytes
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
@@ -244,7 +244,7 @@ class StoreConnector(KVConnectorBase_V1):
         if self._shape is not None:
             cache = CodedCache(layout, self._codec, self._shape)
         elif device.type == "cpu":
-            cache = HostCache(layout, self._settings.copy_threads)
+            cache = EngineCache(layout, self._settings.copy_threads)
         else:
             cache = DeviceCache(kv_caches, layout, self._settings.copy_threads)
         files = FileTier(cache, self._settings.staging_bytes)

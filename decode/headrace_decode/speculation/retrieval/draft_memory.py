@@ -92,7 +92,7 @@ class Settings:
             several tenants have in common.
         shared_k: a window of tokens that so many tenants' answers contain is put there; None:
             nothing of answers is. Needs RESPONSE in `for_all`.
-        replica: tells this replica's segments from those of others; random if 0, whatever seed
+        replica: marks this replica's segments among those of others; random if 0, whatever seed
             the engine gave NumPy.
     """
 
@@ -151,9 +151,9 @@ class Memory:
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
-        """Told of each segment of no corpus that this replica put in, under the lock."""
+        """Called with each segment of no corpus that this replica put in, under the lock."""
         self.flipped: Callable[[Key, str, int], None] = lambda key, name, version: None
-        """Told of each version of a corpus that this replica tells of, when it takes over."""
+        """Called with each version of a corpus that this replica shares, when it takes over."""
         self._uids = 0
         self._model = self.digest_number(settings.model)
         self._tokenizer = self.digest_number(settings.tokenizer)
@@ -335,7 +335,7 @@ class Memory:
         self, name: str, version: int, *, tenant: str | None = None, tell: bool = True
     ) -> None:
         """Put a corpus's version in force; at once no other is drafted. 0: none is. With `tell`,
-        other replicas hear of it."""
+        it is shared with other replicas."""
         key = corpus_key(tenant)
         with self.lock:
             self.pool.versions[self.corpus_number(key, name)] = version

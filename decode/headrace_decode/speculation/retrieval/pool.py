@@ -121,7 +121,7 @@ class Pool:
     def __init__(
         self, capacity_bytes: int, dropped: Callable[[int], None] = lambda row: None
     ) -> None:
-        """`dropped` is told the row of each kept partition that is dropped, while it still is."""
+        """`dropped` is called with the row of each kept partition just before it is dropped."""
         rows = max(capacity_bytes // BYTES_PER_HEADER, 16)
         words = (capacity_bytes - rows * (HEADER.itemsize + 4)) // 4
         if words < 2 * _LEAST_WORDS:

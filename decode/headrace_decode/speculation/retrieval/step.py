@@ -26,12 +26,13 @@ from headrace_decode.speculation.retrieval.retrieve import (
     SOURCE,
     SURVIVORS,
     TENANT,
+    Scratch,
     find,
     move,
+    walk,
 )
 from headrace_decode.speculation.retrieval.ring import append_run
 from headrace_decode.speculation.retrieval.segments import ANCHORS, CONTEXT, LENGTHS, NONE
-from headrace_decode.speculation.retrieval.trie import Scratch, walk
 
 ROW_MASK = (1 << 20) - 1
 
@@ -178,8 +179,8 @@ def feedback_rows(
 ) -> int:
     """Learn from what the engine did with each row's draft; how many rows were verified.
 
-    The failure memory of the request's tenant hears of the accepted tokens and of the first refused
-    one; those behind it were not tried.
+    The accepted tokens and the first refused one go into the failure memory of the request's
+    tenant; those behind it were not tried.
     """
     epoch, verified, headers = epoch_of(now_s), 0, store.headers
     for index in range(len(drafts.handles)):
