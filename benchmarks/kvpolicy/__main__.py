@@ -32,7 +32,9 @@ from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload, read_trace, synthetic
-from headrace_kvstore.policy import LRU, CostAware, Policy
+from headrace_kvstore.policy.base import Policy
+from headrace_kvstore.policy.cost_aware import CostAware
+from headrace_kvstore.policy.recency import LRU
 
 CAPACITIES = (0.02, 0.05, 0.12, 0.3, 0.6)  # shares of the distinct blocks
 INTERACTIVE_BLOCKS = 32

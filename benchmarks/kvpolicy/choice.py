@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 
-from headrace_kvstore.policy import CostAware
 from headrace_kvstore.policy.base import slot_keys
+from headrace_kvstore.policy.cost_aware import CostAware
 from headrace_kvstore.table import READY, SLOT
 
 CHAIN = 32
@@ -31,7 +31,7 @@ def full_table(slots: int) -> np.ndarray:
     table["parent"][1:] = heads[:-1]
     table["parent"][table["depth"] == 0] = 0
     table["used_s"] = numbers / CHAIN
-    table["bytes"], table["compute_s"], table["load_s"] = 1e6, 0.05, 0.003
+    table["bytes"], table["compute_s"] = 1e6, 0.05
     return table
 
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.workload import Workload
-from headrace_kvstore.policy import CostAware
-from headrace_kvstore.policy.base import Keys, Slots, Table
-from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.base import DRAM_BYTES_S, Keys, Slots, Table, saved_s
+from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.tree import Forest
 
 Floats = NDArray[np.float64]
@@ -51,5 +50,5 @@ class Foresight(CostAware):
     def worth(self, table: Table, forest: Forest, now_s: float) -> Floats:
         ahead_s = np.maximum(self._slot_next_s - now_s, 0.5)
         ahead_s[self._slot_next_s < now_s] = np.inf
-        saved_s = np.maximum(table["compute_s"] - table["load_s"], 0.0)
-        return forest.density(saved_s / ahead_s, table["bytes"].astype(np.float64))
+        saves = saved_s(table, DRAM_BYTES_S)
+        return forest.density(saves / ahead_s, table["bytes"].astype(np.float64))

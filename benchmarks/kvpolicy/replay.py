@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload
-from headrace_kvstore.policy import Policy
-from headrace_kvstore.policy.base import block_keys
+from headrace_kvstore.policy.base import Policy, block_keys
 from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
 BATCHES = 64
@@ -75,7 +74,7 @@ class Replay:
         table["used_s"][found] = now_s
         table["lease_until_s"][found] = now_s + LEASE_S
         table["hits"][slots[:leading]] += 1
-        table["priority"][found] = np.maximum(table["priority"][found], priority)
+        table["tenant"][found] = np.maximum(table["tenant"][found], priority)
         self._touched(slots[:leading], now_s, True)
         if len(gaps):
             self._write(chain, gaps, now_s, priority)
@@ -102,11 +101,11 @@ class Replay:
         blocks = chain[gaps]
         self.slot_of[blocks], self.block_in[slots] = slots, blocks
         rows = np.zeros(len(slots), SLOT)
-        rows["state"], rows["priority"], rows["depth"] = WRITING, pri, gaps
+        rows["state"], rows["tenant"], rows["depth"] = WRITING, pri, gaps
         rows["hash"] = self.hashes[blocks].view("V32")[:, 0]
         rows["parent"] = np.where(gaps > 0, self.heads[chain[gaps - 1]], 0)
         rows["stored_s"] = rows["used_s"] = now_s
-        rows["compute_s"], rows["load_s"] = self.compute_s[gaps], self.load_s[gaps]
+        rows["compute_s"] = self.compute_s[gaps]
         rows["bytes"] = self.bytes[gaps]
         rows["generation"] = table["generation"][slots] + 1
         table[slots] = rows

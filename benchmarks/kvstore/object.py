@@ -104,7 +104,7 @@ class Bench:
         ]
         self.tier.refreshed.wait(START_S)
         for save in self._saves:
-            if not self.tier.write(SHAPE, [save]):
+            if not self.tier.put(self.tier.pack(SHAPE, [save])):
                 raise RuntimeError(f"blocks were not written: {self.tier.stats()}")
         found = [self.tier.find(SHAPE.digest, name) for name in hashes]
         self._objects = [held for held in found if held is not None]
@@ -117,7 +117,7 @@ class Bench:
 
         def run() -> None:
             read = self.tier.read(self._objects, self._addresses(1), self._sums)
-            if not read.wait(TIMEOUT_S).all():
+            if not read.wait().all():
                 raise RuntimeError(f"blocks did not come back: {self.tier.stats()}")
 
         return seconds(run)

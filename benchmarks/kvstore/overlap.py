@@ -138,7 +138,7 @@ def _measure(figures: Figures, stage: Stage, threads: ThreadPoolExecutor, rounds
     def step(depth: int) -> float:
         tier = SlowTier(stage, LATENCY_LAYERS * link_s, link_s)
         began = time.perf_counter()
-        pipeline = LayerPipeline(tier, LAYERS, threads, depth)
+        pipeline = LayerPipeline([tier], LAYERS, threads, depth)
         for layer in range(LAYERS):
             pipeline.wait(layer)
             compute.layer()
@@ -148,7 +148,7 @@ def _measure(figures: Figures, stage: Stage, threads: ThreadPoolExecutor, rounds
     def serial() -> float:
         tier = SlowTier(stage, LATENCY_LAYERS * link_s, link_s)
         began = time.perf_counter()
-        pipeline = LayerPipeline(tier, LAYERS, threads, max(DEPTHS))
+        pipeline = LayerPipeline([tier], LAYERS, threads, max(DEPTHS))
         pipeline.finish()
         compute.layers()
         return time.perf_counter() - began
@@ -186,4 +186,4 @@ def calibrate(load: Callable[[float], float], compute: Callable[[], float]) -> f
 def _load(stage: Stage, threads: ThreadPoolExecutor, layer_s: float) -> float:
     """Seconds of a load alone, deep enough."""
     tier = SlowTier(stage, LATENCY_LAYERS * layer_s, layer_s)
-    return seconds(LayerPipeline(tier, LAYERS, threads, max(DEPTHS)).finish)
+    return seconds(LayerPipeline([tier], LAYERS, threads, max(DEPTHS)).finish)

@@ -17,11 +17,11 @@ import torch
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.geometry import PAGE_BYTES
 from headrace_kvstore.checksum import block_seed, copy, layer_seeds
-from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.settings import StoreSettings
 
 LAYERS, KV_HEADS, BLOCK_TOKENS, HEAD_DIM = 30, 3, 128, 64
 BLOCKS = 46
@@ -49,7 +49,7 @@ class Stage:
         for cache in self.caches.values():
             self._bytes_of(cache)[:] = rng.integers(0, 256, cache.nbytes, dtype=np.uint8)
         self.layout = BlockLayout.of_tensors(self.caches, blocks)
-        self.cache = HostCache(self.layout, threads)
+        self.cache = EngineCache(self.layout, threads)
         self.size_bytes = self.layout.block_bytes * blocks
         self.hashes = [rng.bytes(32) for _ in range(blocks)]
         self.blocks = rng.permutation(blocks)

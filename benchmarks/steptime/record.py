@@ -26,6 +26,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from headrace.model import resolve
+from headrace_decode.speculation import proposer
 from headrace_decode.speculation.draft import DraftBatch, Source
 from headrace_decode.speculation.request import REQUEST_KEY
 from headrace_decode.speculation.settings import engine_arguments
@@ -33,7 +34,6 @@ from headrace_decode.speculation.settings import engine_arguments
 FIELDS = ("prompt", "prompts", "rows", "draft", "context", "pairs", "seconds")
 """`prompts`: requests whose prompt was computed. `context`: tokens attended to by decoding rows'
 tokens; `pairs`: by prompt tokens."""
-DRAFTER = "benchmarks.steptime.record:Nonsense"
 FIRST_TOKEN, LAST_TOKEN = 20, 49_000
 ANSWER_TOKENS = 24
 MODEL_TOKENS = 8192
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
+    proposer.load_memory = lambda settings, config: Nonsense()
     llm = LLM(
         resolve(MODEL),
         dtype="bfloat16",
@@ -153,7 +154,7 @@ def main() -> None:
         max_num_seqs=64,
         enable_prefix_caching=False,
         distributed_executor_backend=RecordingExecutor,
-        **engine_arguments(DRAFT_TOKENS, mode=f"static:{DRAFT_TOKENS}", drafter=DRAFTER),
+        **engine_arguments(DRAFT_TOKENS, mode=f"static:{DRAFT_TOKENS}"),
     )
     load = Load(llm, seed=0)
     load.turn()

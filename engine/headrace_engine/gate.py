@@ -39,7 +39,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace_engine.meter import EngineMeter, Step
-from headrace_engine.steptime import StepTime
 
 
 @dataclass(eq=False)
@@ -58,18 +57,14 @@ class ComputeGate:
     """Lets prompts into the engine, one after the other. Used from one event loop only.
 
     Args:
-        meter: tells the engine's steps, and has fitted what they take; without it each turn lasts
-            until its block ends, and the prior tells.
+        meter: reports the engine's steps, and has fitted what they take.
         step_tokens: most tokens of one prompt that the engine computes in one step.
         spare_tokens: how many others' it computes beside them.
     """
 
-    def __init__(
-        self, meter: EngineMeter | None = None, step_tokens: int = 0, spare_tokens: int = 0
-    ) -> None:
-        self._step_time = StepTime() if meter is None else meter.step_time
-        if meter is not None:
-            meter.watch(on_step=self._on_step)
+    def __init__(self, meter: EngineMeter, step_tokens: int = 0, spare_tokens: int = 0) -> None:
+        self._step_time = meter.step_time
+        meter.on_step.append(self._on_step)
         self._step_tokens, self._spare_tokens = step_tokens, spare_tokens
         self._computing: set[_Turn] = set()
         self._beside: set[_Turn] = set()

@@ -73,24 +73,11 @@ class EngineMeter:
     """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
     """Namespaces of this engine's blocks in the store, one a worker; empty until it has told."""
+    on_step: list[Callable[[Step], None]] = field(default_factory=list)
+    """Called with each step, as the next two with each finished transfer and load."""
+    on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
+    on_load: list[Callable[[StoreLoad], None]] = field(default_factory=list)
     _loads: deque[StoreLoad] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
-    _on_step: list[Callable[[Step], None]] = field(default_factory=list)
-    _on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
-    _on_load: list[Callable[[StoreLoad], None]] = field(default_factory=list)
-
-    def watch(
-        self,
-        on_step: Callable[[Step], None] | None = None,
-        on_transfer: Callable[[Transfer], None] | None = None,
-        on_load: Callable[[StoreLoad], None] | None = None,
-    ) -> None:
-        """Call these with each step, finished transfer and load from now on."""
-        if on_step is not None:
-            self._on_step.append(on_step)
-        if on_transfer is not None:
-            self._on_transfer.append(on_transfer)
-        if on_load is not None:
-            self._on_load.append(on_load)
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
         """Take the scheduler's present view: sequences running and waiting, share of KV blocks
@@ -104,7 +91,7 @@ class EngineMeter:
         shape, seconds = step[:-1], step.seconds
         if self.learns:
             self.step_time.observe(*shape, self.alone_s(shape, seconds))
-        for watcher in self._on_step:
+        for watcher in self.on_step:
             watcher(step)
 
     def transfers(self, done: Iterable[Transfer], failed: int) -> None:
@@ -114,7 +101,7 @@ class EngineMeter:
             self.transfers_total += 1
             self.transfer_bytes_total += transfer.bytes
             self.transfer_seconds_total += transfer.seconds
-            for watcher in self._on_transfer:
+            for watcher in self.on_transfer:
                 watcher(transfer)
 
     def store(
@@ -129,7 +116,7 @@ class EngineMeter:
             self._loads.append(load)
             totals["load_bytes"] = totals.get("load_bytes", 0) + load.bytes
             totals["load_seconds"] = totals.get("load_seconds", 0.0) + load.seconds
-            for watcher in self._on_load:
+            for watcher in self.on_load:
                 watcher(load)
 
     def take_loads(self) -> list[StoreLoad]:

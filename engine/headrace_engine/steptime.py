@@ -70,7 +70,6 @@ tells a change."""
 _ERROR_STEPS = 50.0
 _LEAST_S, _MOST, _MOST_STATE = 1e-6, 1e12, 40.0
 """No step takes less; of what is observed; of the state."""
-_LEAST_VARIANCE = 1e-8
 _LINE_TOKENS = 512
 
 
@@ -217,20 +216,6 @@ class StepTime:
             size = KNOTS[upper - 1] + share * (KNOTS[upper] - KNOTS[upper - 1])
         return max(0.0, size - 2.0) / prices.weight
 
-    def relative_sd(
-        self,
-        prompt: float = 0,
-        rows: float = 0,
-        draft: float = 0,
-        context: float = 0,
-        pairs: float = 0,
-    ) -> float:
-        """Standard deviation of what is predicted for a step, relative: what the fit does not know,
-        a step's own noise left out."""
-        _, places, slope = self._linearised(prompt, rows, draft, context, pairs)
-        variance = float(slope @ self._covariance[np.ix_(places, places)] @ slope)
-        return math.sqrt(max(variance, 0.0))
-
     def observe(
         self,
         prompt: float,
@@ -266,19 +251,9 @@ class StepTime:
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """All that another process needs to price with this fit (`from_dict`): about 130 numbers.
-
-        Standard deviations of steps of each size, and of the rates, go along. Correlations do not:
-        those of the prior take their place.
-        """
-        covariance = self._covariance
-        variance = covariance.diagonal().copy()
-        variance[:_LEVEL] += covariance[_LEVEL, _LEVEL] + 2.0 * covariance[_LEVEL, :_LEVEL]
-        variance[_LEVEL] = 0.0
+        """All that another process needs to price with this fit (`from_dict`)."""
         return {
             "state": self._state.tolist(),
-            "sd": np.sqrt(np.maximum(variance, _LEAST_VARIANCE)).tolist(),
-            "noise": self._noise,
             "square": self._square,
             "samples": self.samples,
             "padded_sizes": list(self._sizes),
@@ -286,28 +261,21 @@ class StepTime:
 
     @staticmethod
     def from_dict(told: Mapping[str, Any]) -> StepTime:
-        """The fit that another process told.
+        """The fit that another process told, to price with; it knows nothing of its own errors.
 
         Raises:
             ValueError: this is no such state.
         """
         try:
             fit = StepTime(told["padded_sizes"])
-            state, sd = (np.asarray(told[name], np.float64) for name in ("state", "sd"))
-            noise, square = float(told["noise"]), float(told["square"])
+            state, square = np.asarray(told["state"], np.float64), float(told["square"])
             fit.samples = int(told["samples"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not the state of a step-time model: {error!r}") from error
-        right = state.shape == sd.shape == fit._state.shape and fit.samples >= 0
-        right = right and bool((np.abs(state) <= _MOST_STATE).all())
-        right = (
-            right and bool(((sd > 0) & (sd < 1e2)).all()) and 0 < noise < 1 and 0 <= square < 1e6
-        )
-        if not right:
+        right = state.shape == fit._state.shape and bool((np.abs(state) <= _MOST_STATE).all())
+        if not (right and fit.samples >= 0 and 0 <= square < 1e6):
             raise ValueError("not the state of a step-time model: a number is out of bounds")
-        fit._state, fit._noise, fit._square = state, noise, square
-        scale = sd / np.sqrt(_PRIOR.diagonal())
-        fit._covariance *= np.outer(scale, scale)
+        fit._state, fit._square = state, square
         return fit
 
     def summary(self) -> dict[str, float]:

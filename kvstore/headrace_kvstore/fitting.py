@@ -80,11 +80,6 @@ class RecursiveLeastSquares:
         """Running rms of the clipped one-step-ahead error, in units of ``y``."""
         return math.sqrt(self._mean_square)
 
-    def predict(self, x: Sequence[float]) -> float:
-        """``max(0, theta . x)``; 0 for features that are not finite."""
-        y = float(self._theta @ np.asarray(x, dtype=np.float64))
-        return y if math.isfinite(y) and y > 0.0 else 0.0
-
     def update(self, x: Sequence[float], y: float) -> bool:
         """Learn one sample; False if it was ignored (not finite, or no feature set)."""
         phi = np.asarray(x, dtype=np.float64)

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,16 +31,6 @@ from numpy.typing import ArrayLike, NDArray
 
 class LayoutError(ValueError):
     """Caches whose blocks cannot be told apart or put into one payload; the text says why."""
-
-
-class CacheTensor(Protocol):
-    """The part of torch.Tensor that is used."""
-
-    @property
-    def shape(self) -> Any: ...
-    def data_ptr(self) -> int: ...
-    def stride(self) -> Any: ...
-    def element_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ class BlockLayout:
         self._refuse_shared_bytes()
 
     @classmethod
-    def of_tensors(cls, caches: Mapping[str, CacheTensor], blocks: int) -> BlockLayout:
+    def of_tensors(cls, caches: Mapping[str, Any], blocks: int) -> BlockLayout:
         """Layout of what vLLM's `register_kv_caches` hands over.
 
         Args:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from headrace_kvstore.objects.object_format import WRITER
 from headrace_kvstore.protocol.membership import LEAST_SECRET_CHARACTERS
 from headrace_kvstore.protocol.wire import MAX_LEASE_S
-from headrace_kvstore.settings import (
-    ArenaSettings,
-    Flag,
-    Seconds,
-    Size,
-    check,
-    matching,
-    whole,
-    wrong,
-)
+from headrace_kvstore.settings import ArenaSettings, Flag, Seconds, Size
 
 
-def is_address(address: object, least_port: int = 1) -> bool:
+def is_address(address: str, least_port: int = 1) -> bool:
     """Whether it is HOST:PORT; an IPv6 host stands in brackets."""
-    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", str(address))
+    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", address)
     return match is not None and least_port <= int(match[1]) < 65536
+
+
+def _address(value: str) -> str:
+    if not is_address(value):
+        raise ValueError("give HOST:PORT")
+    return value
 
 
 def _split(value: Any) -> Any:
@@ -37,26 +33,11 @@ def _split(value: Any) -> Any:
     return value
 
 
-Listen = Annotated[str, check(lambda value: is_address(value, least_port=0), "HOST:PORT")]
-Address = Annotated[str, check(is_address, "HOST:PORT")]
-Addresses = Annotated[
-    tuple[Address, ...],
-    check(lambda value: isinstance(value, list | tuple), "a list of HOST:PORT"),
-    BeforeValidator(_split),
-]
-Secret = Annotated[
-    str,
-    check(
-        lambda value: isinstance(value, str) and len(value) >= LEAST_SECRET_CHARACTERS,
-        f"a random text of {LEAST_SECRET_CHARACTERS} characters at least",
-    ),
-]
-Endpoint = Annotated[str, matching(r"(tcp|ipc|inproc)://.+", "tcp://HOST:PORT or ipc://PATH")]
-ObjectUrl = Annotated[str, matching(r"[a-z0-9]+://.*", "s3://BUCKET/PREFIX or file:///FOLDER")]
-Options = Annotated[
-    dict[str, Any], check(lambda value: isinstance(value, Mapping), "names and values")
-]
-Writer = Annotated[str, matching(WRITER, "letters, digits, '_' and '-', 64 at most")]
+Addresses = Annotated[tuple[Annotated[str, AfterValidator(_address)], ...], BeforeValidator(_split)]
+Secret = Annotated[str, Field(min_length=LEAST_SECRET_CHARACTERS)]
+Endpoint = Annotated[str, Field(pattern=r"^(tcp|ipc|inproc)://.")]
+ObjectUrl = Annotated[str, Field(pattern=r"^[a-z0-9]+://")]
+Writer = Annotated[str, Field(pattern=f"^{WRITER}$")]
 
 
 class NodeSettings(ArenaSettings):
@@ -98,7 +79,7 @@ class NodeSettings(ArenaSettings):
     """
 
     block_bytes: Size = 2**20
-    layers: Annotated[int, whole(1, 2**16)] = 32
+    layers: Annotated[int, Field(ge=1, le=2**16, strict=True)] = 32
     keep_arena: Flag = False
     nvme_folder: Path | None = None
     nvme_bytes: Size = 16 * 2**30
@@ -112,13 +93,13 @@ class NodeSettings(ArenaSettings):
     events: Endpoint | None = None
     replay: Endpoint | None = None
     secret: Secret | None = Field(default=None, repr=False)
-    listen: Listen | None = None
+    listen: str | None = None
     peers: Addresses = ()
     pulling_bytes: Size = 256 * 2**20
     pull_limit_s: Seconds = 5.0
     peer_lease_s: Seconds = 20.0
     object_url: ObjectUrl | None = None
-    object_options: Options = Field(default_factory=dict, repr=False)
+    object_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     object_writer: Writer | None = None
     object_bytes: Size = 64 * 2**30
     object_bytes_per_s: Size = 64 * 2**20
@@ -135,7 +116,14 @@ class NodeSettings(ArenaSettings):
     @classmethod
     def _peers_know_each_other(cls, value: Any, info: ValidationInfo) -> Any:
         if value and not info.data.get("secret"):
-            raise wrong("it with secret: nodes that share blocks know each other by that")
+            raise ValueError("give it with secret: nodes that share blocks know each other by that")
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _listens_somewhere(cls, value: str | None) -> str | None:
+        if value is not None and not is_address(value, least_port=0):
+            raise ValueError("give HOST:PORT")
         return value
 
     @field_validator("peer_lease_s")
@@ -143,6 +131,5 @@ class NodeSettings(ArenaSettings):
     def _lease_outlives_the_pull(cls, value: float, info: ValidationInfo) -> float:
         limit_s = info.data.get("pull_limit_s", 0.0)
         if not limit_s < value <= MAX_LEASE_S:
-            most = f"at most {MAX_LEASE_S:g}"
-            raise wrong(f"more than pull_limit_s ({limit_s!r}) and {most}")
+            raise ValueError(f"give more than pull_limit_s ({limit_s!r}), at most {MAX_LEASE_S:g}")
         return value

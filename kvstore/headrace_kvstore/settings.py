@@ -1,88 +1,38 @@
 """Settings of the store: the types of their values, and the errors that wrong values cause.
 
-Engines (`connector.store_settings`) and nodes (`node_settings`) read theirs with `parse`.
+Engines (`StoreSettings`) and nodes (`node_settings.NodeSettings`) read theirs with `parse`.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    ValidationError,
+)
 
-from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.table import tenant_number
 
-_UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_AS_BYTE_SIZE = GetPydanticSchema(lambda _, handler: handler.generate_schema(ByteSize))
+
+Size = Annotated[int, _AS_BYTE_SIZE, Field(gt=0), AfterValidator(int)]
+"""A number of bytes, or text such as "512MiB" or "2GiB"."""
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(pattern=r"^[\w.-]{1,200}$")]
+BySalt = dict[Annotated[str, Field(min_length=1)], Size]
 
 
 class SettingsError(ValueError):
-    """A setting is unknown or impossible; the message names it and says what would be right."""
-
-
-def wrong(right: str) -> PydanticCustomError:
-    """What a validator raises; `right` says what to give instead."""
-    return PydanticCustomError("wrong", "{right}", {"right": right})
-
-
-def check(test: Callable[[Any], bool], right: str) -> BeforeValidator:
-    """Refuses each value that does not pass a test; `right` says what to give instead."""
-
-    def checked(value: Any) -> Any:
-        if not test(value):
-            raise wrong(right)
-        return value
-
-    return BeforeValidator(checked)
-
-
-def matching(pattern: str, right: str) -> BeforeValidator:
-    """Refuses what is no text of this pattern."""
-    return check(lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v)), right)
-
-
-def one_of(names: Iterable[str]) -> BeforeValidator:
-    """Refuses all but these names."""
-    known = list(names)
-    return check(lambda value: value in known, f"one of {', '.join(known)}")
-
-
-def whole(low: int, high: int) -> BeforeValidator:
-    """Refuses all but whole numbers within bounds."""
-    right = f"a whole number from {low} to {high}"
-    return check(lambda value: type(value) is int and low <= value <= high, right)
-
-
-def seconds(most: float = math.inf) -> BeforeValidator:
-    """Refuses all but numbers above 0, `most` at most."""
-    right = "seconds above 0" if math.isinf(most) else f"seconds from 0 to {most:g}"
-    return check(lambda value: type(value) in (int, float) and 0 < value <= most, right)
-
-
-def parse_bytes(value: Any) -> int:
-    """A size: a whole number of bytes above 0, or text such as "512MiB" or "2GiB"."""
-    if type(value) is int and value > 0:
-        return value
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
-        if match and match[2] in _UNITS and float(match[1]) > 0:
-            return int(float(match[1]) * _UNITS[match[2]])
-    raise wrong('a number of bytes, or text such as "512MiB" or "2GiB"')
-
-
-def _is_by_salt(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(salt, str) and salt for salt in value)
-
-
-Size = Annotated[int, BeforeValidator(parse_bytes)]
-Seconds = Annotated[float, seconds()]
-Flag = Annotated[bool, check(lambda value: isinstance(value, bool), "true or false")]
-Name = Annotated[str, matching(r"[\w.-]{1,200}", "letters, digits, '.', '_' and '-', 200 at most")]
-BySalt = Annotated[dict[str, Size], check(_is_by_salt, 'sizes by cache salt, as {"acme": "2GiB"}')]
+    """A setting is unknown or impossible; the message names it and says why."""
 
 
 class ArenaSettings(BaseModel):
@@ -103,7 +53,7 @@ class ArenaSettings(BaseModel):
     name: Name = "headrace-kv"
     dram_bytes: Size = 2 * 2**30
     folder: Path = Path("/dev/shm")
-    policy: Annotated[str, one_of(policies.KINDS)] = policies.DEFAULT
+    policy: Literal["cost-aware", "lru"] = "cost-aware"
     quotas: BySalt = Field(default_factory=dict)
     default_quota: Size | None = None
 
@@ -122,7 +72,8 @@ class ArenaSettings(BaseModel):
             if first["type"] == "extra_forbidden":
                 known = ", ".join(sorted(cls.model_fields))
                 raise SettingsError(f"{path}: is unknown; give one of {known}") from None
-            raise SettingsError(f"{path}: is {first['input']!r}; give {first['msg']}") from None
+            why = first["msg"].removeprefix("Value error, ")
+            raise SettingsError(f"{path}: is {first['input']!r}: {why}") from None
 
     @property
     def quota_options(self) -> dict[str, Any]:
@@ -131,3 +82,38 @@ class ArenaSettings(BaseModel):
             "quotas": {tenant_number(salt): size for salt, size in self.quotas.items()},
             "default_quota": self.default_quota,
         }
+
+
+class StoreSettings(ArenaSettings):
+    """One engine's view of its node's store.
+
+    Attributes:
+        load, save: switch one direction off.
+        lease_s: longest time that a load may take before its blocks may be evicted.
+        copy_threads: threads that copy blocks in and out.
+        staging_bytes: memory that layers from files pass through.
+        node: ask the node's StoreNode for what is not in DRAM, where there is one.
+        node_timeout_s: longest wait for what it has; other requests go on meanwhile.
+        priced: load from below DRAM, peers and objects included, only what is predicted to take
+            fewer seconds than computing.
+        codec: how blocks are stored: raw is exact; fp8 and int4 are not, and shared only with
+            engines that say the same.
+    """
+
+    load: Flag = True
+    save: Flag = True
+    lease_s: Annotated[float, Field(gt=0, le=3600, strict=True)] = 30.0
+    copy_threads: Annotated[int, Field(ge=1, le=64, strict=True)] = 1
+    staging_bytes: Size = 256 * 2**20
+    node: Flag = True
+    node_timeout_s: Annotated[float, Field(gt=0, le=60, strict=True)] = 0.25
+    priced: Flag = True
+    codec: Literal["raw", "fp8", "int4"] = "raw"
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Read a `kv_connector_extra_config`. Raises SettingsError."""
+        try:
+            return super().parse(values)
+        except SettingsError as error:
+            raise SettingsError(f"kv_connector_extra_config.{error}") from None

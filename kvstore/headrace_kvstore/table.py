@@ -20,7 +20,6 @@ HASH_BYTES = 32  # vLLM's block hash, zero-padded
 SLOT = np.dtype(
     [
         ("state", "u1"),  # FREE, WRITING or READY
-        ("priority", "i1"),  # -128..127, of the operator or the request; higher stays
         ("pinned", "u1"),  # 1: never evicted
         ("namespace", "u2"),  # row in the arena's namespace table
         ("tenant", "u4"),  # hash of the tenant (cache salt), for quotas; 0: none
@@ -34,8 +33,7 @@ SLOT = np.dtype(
         ("used_s", "f8"),  # when it was last leased, published or reserved
         ("lease_until_s", "f8"),  # readers may be copying until then
         ("bytes", "f8"),  # what it occupies, 0 while FREE
-        ("compute_s", "f4"),  # predicted seconds to compute this block where it stands
-        ("load_s", "f4"),  # predicted seconds to load it from this tier
+        ("compute_s", "f4"),  # predicted seconds to compute this block where it stands; 0: unknown
     ],
     align=True,
 )
@@ -46,11 +44,9 @@ REMOVED = 2  # a block is gone
 EVENT = np.dtype(
     [
         ("seq", "u8"),
+        ("hash", "V32"),
         ("kind", "u1"),  # STORED or REMOVED
         ("namespace", "u2"),
-        ("depth", "u4"),
-        ("parent", "u8"),
-        ("hash", "V32"),
     ],
     align=True,
 )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.protocol.survey import Surveyor
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.supply import DRAM, Supply
 
 logger = logging.getLogger("headrace.kvstore")
@@ -117,11 +117,8 @@ class StoreView:
             except (OSError, ValueError) as error:
                 logger.error("no view of the arena %s: %s", self._settings.name, error)
                 return False
-        known = {
-            space["digest"]: row for row, space in enumerate(self._arena.stats()["namespaces"])
-        }
-        if all(digest.hex() in known for digest in digests):
-            self._rows = [known[digest.hex()] for digest in digests]
+        rows = [self._arena.row_of(digest) for digest in digests]
+        self._rows = [] if None in rows else [row for row in rows if row is not None]
         return bool(self._rows)
 
 

@@ -65,7 +65,9 @@ class ReplicaPlanner:
         self._machine = machine
         self._plans: dict[str, Plan] = {}
         meter.alone_s = router.step_alone_s
-        meter.watch(self._on_step, self._on_transfer, self._on_load)
+        meter.on_step.append(self._on_step)
+        meter.on_transfer.append(self._on_transfer)
+        meter.on_load.append(self._on_load)
 
     @property
     def policy(self) -> str:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S
+from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S, Arena
 from headrace_kvstore.table import READY, WRITING
 from tests.support.kvcheck import broken
 from tests.support.machine import (

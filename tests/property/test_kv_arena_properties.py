@@ -107,7 +107,7 @@ class ArenaMachine(RuleBasedStateMachine):
         evictable = self.evictable(row)
         absent = {n for n in numbers if (row, n) not in self.ready | self.writing}
         count = len(numbers)
-        slots = self.handles[side].reserve(row, to_hashes(numbers), [0] * count, range(count))
+        slots = self.handles[side].reserve(row, to_hashes(numbers), [0] * count, [0] * count)
         self.note_evictions()
         placed = {n: int(s) for n, s in zip(numbers, slots, strict=True) if s >= 0}
         assert placed.keys() <= absent

@@ -58,7 +58,6 @@ def test_pieces_bring_each_layer_to_its_address_and_are_fewest(
     layer_bytes=st.integers(1, 2**40),
     block_hash=st.binary(min_size=32, max_size=32),
     depth=st.integers(0, 2**32 - 1),
-    priority=st.integers(-128, 127),
     sequence=st.integers(0, 2**64 - 1),
     seed=st.integers(0, 2**32),
     flip=st.integers(0, 10**9),
@@ -68,14 +67,13 @@ def test_a_header_gives_back_what_went_in_and_bears_no_flipped_bit(
     layer_bytes: int,
     block_hash: bytes,
     depth: int,
-    priority: int,
     sequence: int,
     seed: int,
     flip: int,
 ) -> None:
     shape = Shape(b"d" * 16, layers, layer_bytes)
     sums = np.random.default_rng(seed).integers(0, 2**64, layers, dtype=np.uint64)
-    block = Block(block_hash, depth=depth, priority=priority, sequence=sequence, sums=sums)
+    block = Block(block_hash, depth=depth, sequence=sequence, sums=sums)
     header = pack_header(shape, block)
     again = unpack_header(shape, header)
     assert again == block and (again.sums == sums).all()

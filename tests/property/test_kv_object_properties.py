@@ -146,7 +146,6 @@ def test_a_name_is_refused_or_says_what_it_is_made_of(text: str) -> None:
     parent=st.binary(max_size=32),
     depth=st.integers(0, 2**32 - 1),
     tenant=st.integers(0, 2**32 - 1),
-    priority=st.integers(-128, 127),
     compute_s=st.floats(0, 1e9, width=32),
     shape=st.builds(
         Shape, st.binary(min_size=16, max_size=16), st.integers(1, 500), st.integers(1, 2**40)
@@ -158,11 +157,10 @@ def test_every_block_has_a_name_that_is_read_back(
     parent: bytes,
     depth: int,
     tenant: int,
-    priority: int,
     compute_s: float,
     shape: Shape,
 ) -> None:
-    save = Save(block_hash, 0, np.zeros(1), parent, depth, tenant, compute_s, priority)
+    save = Save(block_hash, 0, np.zeros(1), parent, depth, tenant, compute_s)
     name = ObjectName.of(shape, writer, save)
     assert ObjectName.parse(str(name)) == name
     assert len(str(name)) < 255 + 33

@@ -15,9 +15,10 @@ from benchmarks.kvpolicy.priority import Priority
 from benchmarks.kvpolicy.replay import Replay
 from benchmarks.kvpolicy.s3fifo import S3FIFO
 from benchmarks.kvpolicy.workload import Costs, Workload, from_chains
-from headrace_kvstore.policy import LRU, CostAware, Policy
-from headrace_kvstore.policy.cost_aware import state_dtype
+from headrace_kvstore.policy.base import Policy
+from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.hazard import AGES, best_rate, fit
+from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.tree import Forest
 from headrace_kvstore.table import FREE, READY, SLOT, WRITING
 
@@ -48,7 +49,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
         row["parent"] = parent + 1
         row["depth"] = depth[i]
         row["pinned"] = draw(st.integers(0, 9)) == 0
-        row["priority"] = draw(st.integers(-2, 2))
+        row["tenant"] = draw(st.integers(0, 4))
         row["used_s"] = draw(seconds)
         row["lease_until_s"] = draw(seconds)
         row["bytes"], row["compute_s"] = 1e6, draw(st.floats(0, 1))

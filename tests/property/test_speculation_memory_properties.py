@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
 from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
+from headrace_decode.speculation.retrieval.pool import Arena
 from headrace_decode.speculation.retrieval.segments import CONTEXT
-from headrace_decode.speculation.retrieval.word_arena import Arena
 
 TOKEN = st.integers(0, 3)
 TEXT = st.lists(TOKEN, min_size=1, max_size=60)

@@ -1,11 +1,11 @@
-"""What must hold of a `DeviceCache` on any device; the CPU's `HostCache` is the reference."""
+"""What must hold of a `DeviceCache` on any device; the CPU's `EngineCache` is the reference."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.layout import BlockLayout
 
@@ -22,7 +22,7 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     theirs = _moved(caches, device)
     host_layout = BlockLayout.of_tensors(caches, blocks)
     layout = BlockLayout.of_tensors(theirs, blocks)
-    host = HostCache(host_layout)
+    host = EngineCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
     assert (cache.layer_names, layout.layers[0].axes) == (
         host.layer_names,

@@ -98,7 +98,10 @@ class Engine:
         for number, slot in zip(numbers, slots.tolist(), strict=True):
             if slot >= 0:
                 assert (self.arena.view(slot) == content(number)).all(), number
-                at = self.arena.address(slot) + np.arange(SHAPE.layers) * SHAPE.layer_bytes
+                at = (
+                    self.arena.addresses(np.array([slot]))[0]
+                    + np.arange(SHAPE.layers) * SHAPE.layer_bytes
+                )
                 sums = payload_sums(DIGEST, key(number), 0, at, SHAPE.layer_bytes)
                 assert (sums == self.arena.sums(np.array([slot]))[0]).all(), number
         return [bool(slot >= 0) for slot in slots]

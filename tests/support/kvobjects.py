@@ -105,16 +105,16 @@ class Blocks:
 
     def write(self, tier: ObjectTier, *numbers: int) -> int:
         """Write these; how many were."""
-        return tier.write(self.shape, self.saves(*numbers))
+        return tier.put(tier.pack(self.shape, self.saves(*numbers)))
 
-    def load(self, tier: ObjectTier, *numbers: int, timeout_s: float = 20.0) -> list[bool]:
+    def load(self, tier: ObjectTier, *numbers: int) -> list[bool]:
         """Which of these arrive. A block that the tier calls right and is not fails the test."""
         places = [(n, tier.find(DIGEST, key(n))) for n in numbers]
         there = [(n, place) for n, place in places if place is not None]
         self.memory[1] = 0xEE
         held = [place for _, place in there]
         read = tier.read(held, self._addresses(1, len(there)), self.sums(len(held)))
-        good = dict(zip([n for n, _ in there], read.wait(timeout_s).tolist(), strict=True))
+        good = dict(zip([n for n, _ in there], read.wait().tolist(), strict=True))
         for i, (number, _) in enumerate(there):
             assert not good[number] or (self.memory[1, i] == content(number)).all(), number
         return [good.get(number, False) for number in numbers]

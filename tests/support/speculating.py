@@ -51,7 +51,8 @@ class KindsOfDrafts(Memory):
     kind = "memory"
     truth: dict[tuple[int, ...], list[int]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any) -> None:
+        """Takes the place of `proposer.load_memory`."""
         super().__init__()
         self._texts: dict[int, tuple[tuple[int, ...], int]] = {}
         self._rng = random.Random(5)
@@ -106,11 +107,6 @@ class KindsOfDrafts(Memory):
         return self.truth.get(prompt, [])[answered : answered + max_tokens]
 
 
-def make() -> KindsOfDrafts:
-    """For `Settings.drafter`."""
-    return KindsOfDrafts()
-
-
 def speculating_runs(
     model: str,
     prompts: list[list[int]],
@@ -147,12 +143,14 @@ def speculating_runs(
 def _engine(model: str, draft_tokens: int, blocks: int | None) -> Any:
     from vllm import LLM
 
+    from headrace_decode.speculation import proposer
     from headrace_decode.speculation.settings import engine_arguments
 
     run.engine_started()
     speculation = {}
     if draft_tokens:
-        speculation = engine_arguments(draft_tokens, drafter="tests.support.speculating:make")
+        proposer.load_memory = KindsOfDrafts
+        speculation = engine_arguments(draft_tokens)
     return LLM(
         model,
         dtype="float32",
@@ -230,6 +228,4 @@ def _main(model: str, task: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    import tests.support.speculating as module  # the one that the engine's drafter comes from
-
-    say(module._main(sys.argv[1], json.load(sys.stdin)))
+    say(_main(sys.argv[1], json.load(sys.stdin)))

@@ -13,7 +13,7 @@ MIB = 2**20
 
 def test_a_prediction_is_never_negative() -> None:
     fit = RecursiveLeastSquares((-1.0,), (1.0,), error=1.0)
-    assert fit.predict((1.0,)) == 0.0
+    assert fit.nonnegative() == (0.0,)
 
 
 def test_the_running_error_is_the_noise() -> None:

@@ -111,7 +111,7 @@ def test_blocks_stand_apart_on_whole_pages_and_within_the_size(make: Make) -> No
     for row in rows:
         slots = store(arena, row, *range(3))
         for slot in slots[slots >= 0]:
-            start = arena.address(slot) - arena.base_address
+            start = int(arena.addresses(np.array([slot]))[0]) - arena.base_address
             places.append((start, start + int(arena.table["bytes"][slot])))
             assert start % 4096 == 0 and len(arena.view(slot)) == (BLOCK, BIG_BLOCK)[row]
     places.sort()

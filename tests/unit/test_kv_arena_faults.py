@@ -15,6 +15,7 @@ from headrace_kvstore.arena import shared_file
 from headrace_kvstore.arena.arena import (
     NO_ROOM,
     TAKEN,
+    WRITER_TIMEOUT_S,
     Arena,
     ArenaFormatError,
     LockBusyError,
@@ -92,12 +93,12 @@ def test_records_that_cannot_be_are_freed(make: Make) -> None:
     assert present(arena, row, 1, 2, 3, 4) == [4]
 
 
-def test_a_reservation_that_nothing_living_explains_is_taken_back(make: Make) -> None:
+def test_a_reservation_that_is_past_its_time_is_taken_back(make: Make) -> None:
     clock = machine_clock()
     arena = make(blocks=1, clock=clock)
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     slots = arena.reserve(row, hashes(1), [0], [0])
-    clock.now_s += 599.0
+    clock.now_s += WRITER_TIMEOUT_S - 1.0
     assert arena.reserve(row, hashes(1, 2), [0, 0], [0, 0]).tolist() == [TAKEN, NO_ROOM]
     assert arena.table["state"][slots[0]] == WRITING
     clock.now_s += 2.0

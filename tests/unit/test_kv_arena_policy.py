@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.policy import LRU, CostAware, Policy
+from headrace_kvstore.policy.base import Policy
+from headrace_kvstore.policy.cost_aware import CostAware
+from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.policy.shared import SharedPolicy, affordable, state_bytes
 from headrace_kvstore.table import READY, SLOT, hash_word
 from tests.support.clock import Clock
@@ -60,8 +62,7 @@ def ask(arena: Arena, row: int, *numbers: int, compute_s: float = 0.05, **how: A
     arena.release(arena.lease(row, hashes(*numbers), 1.0))
     parents = [0, *(hash_word(block_hash(n)) for n in numbers)][: len(numbers)]
     depths = range(len(numbers))
-    costs = {"compute_s": compute_s, "load_s": 0.001}
-    slots = arena.reserve(row, hashes(*numbers), parents, depths, **costs, **how)
+    slots = arena.reserve(row, hashes(*numbers), parents, depths, compute_s=compute_s, **how)
     given = slots >= 0
     arena.publish(slots[given], np.zeros((int(given.sum()), LAYERS)))
     return [n for n, g in zip(numbers, given, strict=True) if g]
@@ -101,7 +102,7 @@ def test_a_store_too_small_for_the_state_is_kept_by_lru() -> None:
 
 def test_state_of_another_version_is_not_touched() -> None:
     state = np.full(1000, 7, np.uint8)
-    shared = SharedPolicy("cost-aware", state, np.zeros(8), 1 << 20, NoLock())
+    shared = SharedPolicy("cost-aware", state, 1 << 20, NoLock())
     assert shared.name == "lru" and (state == 7).all()
 
 
@@ -180,7 +181,7 @@ def test_a_policy_that_others_keep_is_not_waited_for_for_ever(
     assert arena.prompted(row, hashes(*chain(0)))
 
 
-def test_a_section_left_in_the_middle_is_repaired_by_the_next(opened: Any) -> None:
+def test_after_a_death_inside_the_next_begins_anew(opened: Any) -> None:
     arena = opened()
     row = arena.namespace(DIGEST, BLOCK, LAYERS)
     for number in range(10):
@@ -200,8 +201,8 @@ class NoLock:
     def __exit__(self, *_: object) -> None: ...
 
 
-def small(state: np.ndarray, table: np.ndarray) -> SharedPolicy:
-    return SharedPolicy("cost-aware", state, table, 1 << 20, NoLock(), lambda: 100.0)
+def small(state: np.ndarray) -> SharedPolicy:
+    return SharedPolicy("cost-aware", state, 1 << 20, NoLock())
 
 
 @given(seed=st.integers(0, 2**32), value=st.sampled_from([None, 0, 1, 127, 128, 255]))
@@ -216,10 +217,10 @@ def test_any_bytes_in_the_state_do_no_harm(seed: int, value: int | None) -> None
         table["depth"][slot] = slot % 6
         table["parent"][slot] = hash_word(block_hash(slot - 1)) if slot % 6 else 0
     state = np.zeros(state_bytes("cost-aware", 1 << 20), np.uint8)
-    small(state, table)
+    small(state)
     state[:] = noise.integers(0, 256, len(state)) if value is None else value
     state[:8] = 1
-    shared = small(state, table)
+    shared = small(state)
     for _ in range(3):
         with shared as policy:
             policy.prompt(np.array([5, 6, 7], np.uint64), 90.0)
@@ -234,9 +235,9 @@ def test_the_lock_is_given_back_when_entering_fails(opened: Any) -> None:
         raise OSError
 
     arena.policy._inside[0] = 1
-    arena.policy.policy.repair = fail
+    arena.policy.policy.forget = fail
     with pytest.raises(OSError), arena.policy:
         pass
-    del arena.policy.policy.repair
+    del arena.policy.policy.forget
     with arena.policy:
         pass

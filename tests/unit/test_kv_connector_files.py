@@ -13,16 +13,16 @@ import pytest
 
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.connector.cache import HostCache
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.segment import BlockReader, Location
+from headrace_kvstore.settings import StoreSettings
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
 
@@ -41,7 +41,7 @@ class Engine:
             rng.integers(0, 256, (BLOCKS, LAYER_BYTES), dtype=np.uint8) for _ in range(LAYERS)
         ]
         tensors = {name: Tensor(data) for name, data in zip(NAMES, self.data, strict=True)}
-        cache = HostCache(BlockLayout.of_tensors(tensors, BLOCKS))
+        cache = EngineCache(BlockLayout.of_tensors(tensors, BLOCKS))
         self.arena = Arena.create_or_attach(
             name, 4 << 20, folder=folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
         )

@@ -11,7 +11,6 @@ import pytest
 
 from headrace_kvstore.connector.learning import WAITING_PROMPTS, PromptLearner
 from headrace_kvstore.connector.scheduler import SchedulerHalf
-from headrace_kvstore.policy.costs import PRIOR_BYTES_S, PRIOR_RATIO, block_seconds
 from tests.support.kvnode import until
 
 
@@ -85,25 +84,3 @@ def test_a_request_is_told_once_by_the_engine_that_prefills_it(
     half = SchedulerHalf(index, 16, prompted=heard.append)
     half.added(SimpleNamespace(**{"request_id": "r", "block_hashes": [b"x", b"y"], **fields}))
     assert heard == told
-
-
-class Costs:
-    def __init__(self, known: bool = True) -> None:
-        self.known = known
-
-    def compute_s(self, first_token: int, last_token: int) -> float | None:
-        return (last_token - first_token) * (1.0 + first_token) if self.known else None
-
-    def load_s(self, medium: str, blocks: int) -> float | None:
-        return {"dram": 0.5 * blocks}[medium] if self.known else None
-
-
-def test_a_block_costs_what_the_engine_predicts_at_its_depth() -> None:
-    assert block_seconds(Costs(), [0, 3], 16, 1000) == ([16.0, 16.0 * 49.0], [0.5, 0.5])
-
-
-@pytest.mark.parametrize("costs", [None, Costs(known=False)])
-def test_before_anything_was_measured_bytes_tell(costs: Costs | None) -> None:
-    compute_s, load_s = block_seconds(costs, [0, 9], 16, 8000)
-    assert load_s == [8000 / PRIOR_BYTES_S] * 2
-    assert compute_s == [PRIOR_RATIO * load_s[0]] * 2

@@ -9,11 +9,11 @@ import pytest
 
 from headrace_kvstore.connector import node_tiers
 from headrace_kvstore.connector.node_tiers import FORGOTTEN_AT, NodeTiers
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.nvme.record import Shape
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeAway
+from headrace_kvstore.settings import StoreSettings
 
 DIGEST, HASH = b"d" * 16, b"h" * 32
 PLACE = Location("/kv/1", 1, 0, Shape(DIGEST, 1, 4096), HASH, np.zeros(1, np.uint64))

@@ -365,13 +365,13 @@ def test_settings_take_sizes_as_text_and_name_what_is_wrong() -> None:
         ({"events": "here"}, "events: is 'here'"),
         ({"layers": 0}, "layers: is 0"),
         ({"listen": "7611"}, "listen: is '7611'"),
-        ({"secret": "too short"}, "secret: is 'too short'; give a random text"),
-        ({"listen": "a:1"}, "listen: is 'a:1'; give it with secret"),
-        ({"peers": ["a:1"]}, "peers: is .*; give it with secret"),
-        ({"peers": "a:1, b"}, "peers.1: is 'b'; give HOST:PORT"),
-        ({"peers": ["a:0"]}, "peers.0: is 'a:0'; give HOST:PORT"),
+        ({"secret": "too short"}, "secret: is 'too short': String should have at least 16"),
+        ({"listen": "a:1"}, "listen: is 'a:1': give it with secret"),
+        ({"peers": ["a:1"]}, "peers: is .*: give it with secret"),
+        ({"peers": "a:1, b"}, "peers.1: is 'b': give HOST:PORT"),
+        ({"peers": ["a:0"]}, "peers.0: is 'a:0': give HOST:PORT"),
         ({"peers": 5}, "peers: is 5"),
-        ({"pull_limit_s": 20}, "peer_lease_s: is 20.0; give more than pull_limit_s"),
+        ({"pull_limit_s": 20}, "peer_lease_s: is 20.0: give more than pull_limit_s"),
     ):
         with pytest.raises(SettingsError, match=said):
             NodeSettings.parse(values)

@@ -44,7 +44,7 @@ def threads():
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_depth_layers_are_on_their_way_at_once(threads: ThreadPoolExecutor, depth: int) -> None:
     tier = Tier()
-    pipeline = LayerPipeline(tier, LAYERS, threads, depth)
+    pipeline = LayerPipeline([tier], LAYERS, threads, depth)
     tier.waits[0].wait(5)
     assert tier.asked == list(range(depth))
     tier.deliver(0)
@@ -57,7 +57,7 @@ def test_depth_layers_are_on_their_way_at_once(threads: ThreadPoolExecutor, dept
 
 def test_a_step_waits_for_the_layer_it_needs_and_no_other(threads: ThreadPoolExecutor) -> None:
     tier = Tier()
-    pipeline = LayerPipeline(tier, LAYERS, threads, 2)
+    pipeline = LayerPipeline([tier], LAYERS, threads, 2)
     tier.deliver(0)
     pipeline.wait(0)
     waiting = threading.Thread(target=pipeline.wait, args=(1,))
@@ -74,7 +74,7 @@ def test_a_step_waits_for_the_layer_it_needs_and_no_other(threads: ThreadPoolExe
 def test_a_failed_load_reaches_the_step_and_never_hangs_it(threads: ThreadPoolExecutor) -> None:
     tier = Tier(fails_at=2)
     tier.deliver(*range(LAYERS))
-    pipeline = LayerPipeline(tier, LAYERS, threads, 1)
+    pipeline = LayerPipeline([tier], LAYERS, threads, 1)
     with pytest.raises(OSError, match="gone"):
         pipeline.wait(LAYERS - 1)
     with pytest.raises(OSError, match="gone"):

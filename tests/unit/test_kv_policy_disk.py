@@ -5,13 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace_kvstore.policy import LRU, CostAware, block_keys
-from headrace_kvstore.policy.cost_aware import state_dtype
-from headrace_kvstore.policy.disk import (
-    UNKNOWN_RATIO,
-    saved_s,
-    worth_keeping,
-)
+from headrace_kvstore.policy.base import DISK_BYTES_S, UNKNOWN_RATIO, block_keys, saved_s
+from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
+from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.table import SLOT
 
 MB = 1.5e6  # loads in a millisecond
@@ -27,16 +23,18 @@ def rows(**columns: list[float]) -> np.ndarray:
 
 def test_what_a_block_saves_is_computing_less_loading() -> None:
     given = rows(compute_s=[0.1, 0.0005, 0.0])
-    assert saved_s(given).tolist() == pytest.approx([0.099, 0.0, (UNKNOWN_RATIO - 1) * 0.001])
+    assert saved_s(given, DISK_BYTES_S).tolist() == pytest.approx(
+        [0.099, 0.0, (UNKNOWN_RATIO - 1) * 0.001]
+    )
     given["bytes"] *= 1000.0
-    assert saved_s(given)[0] == 0.0  # loading so much is slower than computing it
+    assert saved_s(given, DISK_BYTES_S)[0] == 0.0  # loading so much is slower than computing it
 
 
 def test_worth_counts_seconds_before_age() -> None:
     given = rows(compute_s=[0.2, 0.02], used_s=[100.0, 900.0])
     rate = LRU().rates(np.zeros(2, np.uint64), given, 1000.0)
     assert rate[0] < rate[1]
-    worth = worth_keeping(given, rate)
+    worth = rate * saved_s(given, DISK_BYTES_S)
     assert worth[0] > worth[1]
 
 

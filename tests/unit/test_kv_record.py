@@ -23,7 +23,6 @@ BLOCK = Block(
     depth=7,
     tenant=2**32 - 1,
     compute_s=0.25,
-    priority=-128,
     wall_s=1.5e9,
     sequence=2**60,
     sums=np.array([1, 2**64 - 1, 3], np.uint64),

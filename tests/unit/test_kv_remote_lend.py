@@ -312,7 +312,7 @@ def test_requests_come_out_as_they_went_in(request_: Any) -> None:
     [
         Welcome("g", b"\0\1"),
         messages.News("g", Notes("b", 1, 2, []), 3, [b"batch"], 4),
-        Leased(1, [Row(0, 2**47, 2**64 - 1, 1, 2, -3, 0.5)], b"12345678"),
+        Leased(1, [Row(0, 2**47, 2**64 - 1, 1, 2, 0.5)], b"12345678"),
         Tags(bytes(2 * TAG_BYTES)),
         Failed("no"),
     ],

@@ -57,7 +57,8 @@ class Peer:
         arena = self.engine.arena
         slots = arena.lookup(self.engine.row, request.hashes)
         there = np.flatnonzero(slots >= 0)
-        rows = [Row(int(i), arena.address(slots[i]), 7, int(i), 0, 0, 0.25) for i in there.tolist()]
+        where = dict(zip(there.tolist(), arena.addresses(slots[there]).tolist(), strict=True))
+        rows = [Row(i, address, 7, i, 0, 0.25) for i, address in where.items()]
         sums = arena.sums(slots[there]).astype("<u8").tobytes()
         if self.fault == "short sums":
             sums = sums[:-8]

@@ -229,7 +229,6 @@ def test_full_blocks_are_saved_once_their_step_has_come_back() -> None:
         depths=[0, 1, 2, 3],
         tenant="acme",
         compute_s=save.compute_s,
-        load_s=save.load_s,
     )
     engine.comes_back(1)
     assert saved(engine.step(1)) == []

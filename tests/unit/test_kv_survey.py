@@ -14,10 +14,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.node.node import StoreNode
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.survey import Surveyor
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.supply import MEDIA, Supply, common
 from headrace_kvstore.view import StoreView
 from tests.support.kvnode import DIGEST, Engine, keys, settings, settled

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.arena.locking import FileLock
-from headrace_kvstore.connector.store_settings import StoreSettings
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.view import StoreView
 
 BLOCK, BLOCK_BYTES, LAYERS = 4, 4096, 2

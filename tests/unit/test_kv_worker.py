@@ -17,15 +17,15 @@ from headrace_kvstore.arena.arena import Arena, LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.connector import ArenaIndex
 from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
+from headrace_kvstore.settings import StoreSettings
 
 LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8
 NAMES = [f"model.layers.{i}.attn" for i in range(LAYERS)]
 HASHES = [bytes([i]) * 32 for i in range(1, BLOCKS + 1)]
 
 
-class HostCache(EngineCache):
+class EngineCache(EngineCache):
     """An engine's cache in plain memory; its checksum is a seeded CRC."""
 
     layer_names: Sequence[str] = NAMES
@@ -74,12 +74,12 @@ class Node:
         self.folder = folder
         self.workers: list[WorkerHalf] = []
 
-    def engine(self, fill: int) -> tuple[WorkerHalf, HostCache, Arena]:
+    def engine(self, fill: int) -> tuple[WorkerHalf, EngineCache, Arena]:
         arena = Arena.create_or_attach(
             "a", 4 << 20, folder=self.folder, block_bytes=LAYERS * LAYER_BYTES, layers=LAYERS
         )
         row = arena.namespace(b"n" * 16, LAYERS * LAYER_BYTES, LAYERS)
-        cache = HostCache(fill)
+        cache = EngineCache(fill)
         worker = WorkerHalf(arena, row, cache, seeds, StoreSettings())
         self.workers.append(worker)
         return worker, cache, arena

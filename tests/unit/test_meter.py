@@ -42,7 +42,8 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
 
 def test_samples_reach_whoever_listens() -> None:
     meter, steps, transfers = EngineMeter(), [], []
-    meter.watch(steps.append, transfers.append)
+    meter.on_step.append(steps.append)
+    meter.on_transfer.append(transfers.append)
     meter.step(Step(1, 2, 0, 0, 0, 3.0))
     meter.transfers([Transfer(4, 5.0)], failed=0)
     assert (steps, transfers) == ([Step(1, 2, 0, 0, 0, 3.0)], [Transfer(4, 5.0)])
@@ -139,7 +140,7 @@ def logger(meter: EngineMeter) -> Any:
 def steps(meter: EngineMeter) -> list[Step]:
     """The meter's steps, as they come."""
     seen: list[Step] = []
-    meter.watch(on_step=seen.append)
+    meter.on_step.append(seen.append)
     return seen
 
 
@@ -226,7 +227,7 @@ def test_statistics_without_transfers_are_none() -> None:
 
 def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMeter) -> None:
     loads: list[StoreLoad] = []
-    meter.watch(on_load=loads.append)
+    meter.on_load.append(loads.append)
     nixl = {"transfer_duration": [0.1], "bytes_transferred": [100], "num_failed_transfers": []}
     store = {
         "loaded_dram": 2,

@@ -10,7 +10,7 @@ import pytest
 from headrace.config.speculation import SpeculationSection
 from headrace.speculation import add_speculation
 from headrace_decode.speculation.draft import Source
-from headrace_decode.speculation.proposer import HeadraceProposer, load_drafter
+from headrace_decode.speculation.proposer import HeadraceProposer, load_memory
 from headrace_decode.speculation.retrieval.draft_memory import PUBLIC_KEY, Memory, tenant_key
 from headrace_decode.speculation.settings import CONFIG_KEY, Settings
 
@@ -23,9 +23,7 @@ def memory(**section: Any) -> Memory:
     """The decode engine's memory under this section."""
     engine: dict[str, Any] = {}
     assert add_speculation(SpeculationSection(enabled=True, **section), engine)
-    drafter = load_drafter(Settings.read(engine["additional_config"][CONFIG_KEY]), MODEL)
-    assert isinstance(drafter, Memory)
-    return drafter
+    return load_memory(Settings.read(engine["additional_config"][CONFIG_KEY]), MODEL)
 
 
 def test_a_section_that_is_off_changes_nothing() -> None:

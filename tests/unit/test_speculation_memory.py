@@ -191,7 +191,7 @@ class TestFeedback:
         answered(memory, run(100, 20), "a")
         handle = memory.open_request("a", run(100, 4), "a")
         draft = memory.draft(handle, 4)
-        memory.drop_tenant("a")
+        memory.pool.drop(tenant_key("a"))
         answered(memory, run(200, 20), "b")
         memory.feedback(draft, 4, 4)
         assert memory.pool.headers["accepted"].sum() == 0
@@ -312,8 +312,8 @@ class TestCapacity:
         assert memory.pool.find(tenant_key("idle")) is None
         assert len(memory.draft(handle, 4)) == 0
         memory.close_request(handle)
-        assert not memory.drop_tenant("salt 0"), "it had gone before"
-        assert memory.drop_tenant("salt 199")
+        assert not memory.pool.drop(tenant_key("salt 0")), "it had gone before"
+        assert memory.pool.drop(tenant_key("salt 199"))
         assert drafted(memory, *range(12), tenant="salt 199") == []
 
     def test_many_short_answers_of_one_tenant_leave_headers_for_others(self) -> None:
@@ -352,7 +352,7 @@ class TestIsolation:
     ) -> None:
         handle = memory.open_request("mine", self.SECRET[:12], "a")
         answered(memory, run(5, 5), "a")
-        memory.drop_tenant("a")
+        memory.pool.drop(tenant_key("a"))
         answered(memory, self.SECRET, "b")
         assert len(memory.draft(handle, 4)) == 0
 

@@ -313,7 +313,7 @@ def test_an_engines_arguments_say_who_proposes_and_how_much() -> None:
     ("settings", "said"),
     [
         ({"mode": "sometimes"}, "expected auto, off or static:K"),
-        ({"drafter": "no_colon"}, "drafter"),
+        ({"drafter": "eagle"}, "drafter"),
         ({"modes": "auto"}, "unknown field `modes`"),
     ],
 )
@@ -444,10 +444,6 @@ def test_a_wrong_command_changes_nothing(command: dict[str, Any]) -> None:
     assert told.command({})["draft_cap"] is None
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"drafter": "no_such_module:make"}, {"drafter": "memory", "drafter_options": {"size": 1}}],
-)
-def test_a_drafter_that_there_is_not_ends_the_start(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{CONFIG_KEY}\.drafter"):
-        proposer(**settings)
+def test_wrong_options_of_the_memory_end_the_start() -> None:
+    with pytest.raises(ValueError, match=rf"{CONFIG_KEY}\.drafter_options: .*'size'"):
+        proposer(drafter_options={"size": 1})

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.drafting.one_row import OneRowMemory as Memory
-from headrace_decode.speculation.retrieval.draft_memory import Settings
+from headrace_decode.speculation.retrieval.draft_memory import Settings, tenant_key
 from headrace_decode.speculation.sharing import exchange
 from headrace_decode.speculation.sharing.exchange import Exchange
 from headrace_decode.speculation.sharing.record import (
@@ -109,7 +109,7 @@ class TestExchange:
         a = new(1)
         log = Exchange(a)
         answered(a, run(100, 30), "x")
-        a.drop_tenant("x")
+        a.pool.drop(tenant_key("x"))
         assert log.tell(MIB) is None
 
     def test_a_replica_does_not_absorb_its_own_log(self) -> None:

@@ -57,7 +57,6 @@ def test_before_any_step_the_prior_answers() -> None:
     model = StepTime()
     assert model.samples == 0
     assert model.seconds(96) == pytest.approx(0.0218 + 0.00075 * 96)
-    assert model.relative_sd(96) > 1.0
 
 
 @pytest.mark.parametrize("prompt", [0, 50, 500, 2000])
@@ -66,7 +65,6 @@ def test_a_few_hundred_steps_overrule_the_prior(prompt: int, rows: int) -> None:
     model = feed(StepTime(), 300, seed=1)
     shape = prompt, rows, 0, 0, pairs_of(0, prompt)
     assert model.seconds(*shape) == pytest.approx(gpu_s(prompt, rows), rel=0.1)
-    assert model.relative_sd(*shape) < 0.05
 
 
 def test_a_machine_that_halves_its_speed_is_followed_within_ten_steps() -> None:
@@ -238,8 +236,6 @@ def test_another_process_prices_with_the_numbers_that_it_is_told() -> None:
     for shape in ((0, 1, 0, 0, 0), (0, 9, 4, 5000, 0), (700, 3, 0, 900, 10**6)):
         assert told.seconds(*shape) == model.seconds(*shape)
     assert (told.samples, told.relative_error) == (model.samples, model.relative_error)
-    for shape in ((0, 2), (0, 8), (512, 4)):
-        assert 0.5 < told.relative_sd(*shape) / model.relative_sd(*shape) < 4.0
 
 
 def test_a_fit_that_was_told_can_go_on_learning() -> None:
@@ -256,8 +252,6 @@ def test_a_fit_that_was_told_can_go_on_learning() -> None:
         {"state": None},
         {"state": [math.nan] * 62},
         {"state": [1e3] * 62},
-        {"sd": [-1.0] * 62},
-        {"noise": 0.0},
         {"square": math.inf},
         {"samples": -1},
         {"padded_sizes": "no"},

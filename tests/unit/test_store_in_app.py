@@ -12,8 +12,8 @@ from headrace.config import ConfigError, load_config, warnings
 from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.store import add_store
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.node_settings import NodeSettings
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.view import store_settings
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}

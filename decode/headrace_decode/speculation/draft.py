@@ -6,9 +6,8 @@ decides how much of that is worth verifying.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,46 +54,3 @@ class DraftBatch(NamedTuple):
     keys: Any = None
     header_rows: Any = None
     generations: Any = None
-
-
-class Drafter(Protocol):
-    """What the proposer needs of a memory. Nothing here raises; handles are small ints.
-
-    A request's handle is good from `open_request` to `close_request`; any other handle drafts
-    nothing and takes no feedback.
-    """
-
-    def open_request(
-        self,
-        request_id: str,
-        prompt_tokens: NDArray[np.int32],
-        tenant: str = "",
-        *,
-        temperature: float = 0.0,
-    ) -> int:
-        """Begin a request, which samples at this temperature. "" is a tenant as any other."""
-        ...
-
-    def extend_many(
-        self, handles: Sequence[int], tokens: NDArray[np.int32], counts: NDArray[np.int32]
-    ) -> None:
-        """Append accepted tokens (those that the engine emitted, bonus token included): `tokens` of
-        all rows one after the other, `counts` [n] of them."""
-        ...
-
-    def draft_many(self, handles: Sequence[int], max_tokens: int | NDArray[np.int32]) -> DraftBatch:
-        """At most `max_tokens` tokens for each request, in the order of `handles`."""
-        ...
-
-    def feedback_many(
-        self, batch: DraftBatch, offered_k: NDArray[np.int32], accepted_k: NDArray[np.int32]
-    ) -> None:
-        """The engine verified the first `offered_k` [n] tokens and accepted `accepted_k` of those.
-
-        Tokens from `offered_k` on were never tried: neither a success nor a failure.
-        """
-        ...
-
-    def close_request(self, handle: int, *, keep: bool = True) -> None:
-        """End a request; its response goes into its tenant's memory if `keep`."""
-        ...

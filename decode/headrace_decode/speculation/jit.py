@@ -6,23 +6,6 @@ given is counted up and down with locked instructions. So every function is inli
 compiled callers, and a division by zero is inf or NaN instead of an error.
 """
 
-from __future__ import annotations
+from headrace_kvstore import compiled
 
-import logging
-from collections.abc import Callable
-from typing import Any
-
-from numba import njit  # type: ignore[import-untyped]
-
-logger = logging.getLogger("headrace.speculation")
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """Compile on first use. The code is kept beside the source, in the user's cache or in
-    NUMBA_CACHE_DIR; where none of these can be written, each process compiles for itself."""
-    options = {"nogil": True, "forceinline": True, "error_model": "numpy"}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError as error:
-        logger.info("compiled code is not kept on disk: %s", error)
-        return njit(**options)(function)
+jit = compiled.jit(nogil=True, forceinline=True, error_model="numpy")

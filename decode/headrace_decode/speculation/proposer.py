@@ -4,7 +4,7 @@
     worker_cls="headrace_decode.speculation.drafting_worker.SpeculatingWorker"
 
 vLLM shows a proposer rows without request ids, so the worker class binds it to the model runner and
-tells it when a step begins; without that it drafts nothing. An exception out of `propose` would end
+announces each step; without that it drafts nothing. An exception out of `propose` would end
 the engine with every request in it: here it costs one step's drafts, and after a few in a row
 drafting stops until it is switched on again.
 """
@@ -12,25 +12,24 @@ drafting stops until it is switched on again.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import Drafter, Source
+from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.order import FOR_MAX_S, Order, is_duration
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Mode
 from headrace_decode.speculation.publish import figures, prices
-from headrace_decode.speculation.request import Facts
+from headrace_decode.speculation.request import Facts, facts_of
 from headrace_decode.speculation.retrieval.corpus_loads import Corpora
 from headrace_decode.speculation.retrieval.draft_memory import OWN_TEXT, Memory
 from headrace_decode.speculation.retrieval.draft_memory import Settings as MemorySettings
-from headrace_decode.speculation.session import Rows, Session
-from headrace_decode.speculation.settings import CONFIG_KEY, DRAFTERS, Settings
+from headrace_decode.speculation.session import Rows, Session, kv_room
+from headrace_decode.speculation.settings import CONFIG_KEY, Settings
 from headrace_decode.speculation.sharing.carrier import Carrier
 from headrace_decode.speculation.sharing.exchange import Exchange
 
@@ -40,8 +39,11 @@ FAILURES_MAX = 8
 """In a row, after which drafting stops."""
 
 
-class Engine(Protocol):
-    """What a proposer asks of the engine that it is bound to (`_vllm_compat.RunnerView`)."""
+class RunnerView:
+    """vLLM's model runner as a proposer sees it."""
+
+    def __init__(self, runner: Any, draft_tokens: int) -> None:
+        self._runner, self._draft_tokens = runner, draft_tokens
 
     def rows(
         self,
@@ -49,8 +51,50 @@ class Engine(Protocol):
         num_tokens: NDArray[np.integer],
         token_ids: NDArray[np.integer],
         scheduled: Mapping[str, int],
-    ) -> Rows: ...
-    def facts(self, request_id: str) -> Facts: ...
+    ) -> Rows:
+        """The batch of the step that has just been sampled.
+
+        Args:
+            sampled, num_tokens, token_ids: as vLLM hands them to `propose`.
+            scheduled: tokens of each request in this step.
+        """
+        batch, count = self._runner.input_batch, len(sampled)
+        request_ids = batch.req_ids[:count]
+        lengths = num_tokens[:count]
+        computed = batch.num_computed_tokens_cpu
+        prefill = sum(
+            max(int(lengths[row]) - int(computed[row]) - scheduled.get(request_ids[row], 0), 0)
+            for row, tokens in enumerate(sampled)
+            if not tokens
+        )
+        return Rows(request_ids, sampled, lengths, token_ids, self._kv_tokens(lengths), prefill)
+
+    def facts(self, request_id: str) -> Facts:
+        """What a request brings along."""
+        request = self._runner.requests[request_id]
+        params = request.sampling_params
+        return facts_of(
+            request.num_prompt_tokens,
+            None if params is None else params.max_tokens,
+            None if params is None else params.extra_args,
+            0.0 if params is None else params.temperature,
+        )
+
+    def _kv_tokens(self, num_tokens: NDArray[np.integer]) -> NDArray[np.integer] | None:
+        """Room for drafts, by the blocks of the rows in the batch: shared ones count once, those of
+        requests outside it not at all."""
+        table = self._runner.input_batch.block_table[0]
+        blocks = table.num_blocks_per_row[: len(num_tokens)]
+        # Block 0 is nobody's. Attention kernels may cut the scheduler's blocks into smaller ones.
+        total = (self._runner.kv_cache_config.num_blocks - 1) * table.blocks_per_kv_block
+        room = kv_room(
+            num_tokens, blocks, table.block_size, total - int(blocks.sum()), self._draft_tokens
+        )
+        if room is None:
+            return None
+        held = {int(b) for row, n in enumerate(blocks) for b in table.block_table.np[row, :n]}
+        free = total - len(held)
+        return kv_room(num_tokens, blocks, table.block_size, free, self._draft_tokens)
 
 
 class HeadraceProposer:
@@ -68,24 +112,24 @@ class HeadraceProposer:
         self._mode = Order(Mode.parse(settings.mode))
         self._draft_cap: Order[int | None] = Order(None)
         self._rows_max = scheduler.max_num_seqs
+        memory = load_memory(settings, vllm_config.model_config)
         self.session = Session(
-            load_drafter(settings, vllm_config.model_config),
+            memory,
             self.planner,
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             model_tokens=vllm_config.model_config.max_model_len,
             step_tokens=scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
             vocabulary=vllm_config.model_config.get_vocab_size(),
         )
-        drafter = self.session.drafter
-        memory = drafter if isinstance(drafter, Memory) and settings.drafter != "ngram" else None
-        self.corpora = None if memory is None else Corpora(memory)
+        keeps = settings.drafter == "memory"
+        self.corpora = Corpora(memory) if keeps else None
         self.carrier: Carrier | None = None
-        if settings.exchange is not None and memory is not None:
+        if settings.exchange is not None and keeps:
             self.carrier = Carrier(Exchange(memory), settings.exchange)
         self._obey()
         self.failures = 0
         self._failures_in_a_row = 0
-        self._engine: Engine | None = None
+        self._engine: RunnerView | None = None
         self._scheduled: Mapping[str, int] = {}
         try:
             self.session.compile()
@@ -95,7 +139,7 @@ class HeadraceProposer:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none; vLLM calls this."""
 
-    def bind(self, engine: Engine) -> None:
+    def bind(self, engine: RunnerView) -> None:
         """From now on drafts are made: the worker class says whose rows these are. The memory fills
         with what other replicas have learned."""
         self._engine = engine
@@ -207,38 +251,33 @@ class HeadraceProposer:
             logger.error("drafting failed %d times in a row and is off now", FAILURES_MAX)
 
 
-def load_drafter(settings: Settings, model_config: Any) -> Drafter:
-    """What `settings.drafter` names.
+def load_memory(settings: Settings, model_config: Any) -> Memory:
+    """The memory that the settings ask for.
 
     Raises:
-        ValueError: there is no such function, or its options are wrong.
+        ValueError: its options are wrong.
     """
+    model, tokenizer = _digests(model_config)
+    wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
     options = dict(settings.drafter_options or {})
+    if settings.drafter == "ngram":
+        options["sources"] = OWN_TEXT
     try:
-        if settings.drafter in DRAFTERS:
-            model, tokenizer = _digests(model_config)
-            wanted = {Source.OPERATOR: settings.corpora, Source.RESPONSE: bool(settings.shared_k)}
-            for_all = frozenset(source for source, on in wanted.items() if on)
-            if settings.drafter == "ngram":
-                options["sources"] = OWN_TEXT
-            return Memory(
-                MemorySettings(
-                    model=model,
-                    tokenizer=tokenizer,
-                    for_all=for_all,
-                    shared_k=settings.shared_k,
-                    **options,
-                )
+        return Memory(
+            MemorySettings(
+                model=model,
+                tokenizer=tokenizer,
+                for_all=frozenset(source for source, on in wanted.items() if on),
+                shared_k=settings.shared_k,
+                **options,
             )
-        module, _, name = settings.drafter.partition(":")
-        drafter: Drafter = getattr(importlib.import_module(module), name)(**options)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"{CONFIG_KEY}.drafter {settings.drafter!r}: {error}") from error
-    return drafter
+        )
+    except TypeError as error:
+        raise ValueError(f"{CONFIG_KEY}.drafter_options: {error}") from error
 
 
 def _digests(config: Any) -> tuple[bytes, bytes]:
-    """What tells this engine's answers, and its token ids, from those of others."""
+    """Digests of what this engine's answers depend on, and of what its token ids mean."""
     model = f"{config.model} {config.revision} {config.dtype} {config.quantization}"
     tokenizer = f"{config.tokenizer} {config.tokenizer_revision}"
     return _digest(model), _digest(tokenizer)

@@ -1,5 +1,5 @@
-"""What a replica tells of its drafting: prices, by which a request's replica is chosen, and figures
-for metrics. JSON-able; made from planner and session between two steps.
+"""What a replica reports of its drafting: prices, by which requests are routed, and figures for
+metrics. JSON-able; made from planner and session between two steps.
 """
 
 from __future__ import annotations

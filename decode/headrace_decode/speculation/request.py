@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 REQUEST_KEY = "headrace"
-"""In `extra_args`: our server's word."""
+"""In `extra_args`: what our server says of the request."""
 OPT_OUT_KEY = "headrace_draft"
 """In a client's `vllm_xargs`: 0, and nothing is drafted for the request or kept of it."""
 KEEP_KEY = "headrace_keep"
@@ -25,7 +25,7 @@ class Facts:
 
     Attributes:
         prompt_tokens: length of its prompt.
-        tenant: as in `Drafter.open_request`.
+        tenant: as in `Memory.open_request`.
         drafts: False for a request that opted out: nothing is drafted for it or kept of it.
         keeps: whether its answer may be drafted from later.
         itl_s: its inter-token latency target; infinite without one.
@@ -73,7 +73,7 @@ def facts_of(
     extra_args: Mapping[str, Any] | None,
     temperature: float = 0.0,
 ) -> Facts:
-    """What a request brings along. Without word from our server it shares a nameless tenant with
+    """What a request brings along. If our server said nothing, it shares a nameless tenant with
     its like; what cannot be read is left out."""
     told = (extra_args or {}).get(REQUEST_KEY)
     if not isinstance(told, Mapping):

@@ -1,7 +1,7 @@
 """The requests of one engine from step to step: what was drafted for each, and what came of it.
 
 Stands between a memory, which drafts, a planner, which decides how much of it to verify, and an
-engine, which shows rows of token ids and takes lists of tokens. Knows neither engine nor memory.
+engine, which shows rows of token ids and takes lists of tokens. Knows no engine.
 
 What a draft was worth is read off the text: the tokens that the engine emitted next are compared
 with the draft, whether these were verified or not. For greedy decoding that is the verdict itself.
@@ -20,11 +20,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.speculation.draft import DraftBatch, Drafter
+from headrace_decode.speculation.draft import DraftBatch
 from headrace_decode.speculation.jit import jit
 from headrace_decode.speculation.planning.budget import best_budget
 from headrace_decode.speculation.planning.draft_planner import DraftPlanner, Limits, Load, Step
 from headrace_decode.speculation.request import Facts
+from headrace_decode.speculation.retrieval.draft_memory import Memory
 from headrace_decode.speculation.tally import Tally
 
 
@@ -81,7 +82,7 @@ class Session:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Memory,
         planner: DraftPlanner,
         *,
         draft_tokens: int,

@@ -9,7 +9,7 @@ Any other of vLLM's drafters is a line of its own instead, as vLLM documents it:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,8 +21,6 @@ CONFIG_KEY = "headrace_speculation"
 
 PROPOSER = "headrace_decode.speculation.proposer.HeadraceProposer"
 WORKER = "headrace_decode.speculation.drafting_worker.SpeculatingWorker"
-DRAFTERS = ("memory", "ngram")
-
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -33,7 +31,7 @@ class CarrierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         store: name of the StoreNode's arena.
         socket_folder: where its socket is; None for the system's temporary folder.
-        poll_s: between looks whether there is anything to carry.
+        poll_s: between two polls of the board.
         bytes_per_s: in both directions together, on average.
         timeout_s: until a node counts as away.
     """
@@ -50,19 +48,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         mode: "auto", "off" or "static:K" (`draft_planner.Mode`).
-        drafter: "memory" (`draft_memory.Memory`), "ngram" (the same over the request's own text
-            only), or "module:function", which returns a `draft.Drafter`.
-        drafter_options: arguments of its settings, or of that function.
+        drafter: "memory" (`draft_memory.Memory`) or "ngram" (the same over the request's own text
+            only).
+        drafter_options: arguments of `draft_memory.Settings`.
         corpora: whether operators may load corpora for all tenants.
         shared_k: what so many tenants or more were answered alike is drafted for all; None:
             nothing is.
-        controls: whether to run random steps without drafts and heed what they say.
+        controls: whether to run random steps without drafts, and drop drafting where they win.
         seed: of those.
         exchange: with it the memory is shared with other replicas through the StoreNode.
     """
 
     mode: str = "auto"
-    drafter: Annotated[str, Meta(pattern=r"^(memory|ngram|[^:]+:[^:]+)$")] = "memory"
+    drafter: Literal["memory", "ngram"] = "memory"
     drafter_options: dict[str, Any] | None = None
     corpora: bool = False
     shared_k: int | None = None

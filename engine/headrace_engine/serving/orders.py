@@ -13,25 +13,27 @@ An order either stands, or holds until a time and then gives way to the one that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 FIELDS = ("policy", "mode", "draft_cap")
 
+Value = Annotated[tuple[Any, ...], msgspec.Meta(max_length=1)]
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+
+class Noted(msgspec.Struct, frozen=True):
     """One field's orders, as they are kept. Times are Unix seconds.
 
     Attributes:
-        standing: the value in a list, or an empty list if none was ever given.
+        standing: the value in a tuple, or an empty one if none was ever given.
         passing: likewise, until `until_s`.
     """
 
-    standing: tuple[Any, ...] = ()
-    passing: tuple[Any, ...] = ()
+    standing: Value = ()
+    passing: Value = ()
     until_s: float = 0.0
 
     def given(self, value: Any, now_s: float, for_s: float | None) -> Noted:
@@ -40,18 +42,12 @@ class Noted:
             return Noted((value,))
         return Noted(self.standing, (value,), now_s + for_s)
 
-    def to_json(self) -> bytes:
-        told = {"standing": self.standing, "passing": self.passing, "until_s": self.until_s}
-        return json.dumps(told).encode()
-
     @classmethod
     def of(cls, note: bytes | None) -> Noted:
-        """From `to_json`; no orders where there is no note, or it is not one of ours."""
+        """From JSON; no orders where there is no note, or it is not one of ours."""
         try:
-            told = json.loads(note or b"{}")
-            standing, passing = tuple(told["standing"]), tuple(told["passing"])
-            return cls(standing[:1], passing[:1], float(told["until_s"]))
-        except (ValueError, KeyError, TypeError):
+            return msgspec.json.decode(note or b"{}", type=cls)
+        except msgspec.DecodeError:
             return cls()
 
 
@@ -74,7 +70,8 @@ class Notes:
             if name in order:
                 key = prefix(self.app) + name
                 noted = Noted.of(self.read(key))
-                self.write(key, noted.given(order[name], now_s, order.get("for_s")).to_json())
+                noted = noted.given(order[name], now_s, order.get("for_s"))
+                self.write(key, msgspec.json.encode(noted))
 
     def all(self) -> dict[str, Noted]:
         """What is noted for each field."""

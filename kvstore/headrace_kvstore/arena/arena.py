@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from headrace_kvstore.arena import kernels
-from headrace_kvstore.arena.arena_map import ArenaMap
+from headrace_kvstore.arena.arena_map import ArenaMap, Refused, Section
 from headrace_kvstore.arena.geometry import (
     DISCARDED_TOTAL,
     DROPPED,
@@ -44,9 +44,7 @@ from headrace_kvstore.arena.geometry import (
 )
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, victims
-from headrace_kvstore.arena.section import Refused, Section
 from headrace_kvstore.arena.shared_file import SharedFile
-from headrace_kvstore.arena.writers import WRITER_TIMEOUT_S, left_behind
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import block_keys, slot_keys
 from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
@@ -61,6 +59,9 @@ Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
 
 LOOKUP_TRIES = 4
+WRITER_TIMEOUT_S = 120.0
+"""An older reservation may be given to others: its writer died, forgot it or hangs. Should it still
+write, checksums tell."""
 INF = float("inf")
 TAKEN, NO_ROOM = kernels.ABSENT, kernels.NO_ROOM
 """Answers of `reserve` in the place of a slot. TAKEN: the block is stored, or being written.
@@ -91,8 +92,7 @@ class Arena(ArenaMap):
         name = policies.NAMES.get(int(self._words[POLICY]), "lru")
         policies.warm(name)
         self.policy = policies.SharedPolicy(
-            *(name, self._t.state, self.table, self.geometry.size_bytes),
-            *(file.second_lock, clock),
+            name, self._t.state, self.geometry.size_bytes, file.second_lock
         )
         self._quotas, self._default_quota = dict(quotas or {}), default_quota
 
@@ -294,23 +294,21 @@ class Arena(ArenaMap):
         depths: Sequence[int] | np.ndarray,
         *,
         tenant: int = 0,
-        priority: int = 0,
         compute_s: float | np.ndarray = 0.0,
-        load_s: float | np.ndarray = 0.0,
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
-        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths, compute_s and
-        load_s as in SLOT, one a block (the last two may be one for all). Each slot must be given to
-        `publish` or `abandon`.
+        TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths and compute_s as in
+        SLOT, one a block (the last may be one for all). Each slot must be given to `publish` or
+        `abandon`.
         """
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.full(len(keys), NO_ROOM, np.int64)
         blocks = np.zeros(len(keys), KERNEL_SLOT)
         blocks["hash"], blocks["parent"], blocks["depth"] = keys, parents, depths
-        blocks["namespace"], blocks["tenant"], blocks["priority"] = row, tenant, priority
-        blocks["compute_s"], blocks["load_s"] = compute_s, load_s
+        blocks["namespace"], blocks["tenant"] = row, tenant
+        blocks["compute_s"] = compute_s
         blocks["owner"], blocks["stored_s"], blocks["used_s"] = os.getpid(), now_s, now_s
 
         def place() -> int:
@@ -443,9 +441,10 @@ class Arena(ArenaMap):
         return slots, generations[slots]
 
     def _left_behind(self, now_s: float) -> Chosen:
-        """Slots whose writers will not finish them, with generations."""
+        """Slots whose writers are past their time, with generations."""
         generations = self.table["generation"].copy()
-        slots = left_behind(self.table, now_s)
+        reserved = self.table["state"] == WRITING
+        slots = np.flatnonzero(reserved & (self.table["stored_s"] < now_s - WRITER_TIMEOUT_S))
         return slots, generations[slots]
 
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace_kvstore.arena.describe import describe
+from headrace_kvstore.arena import kernels
 from headrace_kvstore.arena.geometry import (
     EVENT_FLOOR,
     EVENT_HEAD,
     NAMESPACE_COUNT,
+    NONE,
+    SECTION,
+    TOTALS,
     WORDS,
     WORDS_OFFSET,
     Geometry,
     Tables,
 )
-from headrace_kvstore.arena.kernels import STUCK
-from headrace_kvstore.arena.locking import PATIENCE_S
-from headrace_kvstore.arena.section import Section
+from headrace_kvstore.arena.locking import PATIENCE_S, FileLock
 from headrace_kvstore.arena.shared_file import MADV_POPULATE_WRITE, SharedFile, huge_page_mode
-from headrace_kvstore.table import EVENT, READY, SLOT
+from headrace_kvstore.table import EVENT, READY, SLOT, WRITING
+
+logger = logging.getLogger("headrace.kvstore")
 
 BRIEF_S = 0.2e-3
 """Longest wait for the lock on an engine's thread, which makes a few such calls a worker. Sections
@@ -36,6 +41,51 @@ class Space(NamedTuple):
     digest: bytes
     block_bytes: int
     layers: int
+
+
+class Refused(ValueError):
+    """Raised in a section that has changed nothing."""
+
+
+class Section:
+    """The arena's critical section, between all threads and processes that map it.
+
+    A context manager; entering raises LockBusyError after `patience_s` seconds.
+
+    The header's section word is odd inside a section. If it is odd on entry, a holder died or
+    raised inside; entering then repairs the arena.
+
+    Args:
+        words: the header's words, u64, as a memoryview.
+    """
+
+    def __init__(
+        self, lock: FileLock, words: memoryview, tables: Tables, patience_s: float
+    ) -> None:
+        self._lock, self._words, self._t = lock, words, tables
+        self._patience_s = patience_s
+
+    def __enter__(self) -> None:
+        self._lock.acquire(self._patience_s)
+        try:
+            if self._words[SECTION] % 2:
+                kernels.repair(self._t)
+                logger.warning("arena repaired: a process died inside a critical section")
+            else:
+                self._words[SECTION] += 1
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or kind is Refused:
+            self._words[SECTION] += 1
+        self._lock.release()
 
 
 class ArenaMap:
@@ -57,7 +107,7 @@ class ArenaMap:
         self._words = memoryview(file.memory)[WORDS_OFFSET : WORDS_OFFSET + 8 * WORDS].cast("Q")
 
         def section(patience_s: float) -> Section:
-            return Section(file.lock, self._words, self._t, self.table, patience_s)
+            return Section(file.lock, self._words, self._t, patience_s)
 
         self._section, self._brief_section = section(PATIENCE_S), section(BRIEF_S)
 
@@ -88,10 +138,6 @@ class ArenaMap:
     def addresses(self, slots: np.ndarray) -> np.ndarray:
         """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
         return self.base_address + self.offsets(slots)
-
-    def address(self, slot: int) -> int:
-        """Address in this process of the slot's block."""
-        return int(self.addresses(np.array([slot]))[0])
 
     def view(self, slot: int) -> np.ndarray:
         """The slot's block: u8 [block_bytes], shared memory itself."""
@@ -150,10 +196,29 @@ class ArenaMap:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able sizes, counts and totals. Takes no lock: figures may be a moment apart."""
+        t, ready = self._t, self.table["state"] == READY
+        leased = self.table["lease_until_s"] > self._clock()
         return {
             "size_bytes": self.geometry.size_bytes,
             "huge_pages": huge_page_mode(),
-            **describe(self._t, self._clock()),
+            "data_bytes": int(t.segments["bytes"].sum()),
+            "held_bytes": int(self.table["bytes"].sum()),
+            "blocks": int(ready.sum()),
+            "writing": int((self.table["state"] == WRITING).sum()),
+            "leased": int((ready & leased).sum()),
+            "pinned": int((ready & (self.table["pinned"] == 1)).sum()),
+            "segments": len(t.segments),
+            "segments_free": int((t.segments["namespace"] == NONE).sum()),
+            "namespaces": [
+                {
+                    "digest": space.digest.hex(),
+                    "block_bytes": space.block_bytes,
+                    "layers": space.layers,
+                    "blocks": int((ready & (self.table["namespace"] == row)).sum()),
+                }
+                for row, space in enumerate(self.spaces())
+            ],
+            **{name: int(self._words[word]) for name, word in TOTALS.items()},
         }
 
     def free_bytes(self) -> int:
@@ -187,7 +252,7 @@ class ArenaMap:
         if not 0 <= row < self._words[NAMESPACE_COUNT]:
             raise ValueError(f"{row} is no namespace of this arena")
 
-    def _slots(self, slots: np.ndarray, least: int = STUCK) -> np.ndarray:
+    def _slots(self, slots: np.ndarray, least: int = kernels.STUCK) -> np.ndarray:
         wanted = np.array(slots, np.int64, order="C").reshape(-1)
         if len(wanted) and not least <= wanted.min() <= wanted.max() < len(self.table):
             raise IndexError("no such slot")

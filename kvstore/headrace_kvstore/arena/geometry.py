@@ -48,6 +48,16 @@ RECLAIMED_TOTAL = 9  # slots taken back from writers that died
 REPAIRS_TOTAL = 10
 POLICY = 11  # code of the policy that evicts
 DROPPED = 13  # blocks cleared, and reservations abandoned
+TOTALS = {
+    "stored_total": STORED_TOTAL,
+    "evicted_total": EVICTED_TOTAL,
+    "discarded_total": DISCARDED_TOTAL,
+    "hits_total": HITS_TOTAL,
+    "misses_total": MISSES_TOTAL,
+    "reclaimed_total": RECLAIMED_TOTAL,
+    "repairs_total": REPAIRS_TOTAL,
+}
+"""Words that only grow, by the names under which they are reported."""
 
 NAMESPACE = np.dtype(
     [("digest", "u8", (2,)), ("block_bytes", "u8"), ("slot_bytes", "u8"), ("layers", "u4")],

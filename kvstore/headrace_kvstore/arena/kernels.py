@@ -130,8 +130,6 @@ def _announce(t: Tables, kind: int, slot: Int) -> None:
     event.seq = head
     event.kind = kind
     event.namespace = record.namespace
-    event.depth = record.depth
-    event.parent = record.parent
     for i in range(4):
         event.hash[i] = record.hash[i]
     t.words[EVENT_HEAD] = head + _ONE
@@ -271,8 +269,8 @@ def drop(
 
 
 @jit()
-def repair(t: Tables, dead: np.ndarray) -> None:
-    """Rebuild all that follows from the slot table; free what dead writers (bool [slots]) left.
+def repair(t: Tables) -> None:
+    """Rebuild all that follows from the slot table; free records that cannot be.
 
     May be killed itself and begun again.
     """
@@ -291,7 +289,6 @@ def repair(t: Tables, dead: np.ndarray) -> None:
         holder = t.segments[segment].namespace
         if (
             (record.state != WRITING and record.state != READY)
-            or dead[slot]
             or row >= np.int64(t.words[NAMESPACE_COUNT])
             or (holder != NONE and holder != row)
             or slot - segment * _per_segment(t) >= _capacity(t, segment, row)
@@ -335,6 +332,6 @@ def warm() -> None:
     lease(t, 0, keys, 0.0, 0.0, True, slots)
     release(t, slots, 0.0)
     drop(t, slots, np.zeros(1, np.uint32), READY, 0.0, DROPPED)
-    repair(t, np.zeros(t.table.size, np.bool_))
+    repair(t)
     for kernel in (place, commit, write_sums, publish, lookup, lease, release, drop, repair):
         kernel.disable_compile()

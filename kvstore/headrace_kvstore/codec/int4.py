@@ -183,12 +183,6 @@ class Int4(Codec):
 
     name = "int4"
 
-    def __post_init__(self) -> None:
-        if self.group < 2 or self.group % 2:
-            raise ValueError(f"int4 needs an even group of at least 2, not {self.group}")
-        if self.window_tokens < 0:
-            raise ValueError(f"int4 has no window of {self.window_tokens} tokens")
-
     def bind(self, shape: LayerShape) -> Int4Coder:
         sizes = shape.block_tokens, shape.head_dim
         groups = min(self.group, sizes[0]), min(self.group, sizes[1])

@@ -1,4 +1,4 @@
-"""An engine's KV cache as the store uses it, and the one in host memory.
+"""An engine's KV cache as the store uses it. This one is in host memory.
 
 Blocks are copied in and out in one pass over their bytes, which also computes their checksums.
 """
@@ -49,34 +49,13 @@ class EngineCache:
         Returns:
             uint64 [n], checksums of what was read.
         """
-        raise NotImplementedError
+        layout = self.layout
+        engine = layout.engine_addresses(blocks)[:, layer]
+        stored = layout.payload_addresses(payloads)[:, layer]
+        return copy_sum(engine, stored, layout.piece_bytes, seeds, threads=self._threads)
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """Copy n blocks out, all layers; arguments as `load`, seeds and checksums [n, layers]."""
-        raise NotImplementedError
-
-
-class HostCache(EngineCache):
-    """The cache is in host memory."""
-
-    def load(
-        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
-    ) -> np.ndarray:
         layout = self.layout
-        return copy_sum(
-            layout.engine_addresses(blocks)[:, layer],
-            layout.payload_addresses(payloads)[:, layer],
-            layout.piece_bytes,
-            seeds,
-            threads=self._threads,
-        )
-
-    def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        layout = self.layout
-        return copy_sum(
-            layout.payload_addresses(payloads),
-            layout.engine_addresses(blocks),
-            layout.piece_bytes,
-            seeds,
-            threads=self._threads,
-        )
+        engine, stored = layout.engine_addresses(blocks), layout.payload_addresses(payloads)
+        return copy_sum(stored, engine, layout.piece_bytes, seeds, threads=self._threads)

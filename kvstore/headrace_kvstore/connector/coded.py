@@ -17,8 +17,7 @@ from headrace_kvstore.checksum import checksum, copy, copy_sum
 from headrace_kvstore.codec import Codec, LayerShape, Order
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
-
-PAGE_BYTES = 4096
+from headrace_kvstore.nvme.record import PAGE_BYTES
 
 
 def stored_layer_bytes(codec: Codec, shape: LayerShape) -> int:

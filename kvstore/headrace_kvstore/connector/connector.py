@@ -9,7 +9,7 @@ prices loads (`headrace_engine.store_connector`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.codec import CODECS, LayerShape
-from headrace_kvstore.connector.cache import EngineCache, HostCache
+from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_layer_bytes
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
@@ -41,11 +41,11 @@ from headrace_kvstore.connector.identity import device_identity, engine_namespac
 from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
-from headrace_kvstore.connector.scheduler import SchedulerHalf, Work
+from headrace_kvstore.connector.scheduler import ArenaIndex, SchedulerHalf, Work
 from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.settings import StoreSettings
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -85,15 +85,14 @@ class StoreConnector(KVConnectorBase_V1):
     """The node's KV store as a connector; settings as `StoreSettings`.
 
     Attributes:
-        make_step_time: makes the model that is fitted to the engine's steps. Without one, all that
-            slower tiers offer is loaded.
+        make_step_time: makes the model that is fitted to the engine's steps.
 
     Raises:
         SettingsError: a setting is unknown or impossible.
         ValueError: this engine's cache cannot be stored (several cache groups, pipeline stages).
     """
 
-    make_step_time: Callable[[], StepTime] | None = None
+    make_step_time: Callable[[], StepTime]
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -157,8 +156,7 @@ class StoreConnector(KVConnectorBase_V1):
             alone = len(rows) == 1 and self._settings.node and self._settings.load
             self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
             block_tokens = vllm_config.cache_config.block_size
-            if self.make_step_time is not None:
-                self._price = Price(block_tokens, self._layers, self.make_step_time())
+            self._price = Price(block_tokens, self._layers, self.make_step_time())
             priced = self._node is not None and self._settings.priced
             if self._arena.policy.learns:
                 self._learner = PromptLearner(self._arena, rows)
@@ -171,7 +169,6 @@ class StoreConnector(KVConnectorBase_V1):
                 most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
                 price=self._price if priced else None,
                 window_tokens=self._codec.window_tokens,
-                block_bytes=self._block_bytes,
                 costs=self._price,
                 prompted=self._learner.prompted if self._learner is not None else None,
             )
@@ -247,7 +244,7 @@ class StoreConnector(KVConnectorBase_V1):
         if self._shape is not None:
             cache = CodedCache(layout, self._codec, self._shape)
         elif device.type == "cpu":
-            cache = HostCache(layout, self._settings.copy_threads)
+            cache = EngineCache(layout, self._settings.copy_threads)
         else:
             cache = DeviceCache(kv_caches, layout, self._settings.copy_threads)
         files = FileTier(cache, self._settings.staging_bytes)
@@ -340,22 +337,3 @@ class StoreConnector(KVConnectorBase_V1):
     def _seeds(self, hashes: Sequence[bytes]) -> np.ndarray:
         """Checksum seeds [n, layers] of blocks."""
         return layer_seeds([block_seed(self._digest, h) for h in hashes], self._layers)
-
-
-class ArenaIndex:
-    """The arena as `BlockIndex`: a block is there if every worker's part of it is."""
-
-    def __init__(self, arena: Arena, rows: Iterable[int], lease_s: float) -> None:
-        self._arena, self._rows, self._lease_s = arena, list(rows), lease_s
-
-    def leading(self, hashes: Sequence[bytes]) -> int:
-        return [*self.lacking(hashes), True].index(True)
-
-    def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
-        slots = [self._arena.lookup(row, hashes) for row in self._rows]
-        return [bool(absent) for absent in np.min(slots, axis=0) < 0]
-
-    def lease(self, hashes: Sequence[bytes]) -> None:
-        for row in self._rows:
-            if (self._arena.lease(row, hashes, self._lease_s) < 0).all():
-                break  # gone, or the lock is held: checksums tell what is read without a lease

@@ -1,8 +1,8 @@
 """An engine's KV cache in device memory: blocks in and out through pinned host memory.
 
-Device-neutral torch. On a CPU tensor it gives byte for byte the same as `cache.HostCache`, which is
-how it is tested where there is no GPU. One kernel gathers or scatters a layer of some blocks on the
-device, and one copy moves it across the bus. On the host, the pass that copies to or from the
+Device-neutral torch. On a CPU tensor it gives byte for byte the same as `cache.EngineCache`, which
+is how it is tested where there is no GPU. One kernel gathers or scatters a layer of some blocks on
+the device, and one copy moves it across the bus. On the host, the pass that copies to or from the
 payloads also makes the checksums. Copies run on a stream of their own, after everything that the
 computing thread had launched when the step began (`fence`).
 """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import time
 from collections.abc import Sequence
 
@@ -20,11 +19,11 @@ import numpy as np
 
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.segment import BlockReader, Location, Read
+from headrace_kvstore.nvme.record import PAGE_BYTES
+from headrace_kvstore.nvme.segment import BlockReader, Location, Read, page_memory
 
 logger = logging.getLogger("headrace.kvstore")
 
-PAGE_BYTES = 4096
 _LEFT_BEHIND: list[FileTier] = []
 """A disk that hangs may still write to their staging memory."""
 
@@ -33,9 +32,8 @@ class Staging:
     """Page-aligned memory that reads land in."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        self._memory, self.address = page_memory(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
         self.size_bytes = len(self._memory)
-        self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
 
     def layers(self, blocks: int, layer_bytes: int, depth: int) -> np.ndarray:
         """Room for as many layers of some blocks as fit, `depth` at most: addresses

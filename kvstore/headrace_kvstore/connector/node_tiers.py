@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from headrace_kvstore.connector.store_settings import StoreSettings
 from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.client import NodeAway, NodeClient
+from headrace_kvstore.settings import StoreSettings
 
 FORGOTTEN_AT = 1024
 """Questions whose requests may have ended without looking at the answer."""
 
 
 class NodeTiers:
-    """`SlowTiers` of a StoreNode; without a node, every answer is: nothing.
+    """The node's tiers below DRAM; without a node, every answer is: nothing. No call waits.
 
     Args:
         settings: of the store; its name leads to the node.
@@ -28,7 +28,8 @@ class NodeTiers:
         self._asked: dict[str, tuple[list[bytes], Future[wire.Reply]]] = {}
 
     def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
-        """Ask the node; returns at once."""
+        """Ask which of these blocks, from the first on, can be supplied; computing one takes
+        `compute_s` in the mean, 0 if that is not known or does not matter."""
         names = [bytes(name) for name in hashes]
         request = wire.Locate(request_id, self._digest, names, self._lease_s, compute_s)
         self._asked[request_id] = names, self._client.ask(request)
@@ -36,7 +37,8 @@ class NodeTiers:
             self._asked.pop(next(iter(self._asked)))
 
     def answer(self, request_id: str) -> list[Location] | None:
-        """The node's answer, nothing for a forgotten question; None while it is awaited."""
+        """Where they lie, from the first on; nothing for a forgotten question. None while nobody
+        has said, or while it is worth waiting for blocks that come to DRAM."""
         if request_id not in self._asked:
             return []
         names, asked = self._asked[request_id]

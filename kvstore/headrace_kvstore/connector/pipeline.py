@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class LayerPipeline:
     """One step's load, begun by its constructor.
 
     Args:
-        source: where the KV comes from.
+        sources: where the KV comes from, each for some of the blocks.
         layers: how many.
         threads: runs the loader; one thread serves one pipeline after the other.
         depth: layers on their way at once.
@@ -46,9 +47,13 @@ class LayerPipeline:
     """
 
     def __init__(
-        self, source: LayerSource, layers: int, threads: ThreadPoolExecutor, depth: int = DEPTH
+        self,
+        sources: Sequence[LayerSource],
+        layers: int,
+        threads: ThreadPoolExecutor,
+        depth: int = DEPTH,
     ) -> None:
-        self._source = source
+        self._sources = sources
         self._ready = [threading.Event() for _ in range(layers)]
         self._error: BaseException | None = None
         self.seconds = 0.0
@@ -77,9 +82,11 @@ class LayerPipeline:
         try:
             for layer, ready in enumerate(self._ready):
                 while asked < min(layer + depth, layers):
-                    self._source.begin(asked)
+                    for source in self._sources:
+                        source.begin(asked)
                     asked += 1
-                self._source.end(layer)
+                for source in self._sources:
+                    source.end(layer)
                 ready.set()
             self.seconds = time.perf_counter() - began_s
         except BaseException as error:

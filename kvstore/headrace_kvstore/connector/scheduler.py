@@ -25,10 +25,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.load_price import Price, Run, pairs
-from headrace_kvstore.policy.costs import Costs, block_seconds
+from headrace_kvstore.connector.node_tiers import NodeTiers
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -36,43 +39,27 @@ MAX_SAVES_IN_FLIGHT = 256
 """Blocks held for copying at once; more wait for their request's next step."""
 
 
-class BlockIndex(Protocol):
-    """The store as the scheduler half sees it; every call takes microseconds."""
+class ArenaIndex:
+    """The arena by block hash: a block is there if every worker's part of it is. Every call takes
+    microseconds."""
+
+    def __init__(self, arena: Arena, rows: Iterable[int], lease_s: float) -> None:
+        self._arena, self._rows, self._lease_s = arena, list(rows), lease_s
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks can be loaded. No side effects."""
-        ...
+        return [*self.lacking(hashes), True].index(True)
+
+    def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Which blocks the arena has not. No side effects."""
+        slots = [self._arena.lookup(row, hashes) for row in self._rows]
+        return [bool(absent) for absent in np.min(slots, axis=0) < 0]
 
     def lease(self, hashes: Sequence[bytes]) -> None:
         """Keep blocks from eviction while they are loaded."""
-        ...
-
-    def lacking(self, hashes: Sequence[bytes]) -> Sequence[bool]:
-        """Which blocks the store has not. No side effects."""
-        ...
-
-
-class SlowTiers(Protocol):
-    """The node's tiers below DRAM. No call waits."""
-
-    def ask(self, request_id: str, hashes: Sequence[bytes], compute_s: float) -> None:
-        """Ask which of these blocks, from the first on, can be supplied; computing one takes
-        `compute_s` in the mean, 0 if that is not known or does not matter."""
-        ...
-
-    def answer(self, request_id: str) -> Sequence[Any] | None:
-        """Where they lie, for the worker half, from the first on; None while nobody has said, or
-        while it is worth waiting for blocks that come to DRAM."""
-        ...
-
-
-class BlockPool(Protocol):
-    """The two calls of vLLM's block pool that hold blocks."""
-
-    blocks: Sequence[Any]
-
-    def touch(self, blocks: Sequence[Any]) -> None: ...
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+        for row in self._rows:
+            if (self._arena.lease(row, hashes, self._lease_s) < 0).all():
+                break  # gone, or the lock is held: checksums tell what is read without a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +87,7 @@ class Save:
         parents: the hash of the block before each; empty for a root.
         depths: how many blocks stand before each.
         tenant: the request's cache salt.
-        compute_s, load_s: predicted seconds to compute each, and to load it from DRAM.
+        compute_s: predicted seconds to compute each; 0 before anything was measured.
     """
 
     blocks: list[int]
@@ -109,7 +96,6 @@ class Save:
     depths: list[int]
     tenant: str = ""
     compute_s: list[float] | float = 0.0
-    load_s: list[float] | float = 0.0
 
 
 class Shape(NamedTuple):
@@ -175,8 +161,7 @@ class SchedulerHalf:
         price: decides how much of what they offer is taken; None takes it all.
         window_tokens: tokens at the end of a prompt that are always computed, never loaded, so that
             a lossy codec does not touch them.
-        block_bytes: bytes a block.
-        costs: predicts what blocks take to compute and to load, for the eviction policy.
+        costs: predicts what blocks take to compute, for the eviction policy.
         prompted: told of each new prompt's full blocks, root first; must not wait.
 
     Attributes:
@@ -185,17 +170,16 @@ class SchedulerHalf:
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: ArenaIndex,
         block_tokens: int,
         *,
         load: bool = True,
         save: bool = True,
-        slow: SlowTiers | None = None,
+        slow: NodeTiers | None = None,
         most_slow: int = 1024,
         price: Price | None = None,
         window_tokens: int = 0,
-        block_bytes: int = 1 << 20,
-        costs: Costs | None = None,
+        costs: Price | None = None,
         prompted: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         self._index = index
@@ -204,10 +188,10 @@ class SchedulerHalf:
         self.counts: Counter[str] = Counter()
         self._asked: dict[str, list[bytes]] = {}
         self._taken: dict[str, _Taken] = {}
-        self._block_tokens, self._block_bytes = block_tokens, block_bytes
+        self._block_tokens = block_tokens
         self._costs, self._prompted = costs, prompted
         self._loads, self._saves = load, save
-        self._pool: BlockPool | None = None
+        self._pool: Any = None
         self._requests: dict[str, _Request] = {}
         self._offered: dict[str, int] = {}
         self._work = Work()
@@ -215,8 +199,8 @@ class SchedulerHalf:
         self._saving: set[bytes] = set()
         self._next_job = 0
 
-    def bind(self, pool: BlockPool) -> None:
-        """Get the engine's block pool; before that nothing is saved."""
+    def bind(self, pool: Any) -> None:
+        """Get vLLM's block pool, which holds blocks; before that nothing is saved."""
         self._pool = pool
 
     @property
@@ -388,9 +372,8 @@ class SchedulerHalf:
         ]
         if not places:
             return
-        compute_s, load_s = block_seconds(
-            self._costs, places, self._block_tokens, self._block_bytes
-        )
+        costs, size = self._costs, self._block_tokens
+        compute_s = [(costs and costs.compute_s(i * size, (i + 1) * size)) or 0.0 for i in places]
         save = Save(
             blocks=[known.blocks[i] for i in places],
             hashes=[names[i - first] for i in places],
@@ -398,7 +381,6 @@ class SchedulerHalf:
             depths=places,
             tenant=request.cache_salt or "",
             compute_s=compute_s,
-            load_s=load_s,
         )
         self._pool.touch([self._pool.blocks[block] for block in save.blocks])
         self._saving.update(save.hashes)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
 from headrace_kvstore.connector.scheduler import Load, Save, Work
-from headrace_kvstore.connector.store_settings import StoreSettings
+from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
 
 logger = logging.getLogger("headrace.kvstore")
@@ -89,7 +90,7 @@ class WorkerHalf:
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save", initializer=_be_nice)
         self._pipeline: LayerPipeline | None = None
-        self._source: _StepSource | None = None
+        self._source: _Loading | None = None
         self._failed: set[int] = set()
         self._bad_in_files: list[bytes] = []
         self._saves: dict[int, Save] = {}
@@ -113,7 +114,9 @@ class WorkerHalf:
             self._cache.fence()
             self._source = source = self._sources(work.load)
             layers = len(self._cache.layer_names)
-            self._pipeline = LayerPipeline(source, layers, self._loader, source.depth)
+            depth = DEPTH if source.files is None else source.files.depth
+            parts = [part for _, part in source.parts]
+            self._pipeline = LayerPipeline(parts, layers, self._loader, depth)
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
@@ -171,14 +174,14 @@ class WorkerHalf:
         bad, self._bad_in_files = self._bad_in_files, []
         return bad
 
-    def _sources(self, load: Load) -> _StepSource:
+    def _sources(self, load: Load) -> _Loading:
         """What stands in DRAM comes from there, what else has a place from its file."""
         blocks = np.array(load.blocks, np.int64)
         seeds = self._seeds(load.hashes)
         slots = self._arena.lookup(self._row, load.hashes)
         here = np.flatnonzero(slots >= 0)
         arena = _ArenaSource(self._arena, self._cache, slots[here], blocks[here], seeds[here])
-        source = _StepSource(load, blocks, slots[here], [(here, arena)])
+        source = _Loading(load.hashes, blocks, slots[here], [(here, arena)])
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and self._files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
@@ -192,7 +195,7 @@ class WorkerHalf:
                 source.files = files
         return source
 
-    def _settle(self, pipeline: LayerPipeline, source: _StepSource) -> None:
+    def _settle(self, pipeline: LayerPipeline, source: _Loading) -> None:
         bad = np.ones(len(source.blocks), np.bool_)
         lost = Counter({"gone": len(bad)})
         corrupt: list[bytes] = []
@@ -263,7 +266,6 @@ class WorkerHalf:
             save.depths,
             tenant=tenant_number(save.tenant),
             compute_s=np.array(save.compute_s),
-            load_s=np.array(save.load_s),
         )
         given = slots >= 0
         self.counts.update(REFUSED[code] for code in slots[~given].tolist())
@@ -308,31 +310,21 @@ class _ArenaSource:
             self.bad |= sums != self._expected[:, layer]
 
 
-class _StepSource:
-    """One step's load: which of its blocks comes from which source; the rest is gone. `slots` are
-    those in the arena, leased by the scheduler half."""
+@dataclass
+class _Loading:
+    """One step's load: which of its blocks comes from which source; the rest is gone.
 
-    def __init__(
-        self,
-        load: Load,
-        blocks: np.ndarray,
-        slots: np.ndarray,
-        parts: list[tuple[np.ndarray, _ArenaSource | FileSource]],
-    ) -> None:
-        self.hashes, self.blocks, self.slots, self.parts = load.hashes, blocks, slots, parts
-        self.files: FileSource | None = None
+    Attributes:
+        slots: those in the arena, leased by the scheduler half.
+        parts: sources, with the positions of their blocks.
+        files: the one of them that reads files.
+    """
 
-    @property
-    def depth(self) -> int:
-        return self.files.depth if self.files is not None else DEPTH
-
-    def begin(self, layer: int) -> None:
-        for _, part in self.parts:
-            part.begin(layer)
-
-    def end(self, layer: int) -> None:
-        for _, part in self.parts:
-            part.end(layer)
+    hashes: list[bytes]
+    blocks: np.ndarray
+    slots: np.ndarray
+    parts: list[tuple[np.ndarray, _ArenaSource | FileSource]]
+    files: FileSource | None = None
 
 
 def _be_nice() -> None:

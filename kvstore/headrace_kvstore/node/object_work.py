@@ -47,7 +47,7 @@ def worth_sharing(rows: np.ndarray) -> np.ndarray:
     An object costs a request and a place for as long as it stays, and most blocks are never wanted
     twice; one that was wanted by a second request here will be wanted elsewhere too.
     """
-    wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0) | (rows["priority"] > 0)
+    wanted: np.ndarray = (rows["hits"] > 0) | (rows["pinned"] > 0)
     return wanted
 
 
@@ -98,7 +98,7 @@ class ObjectOffer:
 
 def _found(name: ObjectName) -> Found:
     sums = np.zeros(name.shape.layers, np.uint64)
-    where = name.parent, name.depth, name.tenant, name.priority, name.compute_s
+    where = name.parent, name.depth, name.tenant, name.compute_s
     return Found(name.hash, name.shape, sums, *where)
 
 

@@ -1,7 +1,7 @@
 """What a block is worth to a node: on NVMe, or brought back into DRAM.
 
-The unit is seconds of computing saved per second. It comes from the arena policy's forecast of
-each block's next use (`policy.disk`); without an arena it comes from past use alone.
+The unit is seconds of computing saved per second: hits per second, by the arena policy's forecast,
+times what each saves. Without an arena it comes from past use alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import padded
 from headrace_kvstore.objects.object_tier import ObjectTier
-from headrace_kvstore.policy.disk import worth_keeping
+from headrace_kvstore.policy.base import DISK_BYTES_S, saved_s
 
 REMEMBERED_USES = 1 << 16
 """How many blocks are remembered as read from NVMe by one request."""
@@ -38,7 +38,7 @@ class Worth:
         dram = self._dram()
         if dram is None:
             return use_per_second(digest, rows, now_s)
-        return worth_keeping(rows, dram.arena.rates(digest, rows))
+        return dram.arena.rates(digest, rows) * saved_s(rows, DISK_BYTES_S)
 
     def best(
         self, contents: Sequence[tuple[bytes, np.ndarray]], room_bytes: int

@@ -97,11 +97,7 @@ class Catalog:
         generation = entry["generation"] + 1
         self.table[row] = np.zeros((), SLOT)
         entry["state"], entry["generation"] = READY, generation
-        entry["priority"], entry["tenant"], entry["depth"] = (
-            block.priority,
-            block.tenant,
-            block.depth,
-        )
+        entry["tenant"], entry["depth"] = block.tenant, block.depth
         entry["namespace"] = self._namespaces.setdefault(digest, len(self._namespaces))
         entry["compute_s"] = block.compute_s
         entry["parent"] = int.from_bytes(block.parent[:8], "little")

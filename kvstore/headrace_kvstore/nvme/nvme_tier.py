@@ -279,7 +279,6 @@ class NvmeTier:
                 save.depth,
                 save.tenant,
                 save.compute_s,
-                save.priority,
                 time.time(),
                 self._next_sequence,
                 save.sums,

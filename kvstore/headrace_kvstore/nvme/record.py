@@ -31,7 +31,7 @@ VERSION = 1
 _RECORD_MAGIC, _SEGMENT_MAGIC = b"HRKVREC\n", b"HRKVSEG\n"
 _SUM = struct.Struct("<Q")
 _SHAPE = struct.Struct("<8sHHIQ16s")  # magic, version, header pages, layers, layer bytes, digest
-_BLOCK = struct.Struct("<32s32sIIfb3xdQ")  # the fields of Block in their order, without sums
+_BLOCK = struct.Struct("<32s32sIIf4xdQ")  # the fields of Block in their order, without sums
 _FIXED_BYTES = _SHAPE.size + _BLOCK.size + _SUM.size
 
 MAX_LAYERS = (0xFFFF * PAGE_BYTES - _FIXED_BYTES) // 8
@@ -103,7 +103,6 @@ class Block:
     tenant: int = 0
     compute_s: float = 0.0
     """Predicted seconds to compute it where it stands; a float32 on disk."""
-    priority: int = 0
     wall_s: float = 0.0
     """time.time() when it was stored."""
     sequence: int = 0
@@ -124,7 +123,6 @@ class Save:
     depth: int = 0
     tenant: int = 0
     compute_s: float = 0.0
-    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,6 @@ def pack_header(shape: Shape, block: Block) -> bytes:
         block.depth,
         block.tenant,
         block.compute_s,
-        block.priority,
         block.wall_s,
         block.sequence,
     )
@@ -169,10 +166,10 @@ def unpack_header(shape: Shape, header: bytes | memoryview) -> Block | None:
     if not head.startswith(expected) or header[head_bytes:_FIXED_BYTES] != _checksum(head, tail):
         return None
     sums = np.frombuffer(tail, "<u8").astype(np.uint64)
-    block_hash, parent, depth, tenant, compute_s, priority, wall_s, sequence = _BLOCK.unpack_from(
+    block_hash, parent, depth, tenant, compute_s, wall_s, sequence = _BLOCK.unpack_from(
         head, _SHAPE.size
     )
-    return Block(block_hash, parent, depth, tenant, compute_s, priority, wall_s, sequence, sums)
+    return Block(block_hash, parent, depth, tenant, compute_s, wall_s, sequence, sums)
 
 
 def pack_segment(shape: Shape) -> bytes:

@@ -117,6 +117,6 @@ class ObjectCatalog:
                 row["hash"], row["bytes"] = name.hash, name.shape.payload_bytes
                 row["used_s"] = row["stored_s"] = held.used_s
                 row["hits"] = held.hits
-                for field in ("parent", "depth", "tenant", "priority", "compute_s"):
+                for field in ("parent", "depth", "tenant", "compute_s"):
                     row[field] = getattr(name, field)
             yield digest, rows

@@ -1,7 +1,7 @@
 """The format of an object, which holds one KV block. The name says all but the block's bytes.
 
     name   = NAMESPACE_DIGEST/BLOCK_HASH.PLACE.WRITER         digest, hash and place in hex
-    place  = layers u32, layer bytes u64, parent u64, depth u32, tenant u32, priority i8,
+    place  = layers u32, layer bytes u64, parent u64, depth u32, tenant u32, one zero byte,
              seconds to compute it f32                        little-endian
     object = [one u64 checksum a layer][layer 0][layer 1]...
 
@@ -23,7 +23,7 @@ from headrace_kvstore.checksum import block_seed, copy_sum, layer_seeds
 from headrace_kvstore.nvme.record import Save, Shape, padded
 
 WRITER = r"[A-Za-z0-9_-]{1,64}"
-_PLACE = struct.Struct("<IQQIIbf")
+_PLACE = struct.Struct("<IQQIIxf")
 _NAME = re.compile(
     rf"([0-9a-f]{{32}})/([0-9a-f]{{64}})\.([0-9a-f]{{{2 * _PLACE.size}}})\.({WRITER})"
 )
@@ -40,14 +40,13 @@ class ObjectName:
     parent: int = 0
     depth: int = 0
     tenant: int = 0
-    priority: int = 0
     compute_s: float = 0.0
 
     @classmethod
     def of(cls, shape: Shape, writer: str, save: Save) -> ObjectName:
         """The name under which a block is stored. Raises ValueError for a hash that is too long."""
         parent = int.from_bytes(save.parent[:8], "little")
-        where = save.depth, save.tenant, save.priority, save.compute_s
+        where = save.depth, save.tenant, save.compute_s
         return cls(shape, padded(save.hash), writer, parent, *where)
 
     @classmethod
@@ -57,23 +56,21 @@ class ObjectName:
         if match is None:
             return None
         digest, block_hash, place, writer = match.groups()
-        layers, layer_bytes, parent, depth, tenant, priority, compute_s = _PLACE.unpack(
-            bytes.fromhex(place)
-        )
+        layers, layer_bytes, parent, depth, tenant, compute_s = _PLACE.unpack(bytes.fromhex(place))
         if not (math.isfinite(compute_s) and compute_s >= 0):
             return None
         try:
             shape = Shape(bytes.fromhex(digest), layers, layer_bytes)
         except ValueError:
             return None
-        where = parent, depth, tenant, priority, compute_s
+        where = parent, depth, tenant, compute_s
         return cls(shape, bytes.fromhex(block_hash), writer, *where)
 
     def __str__(self) -> str:
         shape = self.shape
         place = _PLACE.pack(
             *(shape.layers, shape.layer_bytes, self.parent, self.depth, self.tenant),
-            *(self.priority, self.compute_s),
+            self.compute_s,
         )
         return f"{shape.digest.hex()}/{self.hash.hex()}.{place.hex()}.{self.writer}"
 

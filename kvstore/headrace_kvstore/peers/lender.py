@@ -188,7 +188,7 @@ class Lender:
         rows = [
             Row(
                 *(int(index), int(address), int(record["parent"]), int(record["depth"])),
-                *(int(record["tenant"]), int(record["priority"]), float(record["compute_s"])),
+                *(int(record["tenant"]), float(record["compute_s"])),
             )
             for index, address, record in zip(
                 there, self._arena.addresses(slots), self._arena.table[slots], strict=True

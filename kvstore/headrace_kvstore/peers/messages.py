@@ -111,7 +111,6 @@ class Row(msgspec.Struct, array_like=True):
     parent: Word
     depth: Small
     tenant: Small
-    priority: Annotated[int, Meta(ge=-128, le=127)]
     compute_s: Seconds
 
 

@@ -155,14 +155,14 @@ class RemoteOffer:
         sums = np.frombuffer(leased.sums, "<u8").astype(np.uint64)
         sums = sums.reshape(len(leased.rows), shape.layers)
         self._remote = np.array([row.address for row in leased.rows], np.uint64)
-        for field in ("parent", "depth", "tenant", "priority"):
+        for field in ("parent", "depth", "tenant"):
             np.array([getattr(row, field) for row in leased.rows], SLOT[field])
         if not np.isfinite([row.compute_s for row in leased.rows]).all():
             raise ValueError("a block whose seconds are no number")
         self.found = [
             Found(
                 *(hashes[row.index].ljust(HASH_BYTES, b"\0"), shape, row_sums, row.parent),
-                *(row.depth, row.tenant, row.priority, row.compute_s),
+                *(row.depth, row.tenant, row.compute_s),
             )
             for row, row_sums in zip(leased.rows, sums, strict=True)
         ]

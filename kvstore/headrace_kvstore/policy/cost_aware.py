@@ -4,7 +4,7 @@ For a block b at time t,
 
     worth(b) = rate(b, t) * (compute_s - load_s) / bytes      saved seconds per byte-second
 
-- ``compute_s - load_s``: what one hit saves, from the fitted prefill and load models
+- ``compute_s - load_s``: what one hit saves (`base.saved_s`)
 - ``rate(b, t)``: hits per second to expect while it is held: the sum of the rates of all
   conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of what
   `history` knows of each)
@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from headrace_kvstore.compiled import jit
 from headrace_kvstore.policy.base import (
+    DRAM_BYTES_S,
     Keys,
     Mask,
     Policy,
     Slots,
     Table,
     proven_rate,
+    saved_s,
     slot_keys,
 )
 from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, best_rate, fit
@@ -40,7 +42,6 @@ from headrace_kvstore.policy.history import (
     count_all,
     find,
     note_prompt,
-    repair_rows,
 )
 from headrace_kvstore.policy.tree import Forest, worst_first
 
@@ -54,9 +55,6 @@ REFIT_PROMPTS, REFIT_MOST = 64, 4096
 HISTORY_SHARE = 1 / 256
 HISTORY_BLOCKS = 1 << 10, 1 << 22
 """Share of a store's bytes that remembers blocks, and how many blocks at least and at most."""
-
-BELIEVABLE_S = 1e12
-"""More events, or seconds of waiting, than this in one cell are no count."""
 
 
 def history_blocks(size_bytes: int) -> int:
@@ -108,9 +106,9 @@ class CostAware(Policy):
         self._best_rate = s["best_rate"]
         self._next_serial, self._seen = s["next_serial"], s["fitted_serials"]
         self._fitted_s = s["fitted_s"]
+        self._bytes = state.view(np.uint8)
         if self._next_serial[0] == 0:
-            self._next_serial[0] = 1
-            self._fit(0.0)
+            self.forget()
 
     @classmethod
     def create(cls) -> Self:
@@ -146,7 +144,9 @@ class CostAware(Policy):
         rate = _carried(
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
-        return forest.density(rate * _saved_s(table), table["bytes"].astype(np.float64))
+        return forest.density(
+            rate * saved_s(table, DRAM_BYTES_S), table["bytes"].astype(np.float64)
+        )
 
     def _waiting(
         self, keys: Keys, rows: Table, now_s: float
@@ -156,20 +156,10 @@ class CostAware(Policy):
         rate[~np.isfinite(rate)] = 0.0
         return serials, rate
 
-    def repair(self, table: Table, now_s: float) -> None:
-        """What could not have been written by a whole call is forgotten."""
-        serials = int(self._next_serial[0])
-        if not 1 <= serials < 1 << 62:
-            self._prompts[:], self._blocks[:] = 0, 0
-            self._next_serial[0] = serials = 1
-        repair_rows(self._prompts, self._blocks, serials, now_s)
-        for counts in (self._events, self._exposure_s):
-            counts[~((counts >= 0.0) & (counts < BELIEVABLE_S))] = 0.0
-        if not 0 <= self._seen[1] <= self._seen[0] < 1 << 62:
-            self._seen[:] = 0
-        if not 0.0 <= self._fitted_s[0] <= now_s:
-            self._fitted_s[0] = now_s
-        self._fit(now_s)
+    def forget(self) -> None:
+        self._bytes[:] = 0
+        self._next_serial[0] = 1
+        self._fit(0.0)
 
     def _fit(self, now_s: float) -> None:
         count_all(self._prompts, now_s, self._exposure_s)
@@ -181,18 +171,6 @@ class CostAware(Policy):
         self._best_rate[:, AGES] = rates[:, -1]
         self._seen[1] = self._seen[0]
         self._fitted_s[0] = now_s
-
-
-def _saved_s(table: Table) -> NDArray[np.float64]:
-    """What one hit of each slot saves, (slots,); where nobody said, as much per byte as others."""
-    saved_s = np.maximum(table["compute_s"].astype(np.float64) - table["load_s"], 0.0)
-    unknown = table["compute_s"] == 0.0
-    if unknown.any():
-        nbytes = table["bytes"]
-        known_bytes = nbytes[~unknown].sum()
-        per_byte = saved_s.sum() / known_bytes if known_bytes else 1.0
-        saved_s[unknown] = per_byte * nbytes[unknown]
-    return saved_s
 
 
 _EDGES = AGE_EDGES_S.copy()

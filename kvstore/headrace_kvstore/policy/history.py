@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace_kvstore.compiled import jit
-from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, CELLS, FRESH, GAPS, LENGTHS, TURNS
+from headrace_kvstore.policy.hazard import AGE_EDGES_S, AGES, FRESH, GAPS, LENGTHS, TURNS
 
 PROMPT = np.dtype(
     [
@@ -148,17 +148,3 @@ def note_prompt(keys, now_s, prompts, blocks, next_serial, events, exposure_s): 
         blocks[at].serial = serial
         blocks[at].seen_s = now_s
     return serial
-
-
-def repair_rows(prompts: np.ndarray, blocks: np.ndarray, serials: int, now_s: float) -> None:
-    """Forget rows that no call could have left: serials from 1 up to `serials`, times up to now."""
-    seen_s, counted_s = prompts["seen_s"], prompts["counted_s"]
-    right = (prompts["serial"] > 0) & (prompts["serial"] < serials)
-    right &= prompts["serial"] % len(prompts) == np.arange(len(prompts))
-    right &= (seen_s >= 0.0) & (seen_s <= counted_s) & (counted_s <= now_s)
-    right &= (prompts["cell"] >= 0) & (prompts["cell"] < CELLS)
-    right &= (prompts["turn"] >= 0) & (prompts["turn"] < 1 << 30) & (prompts["blocks"] > 0)
-    prompts[~right] = np.zeros((), prompts.dtype)
-    right = (blocks["serial"] > 0) & (blocks["serial"] < serials)
-    right &= (blocks["seen_s"] >= 0.0) & (blocks["seen_s"] <= now_s)
-    blocks[~right] = np.zeros((), blocks.dtype)

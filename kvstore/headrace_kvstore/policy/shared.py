@@ -3,7 +3,7 @@
 The process that creates the arena chooses the policy. The choice is in the arena's header, so every
 process evicts by the same policy over the same state. One process at a time uses it, under a lock
 that the kernel releases when its holder dies. Meanwhile the state's first word is 1. A process that
-finds it so on entry repairs the state, so a death inside harms nothing.
+finds it so on entry begins the history anew, so a death inside costs what was learned.
 
     state = [inside: u64][7 words unused][the policy's own record]
 """
@@ -11,7 +11,6 @@ finds it so on entry repairs the state, so a death inside harms nothing.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from headrace_kvstore.policy.base import Policy, Table
+from headrace_kvstore.policy.base import Policy
 from headrace_kvstore.policy.cost_aware import CostAware, history_blocks, state_dtype
 from headrace_kvstore.policy.recency import LRU
 from headrace_kvstore.table import READY, SLOT
@@ -76,23 +75,19 @@ class SharedPolicy:
     Args:
         state: u8 [state_bytes], zeroed when new; fewer bytes than this version of the policy
             needs, left by another version, make LRU decide.
-        table: the store's slots.
     """
 
     def __init__(
         self,
         name: str,
         state: np.ndarray,
-        table: Table,
         size_bytes: int,
         lock: AbstractContextManager[None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if len(state) != state_bytes(name, size_bytes):
             logger.warning("the state of policy %s is of another version; LRU evicts", name)
             name = "lru"
         self.name, self.lock = name, lock
-        self._table, self._clock = table, clock
         self._inside: np.ndarray | None = None
         self.policy: Policy = LRU()
         if name != "lru":
@@ -126,8 +121,8 @@ class SharedPolicy:
         try:
             if self._inside is not None:
                 if self._inside[0]:
-                    logger.warning("policy repaired: a process died inside it")
-                    self.policy.repair(self._table, self._clock())
+                    logger.warning("the policy's history begins anew: a process died inside it")
+                    self.policy.forget()
                 self._inside[0] = 1
         except BaseException:
             self.lock.__exit__(None, None, None)
@@ -155,4 +150,4 @@ def warm(name: str) -> None:
     policy.prompt(keys, 0.0)
     policy.choose(table, 1.0, 1)
     policy.rates(keys, table, 1.0)
-    policy.repair(table, 1.0)
+    policy.forget()

@@ -28,7 +28,7 @@ from headrace_kvstore.nvme.segment import Location
 from headrace_kvstore.protocol.board import Name, Note, Number, Page
 from headrace_kvstore.table import HASH_BYTES
 
-PROTOCOL = 3
+PROTOCOL = 4
 """One more whenever a message changes its meaning; another version is answered by `Failed`."""
 NO_REPLY = 0
 """The id of a request whose sender waits for nothing."""

@@ -174,7 +174,6 @@ class Prefetcher(Crew[tuple[bytes, list[bytes]]]):
             [each.parent for each in found],
             [each.depth for each in found],
             tenant=first.tenant,
-            priority=first.priority,
             compute_s=np.array([each.compute_s for each in found]),
         )
         for code, word in REFUSED.items():

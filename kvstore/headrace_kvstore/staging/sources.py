@@ -32,13 +32,12 @@ class Found:
     parent: int = 0
     depth: int = 0
     tenant: int = 0
-    priority: int = 0
     compute_s: float = 0.0
 
     @property
-    def kind(self) -> tuple[Shape, int, int]:
+    def kind(self) -> tuple[Shape, int]:
         """What all blocks of one reservation have in common."""
-        return self.shape, self.tenant, self.priority
+        return self.shape, self.tenant
 
 
 class Fill(Protocol):
@@ -48,9 +47,9 @@ class Fill(Protocol):
         """Read no more than is in flight."""
         ...
 
-    def wait(self, timeout_s: float | None = None) -> np.ndarray:
+    def wait(self) -> np.ndarray:
         """Wait until no more bytes will arrive; which blocks are in memory whole and match their
-        checksums, bool (blocks,). Raises TimeoutError; nothing else."""
+        checksums, bool (blocks,). Raises nothing. One thread may wait, once."""
         ...
 
 
@@ -129,7 +128,7 @@ class NvmeOffer:
                     Found(
                         *(place.hash, place.shape, place.sums),
                         *(int(record["parent"]), int(record["depth"]), int(record["tenant"])),
-                        *(int(record["priority"]), float(record["compute_s"])),
+                        float(record["compute_s"]),
                     )
                 )
 

@@ -197,7 +197,6 @@ def arena_saves(arena: Arena, slots: np.ndarray, rows: np.ndarray) -> list[Save]
             *(row["hash"].tobytes(), int(address), sums),
             int(row["parent"]).to_bytes(8, "little"),
             *(int(row["depth"]), int(row["tenant"]), float(row["compute_s"])),
-            int(row["priority"]),
         )
         for row, address, sums in zip(rows, arena.addresses(slots), arena.sums(slots), strict=True)
     ]

@@ -105,7 +105,7 @@ class StoreSection(Section):
         Raises:
             ValueError: a setting is unknown or impossible; the text begins with its path.
         """
-        from headrace_kvstore.connector.store_settings import StoreSettings
+        from headrace_kvstore.settings import StoreSettings
 
         return self._settings("engine", StoreSettings.parse, name, {"dram_bytes": self._dram_bytes})
 

@@ -1,7 +1,7 @@
 """Which windows of tokens several tenants' answers have in common.
 
 k-anonymity (Sweeney 2002) for n-grams: a window that the answers of at least k tenants contain may
-be drafted for everybody, since it does not tell of any of them; nothing longer may, as two windows
+be drafted for everybody, since it identifies none of them; nothing longer may, as two windows
 that overlap can come from different tenants. What is published is the k-th tenant's own copy.
 
 Windows begin at places chosen by their first two tokens, one in four, so that all tenants' copies
@@ -61,7 +61,7 @@ class SharedWindows:
         return len(self._seen)
 
     def observe(self, tenant: str, answer: NDArray[np.int32]) -> list[Window]:
-        """The windows of this answer for which this tenant is the k-th; each is told once.
+        """The windows of this answer for which this tenant is the k-th; each is returned once.
 
         Args:
             tenant: a cache salt. Salts that name the same tenant count once, so that nobody poses

@@ -131,7 +131,7 @@ class Corpora:
 
         Args:
             tokens: how many were loaded; with fewer left of them the version is given up.
-            tell: whether this replica tells those that start later.
+            tell: whether this replica shares it with those that start later.
 
         Raises:
             ValueError: this version was not begun, or is not whole.

@@ -15,7 +15,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,19 +24,20 @@ from numpy.typing import NDArray
 from headrace_decode.speculation.draft import DraftBatch, Source
 from headrace_decode.speculation.retrieval.acceptance import EFFECT, SOURCES, Acceptance
 from headrace_decode.speculation.retrieval.anonymity import SharedWindows
-from headrace_decode.speculation.retrieval.interner import Interner
 from headrace_decode.speculation.retrieval.pool import LONGEST_SEGMENT_TOKENS, Pool, SegmentInfo
-from headrace_decode.speculation.retrieval.ring import append_run
-from headrace_decode.speculation.retrieval.segments import NONE
-from headrace_decode.speculation.retrieval.step import (
+from headrace_decode.speculation.retrieval.retrieve import (
     HANDLE,
     MODEL,
     OWN,
     PROMPT_END,
     REQUEST_COLUMNS,
-    ROW_MASK,
     TENANT,
     TOKENIZER,
+)
+from headrace_decode.speculation.retrieval.ring import append_run
+from headrace_decode.speculation.retrieval.segments import NONE
+from headrace_decode.speculation.retrieval.step import (
+    ROW_MASK,
     Look,
     draft_rows,
     extend_rows,
@@ -91,7 +92,7 @@ class Settings:
             several tenants have in common.
         shared_k: a window of tokens that so many tenants' answers contain is put there; None:
             nothing of answers is. Needs RESPONSE in `for_all`.
-        replica: tells this replica's segments from those of others; random if 0, whatever seed
+        replica: marks this replica's segments among those of others; random if 0, whatever seed
             the engine gave NumPy.
     """
 
@@ -108,6 +109,28 @@ class Settings:
     for_all: frozenset[Source] = frozenset({Source.OPERATOR})
     shared_k: int | None = None
     replica: int = 0
+
+
+class Interner:
+    """Small numbers for names, for tables that hold numbers only; 0 stands for none."""
+
+    def __init__(self) -> None:
+        self.names: list[Hashable] = [None]
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, name: Hashable) -> int:
+        """The name's number, new if need be; 0 when all 65535 are taken."""
+        number = self._numbers.get(name)
+        if number is None:
+            if len(self.names) == 2**16:
+                return 0
+            number = self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return number
+
+    def find(self, name: Hashable) -> int:
+        """The name's number, or 0."""
+        return self._numbers.get(name, 0)
 
 
 class Memory:
@@ -128,9 +151,9 @@ class Memory:
         self.clock = clock
         self.lock = threading.RLock()
         self.inserted: Callable[[Key, int], None] = lambda key, header: None
-        """Told of each segment of no corpus that this replica put in, under the lock."""
+        """Called with each segment of no corpus that this replica put in, under the lock."""
         self.flipped: Callable[[Key, str, int], None] = lambda key, name, version: None
-        """Told of each version of a corpus that this replica tells of, when it takes over."""
+        """Called with each version of a corpus that this replica shares, when it takes over."""
         self._uids = 0
         self._model = self.digest_number(settings.model)
         self._tokenizer = self.digest_number(settings.tokenizer)
@@ -312,7 +335,7 @@ class Memory:
         self, name: str, version: int, *, tenant: str | None = None, tell: bool = True
     ) -> None:
         """Put a corpus's version in force; at once no other is drafted. 0: none is. With `tell`,
-        other replicas hear of it."""
+        it is shared with other replicas."""
         key = corpus_key(tenant)
         with self.lock:
             self.pool.versions[self.corpus_number(key, name)] = version
@@ -322,11 +345,6 @@ class Memory:
     def may_hold(self, key: Key, source: int) -> bool:
         """Whether texts of this source may lie in a partition."""
         return key != PUBLIC_KEY or source in self.settings.for_all
-
-    def drop_tenant(self, tenant: str) -> bool:
-        """Forget all that was kept for a tenant; whether there was anything."""
-        with self.lock:
-            return self.pool.drop(tenant_key(tenant))
 
     def stats(self) -> dict[str, float]:
         """Sizes now, and segments evicted since the start."""

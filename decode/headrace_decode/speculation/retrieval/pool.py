@@ -12,6 +12,7 @@ come only once displace each other.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,6 @@ from headrace_decode.speculation.retrieval.segments import (
     PART,
     Store,
 )
-from headrace_decode.speculation.retrieval.word_arena import Arena
 
 SMALLEST_TOKENS = 512
 LONGEST_SEGMENT_TOKENS = 8192
@@ -43,6 +43,52 @@ _OFFSETS = ("tokens", "links", "granules", "heads", "failures")
 
 class CapacityError(ValueError):
     """A capacity in which no memory can be laid out."""
+
+
+class Arena:
+    """Which words of the one int32 array belong to whom: best fit, freed neighbours joined.
+
+    The array is the memory's whole capacity, so that keeping within it is not a matter of counting.
+    Physical pages are touched only where something is written.
+    """
+
+    def __init__(self, words: int) -> None:
+        self.words: NDArray[np.int32] = np.zeros(words, np.int32)
+        self.free_words = words
+        self._free = [(0, words)]  # (offset, length), by offset, no two of them adjacent
+
+    def longest_around(self, offset: int, words: int) -> int:
+        """Length of the longest free run that there would be if this one were given back."""
+        start, end = offset, offset + words
+        for run, length in self._free:
+            if run + length == offset:
+                start = run
+            if run == offset + words:
+                end = run + length
+        return max([end - start, *(length for _, length in self._free)])
+
+    def take(self, words: int) -> int | None:
+        """Offset of a run, its content arbitrary; None if no free run is that long."""
+        fitting = [(length, offset) for offset, length in self._free if length >= words]
+        if not fitting:
+            return None
+        length, offset = min(fitting)
+        self.free_words -= words
+        at = self._free.index((offset, length))
+        self._free[at : at + 1] = [(offset + words, length - words)] if length > words else []
+        return offset
+
+    def give(self, offset: int, words: int) -> None:
+        """Free a run that was taken, whole."""
+        self.free_words += words
+        at = bisect_left(self._free, (offset, 0))
+        first, last = at, at
+        start, end = offset, offset + words
+        if at > 0 and sum(self._free[at - 1]) == offset:
+            first, start = at - 1, self._free[at - 1][0]
+        if at < len(self._free) and self._free[at][0] == end:
+            last, end = at + 1, sum(self._free[at])
+        self._free[first:last] = [(start, end - start)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +121,7 @@ class Pool:
     def __init__(
         self, capacity_bytes: int, dropped: Callable[[int], None] = lambda row: None
     ) -> None:
-        """`dropped` is told the row of each kept partition that is dropped, while it still is."""
+        """`dropped` is called with the row of each kept partition just before it is dropped."""
         rows = max(capacity_bytes // BYTES_PER_HEADER, 16)
         words = (capacity_bytes - rows * (HEADER.itemsize + 4)) // 4
         if words < 2 * _LEAST_WORDS:

@@ -6,7 +6,7 @@ after all. Both are worth half as much for each HALF_LIFE_S that has passed sinc
 and an entry worth little gives way to another. Two continuations with one slot and tag look alike
 (1 in 2^31 of those in a slot); that costs a draft, never an answer.
 
-The counts are evidence, not a verdict: `trie` weighs a token's votes by (1 + accepted) /
+The counts are evidence, not a verdict: `retrieve` weighs a token's votes by (1 + accepted) /
 (1 + refused), and the calibration learns, in cells of their own, how often such tokens are right.
 """
 

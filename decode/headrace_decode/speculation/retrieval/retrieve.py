@@ -1,20 +1,46 @@
-"""Which positions of a partition may tell how the context goes on: a few survivors, longest first.
+"""What to draft behind a context: where it may go on (`find`), and along which way (`walk`).
 
-Coarse stage of the two: from the longest anchor to the shortest, walk the chain of the k-gram in
-which the context ends, newest first; compare tokens, since a hash proves nothing, which extends the
-match backwards; drop what is expired, of a superseded version or for another model.
-Stop as soon as an anchor has given anything, or a few have survived. The work is bounded by
-constants, not by what the partition holds.
+Coarse stage, by partition: from the longest anchor to the shortest, walk the chain of the k-gram in
+which the context ends, newest first. Compare tokens, since a hash proves nothing; that extends the
+match backwards. Drop what is expired, of a superseded version or for another model. Stop as soon as
+an anchor has given anything, or a few have survived. The work is bounded by constants, not by what
+the partition holds.
+
+Fine stage: the continuations of the few survivors share prefixes, so they form a trie, which is
+never built. At each depth the candidates that agreed so far vote on the next token. A candidate's
+vote weighs what the odds of a lone candidate of its source and match length are
+(`acceptance.Acceptance.votes`). A token's votes count by what is known of it at this place
+(`refusals`), times (1 + accepted) / (1 + refused). The heaviest token is drafted, with its chance
+(`acceptance`). The draft ends when no candidate goes on or survival falls below a floor.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace_decode.speculation.draft import Source
 from headrace_decode.speculation.jit import jit
+from headrace_decode.speculation.retrieval.acceptance import (
+    MATCH_BUCKET,
+    POSITION_BUCKET,
+    agreement_of,
+    cell_of,
+    chance,
+    known_of,
+)
 from headrace_decode.speculation.retrieval.anchors import first_of, match_length, next_of, place
-from headrace_decode.speculation.retrieval.segments import ANCHORS, CONTEXT, GRANULE, LENGTHS, NONE
+from headrace_decode.speculation.retrieval.refusals import KEY_TOKENS, evidence, key_of
+from headrace_decode.speculation.retrieval.segments import (
+    ANCHORS,
+    CONTEXT,
+    GRANULE,
+    LENGTHS,
+    NONE,
+    SEPARATOR,
+)
 
 SURVIVORS = 8
 """Per partition."""
@@ -28,7 +54,19 @@ CANDIDATES = 3 * SURVIVORS
 # Columns of a candidate, int64 [CANDIDATES, COLUMNS].
 POSITION, PARTITION, MATCH, SOURCE, ROW, COLUMNS = range(6)
 
+# Columns of the request table, int64 [requests, REQUEST_COLUMNS].
+(
+    HANDLE,  # the handle that is good now; 0 while the row is free
+    OWN,  # its own partition
+    TENANT,  # its tenant's partition, or NONE
+    MODEL,
+    TOKENIZER,
+    PROMPT_END,  # position of the first answered token
+    REQUEST_COLUMNS,
+) = range(7)
+
 _PROMPT, _OUTPUT = int(Source.PROMPT), int(Source.OUTPUT)
+_LAST_POSITION = len(POSITION_BUCKET) - 1
 
 
 @jit
@@ -49,72 +87,54 @@ def usable(header: Any, versions: Any, model: int, tokenizer: int, now_s: float)
 
 
 @jit
-def find_own(
-    store: Any, partition: int, context: Any, length: int, prompt_end: int, found: Any
-) -> int:
-    """Survivors in a request's own partition, whose last tokens are the context itself.
-
-    No hash is needed: the last position links to the one before it in each of its chains.
-    Positions before `prompt_end` are the prompt's.
-    """
-    words, part = store.words, store.parts[partition]
-    count, below = 0, CONTEXT + 1
-    last = part.head - 1
-    for which in range(LENGTHS - 1, -1, -1):
-        if length < ANCHORS[which]:
-            continue
-        position = next_of(words, part, last, which)
-        for _ in range(HOPS * ENOUGH[which]):
-            if position < part.tail or count == ENOUGH[which]:
-                break
-            match = match_length(words, part, position, context, length)
-            if match >= ANCHORS[which] and match < below:
-                found[count, POSITION] = position
-                found[count, PARTITION] = partition
-                found[count, MATCH] = match
-                found[count, SOURCE] = _PROMPT if position + 1 < prompt_end else _OUTPUT
-                found[count, ROW] = NONE
-                count += 1
-            position = next_of(words, part, position, which)
-        below = ANCHORS[which]
-        if count:
-            break
-    return count
-
-
-@jit
-def find_kept(
+def find(
     store: Any,
     partition: int,
     context: Any,
     length: int,
     hashes: Any,
-    model: int,
-    tokenizer: int,
+    request: Any,
     now_s: float,
     found: Any,
 ) -> int:
-    """Survivors among the segments of a tenant's partition or of the public one.
+    """Survivors in a partition: in the request's own one, whose last tokens are the context
+    itself, or among the segments of its tenant's or of the public one.
 
-    `hashes` are those of the context (`anchors.hash_context`).
+    The request's own partition needs no hash: its last position links to the one before it in each
+    of its chains.
+
+    Args:
+        hashes: of the context (`anchors.hash_context`).
+        request: row of the request table.
     """
     words, part, headers = store.words, store.parts[partition], store.headers
+    own = partition == request[OWN]
     count, below = 0, CONTEXT + 1
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
-        position = first_of(words, part, hashes, which)
+        if own:
+            position = next_of(words, part, part.head - 1, which)
+        else:
+            position = first_of(words, part, hashes, which)
         for _ in range(HOPS * ENOUGH[which]):
             if position < part.tail or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
             if match >= ANCHORS[which] and match < below:
-                row = words[part.granules + place(part, position) // GRANULE]
-                if usable(headers[row], store.versions, model, tokenizer, now_s):
+                row, fits = NONE, True
+                source = _PROMPT if position + 1 < request[PROMPT_END] else _OUTPUT
+                if not own:
+                    row = words[part.granules + place(part, position) // GRANULE]
+                    fits = usable(
+                        headers[row], store.versions, request[MODEL], request[TOKENIZER], now_s
+                    )
+                    source = headers[row].source
+                if fits:
                     found[count, POSITION] = position
                     found[count, PARTITION] = partition
                     found[count, MATCH] = match
-                    found[count, SOURCE] = headers[row].source
+                    found[count, SOURCE] = source
                     found[count, ROW] = row
                     count += 1
             position = next_of(words, part, position, which)
@@ -122,3 +142,116 @@ def find_kept(
         if count:
             break
     return count
+
+
+class Scratch(NamedTuple):
+    """Arrays that a look-up works in.
+
+    Attributes:
+        found: i8 [CANDIDATES, COLUMNS], the candidates. weights: f8 [CANDIDATES], of their votes.
+        upcoming, choices, votes: i8, i8 and f8 [CANDIDATES].
+        recent: i8 [KEY_TOKENS], last tokens of the context, newest first.
+        lead: i8 [COLUMNS], output: the candidate that the first token was mostly read from.
+    """
+
+    found: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    upcoming: NDArray[np.int64]
+    choices: NDArray[np.int64]
+    votes: NDArray[np.float64]
+    recent: NDArray[np.int64]
+    lead: NDArray[np.int64]
+
+
+@jit
+def walk(
+    store: Any,
+    scratch: Any,
+    count: int,
+    known: Any,
+    effect: Any,
+    failing: int,
+    epoch: int,
+    floor: float,
+    most: int,
+    drafts: Any,
+    row: int,
+) -> int:
+    """Draft along the heaviest way; how many tokens.
+
+    Args:
+        scratch: its first `count` candidates and their weights; order is lost: those that disagree
+            drop out. `recent` is overwritten.
+        failing: partition whose failure memory is asked, or -1 for none.
+        drafts: `draft.DraftBatch`; tokens, survival, cells and keys of this `row` are the output.
+    """
+    words, parts = store.words, store.parts
+    found, weights, recent = scratch.found, scratch.weights, scratch.recent
+    upcoming, choices, votes = scratch.upcoming, scratch.choices, scratch.votes
+    alive, survives = count, 1.0
+    for depth in range(most):
+        going = 0
+        for which in range(alive):
+            part = parts[found[which, PARTITION]]
+            position = found[which, POSITION] + 1 + depth
+            token = SEPARATOR
+            if position < part.head:
+                token = words[part.tokens + place(part, position)]
+            if token != SEPARATOR:
+                if going != which:
+                    move(found, which, going)
+                    weights[going] = weights[which]
+                upcoming[going] = token
+                going += 1
+        if going == 0:
+            return depth
+
+        options = 0
+        for which in range(going):
+            option = 0
+            while option < options and choices[option] != upcoming[which]:
+                option += 1
+            if option == options:
+                choices[option], votes[option] = upcoming[which], 0.0
+                options += 1
+            votes[option] += weights[which]
+
+        total, best, best_votes, best_past, best_key = 0.0, -1, -1.0, 0, 0
+        for option in range(options):
+            past, key, vote = 0, key_of(recent, choices[option]), votes[option]
+            if failing >= 0:
+                refused, accepted = evidence(words, parts[failing], key, epoch)
+                vote *= (1.0 + accepted) / (1.0 + refused)
+                past = known_of(refused, accepted)
+            total += vote
+            if vote > best_votes:
+                best, best_votes, best_past, best_key = choices[option], vote, past, key
+
+        alive, lead = 0, 0
+        for which in range(going):
+            if upcoming[which] == best:
+                if alive != which:
+                    move(found, which, alive)
+                    weights[alive] = weights[which]
+                if weights[alive] > weights[lead]:
+                    lead = alive
+                alive += 1
+        if depth == 0:
+            for column in range(COLUMNS):
+                scratch.lead[column] = found[lead, column]
+        cell = cell_of(
+            found[lead, SOURCE],
+            MATCH_BUCKET[found[lead, MATCH]],
+            agreement_of(alive, best_votes / total),
+            best_past,
+            POSITION_BUCKET[min(depth, _LAST_POSITION)],
+        )
+        survives *= chance(known, effect, cell)
+        if survives < floor:
+            return depth
+        drafts.tokens[row, depth], drafts.survival[row, depth] = best, survives
+        drafts.cells[row, depth], drafts.keys[row, depth] = cell, best_key
+        for back in range(KEY_TOKENS - 1, 0, -1):
+            recent[back] = recent[back - 1]
+        recent[0] = best
+    return most

@@ -19,28 +19,21 @@ from headrace_decode.speculation.retrieval.refusals import KEY_TOKENS, epoch_of,
 from headrace_decode.speculation.retrieval.retrieve import (
     CANDIDATES,
     COLUMNS,
+    HANDLE,
     MATCH,
+    OWN,
     ROW,
     SOURCE,
     SURVIVORS,
-    find_kept,
-    find_own,
+    TENANT,
+    Scratch,
+    find,
     move,
+    walk,
 )
 from headrace_decode.speculation.retrieval.ring import append_run
 from headrace_decode.speculation.retrieval.segments import ANCHORS, CONTEXT, LENGTHS, NONE
-from headrace_decode.speculation.retrieval.trie import Scratch, walk
 
-# Columns of the request table, int64 [requests, REQUEST_COLUMNS].
-(
-    HANDLE,  # the handle that is good now; 0 while the row is free
-    OWN,  # its own partition
-    TENANT,  # its tenant's partition, or NONE
-    MODEL,
-    TOKENIZER,
-    PROMPT_END,  # position of the first answered token
-    REQUEST_COLUMNS,
-) = range(7)
 ROW_MASK = (1 << 20) - 1
 
 _SURVIVORS, _LONGEST = SURVIVORS, ANCHORS[-1]
@@ -134,22 +127,12 @@ def draft_rows(
         if parts[own].head == parts[own].tail:
             continue
         length = read_context(store.words, parts[own], context)
-        count = find_own(store, own, context, length, request[PROMPT_END], found)
         hash_context(context, length, anchors, hashes)
-        for kept in (tenant, look.public):
-            if kept != NONE:
-                count += find_kept(
-                    store,
-                    kept,
-                    context,
-                    length,
-                    hashes,
-                    request[MODEL],
-                    request[TOKENIZER],
-                    look.now_s,
-                    found[count : count + _SURVIVORS],
-                )
-        going = 0
+        count = going = 0
+        for part in (own, tenant, look.public):
+            if part != NONE:
+                room = found[count : count + _SURVIVORS]
+                count += find(store, part, context, length, hashes, request, look.now_s, room)
         for which in range(count):
             if look.allowed[found[which, SOURCE]]:
                 if going != which:
@@ -196,8 +179,8 @@ def feedback_rows(
 ) -> int:
     """Learn from what the engine did with each row's draft; how many rows were verified.
 
-    The failure memory of the request's tenant hears of the accepted tokens and of the first refused
-    one; those behind it were not tried.
+    The accepted tokens and the first refused one go into the failure memory of the request's
+    tenant; those behind it were not tried.
     """
     epoch, verified, headers = epoch_of(now_s), 0, store.headers
     for index in range(len(drafts.handles)):

@@ -1,1 +1,1 @@
-"""What replicas tell each other of their drafting memories."""
+"""How replicas share their drafting memories."""

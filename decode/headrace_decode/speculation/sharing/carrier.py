@@ -3,7 +3,7 @@
 A thread beside the engine. No look-up waits for it and it asks nobody while drafts are made; it
 holds the memory's lock for one segment at a time (`exchange`), and never while it talks. Turns move
 TURN_BYTES at most and are spaced so that no more than `bytes_per_s` move; partitions with something
-to tell take turns, so that loading a corpus does not hold up anybody's answers. A node that is away
+to send take turns, so that loading a corpus does not hold up anybody's answers. A node that is away
 costs freshness: the thread tries again, and posts what it still has once a node is there.
 """
 
@@ -160,6 +160,6 @@ class Carrier:
 
 
 def _stream(key: Key) -> bytes:
-    """A name for a partition that does not tell the tenant's."""
+    """A name for a partition that does not reveal the tenant's."""
     name = f"{len(key.scope)} {key.scope} {key.tenant}".encode()
     return hashlib.blake2b(name, digest_size=16).digest()

@@ -1,12 +1,12 @@
-"""What a memory tells other replicas, and takes in from them.
+"""What a memory sends to other replicas, and takes in from them.
 
-The memory is its own log. A replica tells each segment that it put in itself, once; a queue names
-the header rows that are still to be told, and a segment that was evicted meanwhile is passed over.
+The memory is its own log. A replica sends each segment that it put in itself, once; a queue names
+the header rows that are still to be sent, and a segment that was evicted meanwhile is passed over.
 After a restart of the board all segments of this replica are queued again. Segments have ids that
 are the same everywhere, so taking one in twice changes nothing, and what came from others is not
-told on.
+sent on.
 
-A corpus reaches the replicas that run by itself; one of them tells it whole when its version takes
+A corpus reaches the replicas that run by itself; one of them sends it whole when its version takes
 over, for those that start later.
 
 The engine's step needs the memory's lock, so it is held for one segment at a time, and whoever
@@ -36,12 +36,12 @@ from headrace_decode.speculation.sharing.record import (
 )
 
 MOST_ENTRIES = 65536
-"""Untold entries of a partition, and partitions with untold entries; the oldest are given up."""
+"""Unsent entries of a partition, and partitions with unsent entries; the oldest are given up."""
 BREATH_S = 1e-4
 """Between two segments: releasing a lock alone does not let a waiting thread run."""
 
 Entry = tuple[int, int] | FlippedRecord
-"""A segment's header row and its generation, or what else is told."""
+"""A segment's header row and its generation, or what else is sent."""
 
 
 class Exchange:
@@ -63,12 +63,12 @@ class Exchange:
 
     @property
     def untold(self) -> int:
-        """Entries that wait to be told, those of the last batch until the next one is asked for."""
+        """Entries that wait to be sent, those of the last batch until the next one is asked for."""
         with self.memory.lock:
             return sum(map(len, self._queue.values())) + self._in_hand
 
     def tell(self, most_bytes: int) -> tuple[Key, bytes] | None:
-        """The next batch and its partition, about `most_bytes` at most; None if all is told.
+        """The next batch and its partition, about `most_bytes` at most; None if all is sent.
 
         Partitions take turns.
         """

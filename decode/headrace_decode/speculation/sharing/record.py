@@ -1,4 +1,4 @@
-"""What replicas tell each other: segments and versions of corpora, in names instead of numbers.
+"""What replicas send each other: segments and versions of corpora, in names instead of numbers.
 
 Interned numbers mean nothing to another process, so tenant, corpus and digests are written out. A
 batch is of one partition:
@@ -50,7 +50,7 @@ class FlippedRecord(msgspec.Struct, array_like=True, frozen=True, tag="flipped")
 
 
 class Batch(msgspec.Struct, array_like=True, frozen=True):
-    """What one replica tells of one partition, in the order in which it happened."""
+    """What one replica sends of one partition, in the order in which it happened."""
 
     replica: int
     scope: Literal["tenant", "public"]
