@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.router.engines import prefill_s, step_s
+from headrace.router.engines import full_s, prefill_s, step_s
 from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.view import View
@@ -211,10 +211,11 @@ def test_engines_are_priced_exactly_as_their_step_times_say(
     view = View(16, 1000.0)
     row = view.add("a", "decode", view.node("n"), step_tokens=budget)
     view.set_steps(row, fit)
-    engine = view.engines[row], view.curves[row], view.padded[row]
+    engine = view.engines[row], view.curves, view.padded, row
     told = step_s(*engine, float(prompt), float(rows), float(context), pairs)
     assert told == fit.seconds(prompt, rows, 0, context, pairs)
-    told = prefill_s(*engine, prompt, pairs, rows, context)
+    view.engines[row]["running"], view.engines[row]["context"] = rows, context
+    told = prefill_s(*engine, prompt, pairs, full_s(*engine, prompt))
     assert told == fit.prefill_s(prompt, pairs, step_tokens=budget, rows=rows, context=context)
 
 

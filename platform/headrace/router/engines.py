@@ -34,6 +34,9 @@ decode engine lose, plus the seconds of its answer::
   (`router.tokens`).
 """
 
+# No part of an array is passed on below: each would be counted as a reference to it, which made all
+# of this take half as long again.
+
 from __future__ import annotations
 
 import math
@@ -135,54 +138,90 @@ def mixed(key: Any, other: Any) -> Any:
 
 
 @jit()
-def step_s(
-    engine: Any, curve: Any, padded: Any, prompt: float, rows: float, context: float, pairs: float
-) -> Any:
-    """As `StepTime.seconds`, without drafts. `curve`: [29]; `padded`: sizes, filled up with inf."""
+def size_s(engine: Any, curves: Any, padded: Any, i: int, prompt: float, rows: float) -> Any:
+    """Seconds of a step of engine `i`, by its size alone.
+
+    Args:
+        curves: seconds at each knot, [engines, 29].
+        padded: sizes that the engine pads to, filled up with inf, [engines, sizes].
+    """
     n = engine.weight * prompt + rows
-    low, high = 0, len(padded)
+    low, high = 0, padded.shape[1]
     while low < high:
         middle = (low + high) >> 1
-        if padded[middle] < n:
+        if padded[i, middle] < n:
             low = middle + 1
         else:
             high = middle
-    if low < len(padded) and padded[low] < np.inf:
-        n = padded[low]
+    if low < padded.shape[1] and padded[i, low] < np.inf:
+        n = padded[i, low]
     if n <= 1.0:
-        seconds = curve[0]
-    elif n >= _KNOTS[_LAST]:
-        seconds = curve[_LAST] * n / _KNOTS[_LAST]
-    else:
-        low, high = 0, _LAST
-        while low < high:
-            middle = (low + high) >> 1
-            if _KNOTS[middle] < n:
-                low = middle + 1
-            else:
-                high = middle
-        left, right = _KNOTS[low - 1], _KNOTS[low]
-        seconds = curve[low - 1] + (curve[low] - curve[low - 1]) * (n - left) / (right - left)
+        return curves[i, 0]
+    if n >= _KNOTS[_LAST]:
+        return curves[i, _LAST] * n / _KNOTS[_LAST]
+    upper, high = 0, _LAST
+    while upper < high:
+        middle = (upper + high) >> 1
+        if _KNOTS[middle] < n:
+            upper = middle + 1
+        else:
+            high = middle
+    left, right = _KNOTS[upper - 1], _KNOTS[upper]
+    return curves[i, upper - 1] + (curves[i, upper] - curves[i, upper - 1]) * (n - left) / (
+        right - left
+    )
+
+
+@jit()
+def step_s(
+    engine: Any,
+    curves: Any,
+    padded: Any,
+    i: int,
+    prompt: float,
+    rows: float,
+    context: float,
+    pairs: float,
+) -> Any:
+    """As `StepTime.seconds`, without drafts."""
+    seconds = size_s(engine, curves, padded, i, prompt, rows)
     return seconds + engine.context_s * context + engine.pair_s * pairs
 
 
 @jit()
+def full_s(engine: Any, curves: Any, padded: Any, i: int, tokens: int) -> Any:
+    """`size_s` of the engine's full steps, where so many tokens take any."""
+    if tokens < engine.step_tokens:
+        return 0.0
+    return size_s(engine, curves, padded, i, engine.step_tokens, engine.running)
+
+
+@jit()
 def prefill_s(
-    engine: Any, curve: Any, padded: Any, tokens: int, pairs: float, rows: int, context: int
+    engine: Any, curves: Any, padded: Any, i: int, tokens: int, pairs: float, full: float
 ) -> Any:
-    """As `StepTime.prefill_s`."""
+    """As `StepTime.prefill_s`, beside all that decodes there; `full`: of `full_s`."""
+    rows, context = engine.running, engine.context
     if tokens == 1:
-        return step_s(engine, curve, padded, 0.0, rows + 1.0, context + pairs, 0.0)
-    full = tokens // engine.step_tokens
-    rest = tokens - full * engine.step_tokens
+        return step_s(engine, curves, padded, i, 0.0, rows + 1.0, context + pairs, 0.0)
+    size = engine.step_tokens
+    steps = tokens // size
+    rest = tokens - steps * size
     total_s = 0.0
-    if full:
-        size = engine.step_tokens
+    if steps:
         part = pairs * size / tokens
-        total_s += full * step_s(engine, curve, padded, size, rows, context, part)
+        total_s += steps * (full + engine.context_s * context + engine.pair_s * part)
     if rest:
-        total_s += step_s(engine, curve, padded, rest, rows, context, pairs * rest / tokens)
+        total_s += step_s(engine, curves, padded, i, rest, rows, context, pairs * rest / tokens)
     return total_s
+
+
+@jit()
+def queue_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
+    """Seconds of the prompts ahead."""
+    tokens = engine.queued_tokens
+    full = full_s(engine, curves, padded, i, tokens)
+    return prefill_s(engine, curves, padded, i, tokens, engine.queued_pairs, full)
 
 
 @jit()
@@ -198,7 +237,7 @@ def wait_s(engine: Any, now_s: float) -> Any:
     """Q: expected seconds until the engine begins with one more prompt."""
     queue_s = max(engine.behind_s, engine.queue_s - max(0.0, now_s - engine.at_s))
     spread_s = math.sqrt(engine.drift * max(0.0, now_s - engine.heard_s))
-    if not spread_s > 0.0:
+    if not spread_s * 8.0 > queue_s:  # beyond, the two differ by less than rounding
         return queue_s
     z = queue_s / spread_s
     below = 0.5 * math.erfc(-z / math.sqrt(2.0))
@@ -263,8 +302,9 @@ def find_runs(ask: Any, held: Any, dram: Any, store: Any, objects: int, loads: A
 def work(
     ask: Any,
     engine: Any,
-    curve: Any,
+    curves: Any,
     padded: Any,
+    i: int,
     cached: int,
     lengths: Any,
     waits: Any,
@@ -275,44 +315,45 @@ def work(
 
     Args:
         cached: tokens in its own cache.
-        lengths, waits, media: runs that its node's store can supply, [runs].
-        loads: (fixed_s, byte_s) of its node's media, [4, 2].
+        lengths, waits, media: runs that each node's store can supply, [nodes, runs].
+        loads: (fixed_s, byte_s) of each node's media, [nodes, 4, 2].
 
     Returns:
         (tokens to compute, seconds to compute, to load, until what is pulled is there, number of
         leading runs that are taken)
     """
-    n, held = ask.prompt_tokens, 0
-    for run in range(len(lengths)):
-        held += lengths[run]
+    n, node, held = ask.prompt_tokens, engine.node, 0
+    for run in range(lengths.shape[1]):
+        held += lengths[node, run]
     useful = min(held, max(0, n - 1)) // ask.block_tokens * ask.block_tokens
     tokens = max(1, n - cached)
     pairs = last_pairs(n, tokens)
-    compute = prefill_s(engine, curve, padded, tokens, pairs, engine.running, engine.context)
+    full = full_s(engine, curves, padded, i, tokens)
+    compute = prefill_s(engine, curves, padded, i, tokens, pairs, full)
     best = (tokens, compute, 0.0, 0.0, 0)
     best_s = compute
     end, from_dram, from_nvme = 0, 0, 0
     pull_s, slow = 0.0, False
-    for run in range(len(lengths)):
+    for run in range(lengths.shape[1]):
         begin = max(end, cached)
-        end += lengths[run]
+        end += lengths[node, run]
         new = min(end, useful) - begin
         if new <= 0:
             continue
-        if media[run] == NVME:
+        if media[node, run] == NVME:
             from_nvme += new
         else:
             from_dram += new
-        slow |= media[run] != DRAM
-        pull_s += waits[run] * new / lengths[run]
+        slow |= media[node, run] != DRAM
+        pull_s += waits[node, run] * new / lengths[node, run]
         load_s = 0.0
         if from_dram:
-            load_s += loads[DRAM, 0] + from_dram * ask.token_bytes * loads[DRAM, 1]
+            load_s += loads[node, DRAM, 0] + from_dram * ask.token_bytes * loads[node, DRAM, 1]
         if from_nvme:
-            load_s += loads[NVME, 0] + from_nvme * ask.token_bytes * loads[NVME, 1]
+            load_s += loads[node, NVME, 0] + from_nvme * ask.token_bytes * loads[node, NVME, 1]
         tokens = max(1, n - cached - from_dram - from_nvme)
         pairs = last_pairs(n, tokens)
-        compute = prefill_s(engine, curve, padded, tokens, pairs, engine.running, engine.context)
+        compute = prefill_s(engine, curves, padded, i, tokens, pairs, full)
         seconds = pull_s + max(compute, load_s)
         if not slow or seconds <= best_s:
             best = (tokens, compute, load_s, pull_s, run + 1)
@@ -321,13 +362,15 @@ def work(
 
 
 @jit()
-def tokens_a_step(ask: Any, engine: Any, curve: Any, padded: Any, context: int, last: float) -> Any:
+def tokens_a_step(
+    ask: Any, engine: Any, curves: Any, padded: Any, i: int, context: int, last: float
+) -> Any:
     """e: tokens of an answer that a step makes, less what its drafts cost the others."""
     most = min(engine.draft_tokens, ask.draft_tokens)
     if most <= 0:
         return 1.0
     rows = engine.running + 1.0
-    more = step_s(engine, curve, padded, 0.0, rows + 1.0, context, 0.0)
+    more = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
     price = rows * (more - last) / last
     gained, survival = 0.0, 1.0
     for _ in range(most):
@@ -352,16 +395,18 @@ def kv_bytes(ask: Any, cached: int) -> Any:
 
 
 @jit()
-def arrival_parts(ask: Any, engine: Any, found: Any) -> Any:
-    """(call, queue, pull, compute, load) of A_p; `found`: of `work`."""
+def arrival_parts(engine: Any, found: Any) -> Any:
+    """(call, pull, compute, load) of A_p; `found`: of `work`."""
     _, compute, load, pull, _ = found
-    return engine.call_s, wait_s(engine, ask.now_s), pull, compute, max(0.0, load - compute)
+    return engine.call_s, pull, compute, max(0.0, load - compute)
 
 
 @jit()
-def local_parts(ask: Any, engine: Any, curve: Any, padded: Any, found: Any, busy_s: float) -> Any:
-    """(queue, pull, compute, load, stall, answer) of local(d), T_d(1, r_d), and what the running
-    streams lose by that step.
+def local_parts(
+    ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any, busy_s: float
+) -> Any:
+    """(pull, compute, load, stall, answer) of local(d), T_d(1, r_d), and what the running streams
+    lose by that step.
 
     Args:
         found: of `work`.
@@ -370,19 +415,19 @@ def local_parts(ask: Any, engine: Any, curve: Any, padded: Any, found: Any, busy
     tokens, alone_s, load_s, pull, _ = found
     rows = engine.running
     stalled = ask.stall_weight * rows
-    idle = step_s(engine, curve, padded, 0.0, rows, engine.context, 0.0)
+    idle = step_s(engine, curves, padded, i, 0.0, rows, engine.context, 0.0)
     compute = beside_s(alone_s, engine.share, busy_s)
     load = max(0.0, load_s - compute)
     steps = -(-tokens // engine.step_tokens)
     stall = stalled * max(0.0, compute + load - steps * idle)
     context = engine.context + max(ask.prompt_tokens, 1)
-    last = step_s(engine, curve, padded, 0.0, rows + 1.0, context, 0.0)
+    last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
     more = stalled * max(0.0, last - idle)
     answer = 0.0
     if ask.output_tokens > 0.0:
-        each = tokens_a_step(ask, engine, curve, padded, context, last)
+        each = tokens_a_step(ask, engine, curves, padded, i, context, last)
         answer = ask.output_tokens / each * (last + more)
-    return wait_s(engine, ask.now_s), pull, compute, load, stall, answer, last, more
+    return pull, compute, load, stall, answer, last, more
 
 
 @jit()
@@ -403,36 +448,33 @@ def price(
     busy_s = np.zeros(len(loads))
     for i in range(count):
         engine = engines[i]
+        costs[i].queue_s = wait_s(engine, ask.now_s)
         if engine.prefill:
-            busy_s[engine.node] = max(busy_s[engine.node], wait_s(engine, ask.now_s))
+            busy_s[engine.node] = max(busy_s[engine.node], costs[i].queue_s)
     for i in range(count):
         engine, cost = engines[i], costs[i]
         if not (engine.prefill or engine.decode):
             continue
-        at, curve, sizes = engine.node, curves[i], padded[i]
-        cost.node = at
+        cost.node = engine.node
         cost.tie = mixed(engine.key, ask.affinity)
         cached = held_tokens(ask, engine.hbm, held)
-        found = work(
-            ask, engine, curve, sizes, cached, lengths[at], waits[at], media[at], loads[at]
-        )
+        found = work(ask, engine, curves, padded, i, cached, lengths, waits, media, loads)
         if engine.prefill:
-            call, queue, pull, compute, load = arrival_parts(ask, engine, found)
-            cost.arrival_s = call + queue + pull + compute + load
+            call, pull, compute, load = arrival_parts(engine, found)
+            cost.arrival_s = call + cost.queue_s + pull + compute + load
             cost.compute_s = compute
         if engine.decode:
-            busy = busy_s[at]
-            queue, pull, compute, load, stall, answer, last, more = local_parts(
-                ask, engine, curve, sizes, found, busy
+            busy = busy_s[engine.node]
+            pull, compute, load, stall, answer, last, more = local_parts(
+                ask, engine, curves, padded, i, found, busy
             )
             rows = engine.running
-            cost.queue_s = queue
             cost.handoff_s = engine.handoff_s
             cost.last_s = last
             cost.rest_s = more + answer
             cost.slowed = ask.stall_weight * rows * engine.share
             cost.bytes = kv_bytes(ask, cached)
-            cost.local_ttft_s = queue + pull + compute + load
+            cost.local_ttft_s = cost.queue_s + pull + compute + load
             cost.local_s = cost.local_ttft_s + stall + answer
             broken = 0
             total = ask.prompt_tokens + ask.output_tokens
@@ -445,7 +487,8 @@ def price(
                     cost.broken_remote |= SLOW_STEP
                 tokens = min(found[0], engine.step_tokens)
                 pairs = last_pairs(ask.prompt_tokens, tokens)
-                if prefill_s(engine, curve, sizes, tokens, pairs, rows, engine.context) > ask.itl_s:
+                full = full_s(engine, curves, padded, i, tokens)
+                if prefill_s(engine, curves, padded, i, tokens, pairs, full) > ask.itl_s:
                     cost.broken_local |= SLOW_STEP
             if cost.local_ttft_s > ask.ttft_s:
                 cost.broken_local |= LATE

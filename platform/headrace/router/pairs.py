@@ -110,8 +110,8 @@ def least_local(engines: Any, costs: Any, found: Any, strict: bool) -> Any:
 
 
 @jit()
-def _move_s(size: float, fit: Any) -> Any:
-    return fit[0] + size * fit[1] if size > 0.0 else 0.0
+def _move_s(size: float, fits: Any, link: int) -> Any:
+    return fits[link, 0] + size * fits[link, 1] if size > 0.0 else 0.0
 
 
 @jit()
@@ -183,8 +183,7 @@ def least_pairs(
         if not engines[d].decode or (strict and cost.broken_remote):
             continue
         node = cost.node
-        fit = fits[links[node, node]]
-        own_s = _move_s(cost.bytes, fit)
+        own_s = _move_s(cost.bytes, fits, links[node, node])
         p = first[node]
         while p >= 0:
             priced += 1
@@ -197,7 +196,7 @@ def least_pairs(
         move_s = np.inf
         for k in range(len(fits)):
             if fits[k, 3]:
-                move_s = min(move_s, _move_s(cost.bytes, fits[k]))
+                move_s = min(move_s, _move_s(cost.bytes, fits, k))
         if nodes > 1 and move_s < np.inf:
             least_move[d] = cost.handoff_s + move_s
             bound = max(least_arrival + least_move[d], cost.queue_s) + cost.last_s + cost.rest_s
@@ -213,7 +212,6 @@ def least_pairs(
         if found[last].decode >= 0 and keys[d] >= found[last].seconds:
             break
         cost = costs[d]
-        row = links[:, cost.node]
         at = 0
         while True:
             if at == sorted_p:
@@ -233,7 +231,7 @@ def least_pairs(
             if costs[p].node == cost.node:
                 continue
             priced += 1
-            move_s = _move_s(cost.bytes, fits[row[costs[p].node]])
+            move_s = _move_s(cost.bytes, fits, links[costs[p].node, cost.node])
             begins = max(arrival + cost.handoff_s + move_s, cost.queue_s) + cost.last_s
             late = LATE if begins > ttft_s else 0
             if not (strict and late):
@@ -266,11 +264,12 @@ def _detail(
             busy_s = max(busy_s, wait_s(engines[i], ask.now_s))
     cached = held_tokens(ask, engine.hbm, held)
     taken = work(
-        *(ask, engine, curves[d], padded[d], cached),
-        *(lengths[node], waits[node], media[node], loads[node]),
+        *(ask, engine, curves, padded, d, cached),
+        *(lengths, waits, media, loads),
     )
-    queue, pull, compute, load, stall, answer, last, more = local_parts(
-        ask, engine, curves[d], padded[d], taken, busy_s
+    queue = wait_s(engine, ask.now_s)
+    pull, compute, load, stall, answer, last, more = local_parts(
+        ask, engine, curves, padded, d, taken, busy_s
     )
     out[CACHED], out[CACHED_DECODE], out[TAKEN] = cached, cached, taken[4]
     if p < 0:
@@ -279,13 +278,14 @@ def _detail(
         other, where = engines[p], engines[p].node
         out[CACHED] = held_tokens(ask, other.hbm, held)
         taken = work(
-            *(ask, other, curves[p], padded[p], int(out[CACHED])),
-            *(lengths[where], waits[where], media[where], loads[where]),
+            *(ask, other, curves, padded, p, int(out[CACHED])),
+            *(lengths, waits, media, loads),
         )
         out[TAKEN] = taken[4]
-        out[0], out[1], out[2], out[3], out[4] = arrival_parts(ask, other, taken)
+        out[0], out[2], out[3], out[4] = arrival_parts(other, taken)
+        out[1] = wait_s(other, ask.now_s)
         size = kv_bytes(ask, cached)
-        out[5] = _move_s(size, fits[links[where, node]])
+        out[5] = _move_s(size, fits, links[where, node])
         out[6] = engine.handoff_s
         out[7] = max(0.0, queue - out[:7].sum())
         out[8] = last

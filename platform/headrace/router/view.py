@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.engines import ENGINE, prefill_s
+from headrace.router.engines import ENGINE, queue_s
 from headrace.router.plan import RouterSettings
 from headrace_engine.steptime import KNOTS, StepTime
 from headrace_kvstore.supply import DRAM, MEDIA, NVME
@@ -229,10 +229,7 @@ class View:
             engine["heard_s"] = now_s
         engine["queue_s"] = 0.0
         if tokens > 0:
-            engine["queue_s"] = prefill_s(
-                *(engine, self._curves[row], self._padded[row]),
-                *(int(tokens), float(pairs), int(engine["running"]), int(engine["context"])),
-            )
+            engine["queue_s"] = queue_s(engine, self._curves, self._padded, row)
 
     def reserve(self, row: int, tokens: int, pairs: float, now_s: float) -> None:
         """A prompt more was sent there; negative tokens take one off that has not come."""
