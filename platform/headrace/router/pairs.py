@@ -45,9 +45,9 @@ REMOTE_PARTS = (
     *("decode_queue", "decode", "stall", "answer"),
 )
 """Of each kind's total; `answer` is 0 where no answer's length is expected."""
-TOTAL, CACHED, TAKEN, CACHED_DECODE = range(11, 15)
-"""Columns of a detail behind the parts: their sum, tokens in the cache of the engine that prefills,
-runs of the store that it takes, tokens in the decode engine's cache."""
+TOTAL, CACHED, TAKEN, CACHED_DECODE, TAKEN_DECODE = range(11, 16)
+"""Columns of a detail behind the parts: their sum; tokens in the cache of the engine that prefills,
+and runs of the store that it takes; both of the decode engine, if it prefills itself."""
 
 
 @jit()
@@ -271,7 +271,8 @@ def _detail(
     pull, compute, load, stall, answer, last, more = local_parts(
         ask, engine, curves, padded, d, taken, busy_s
     )
-    out[CACHED], out[CACHED_DECODE], out[TAKEN] = cached, cached, taken[4]
+    out[CACHED] = out[CACHED_DECODE] = cached
+    out[TAKEN] = out[TAKEN_DECODE] = taken[4]
     if p < 0:
         out[0], out[1], out[2], out[3], out[4], out[5] = queue, pull, compute, load, stall, answer
     else:
@@ -327,7 +328,7 @@ def decide(
         remote: whether pairs are wanted, too.
 
     Returns:
-        (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 15];
+        (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 16];
         lengths and media of what each node's store can supply). Where every choice of a kind
         breaks a constraint, those that cost least all the same.
     """
@@ -336,7 +337,7 @@ def decide(
         lengths, waits, media = find_runs(ask, held, dram, store, objects, loads)
     costs = price(ask, engines, curves, padded, held, lengths, waits, media, loads)
     kinds = np.zeros((2, most), FOUND)
-    details = np.zeros((2, CACHED_DECODE + 1))
+    details = np.zeros((2, TAKEN_DECODE + 1))
     for kind in range(2):
         found = kinds[kind]
         for strict in (True, False):

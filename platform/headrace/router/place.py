@@ -10,7 +10,7 @@ says so. Pure: no clocks, no I/O; the view is only read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from headrace.router.pairs import (
     LOCAL_PARTS,
     REMOTE_PARTS,
     TAKEN,
+    TAKEN_DECODE,
     TOTAL,
     decide,
 )
@@ -112,8 +113,14 @@ def place(view: View, request: PlaceRequest) -> Plan:
         predicted |= _named(request, "remote", REMOTE_PARTS, details[1])
     choice = _choice(view, request, local[0], pairs[0])
     chosen, detail = (local[0], details[0]) if choice.kind == "local" else (pairs[0], details[1])
-    node = view.engines["node"][chosen.decode if chosen.prefill < 0 else chosen.prefill]
-    supply = zip(media[node, : int(detail[TAKEN])], lengths[node], strict=False)
+    nodes, supply = view.engines["node"], (request.prompt_tokens, view.block_tokens, lengths, media)
+    own = _runs(
+        *supply, nodes[chosen.decode], int(detail[CACHED_DECODE]), int(detail[TAKEN_DECODE])
+    )
+    runs, fallback = own, tuple[Run, ...]()
+    if chosen.prefill >= 0:
+        fallback = own
+        runs = _runs(*supply, nodes[chosen.prefill], int(detail[CACHED]), int(detail[TAKEN]))
     return Plan(
         request_id=request.request_id,
         prefill=None if chosen.prefill < 0 else view.prefill_name,
@@ -122,7 +129,8 @@ def place(view: View, request: PlaceRequest) -> Plan:
         cached_prefill_tokens=int(details[1][CACHED]),
         decode=view.name(chosen.decode),
         replica="" if chosen.prefill < 0 else view.name(chosen.prefill),
-        runs=_runs(request.prompt_tokens, view.block_tokens, int(detail[CACHED]), supply),
+        runs=runs,
+        fallback=fallback,
         predicted=predicted,
         timeout_s=_timeout_s(view, chosen, predicted),
         reasons=(choice.why, formula(predicted)),
@@ -198,17 +206,23 @@ def _broken(found: _Found) -> str:
 
 
 def _runs(
-    prompt_tokens: int, block_tokens: int, cached: int, supply: Iterable[tuple[int, int]]
+    prompt_tokens: int,
+    block_tokens: int,
+    lengths: NDArray[np.int64],
+    media: NDArray[np.int64],
+    node: int,
+    cached: int,
+    taken: int,
 ) -> tuple[Run, ...]:
-    """The prompt in order, as the engine that prefills it gets it: what its cache has, what of its
-    store's runs (medium, tokens) it takes, and what it computes."""
+    """The prompt in order, as an engine of this node gets it: what its cache has, the leading runs
+    of the store that it takes, and what it computes."""
     useful = max(0, prompt_tokens - 1) // block_tokens * block_tokens
     runs = [Run("hbm", cached)] if cached else []
     end, at = 0, cached
-    for medium, tokens in supply:
-        end = min(end + int(tokens), useful)
+    for run in range(taken):
+        end = min(end + int(lengths[node, run]), useful)
         if end > at:
-            runs.append(Run(MEDIA[medium], end - at))
+            runs.append(Run(MEDIA[media[node, run]], end - at))
             at = end
     if at < prompt_tokens:
         runs.append(Run("compute", prompt_tokens - at))

@@ -75,6 +75,8 @@ class Plan:
     replica: str = ""
     #: The prompt from its beginning to its end, as the engine that prefills it gets it.
     runs: tuple[Run, ...] = ()
+    #: The same for the decode engine, should the remote prefill fail; empty when local.
+    fallback: tuple[Run, ...] = ()
     #: Seconds by part for the best local and the best remote choice: "local.queue", ...,
     #: "remote.total".
     predicted: Mapping[str, float] = field(default_factory=dict)
@@ -136,6 +138,7 @@ class Plan:
             "loaded_tokens": self.loaded_tokens,
             "loaded_from": self.loaded_from,
             "runs": [run._asdict() for run in self.runs],
+            "fallback": [run._asdict() for run in self.fallback],
             "predicted": dict(self.predicted),
             "timeout_s": self.timeout_s,
             "draft_cap": self.draft_cap,

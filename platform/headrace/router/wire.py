@@ -37,10 +37,7 @@ def encode(plan: Plan) -> bytes:
     told["reasons"] = [_short(reason) for reason in plan.reasons[:_REASONS]]
     if plan.refusal is not None:
         told["refusal"]["reasons"] = [_short(r) for r in plan.refusal.reasons[:_REASONS]]
-    kept, rest = plan.runs[: _RUNS - 1], plan.runs[_RUNS - 1 :]
-    if len(rest) > 1:
-        rest = (Run("compute", sum(run.tokens for run in rest)),)
-    told["runs"] = [list(run) for run in (*kept, *rest)]
+    told["runs"], told["fallback"] = _few(plan.runs), _few(plan.fallback)
     told["runners_up"] = [list(other) for other in plan.runners_up]
     data = json.dumps(told, separators=(",", ":")).encode()
     if len(data) > MOST_BYTES:
@@ -68,11 +65,8 @@ def decode(data: bytes) -> Plan:
 def _plan(told: Mapping[str, Any]) -> Plan:
     prefill, refusal, cap = told["prefill"], told["refusal"], told["draft_cap"]
     predicted = {str(part): _seconds(s) for part, s in told["predicted"].items()}
-    runs = tuple(Run(source, _count(tokens)) for source, tokens in told["runs"])
-    if not predicted.keys() <= _PARTS or not {run.source for run in runs} <= _SOURCES:
-        raise ValueError("not a plan: it has parts or sources that there are not")
-    if len(runs) > _RUNS or len(told["runners_up"]) > RUNNERS_UP:
-        raise ValueError("not a plan: it has too many runs or runners-up")
+    if not predicted.keys() <= _PARTS or len(told["runners_up"]) > RUNNERS_UP:
+        raise ValueError("not a plan: it has parts that there are not, or too many runners-up")
     return Plan(
         request_id=_name(told["request_id"]),
         prefill=None if prefill is None else _name(prefill),
@@ -81,7 +75,8 @@ def _plan(told: Mapping[str, Any]) -> Plan:
         cached_prefill_tokens=_count(told["cached_prefill_tokens"]),
         decode=_name(told["decode"]),
         replica=_name(told["replica"]),
-        runs=runs,
+        runs=_runs(told["runs"]),
+        fallback=_runs(told["fallback"]),
         predicted=predicted,
         timeout_s=_seconds(told["timeout_s"]),
         reasons=_reasons(told["reasons"]),
@@ -94,6 +89,20 @@ def _plan(told: Mapping[str, Any]) -> Plan:
         else Refusal(_reasons(refusal["reasons"]), _count(refusal["retry_after_s"])),
         explores=told["explores"] is True,
     )
+
+
+def _few(runs: tuple[Run, ...]) -> list[tuple[str, int]]:
+    kept, rest = runs[: _RUNS - 1], runs[_RUNS - 1 :]
+    if len(rest) > 1:
+        rest = (Run("compute", sum(run.tokens for run in rest)),)
+    return [tuple(run) for run in (*kept, *rest)]
+
+
+def _runs(told: Any) -> tuple[Run, ...]:
+    runs = tuple(Run(source, _count(tokens)) for source, tokens in told)
+    if len(runs) > _RUNS or not {run.source for run in runs} <= _SOURCES:
+        raise ValueError("not a plan: it has too many runs, or sources that there are not")
+    return runs
 
 
 def _short(reason: str) -> str:
