@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import serve
 
 from headrace.router import (
     Geometry,
@@ -41,7 +42,12 @@ class RouterPlanner:
 
         step_tokens = prompt_step_tokens(vllm_config)
         settings = replace(self.settings, max_step_tokens=step_tokens)
-        router = Router(settings, engine_geometry(vllm_config), decode_step=meter.step_time)
+        router = Router(
+            settings,
+            engine_geometry(vllm_config),
+            decode_step=meter.step_time,
+            replica=serve.get_replica_context().replica_id.unique_id,
+        )
         machine = ray.get_runtime_context().get_node_id()
         return ReplicaPlanner(router, meter, store_view(vllm_config, meter), machine)
 
