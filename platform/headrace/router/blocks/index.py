@@ -165,25 +165,26 @@ class BlockIndex:
         Raises:
             KeyError: no such holder.
         """
+        if parent is None:
+            self._store(holder, kernels.FIRST, 0, keys)
+        elif parent == UNPLACED:
+            self._store(holder, kernels.UNKNOWN, 0, keys)
+        else:
+            self._store(holder, kernels.AFTER, parent, keys)
+
+    def stored_apart(self, holder: int, keys: Keys) -> None:
+        """A holder has blocks in any order, of which it is not known what stands before them.
+        KeyError if there is no such holder."""
+        self._store(holder, kernels.APART, 0, keys)
+
+    def _store(self, holder: int, known: int, parent: int, keys: Keys) -> None:
         slot, start = self._slot(holder), 0
-        known = kernels.FIRST if parent is None else kernels.AFTER
-        if parent is None or parent == UNPLACED:
-            known = kernels.FIRST if parent is None else kernels.UNKNOWN
-            parent = 0
         self._work(len(keys))
         while True:
             start = kernels.store(self._tables, slot, known, np.uint64(parent), keys, start)
             if start >= len(keys):
                 return
             self._grow()
-
-    def stored_apart(self, holder: int, keys: Keys) -> None:
-        """A holder has blocks of which it is not known what stands before them."""
-        slot = self._slot(holder)
-        self._work(len(keys))
-        for i in range(len(keys)):
-            while kernels.store(self._tables, slot, 0, np.uint64(0), keys[i : i + 1], 0) == 0:
-                self._grow()
 
     def removed(self, holder: int, keys: Keys, unless: int | None = None) -> None:
         """A holder has these blocks no longer, except those that the holder `unless` still has.

@@ -43,8 +43,9 @@ from headrace.router.blocks.sets import (
 from headrace_kvstore.compiled import jit
 
 ROOT = 1
-UNKNOWN, FIRST, AFTER = 0, 1, 2
-"""What is known of the block before a run: nothing, that there is none, its key."""
+UNKNOWN, FIRST, AFTER, APART = range(4)
+"""What is known of the block before a run: nothing, that there is none, its key. APART: the blocks
+are no run, and nothing is known of their places."""
 _HALF, _LOW, _ZERO = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 
 
@@ -288,7 +289,7 @@ def store(
     above = np.int64(0)
     if known == FIRST and start == 0:
         above = np.int64(ROOT)
-    elif start > 0:
+    elif start > 0 and known != APART:
         above = find(t, keys[start - 1])
     elif known == AFTER:
         above = find(t, parent_key)
@@ -314,7 +315,7 @@ def store(
         parent = np.int64(t.nodes[node].parent)
         usable = np.int64(t.nodes[node].usable)
         if has(t, usable, slot):
-            above = node
+            above = node if known != APART else np.int64(0)
             continue
         orphan = np.int64(t.nodes[node].orphan)
         if parent != 0 and (parent == ROOT or has(t, np.int64(t.nodes[parent].usable), slot)):
@@ -343,6 +344,8 @@ def store(
             above = np.int64(0)
         else:
             above = node if t.nodes[node].parent != 0 else np.int64(0)
+        if known == APART:
+            above = np.int64(0)
     return keys.size
 
 
