@@ -11,6 +11,8 @@ import vllm
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
+from headrace_kvstore.prompt_hash import hash_prompt
+
 
 def vllm_version() -> str:
     """The installed vLLM's version."""
@@ -33,12 +35,15 @@ class BlockHasher:
     """
 
     def __init__(self, algorithm: str, block_tokens: int) -> None:
+        self._fast = algorithm == "sha256_cbor"
         self._hash = get_hash_fn_by_name(algorithm)
         self._root = self._hash(resolve_none_hash_seed(self._hash))
         self._block_tokens = block_tokens
 
     def __call__(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
         """Hashes of the blocks of a prompt that has no images, adapter or embeddings."""
+        if self._fast:
+            return hash_prompt(token_ids, self._block_tokens, self._root, salt)
         parent, hashes = self._root, []
         extra: tuple[str, ...] | None = (salt,) if salt else None
         for end in range(self._block_tokens, len(token_ids) + 1, self._block_tokens):

@@ -1,10 +1,9 @@
 """Which node holds which KV blocks, by medium, learned from the nodes' event streams. Pure.
 
-Each node numbers its batches of events from 0 (see `events.py`). A batch that begins with
-`AllBlocksCleared` is the node's whole state and is always applied. Any other batch is applied if
-it is the next one, skipped if it is older, and refused if a batch before it is missing. The caller
-then has the node replay from `wanted`. A restarted node starts again at 0; the caller learns of
-that from its generation and calls `drop`.
+Each node numbers its batches of events from 0 (see `events.py`); `sequence.py` says which are
+applied. A batch that begins with `AllBlocksCleared` is the node's whole state. If a batch before
+another one is missing, the caller has the node replay from `wanted`. A restarted node starts again
+at 0; the caller learns of that from its generation and calls `drop`.
 
 One thread may write while others read. A reader sees part of a batch at worst, and never waits.
 """
@@ -21,6 +20,8 @@ from headrace_kvstore.protocol.events import (
     BlockRemoved,
     BlockStored,
 )
+from headrace_kvstore.protocol.sequence import Fate
+from headrace_kvstore.protocol.sequence import Sequence as Numbers
 from headrace_kvstore.table import HASH_BYTES
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -32,7 +33,7 @@ MOST_BLOCKS = 1 << 22
 
 class _Node:
     def __init__(self) -> None:
-        self.next_seq: int | None = None
+        self.numbers = Numbers()
         self.media: dict[str, set[bytes]] = {}
 
 
@@ -47,20 +48,17 @@ class Directory:
         """Take a batch; False if batches before it are missing, and nothing was taken."""
         known = self._nodes.setdefault(node, _Node())
         whole = bool(events) and isinstance(events[0], AllBlocksCleared)
-        if not whole:
-            if known.next_seq is None or seq > known.next_seq:
-                return False
-            if seq < known.next_seq:
-                return True
-        for event in events:
-            self._take(known, event)
-        known.next_seq = seq + 1
-        return True
+        fate = known.numbers.judge(seq, whole)
+        if fate is Fate.TAKE:
+            for event in events:
+                self._take(known, event)
+            known.numbers.taken(seq)
+        return fate is not Fate.WAIT
 
     def wanted(self, node: str) -> int:
         """Number of the batch that a node is to replay from."""
         known = self._nodes.get(node)
-        return 0 if known is None or known.next_seq is None else known.next_seq
+        return 0 if known is None else known.numbers.wanted
 
     def drop(self, node: str) -> None:
         """Forget a node that is gone, or that was restarted."""

@@ -1,0 +1,1 @@
+"""Which blocks every engine and node holds, learned from their events."""

@@ -1,0 +1,192 @@
+"""Blocks that plans will make, counted as coming before they are there.
+
+Between the choice of a replica and the first event of its blocks, the next prompts with the same
+beginning must already see them, or they go elsewhere and compute the same prefix again. A plan
+makes all blocks of its prompt usable on the holders that it names, so for each of them the whole
+prompt counts, apart from what is held:
+
+    coming(prompt, holder) = longest common beginning of the prompt and of a plan for that holder
+
+A plan stops counting when it is withdrawn, when its last block has come to all its holders, or when
+its time is over. Memory is bounded by the plans and the blocks they name: a plan beyond that takes
+the place of the one whose time is over first.
+
+The plans are the holders of a `BlockIndex` of their own, so a question takes as long as one of what
+is held: O(d log(n / d)) look-ups for n blocks, where d plans diverge from the prompt. One thread
+owns it. Times are in seconds of any clock that goes forward.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.blocks.index import BlockIndex, Keys
+from headrace_kvstore.compiled import jit
+
+MOST_PLANS, MOST_BLOCKS = 8192, 1 << 20
+MOST_HOLDERS = 8
+"""Of one plan."""
+
+
+@jit()
+def _spread(
+    reach: NDArray[np.int32], holders: NDArray[np.int32], found: NDArray[np.int32]
+) -> None:
+    for number in range(reach.size):
+        if reach[number] > 0:
+            for i in range(holders.shape[1]):
+                holder = holders[number, i]
+                if 0 <= holder < found.size and found[holder] < reach[number]:
+                    found[holder] = reach[number]
+
+
+@dataclass(eq=False)
+class _Coming:
+    plan: str
+    number: int
+    """As a holder of the index of plans."""
+    holders: tuple[int, ...]
+    keys: Keys
+    until_s: float
+
+
+class Expected:
+    """Plans under way.
+
+    Args:
+        index: what is held; says whether a plan's blocks have come.
+        most_plans: that count at once.
+        most_blocks: of all their prompts together.
+    """
+
+    def __init__(
+        self, index: BlockIndex, most_plans: int = MOST_PLANS, most_blocks: int = MOST_BLOCKS
+    ) -> None:
+        self._held, self._most_plans, self._most_blocks = index, most_plans, most_blocks
+        self._index = BlockIndex(max(2**20, 128 * most_blocks), most_plans)
+        self._plans: dict[str, _Coming] = {}
+        self._free: list[int] = []
+        """Holders of the index of plans that no plan has."""
+        self._holders = np.full((most_plans, MOST_HOLDERS), -1, np.int32)
+        self._times: list[tuple[float, int, _Coming]] = []
+        self._blocks = self._added = 0
+        self.came = self.overdue = self.displaced = 0
+        """Plans whose blocks came; whose did not in time; that were displaced for want of room."""
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def add(self, plan: str, holders: Sequence[int], keys: Keys, until_s: float) -> None:
+        """A plan will make these blocks usable on these holders.
+
+        Args:
+            plan: its name; one that is known is replaced.
+            keys: of all full blocks of its prompt, from the first on. It is kept, not copied.
+            until_s: when it no longer counts.
+
+        Raises:
+            ValueError: the prompt alone has more than `most_blocks`; more than 8 holders.
+        """
+        if len(holders) > MOST_HOLDERS:
+            raise ValueError(f"holders: {len(holders)}, more than {MOST_HOLDERS}")
+        if len(keys) > self._most_blocks:
+            raise ValueError(f"keys: {len(keys)} blocks, more than {self._most_blocks}")
+        self.withdraw(plan)
+        if len(keys) == 0 or not holders:
+            return
+        while (
+            len(self._plans) >= self._most_plans or self._blocks + len(keys) > self._most_blocks
+        ):
+            self._first_due()
+            self.displaced += 1
+        number = self._free.pop() if self._free else self._index.open()
+        one = self._plans[plan] = _Coming(plan, number, tuple(holders), keys, until_s)
+        self._holders[number, : len(holders)] = holders
+        self._added += 1
+        heapq.heappush(self._times, (until_s, self._added, one))
+        self._blocks += len(keys)
+        self._index.stored(one.number, None, keys)
+
+    def withdraw(self, plan: str) -> bool:
+        """A plan will not make its blocks, or has made them. Whether it counted until now."""
+        one = self._plans.pop(plan, None)
+        if one is None:
+            return False
+        self._blocks -= len(one.keys)
+        self._index.removed(one.number, np.ascontiguousarray(one.keys[::-1]))
+        self._holders[one.number] = -1
+        self._free.append(one.number)
+        if len(self._times) > 2 * len(self._plans) + 64:  # most of them are withdrawn
+            self._times = [entry for entry in self._times if self._counts(entry[2])]
+            heapq.heapify(self._times)
+        return True
+
+    def gone(self, holder: int) -> None:
+        """A holder has expired, and its number may be another's soon: plans do not count for it."""
+        for one in list(self._plans.values()):
+            if holder in one.holders:
+                self.add(
+                    one.plan, [h for h in one.holders if h != holder], one.keys, one.until_s
+                )
+
+    def check(self, now_s: float, most: int = 256) -> None:
+        """Withdraw plans whose time is over, and those of the next ones that have come: `most` are
+        looked at."""
+        while self._times and (self._times[0][0] <= now_s or not self._counts(self._times[0][2])):
+            _, _, one = heapq.heappop(self._times)
+            if self._counts(one):
+                if self._has_come(one):
+                    self.came += 1
+                else:
+                    self.overdue += 1
+                self.withdraw(one.plan)
+        for one in list(self._plans.values())[:most]:
+            if self._has_come(one):
+                self.came += 1
+                self.withdraw(one.plan)
+            else:  # the next time, others are looked at
+                self._plans[one.plan] = self._plans.pop(one.plan)
+
+    def match(self, keys: Keys) -> NDArray[np.int32]:
+        """How many leading blocks of a prompt plans will have made on each holder: [holders] i32.
+
+        What a holder will be able to use is the larger of this and of what it can use now.
+        """
+        found = np.zeros(self._held.holders, np.int32)
+        if not self._plans:
+            return found
+        _spread(self._index.match(keys), self._holders, found)
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        return {
+            "plans": len(self._plans),
+            "blocks": self._blocks,
+            "came": self.came,
+            "overdue": self.overdue,
+            "displaced": self.displaced,
+            "bytes": self._index.bytes + 8 * self._blocks,
+        }
+
+    # Inside
+
+    def _counts(self, one: _Coming) -> bool:
+        return self._plans.get(one.plan) is one
+
+    def _has_come(self, one: _Coming) -> bool:
+        last = int(one.keys[-1])
+        return all([self._held.usable(holder, last) for holder in one.holders])
+
+    def _first_due(self) -> None:
+        while True:
+            _, _, one = heapq.heappop(self._times)
+            if self._counts(one):
+                self.withdraw(one.plan)
+                return

@@ -1,0 +1,431 @@
+"""From streams of events to the index: order, gaps, restarts, and what cannot be believed. Pure.
+
+A *source* is one stream: an engine (one data parallel rank of it) or a StoreNode. Both speak the
+schema of `vllm.distributed.kv_events`, in batches that are numbered from 0 and named by the
+source's epoch, which changes when it restarts. The caller moves the bytes:
+
+    join        a source is there           leave    it is known to be gone
+    heard       a batch came, new or replayed
+    replayed    the source's answer to a request for replay has ended
+    turn        what to ask for now, and who expired
+
+What happens to a batch:
+- It is the next one: applied. It came before: skipped.
+- Batches before it are missing: a few are kept, and `turn` asks for a replay from the first one
+  missing. What a source sends meanwhile is kept, too, or comes with the next replay.
+- It begins with `AllBlocksCleared`: it needs none before it. That is how a snapshot comes: such a
+  batch, and then as many as the state takes (`headrace_kvstore.protocol.events`). A newcomer asks
+  from 0 and gets either everything or that.
+- The answer begins later than was asked: the source has forgotten what is missing. Removals may be
+  among it, so what was known of the source is cleared, and counts again from there on.
+- A field of it cannot be: that event is left out, the others are applied, and `FeedError` names the
+  field. Nothing else is lost, and the numbers go on.
+- Its epoch is new: the source was restarted, and what was known of it is cleared. A batch of an
+  earlier epoch is skipped.
+
+A source that is silent for `silent_s` expires, and its holders with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from headrace.router.blocks.hashing import (
+    LEAST_HASH_BYTES,
+    MOST_HASH_BYTES,
+    key_of,
+    keys_of,
+)
+from headrace.router.blocks.index import BlockIndex
+from headrace_kvstore.protocol.events import DRAM, LOCAL, NVME
+from headrace_kvstore.protocol.sequence import Fate, Sequence
+
+GPU = "GPU"
+"""vLLM's name for its own cache."""
+ANY = "ANY"
+"""Any of a source's two media."""
+MOST_BATCH_BYTES = 16 * 2**20
+MOST_BLOCKS, MOST_EVENTS = 1 << 17, 1 << 16
+"""In one event; in one batch."""
+MOST_SOURCES = 16_384
+KEPT_BATCHES, KEPT_BYTES = 64, 2**20
+"""Of one source, that wait for those before them."""
+KEPT_EPOCHS = 4
+ASK_AGAIN_S = 2.0
+SILENT_S = 10.0
+
+Hash = Annotated[bytes, Meta(min_length=LEAST_HASH_BYTES, max_length=MOST_HASH_BYTES)]
+Number = Annotated[int, Meta(ge=0)]
+Hashes = Annotated[list[Hash | Number], Meta(max_length=MOST_BLOCKS)]
+Name = Annotated[str, Meta(max_length=64)]
+
+
+class BlockStored(msgspec.Struct, gc=False, tag=True):
+    """What the index needs of vLLM's event; the tokens are not even decoded."""
+
+    block_hashes: Hashes
+    parent_block_hash: Hash | Number | None = None
+    block_size: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    medium: Name | None = None
+    group_idx: Number | None = None
+    locality: Name | None = None
+    ownership: Name | None = None
+
+
+class BlockRemoved(msgspec.Struct, gc=False, tag=True):
+    """Likewise."""
+
+    block_hashes: Hashes
+    medium: Name | None = None
+    group_idx: Number | None = None
+    locality: Name | None = None
+    ownership: Name | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, gc=False, tag=True):
+    """Nothing is held."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: Annotated[list[Event], Meta(max_length=MOST_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+class _Loose(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: Annotated[list[msgspec.Raw], Meta(max_length=MOST_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+_batches = msgspec.msgpack.Decoder(_Batch)
+_loose = msgspec.msgpack.Decoder(_Loose)
+_events = msgspec.msgpack.Decoder(Event)
+
+
+class FeedError(ValueError):
+    """A batch, or a field of it, cannot be; the text names source, number and field."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a source tells of.
+
+    Args:
+        media: that it has; each becomes a holder. With two, `ANY` becomes one as well.
+        block_tokens: of its engine; runs of blocks of another size are not counted. 0: any.
+        ownership: digest of the namespace in hex, of a store; None for an engine's own cache.
+    """
+
+    media: tuple[str, ...] = (GPU,)
+    block_tokens: int = 0
+    ownership: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.media) <= 2 or len(set(self.media)) != len(self.media):
+            raise ValueError(f"a source has one medium or two, not {self.media}")
+
+
+STORE_MEDIA = (DRAM, NVME)
+
+
+class Ask(NamedTuple):
+    """Have a source replay its batches from this number on."""
+
+    source: str
+    epoch: str
+    seq: int
+
+
+class Turn(NamedTuple):
+    """What is due."""
+
+    asks: list[Ask]
+    expired: list[str]
+
+
+class _Source:
+    def __init__(self, epoch: str, kind: Kind, holders: dict[str, int], now_s: float) -> None:
+        self.epoch, self.kind, self.holders, self.heard_s = epoch, kind, holders, now_s
+        self.past: deque[str] = deque(maxlen=KEPT_EPOCHS)
+        self.restart(epoch)
+
+    def restart(self, epoch: str) -> None:
+        self.epoch = epoch
+        self.numbers = Sequence()
+        self.end = 0
+        """One more than the highest number heard."""
+        self.kept: dict[int, bytes] = {}
+        self.asked_s: float | None = None
+        """When it was asked for what is missing; None: it is not being asked."""
+        self.asked_seq = -1
+        """What it was asked for, until the first batch of the answer; then -1."""
+
+    @property
+    def incomplete(self) -> bool:
+        """Something is missing, and to be asked for."""
+        return self.numbers.next is None or self.numbers.next < self.end
+
+
+class Feed:
+    """All sources of one index. One thread owns both.
+
+    Args:
+        index: gets a holder for each medium of a source.
+        silent_s: how long a source may be silent. Sources with nothing to tell send an empty batch
+            or a beat (`alive`).
+    """
+
+    def __init__(
+        self, index: BlockIndex, silent_s: float = SILENT_S, most_sources: int = MOST_SOURCES
+    ) -> None:
+        self._index, self._silent_s, self._most = index, silent_s, most_sources
+        self._sources: dict[str, _Source] = {}
+        self.counts: Counter[str] = Counter()
+
+    # Sources
+
+    def join(self, source: str, epoch: str, kind: Kind, now_s: float) -> dict[str, int]:
+        """A source is there; its holders by medium. One that is known in this epoch and kind stays
+        as it is.
+
+        Raises:
+            OverflowError: there are too many sources or holders.
+        """
+        known = self._sources.get(source)
+        if known is not None and known.kind == kind:
+            known.heard_s = now_s
+            if epoch != known.epoch:
+                self._restart(known, epoch)
+            return known.holders
+        if known is not None:
+            self.leave(source)
+        if len(self._sources) >= self._most:
+            raise OverflowError(f"there are {self._most} sources already")
+        names = (*kind.media, ANY) if len(kind.media) == 2 else kind.media
+        holders: dict[str, int] = {}
+        try:
+            for name in names:
+                holders[name] = self._index.open()
+        except OverflowError:
+            for holder in holders.values():
+                self._index.expire(holder)
+            raise
+        self._sources[source] = _Source(epoch, kind, holders, now_s)
+        return holders
+
+    def leave(self, source: str) -> None:
+        """A source is gone. Its holders' numbers may be used again."""
+        known = self._sources.pop(source, None)
+        if known is not None:
+            for holder in known.holders.values():
+                self._index.expire(holder)
+
+    def holders(self, source: str) -> dict[str, int]:
+        """By medium. KeyError if there is no such source."""
+        return self._sources[source].holders
+
+    def complete(self, source: str) -> bool:
+        """Whether nothing is missing of what a source has told. KeyError if there is none."""
+        return not self._sources[source].incomplete
+
+    # What came
+
+    def alive(self, source: str, now_s: float) -> None:
+        """A source has shown itself otherwise."""
+        if source in self._sources:
+            self._sources[source].heard_s = now_s
+
+    def heard(
+        self, source: str, epoch: str, seq: int, payload: bytes, now_s: float, replay: bool = False
+    ) -> None:
+        """A batch has come.
+
+        Args:
+            replay: it is part of an answer to a request of `turn`.
+
+        Raises:
+            FeedError: an event of it, or all of it, makes no sense. What does was applied.
+            KeyError: no such source.
+        """
+        known = self._sources[source]
+        known.heard_s = now_s
+        if epoch != known.epoch:
+            if epoch in known.past:
+                self.counts["late"] += 1
+                return
+            self._restart(known, epoch)
+        if seq < 0 or len(payload) > MOST_BATCH_BYTES:
+            self.counts["bad"] += 1
+            raise FeedError(
+                f"{source}: number {seq}, {len(payload)} bytes: not from 0 on, or more than "
+                f"{MOST_BATCH_BYTES} bytes"
+            )
+        errors: list[str] = []
+        self._take(source, known, seq, payload, replay, errors)
+        self._take_kept(source, known, errors)
+        if errors:
+            self.counts["bad"] += len(errors)
+            raise FeedError("; ".join(errors[:4]))
+
+    def replayed(self, source: str, epoch: str, now_s: float) -> None:
+        """The answer to a request for replay has ended; also, when a source cannot replay."""
+        known = self._sources.get(source)
+        if known is None or epoch != known.epoch:
+            return
+        known.heard_s, known.asked_s = now_s, None
+        if known.asked_seq >= 0 and known.incomplete:
+            # The answer had no batch: what is missing is not to be had.
+            self._lose(known, min(known.kept, default=known.end))
+            self._take_kept(source, known, [])
+        known.asked_seq = -1
+
+    def turn(self, now_s: float) -> Turn:
+        """What to ask for, and which sources were silent for too long and are gone."""
+        asks: list[Ask] = []
+        expired = [
+            source
+            for source, known in self._sources.items()
+            if now_s - known.heard_s > self._silent_s
+        ]
+        for source in expired:
+            self.leave(source)
+            self.counts["expired"] += 1
+        for source, known in self._sources.items():
+            if not known.incomplete:
+                continue
+            if known.asked_s is None or now_s - known.asked_s > ASK_AGAIN_S:
+                known.asked_s = now_s
+                known.asked_seq = known.numbers.wanted
+                asks.append(Ask(source, known.epoch, known.asked_seq))
+                self.counts["asks"] += 1
+        return Turn(asks, expired)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        incomplete = sum(known.incomplete for known in self._sources.values())
+        return {"sources": len(self._sources), "incomplete": incomplete, **self.counts}
+
+    # Inside
+
+    def _restart(self, known: _Source, epoch: str) -> None:
+        self.counts["restarts"] += 1
+        known.past.append(known.epoch)
+        known.restart(epoch)
+        self._clear(known)
+
+    def _clear(self, known: _Source) -> None:
+        for holder in known.holders.values():
+            self._index.cleared(holder)
+
+    def _lose(self, known: _Source, seq: int) -> None:
+        """What comes before a number is not to be had."""
+        self.counts["lost_batches"] += seq - known.numbers.wanted
+        if known.numbers.next is not None:
+            self._clear(known)
+        known.numbers.next = seq
+
+    def _take(
+        self,
+        source: str,
+        known: _Source,
+        seq: int,
+        payload: bytes,
+        replay: bool,
+        errors: list[str],
+    ) -> None:
+        events = self._decode(source, known, seq, payload, errors)
+        whole = bool(events) and isinstance(events[0], AllBlocksCleared)
+        fate = known.numbers.judge(seq, whole)
+        if fate is Fate.WAIT and replay and known.asked_seq == known.numbers.wanted:
+            self._lose(known, seq)
+            fate = Fate.TAKE
+        if replay:
+            known.asked_seq = -1
+        if fate is Fate.TAKE:
+            for event in events:
+                self._apply(known, event)
+            known.numbers.taken(seq)
+            self.counts["batches"] += 1
+        elif fate is Fate.SKIP:
+            self.counts["repeated"] += 1
+        else:
+            self.counts["gaps"] += not known.incomplete
+            room = KEPT_BYTES - sum(map(len, known.kept.values())) - len(payload)
+            if len(known.kept) < KEPT_BATCHES and room >= 0:
+                known.kept[seq] = payload
+        known.end = max(known.end, seq + 1)
+
+    def _take_kept(self, source: str, known: _Source, errors: list[str]) -> None:
+        """Take what waited, as far as nothing is missing any more."""
+        if not known.kept:
+            return
+        while (payload := known.kept.pop(known.numbers.wanted, None)) is not None:
+            self._take(source, known, known.numbers.wanted, payload, False, errors)
+        known.kept = {n: kept for n, kept in known.kept.items() if n >= known.numbers.wanted}
+
+    def _decode(
+        self, source: str, known: _Source, seq: int, payload: bytes, errors: list[str]
+    ) -> list[Event]:
+        """Its events, without those that make no sense."""
+        try:
+            return _batches.decode(payload).events
+        except (ValueError, RecursionError) as error:
+            first = error
+        try:
+            parts = _loose.decode(payload).events
+        except (ValueError, RecursionError):
+            errors.append(f"{source}: batch {seq}: {first}")
+            return []
+        events: list[Event] = []
+        for i, part in enumerate(parts):
+            try:
+                events.append(_events.decode(part))
+            except (ValueError, RecursionError) as error:
+                errors.append(f"{source}: batch {seq}, event {i}: {error}")
+        return events
+
+    def _apply(self, known: _Source, event: Event) -> None:
+        index, kind = self._index, known.kind
+        if isinstance(event, AllBlocksCleared):
+            self._clear(known)
+            return
+        medium = event.medium or GPU
+        holder = known.holders.get(medium)
+        if (
+            holder is None
+            or medium == ANY
+            or event.group_idx
+            or event.ownership != kind.ownership
+            or event.locality not in (None, LOCAL)
+        ):
+            self.counts["not_followed"] += 1
+            return
+        keys = keys_of(event.block_hashes)
+        self.counts["blocks"] += len(keys)
+        some = known.holders.get(ANY)
+        if isinstance(event, BlockRemoved):
+            index.removed(holder, keys)
+            if some is not None:
+                other = next(one for one in kind.media if one != medium)
+                index.removed(some, keys, unless=known.holders[other])
+            return
+        parent = event.parent_block_hash
+        if event.block_size not in (0, kind.block_tokens) and kind.block_tokens:
+            self.counts["not_followed"] += 1
+            return
+        apart = parent is None and event.block_size == 0
+        above = None if parent is None else key_of(parent)
+        for each in (holder,) if some is None else (holder, some):
+            if apart:  # of a store, which does not know what stands before a block
+                index.stored_apart(each, keys)
+            else:
+                index.stored(each, above, keys)

@@ -1,0 +1,340 @@
+"""Which blocks every holder has, and how much of a prompt each of them can use.
+
+A block is named by a *key*: the low 64 bits of vLLM's block hash (`hashing.keys_of`), the same that
+vLLM's own events carry as numbers. The hash covers everything before the block and the salt, so
+equal keys mean equal prefixes. Two prefixes that share a key by chance are taken for one (once in
+2**64 / n**2 for n blocks; under a hash that is not cryptographic, whoever wants to): that makes a
+wrong price, never wrong KV, since engines and stores compare whole hashes.
+
+A *holder* is a place that can hold blocks: the HBM of an engine, the DRAM of a node. A holder can
+use a block if it has it and all blocks before it. What it has behind a hole is kept and counts as
+soon as the hole is filled.
+
+Memory is bounded. When there is no room for another block, it is not remembered, nor those behind
+it in the same run: the newest go first, and a prefix keeps its beginning. When there is no room for
+another set of holders, the newest holder of a block is not remembered; if a holder leaves a block
+and the rest cannot be represented, the block and all behind it are forgotten. `dropped` counts all
+of these. What is forgotten comes back when it is stored again.
+
+One thread owns an index: it feeds events and asks in turn, and nothing is locked. A call takes time
+by what it is given, whatever the index holds: the table grows a few entries at a call, and a holder
+that is gone is swept out a few blocks at a call. The exception is a block taken out of the middle
+of a prefix: the call visits the blocks behind it, as far as the holder has them, and their siblings.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.blocks import kernels
+from headrace.router.blocks.sets import (
+    BLOCKS,
+    DRAINED,
+    DROPPED,
+    NODE,
+    NODES,
+    PAIRS,
+    ROWS,
+    SECRET,
+    SET,
+    SETS,
+    SINGLES,
+    STATES,
+    WORDS,
+    Tables,
+)
+
+CAPACITY_BYTES = 256 * 2**20
+SET_SHARE = 8
+"""One part in so many of the memory is for sets of holders."""
+FIRST_SLOTS = 1 << 10
+SWEPT_BLOCKS, DRAINED_SLOTS = 8, 16
+"""At a call, for each block that it is given."""
+UNPLACED = -1
+"""As a parent: it is not known what stands before these blocks. A prompt that has them tells."""
+
+Keys = NDArray[np.uint64]
+_NONE = np.zeros(1, np.uint64)
+
+
+class BlockIndex:
+    """Blocks by holder.
+
+    Args:
+        capacity_bytes: that the index may take at most.
+        most_holders: that may be open at once, at most 65,535.
+
+    Raises:
+        ValueError: a limit that cannot be.
+    """
+
+    def __init__(self, capacity_bytes: int = CAPACITY_BYTES, most_holders: int = 4096) -> None:
+        if not 1 <= most_holders < SINGLES:
+            raise ValueError(f"most_holders must be 1 to {SINGLES - 1}, not {most_holders}")
+        if capacity_bytes < 2**20:
+            raise ValueError(f"capacity_bytes must be at least 1 MiB, not {capacity_bytes}")
+        set_bytes = 8 * _words(most_holders) + SET.itemsize + 2 * 4
+        most_sets = max(16, capacity_bytes // SET_SHARE // set_bytes)
+        left = capacity_bytes - capacity_bytes // SET_SHARE
+        self.most_blocks, self._most_slots = _room(left)
+        self.most_holders = most_holders
+        state = np.zeros(STATES, np.int64)
+        state[SECRET] = secrets.randbits(62)
+        state[NODES], state[ROWS], state[WORDS] = kernels.ROOT + 1, 1, 1
+        # Pages that were never written take no memory, so the arrays have their full size at once.
+        self._tables = Tables(
+            nodes=np.zeros(self.most_blocks + kernels.ROOT + 1, NODE),
+            table=np.zeros(min(FIRST_SLOTS, self._most_slots), np.uint64),
+            old=_NONE,
+            sets=np.zeros(most_sets + 1, SET),
+            bits=np.zeros((most_sets + 1, 1), np.uint64),
+            set_table=np.zeros(1 << (2 * most_sets - 1).bit_length(), np.uint32),
+            scratch=np.zeros((2, 1), np.uint64),
+            stack=np.zeros((2, 64), np.int64),
+            state=state,
+        )
+        self._slots: list[int] = []
+        """Of each holder; -1: not open."""
+        self._slot_of = np.zeros(0, np.int64)
+        self._free_holders: list[int] = []
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+        self._dead: list[int] = []
+        """Slots that wait for the next sweep."""
+        self._swept: list[int] = []
+        self._mask = np.zeros(1, np.uint64)
+        self._at = self._end = 0
+        self._reach = np.zeros(64, np.int32)
+
+    # Holders
+
+    def open(self) -> int:
+        """A new holder, which has nothing: a small number, perhaps one that was used before.
+
+        Raises:
+            OverflowError: `most_holders` are open.
+        """
+        if len(self._slots) - len(self._free_holders) == self.most_holders:
+            raise OverflowError(f"there are {self.most_holders} holders already")
+        slot = self._take_slot()
+        if self._free_holders:
+            holder = self._free_holders.pop()
+            self._slots[holder] = slot
+        else:
+            holder = len(self._slots)
+            self._slots.append(slot)
+        self._slot_of = np.array(self._slots, np.int64)
+        return holder
+
+    def expire(self, holder: int) -> None:
+        """A holder is gone. Its number may be given out again at once.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        self._dead.append(self._slot(holder))
+        self._slots[holder] = -1
+        self._free_holders.append(holder)
+        self._slot_of = np.array(self._slots, np.int64)
+
+    def cleared(self, holder: int) -> None:
+        """A holder has nothing any more. KeyError if there is no such holder."""
+        self._dead.append(self._slot(holder))
+        self._slots[holder] = -1  # so that it does not count while a slot is looked for
+        self._slots[holder] = self._take_slot()
+        self._slot_of = np.array(self._slots, np.int64)
+
+    @property
+    def holders(self) -> int:
+        """One more than the highest number of a holder: the length of what `match` gives."""
+        return len(self._slots)
+
+    # Events
+
+    def stored(self, holder: int, parent: int | None, keys: Keys) -> None:
+        """A holder has a run of blocks, each the parent of the next.
+
+        Args:
+            parent: key of the block before the first one; None: there is none; `UNPLACED`.
+            keys: [blocks] u64.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        if parent is None:
+            self._store(holder, kernels.FIRST, 0, keys)
+        elif parent == UNPLACED:
+            self._store(holder, kernels.UNKNOWN, 0, keys)
+        else:
+            self._store(holder, kernels.AFTER, parent, keys)
+
+    def stored_apart(self, holder: int, keys: Keys) -> None:
+        """A holder has blocks in any order, of which it is not known what stands before them.
+        KeyError if there is no such holder."""
+        self._store(holder, kernels.APART, 0, keys)
+
+    def _store(self, holder: int, known: int, parent: int, keys: Keys) -> None:
+        slot, start = self._slot(holder), 0
+        self._work(len(keys))
+        while True:
+            start = kernels.store(self._tables, slot, known, np.uint64(parent), keys, start)
+            if start >= len(keys):
+                return
+            self._grow()
+
+    def removed(self, holder: int, keys: Keys, unless: int | None = None) -> None:
+        """A holder has these blocks no longer, except those that the holder `unless` still has.
+
+        Raises:
+            KeyError: no such holder.
+        """
+        slot = self._slot(holder)
+        other = -1 if unless is None else self._slot(unless)
+        self._work(len(keys))
+        kernels.remove(self._tables, slot, other, keys)
+
+    def tend(self, blocks: int = 4096) -> bool:
+        """Do so much of what waits: moving entries to a larger table, sweeping out holders that are
+        gone. Whether something is left; events do it, too, as they come."""
+        self._work(-(-blocks // SWEPT_BLOCKS))
+        return bool(self._dead or self._swept) or self._tables.old.size > 1
+
+    # Questions
+
+    def match(self, keys: Keys) -> NDArray[np.int32]:
+        """How many leading blocks of a prompt each holder can use: [holders] i32, 0 for numbers
+        that are not in use."""
+        if len(keys) == 0 or not self._slots:
+            return np.zeros(len(self._slots), np.int32)
+        kernels.match(self._tables, keys, self._reach)
+        found = self._reach[self._slot_of]
+        if self._free_holders:
+            found[self._slot_of < 0] = 0
+        return found
+
+    def usable(self, holder: int, key: int) -> bool:
+        """Whether a holder has a block and all before it, as far as their places are known."""
+        return bool(kernels.reached(self._tables, self._slot(holder), np.uint64(key)) == 2)
+
+    def holds(self, holder: int, key: int) -> bool:
+        """Whether a holder has a block."""
+        return bool(kernels.reached(self._tables, self._slot(holder), np.uint64(key)))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that somebody holds."""
+        return int(self._tables.state[BLOCKS])
+
+    @property
+    def entries(self) -> int:
+        """Pairs of block and holder; those of holders that are gone count until they are swept."""
+        return int(self._tables.state[PAIRS])
+
+    @property
+    def dropped(self) -> int:
+        """Pairs that were not remembered, or were forgotten, for want of room."""
+        return int(self._tables.state[DROPPED])
+
+    @property
+    def bytes(self) -> int:
+        """Memory that holds something now."""
+        t = self._tables
+        row_bytes = SET.itemsize + t.bits.itemsize * t.bits.shape[1]
+        return int(
+            t.state[NODES] * NODE.itemsize
+            + t.table.nbytes
+            + t.old.nbytes
+            + t.state[ROWS] * row_bytes
+            + t.set_table.nbytes
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        return {
+            "holders": len(self._slots) - len(self._free_holders),
+            "blocks": self.blocks,
+            "entries": self.entries,
+            "sets": int(self._tables.state[SETS]),
+            "dropped": self.dropped,
+            "bytes": self.bytes,
+        }
+
+    # Inside
+
+    def _slot(self, holder: int) -> int:
+        if not 0 <= holder < len(self._slots) or self._slots[holder] < 0:
+            raise KeyError(f"there is no holder {holder}")
+        return self._slots[holder]
+
+    def _take_slot(self) -> int:
+        """A slot that no block has."""
+        while not self._free_slots and self._next_slot >= 2 * self.most_holders:
+            self._sweep(self.most_blocks)  # more were opened and closed than are swept out yet
+        if self._free_slots:
+            return self._free_slots.pop()
+        slot = self._next_slot
+        self._next_slot += 1
+        words = _words(slot + 1)
+        if words > self._tables.bits.shape[1]:
+            self._widen(2 * self._tables.bits.shape[1])
+        self._tables.state[WORDS] = words
+        return slot
+
+    def _widen(self, words: int) -> None:
+        """Rows of sets for twice as many slots."""
+        t = self._tables
+        bits = np.zeros((t.bits.shape[0], words), np.uint64)
+        rows = int(t.state[ROWS])
+        bits[:rows, : t.bits.shape[1]] = t.bits[:rows]
+        self._tables = t._replace(bits=bits, scratch=np.zeros((2, words), np.uint64))
+        self._mask = np.zeros(words, np.uint64)
+        for slot in self._swept:
+            self._mask[slot >> 6] |= np.uint64(1 << (slot & 63))
+        self._reach = np.zeros(64 * words, np.int32)
+
+    def _grow(self) -> None:
+        """A table for twice as many blocks; the entries follow a few at a call."""
+        t = self._tables
+        if t.old.size > 1:
+            kernels.drain(t, t.old.size)
+        t.state[DRAINED] = 0
+        self._tables = t._replace(table=np.zeros(2 * t.table.size, np.uint64), old=t.table)
+
+    def _work(self, blocks: int) -> None:
+        t = self._tables
+        if t.old.size > 1 and kernels.drain(t, DRAINED_SLOTS * blocks):
+            self._tables = t._replace(old=_NONE)
+        if self._swept or self._dead:
+            self._sweep(SWEPT_BLOCKS * blocks)
+
+    def _sweep(self, blocks: int) -> None:
+        if not self._swept:
+            self._swept, self._dead = self._dead, []
+            self._mask[:] = 0
+            for slot in self._swept:
+                self._mask[slot >> 6] |= np.uint64(1 << (slot & 63))
+            self._at, self._end = kernels.ROOT + 1, int(self._tables.state[NODES])
+        count = min(blocks, self._end - self._at)
+        self._at = int(kernels.sweep(self._tables, self._mask, self._at, count))
+        if self._at >= self._end:
+            self._free_slots += self._swept
+            self._swept = []
+
+
+def _words(slots: int) -> int:
+    return -(-slots // 64)
+
+
+def _room(capacity_bytes: int) -> tuple[int, int]:
+    """How many blocks fit, and the slots of the largest table: it is at most 3/4 full, and while it
+    is filled from one half its size, both are there."""
+    choices = []
+    for bits in range(10, 33):
+        slots = 1 << bits
+        blocks = (capacity_bytes - 12 * slots) // NODE.itemsize
+        choices.append((min(blocks, 3 * slots // 4 - 1), slots))
+    return max(choices, key=lambda choice: choice[0])

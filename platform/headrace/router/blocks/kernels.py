@@ -1,0 +1,521 @@
+"""Blocks, their places in the prefix tree, and who can use them: the compiled half of `BlockIndex`.
+
+What always holds between two calls:
+- A node exists as long as somebody holds its block.
+- A linked node has a parent, and so have all before it, up to the root. (So links form no circle,
+  whatever the events say.)
+- usable(node) = held(node) & usable(parent), and nothing for a node that is not linked. Therefore
+  usable sets only shrink along a prefix, and two equal ones have nothing but equal ones between them.
+
+Bits of a slot that is being swept out (`sweep`) may break the last line for that slot only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.blocks.sets import (
+    BLOCKS,
+    DRAINED,
+    DROPPED,
+    EVERYONE,
+    FREE_NODE,
+    FULL,
+    MINUS,
+    NODES,
+    OR,
+    SECRET,
+    WORDS,
+    Tables,
+    combine,
+    drop,
+    has,
+    intern,
+    keep,
+    mixed,
+    popcount,
+    put_orphan,
+    put_usable,
+    size_of,
+    word_of,
+)
+from headrace_kvstore.compiled import jit
+
+ROOT = 1
+UNKNOWN, FIRST, AFTER, APART = range(4)
+"""What is known of the block before a run: nothing, that there is none, its key. APART: the blocks
+are no run, and nothing is known of their places."""
+_HALF, _LOW, _ZERO = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
+
+
+# The table of keys
+
+
+@jit(_nrt=False)
+def look(t: Tables, table: NDArray[np.uint64], key: int, tag: int) -> int:
+    """Where in a table a key's entry is; -1 if it has none."""
+    mask = table.size - 1
+    at = np.int64(tag) & mask
+    while table[at] != _ZERO:
+        if table[at] >> _HALF == tag and t.nodes[np.int64(table[at] & _LOW)].key == key:
+            return at
+        at = (at + 1) & mask
+    return np.int64(-1)
+
+
+@jit(_nrt=False)
+def find(t: Tables, key: int) -> int:
+    """The node of a key; 0 if there is none."""
+    tag = mixed(key, t.state[SECRET]) & _LOW
+    at = look(t, t.table, key, tag)
+    if at >= 0:
+        return np.int64(t.table[at] & _LOW)
+    if t.old.size > 1:
+        at = look(t, t.old, key, tag)
+        if at >= 0:
+            return np.int64(t.old[at] & _LOW)
+    return np.int64(0)
+
+
+@jit(_nrt=False)
+def enter(t: Tables, node: int) -> None:
+    tag = mixed(t.nodes[node].key, t.state[SECRET]) & _LOW
+    mask = t.table.size - 1
+    at = np.int64(tag) & mask
+    while t.table[at] != _ZERO:
+        at = (at + 1) & mask
+    t.table[at] = (tag << _HALF) | np.uint64(node)
+
+
+@jit(_nrt=False)
+def erase(t: Tables, node: int) -> None:
+    """Take a node out of the table. In the old table its entry stays and leads nowhere, since a
+    free node has another key."""
+    key = t.nodes[node].key
+    hole = look(t, t.table, key, mixed(key, t.state[SECRET]) & _LOW)
+    t.nodes[node].key = ~key
+    if hole < 0:
+        return
+    mask = t.table.size - 1
+    at = hole
+    while True:  # as in `sets.drop`: no tombstones
+        at = (at + 1) & mask
+        if t.table[at] == _ZERO:
+            break
+        home = np.int64(t.table[at] >> _HALF) & mask
+        if ((at - home) & mask) >= ((at - hole) & mask):
+            t.table[hole] = t.table[at]
+            hole = at
+    t.table[hole] = _ZERO
+
+
+@jit(_nrt=False)
+def drain(t: Tables, slots: int) -> bool:
+    """Move so many slots of the old table to the new one; whether that was all."""
+    end = min(t.old.size, t.state[DRAINED] + slots)
+    for at in range(t.state[DRAINED], end):
+        entry = t.old[at]
+        if entry == _ZERO:
+            continue
+        node = np.int64(entry & _LOW)
+        key = t.nodes[node].key
+        tag = mixed(key, t.state[SECRET]) & _LOW
+        live = (t.nodes[node].usable | t.nodes[node].orphan) != 0
+        if live and tag == entry >> _HALF and look(t, t.table, key, tag) < 0:
+            enter(t, node)
+    t.state[DRAINED] = end
+    return end == t.old.size
+
+
+# The tree
+
+
+@jit(_nrt=False)
+def create(t: Tables, key: int) -> int:
+    """A node without holders; 0 if there is no room."""
+    node = t.state[FREE_NODE]
+    if node != 0:
+        t.state[FREE_NODE] = np.int64(t.nodes[node].next)
+    elif t.state[NODES] < t.nodes.size:
+        node = t.state[NODES]
+        t.state[NODES] += 1
+    else:
+        return np.int64(0)
+    t.nodes[node].key = key
+    t.nodes[node].usable = 0
+    t.nodes[node].orphan = 0
+    t.nodes[node].parent = 0
+    t.nodes[node].child = 0
+    t.nodes[node].before = 0
+    t.nodes[node].next = 0
+    t.state[BLOCKS] += 1
+    enter(t, node)
+    return node
+
+
+@jit(_nrt=False)
+def attach(t: Tables, node: int, parent: int) -> None:
+    """Make a node that is not linked a child."""
+    sibling = t.nodes[parent].child
+    t.nodes[node].parent = parent
+    t.nodes[node].before = 0
+    t.nodes[node].next = sibling
+    if sibling != 0:
+        t.nodes[sibling].before = node
+    t.nodes[parent].child = node
+
+
+@jit(_nrt=False)
+def detach(t: Tables, node: int) -> None:
+    before, after = t.nodes[node].before, t.nodes[node].next
+    if after != 0:
+        t.nodes[after].before = before
+    if before != 0:
+        t.nodes[before].next = after
+    elif t.nodes[node].parent != 0:
+        t.nodes[t.nodes[node].parent].child = after
+    t.nodes[node].parent = 0
+    t.nodes[node].before = 0
+    t.nodes[node].next = 0
+
+
+@jit(_nrt=False)
+def release(t: Tables, node: int, forget: bool) -> None:
+    """Unlink a node and all behind it, and free those that nobody holds.
+
+    Nobody can use these nodes. `forget`: whatever is held of them is dropped as well.
+    """
+    detach(t, node)
+    pending = node
+    while pending != 0:
+        one = pending
+        pending = np.int64(t.nodes[one].next)
+        child = np.int64(t.nodes[one].child)
+        while child != 0:
+            after = np.int64(t.nodes[child].next)
+            t.nodes[child].parent = 0
+            t.nodes[child].before = 0
+            t.nodes[child].next = pending
+            pending = child
+            child = after
+        t.nodes[one].child = 0
+        t.nodes[one].next = 0
+        if forget:
+            t.state[DROPPED] += size_of(t, np.int64(t.nodes[one].usable))
+            t.state[DROPPED] += size_of(t, np.int64(t.nodes[one].orphan))
+            put_orphan(t, one, 0)
+        put_usable(t, one, 0)
+        if t.nodes[one].orphan == 0:
+            erase(t, one)
+            t.nodes[one].next = t.state[FREE_NODE]
+            t.state[FREE_NODE] = one
+            t.state[BLOCKS] -= 1
+
+
+@jit(_nrt=False)
+def refresh(t: Tables, node: int) -> int:
+    """Divide a linked node's holders anew into those that can use it and those that cannot.
+
+    1 if that changed, 0 if not, -1 if there was no room for the sets, so that nothing did.
+    """
+    parent = np.int64(t.nodes[node].parent)
+    above = np.int64(EVERYONE) if parent == ROOT else np.int64(t.nodes[parent].usable)
+    usable, orphan = np.int64(t.nodes[node].usable), np.int64(t.nodes[node].orphan)
+    changed = False
+    for w in range(t.state[WORDS]):
+        was = word_of(t, usable, w)
+        held = was | word_of(t, orphan, w)
+        now = held & word_of(t, above, w)
+        t.scratch[0, w] = now
+        t.scratch[1, w] = held & ~now
+        changed |= now != was
+    if not changed:
+        return 0
+    now_usable = intern(t, 0)
+    if now_usable == FULL:
+        return -1
+    keep(t, now_usable)  # until it is put, its row is nobody's
+    now_orphan = intern(t, 1)
+    if now_orphan == FULL:
+        drop(t, now_usable)
+        return -1
+    put_orphan(t, node, now_orphan)
+    put_usable(t, node, now_usable)
+    drop(t, now_usable)
+    return 1
+
+
+@jit(_nrt=False)
+def settle(t: Tables, top: int) -> None:
+    """The usable set of `top` has changed: bring what is behind it in line."""
+    node = np.int64(t.nodes[top].child)
+    while node != 0:
+        parent, after = np.int64(t.nodes[node].parent), np.int64(t.nodes[node].next)
+        changed = refresh(t, node)
+        if changed < 0:
+            release(t, node, True)
+        elif changed > 0 and t.nodes[node].child != 0:
+            node = np.int64(t.nodes[node].child)
+            continue
+        while after == 0 and parent != top:
+            after = np.int64(t.nodes[parent].next)
+            parent = np.int64(t.nodes[parent].parent)
+        node = after
+
+
+@jit(_nrt=False)
+def link(t: Tables, node: int, parent: int) -> bool:
+    """Make a node a child of a linked one; its holders can use it now if they can use that.
+
+    Whether somebody can.
+    """
+    attach(t, node, parent)
+    if refresh(t, node) < 0:
+        release(t, node, True)
+        return False
+    return t.nodes[node].usable != 0
+
+
+# What an index is asked
+
+
+@jit(_nrt=False)
+def store(
+    t: Tables, slot: int, known: int, parent_key: int, keys: NDArray[np.uint64], start: int
+) -> int:
+    """A slot holds a run of blocks; where the table must grow before it goes on, or the end."""
+    me = np.int64(slot + 1)
+    above = np.int64(0)
+    if known == FIRST and start == 0:
+        above = np.int64(ROOT)
+    elif start > 0 and known != APART:
+        above = find(t, keys[start - 1])
+    elif known == AFTER:
+        above = find(t, parent_key)
+    if above != 0 and above != ROOT and t.nodes[above].parent == 0:
+        above = np.int64(0)
+    was, becomes = np.int64(0), me  # the last set that grew, and what it became
+    for i in range(start, keys.size):
+        if 4 * (t.state[BLOCKS] + 1) > 3 * t.table.size:
+            return i
+        node = find(t, keys[i])
+        if node == 0:
+            node = create(t, keys[i])
+            if node == 0:
+                t.state[DROPPED] += keys.size - i
+                return keys.size
+            if above != 0:
+                attach(t, node, above)
+        elif t.nodes[node].parent == 0 and above != 0:
+            link(t, node, above)
+            was, becomes = np.int64(0), me
+            if t.nodes[node].usable == 0 and t.nodes[node].orphan == 0:
+                continue  # forgotten: there was no room for its sets
+        parent = np.int64(t.nodes[node].parent)
+        usable = np.int64(t.nodes[node].usable)
+        if has(t, usable, slot):
+            above = node if known != APART else np.int64(0)
+            continue
+        orphan = np.int64(t.nodes[node].orphan)
+        if parent != 0 and (parent == ROOT or has(t, np.int64(t.nodes[parent].usable), slot)):
+            if usable != was:
+                was, becomes = usable, combine(t, usable, me, OR)
+            if becomes == FULL:
+                was, becomes = np.int64(0), me
+                t.state[DROPPED] += 1
+            else:
+                put_usable(t, node, becomes)
+                if has(t, orphan, slot):
+                    without(t, node, slot)
+                    was, becomes = np.int64(0), me
+                if t.nodes[node].child != 0:
+                    settle(t, node)
+                    was, becomes = np.int64(0), me
+        elif not has(t, orphan, slot):
+            more = combine(t, orphan, me, OR)
+            was, becomes = np.int64(0), me
+            if more == FULL:
+                t.state[DROPPED] += 1
+            else:
+                put_orphan(t, node, more)
+        if t.nodes[node].usable == 0 and t.nodes[node].orphan == 0:
+            release(t, node, True)  # there was no room for its only holder
+            above = np.int64(0)
+        else:
+            above = node if t.nodes[node].parent != 0 else np.int64(0)
+        if known == APART:
+            above = np.int64(0)
+    return keys.size
+
+
+@jit(_nrt=False)
+def without(t: Tables, node: int, slot: int) -> None:
+    """Take a slot out of a node's orphans; all of them if there is no room for the rest."""
+    orphan = np.int64(t.nodes[node].orphan)
+    rest = combine(t, orphan, np.int64(slot + 1), MINUS)
+    if rest == FULL:
+        t.state[DROPPED] += size_of(t, orphan) - 1
+        rest = np.int64(0)
+    put_orphan(t, node, rest)
+
+
+@jit(_nrt=False)
+def remove(t: Tables, slot: int, unless: int, keys: NDArray[np.uint64]) -> None:
+    """A slot holds these blocks no longer, except those that the slot `unless` (-1: none) holds."""
+    was, becomes = np.int64(0), np.int64(0)
+    for i in range(keys.size):
+        node = find(t, keys[i])
+        if node == 0:
+            continue
+        usable, orphan = np.int64(t.nodes[node].usable), np.int64(t.nodes[node].orphan)
+        if unless >= 0 and (has(t, usable, unless) or has(t, orphan, unless)):
+            continue
+        if has(t, usable, slot):
+            if usable != was:
+                was, becomes = usable, combine(t, usable, np.int64(slot + 1), MINUS)
+            if becomes == FULL:
+                was, becomes = np.int64(0), np.int64(0)
+                release(t, node, True)
+                continue
+            put_usable(t, node, becomes)
+            if t.nodes[node].child != 0:
+                settle(t, node)
+                was, becomes = np.int64(0), np.int64(0)
+        elif has(t, orphan, slot):
+            without(t, node, slot)
+            was, becomes = np.int64(0), np.int64(0)
+        if t.nodes[node].usable == 0 and t.nodes[node].orphan == 0:
+            release(t, node, False)
+
+
+@jit(_nrt=False)
+def reached(t: Tables, slot: int, key: int) -> int:
+    """0: the slot does not hold the block, 1: behind a hole, 2: it can use it."""
+    node = find(t, key)
+    if node == 0:
+        return 0
+    if has(t, np.int64(t.nodes[node].usable), slot):
+        return 2
+    return 1 if has(t, np.int64(t.nodes[node].orphan), slot) else 0
+
+
+@jit(_nrt=False)
+def usable_at(t: Tables, keys: NDArray[np.uint64], i: int) -> int:
+    node = find(t, keys[i])
+    return np.int64(t.nodes[node].usable) if node != 0 else np.int64(0)
+
+
+@jit(_nrt=False)
+def leave(t: Tables, one: int, rest: int, blocks: int, out: NDArray[np.int32]) -> None:
+    """Slots that are in a set and not in the rest of it can use so many blocks."""
+    for w in range(t.state[WORDS]):
+        gone = word_of(t, one, w) & ~word_of(t, rest, w)
+        while gone != _ZERO:
+            low = gone & (~gone + np.uint64(1))
+            out[w * 64 + popcount(low - np.uint64(1))] = blocks
+            gone ^= low
+
+
+@jit(_nrt=False)
+def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
+    """How many leading blocks each slot can use.
+
+    Between two blocks with equal usable sets nothing happens, so the stretch is skipped; any other
+    stretch is halved. That is O(d log(n / d)) look-ups for n blocks at which d times somebody drops
+    out. Blocks whose place was not known are linked on the way.
+    """
+    out[:] = 0
+    ends, sets = t.stack[0], t.stack[1]
+    done = 0  # blocks of which `current` is the usable set of the last one
+    current = np.int64(EVERYONE)
+    last = np.int64(ROOT)
+    while True:
+        # Blocks that nobody is known to be able to use: are they only not linked yet?
+        while done < keys.size:
+            node = find(t, keys[done])
+            if node == 0:
+                break
+            if t.nodes[node].parent == 0 and not link(t, node, last):
+                break
+            now = np.int64(t.nodes[node].usable)
+            if now == 0:
+                break
+            if now != current:
+                if current != EVERYONE:
+                    leave(t, current, now, done, out)
+                current = now
+            last = node
+            done += 1
+            if done == keys.size or usable_at(t, keys, done) != 0:
+                break
+        if done == 0:
+            return
+        if done == keys.size or usable_at(t, keys, done) == 0:
+            leave(t, current, np.int64(0), done, out)
+            return
+        depth = 0
+        ends[0] = keys.size - 1
+        sets[0] = usable_at(t, keys, keys.size - 1)
+        while True:
+            if sets[depth] == current:
+                done = ends[depth] + 1
+            elif ends[depth] == done:
+                if sets[depth] == 0:
+                    break
+                leave(t, current, sets[depth], done, out)
+                current = sets[depth]
+                done += 1
+            else:
+                middle = (done + ends[depth]) >> 1
+                depth += 1
+                ends[depth] = middle
+                sets[depth] = usable_at(t, keys, middle)
+                continue
+            depth -= 1
+            if depth < 0:
+                break
+        last = find(t, keys[done - 1])
+
+
+@jit(_nrt=False)
+def sweep(t: Tables, dead: NDArray[np.uint64], start: int, count: int) -> int:
+    """Take dead slots out of so many nodes; where the next sweep goes on."""
+    end = min(t.state[NODES], start + count)
+    was, becomes = np.int64(0), np.int64(0)
+    for node in range(start, end):
+        usable, orphan = np.int64(t.nodes[node].usable), np.int64(t.nodes[node].orphan)
+        if usable == 0 and orphan == 0:
+            continue
+        if usable != 0:
+            if usable != was:
+                was, becomes = usable, alive(t, usable, dead)
+            if becomes == FULL:
+                was, becomes = np.int64(0), np.int64(0)
+                release(t, node, True)
+                continue
+            if becomes != usable:
+                put_usable(t, node, becomes)
+        if orphan != 0:
+            rest = alive(t, orphan, dead)
+            was, becomes = np.int64(0), np.int64(0)
+            if rest == FULL:
+                t.state[DROPPED] += size_of(t, orphan)
+                rest = np.int64(0)
+            if rest != orphan:
+                put_orphan(t, node, rest)
+        if t.nodes[node].usable == 0 and t.nodes[node].orphan == 0:
+            release(t, node, False)
+            was, becomes = np.int64(0), np.int64(0)
+    return end
+
+
+@jit(_nrt=False)
+def alive(t: Tables, one: int, dead: NDArray[np.uint64]) -> int:
+    """A set without the dead slots."""
+    changed = False
+    for w in range(t.state[WORDS]):
+        word = word_of(t, one, w)
+        t.scratch[0, w] = word & ~dead[w]
+        changed |= (word & dead[w]) != _ZERO
+    return intern(t, 0) if changed else np.int64(one)
