@@ -40,6 +40,8 @@ WORKLOADS = ("draftable", "undraftable")
 NEIGHBOURS = 2
 WARM_UP_STEPS, STEADY_STEPS, STEPS_MAX = 8, 40, 400
 """Most steps of a turn: where each brings about the same, and where that varies with the text."""
+UNDRAFTABLE_TOKENS = 240
+"""Of a turn at least, if nothing is accepted: 40 steps of one request say nothing about others."""
 
 
 def cell(
@@ -59,8 +61,7 @@ def cell(
         for node, arm, mode in turns[first:] + turns[:first]:
             if mode is not None:
                 node.do("mode", mode=mode)
-            steady = arm in ("plain", "off") or workload == "undraftable"
-            most = WARM_UP_STEPS if number < 0 else STEADY_STEPS if steady else STEPS_MAX
+            most = WARM_UP_STEPS if number < 0 else steps_of(arm, workload, concurrency)
             measured = node.do(
                 "turn",
                 arm=arm,
@@ -73,6 +74,13 @@ def cell(
             if number >= 0:
                 taken[arm].append(measured)
     return taken
+
+
+def steps_of(arm: str, workload: str, concurrency: int) -> int:
+    """Most steps of a turn."""
+    if workload == "undraftable":
+        return max(STEADY_STEPS, UNDRAFTABLE_TOKENS // concurrency)
+    return STEADY_STEPS if arm in ("plain", "off") else STEPS_MAX
 
 
 def requests_of(concurrency: int) -> int:

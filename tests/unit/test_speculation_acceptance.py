@@ -43,8 +43,9 @@ def taught(
     return effect
 
 
-def test_before_anything_was_learned_a_token_is_as_likely_as_not() -> None:
-    assert given(Acceptance(), LONG) == 0.5
+def test_before_anything_was_learned_the_odds_of_a_token_are_the_length_of_its_match() -> None:
+    assert given(Acceptance(), SHORT) == 0.5
+    assert given(Acceptance(), LONG) == pytest.approx(20 / 21)
 
 
 @pytest.mark.parametrize("right", [0.05, 0.5, 0.95])
@@ -108,7 +109,7 @@ def test_a_workload_that_changes_is_followed() -> None:
 
 def test_a_lone_candidates_vote_is_its_odds() -> None:
     learned = Acceptance()
-    assert (learned.known.votes == 1.0).all()
+    assert learned.known.votes[int(Source.PROMPT), MATCH_BUCKET[20]] == pytest.approx(20.0)
     taught(learned, LONG, 0.95, 50, requests=20)
     learned.learned()
     votes = learned.known.votes[int(Source.PROMPT)]

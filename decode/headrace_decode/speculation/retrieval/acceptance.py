@@ -13,6 +13,9 @@ An online Bayesian logistic regression. A token has the log-odds
 - effect: what this request differs by. It begins as the population's mean and variance, which are
   learned from the requests that end.
 
+Before anything is learned the odds of a token are the length of its match, n to 1: so it is after n
+successes and no failure under Haldane's prior, and so it is in the replayed corpora.
+
 A request that samples at temperature t has ``a t + (1 + c t) z`` instead, with ``a`` and ``c``
 learned like the rest: a token that was nearly certain is less so where tokens are drawn.
 
@@ -54,9 +57,8 @@ MATCHES, POSITIONS = len(MATCH_FROM), len(POSITION_FROM)
 WEIGHT_VARIANCE = 0.3
 FORGET = 1e-3
 """A variance grows by this share with each token that it is used for, up to its prior."""
-EFFECT_VARIANCE, EFFECT_FORGET = 1.0, 0.01
-"""Of the population at first: requests may differ by all that no feature tells, so the first ones
-teach quickly. A request's own grows like a weight's, but faster."""
+EFFECT_VARIANCE, EFFECT_FORGET = 0.4, 0.01
+"""Of the population at first; a request's own grows like a weight's, but faster."""
 POPULATION_RATE = 0.05
 """How far the population moves towards each request that ends."""
 SAMPLING_STD = 0.5, 0.3
@@ -105,9 +107,12 @@ class Acceptance:
         self.known = Learned(
             np.tile([0.0, WEIGHT_VARIANCE], (WEIGHTS, 1)),
             np.array([[0.0, std**2] for std in SAMPLING_STD]),
-            np.ones((SOURCES, MATCHES), np.float32),
+            np.empty((SOURCES, MATCHES), np.float32),
         )
+        by_match = self.known.weights[:_BY_REFUSALS, MEAN].reshape(SOURCES, MATCHES, AGREEMENTS)
+        by_match[:] = np.log(MATCH_FROM)[:, None]
         self.population = np.array([0.0, EFFECT_VARIANCE])
+        self.learned()
 
     def effect(self, temperature: float = 0.0) -> NDArray[np.float64]:
         """A request's effect as it begins, float64 [EFFECT]."""
