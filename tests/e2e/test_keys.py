@@ -1,6 +1,6 @@
-"""An app with API keys, and with engines that cannot draft, which is the default.
+"""An app with API keys and TLS, and with engines that cannot draft, which is the default.
 
-The other files' app asks for no key and can draft.
+The other files' app asks for no key, speaks plain HTTP, and can draft.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from tests.support.app import MODEL, App, Session
+from tests.support.certificates import Authority
 from tests.support.exact import answer_by
 from tests.support.prompts import exactness_prompts, noise, plain_prompts, text_ids
 from tests.support.truth import plain_truth
@@ -38,18 +40,27 @@ BLOCK = 128
 
 @pytest.fixture(scope="module")
 def app(session: Session, tmp_path_factory: pytest.TempPathFactory) -> App:
-    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    folder = tmp_path_factory.mktemp("door")
+    authority, file = Authority(folder), folder / "keys.yaml"
+    cert, key = authority.issue("server")
     entries = [
         KeyEntry(
             name=name,
-            hash=hash_of(key.encode()),
+            hash=hash_of(secret.encode()),
             tenant=name.partition("-")[0],
             role="admin" if name == "operator" else "user",
         )
-        for name, key in KEYS.items()
+        for name, secret in KEYS.items()
     ]
     write_keys(file, KeyFile(keys=entries))
-    app = session.start(**{"speculation.enabled": "false", "gateway.api_keys_file": str(file)})
+    settings = {
+        "speculation.enabled": "false",
+        "gateway.api_keys_file": str(file),
+        "gateway.tls_cert_file": str(cert),
+        "gateway.tls_key_file": str(key),
+    }
+    app = session.start(authority.client(), **settings)
+    assert app.url.startswith("https://")
     app.client.headers.update(bearer("operator"))
     return app
 
@@ -90,11 +101,32 @@ def test_what_needs_drafting_says_what_to_set(app: App) -> None:
         assert "set speculation.enabled: true" in answer.json()["error"]["message"]
 
 
+def test_openais_client_chats_with_a_key_and_the_authoritys_certificate(app: App) -> None:
+    messages: Any = [{"role": "user", "content": "The capital of France is"}]
+    with (
+        httpx.Client(verify=app.trust) as over_tls,
+        openai.OpenAI(
+            base_url=f"{app.url}/v1", api_key=KEYS["shop"], http_client=over_tls, max_retries=0
+        ) as client,
+    ):
+        whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8)
+        stream = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=8, stream=True
+        )
+        parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        assert whole.choices[0].message.content and len(parts) > 1
+    with (
+        openai.OpenAI(base_url=f"{app.url}/v1", api_key=KEYS["shop"], max_retries=0) as client,
+        pytest.raises(openai.APIConnectionError),  # it trusts the usual authorities only
+    ):
+        client.models.list()
+
+
 def test_no_request_without_a_key_is_answered(app: App) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}):
-        anyone = httpx.get(app.url + "/v1/models", headers=headers)
+        anyone = httpx.get(app.url + "/v1/models", headers=headers, verify=app.trust)
         assert anyone.status_code == 401
-    assert httpx.get(app.url + "/health").status_code == 200
+    assert httpx.get(app.url + "/health", verify=app.trust).status_code == 200
 
 
 def test_keys_are_not_found_by_guessing(app: App) -> None:
@@ -102,7 +134,7 @@ def test_keys_are_not_found_by_guessing(app: App) -> None:
     key = KEYS["shop"]
     guesses = [key[:-1], key + "x", key.swapcase(), key[1:], "Bearer", hash_of(key.encode())]
     guesses += [new_key() for _ in range(300)]
-    with httpx.Client(base_url=app.url) as client:
+    with httpx.Client(base_url=app.url, verify=app.trust) as client:
         for guess in guesses:
             answer = client.get("/v1/models", headers={"authorization": f"Bearer {guess}"})
             assert answer.status_code == 401, guess

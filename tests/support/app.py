@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -61,10 +62,12 @@ class App:
     mark: str
     folder: Path
     collector: Collector | None = None
+    trust: ssl.SSLContext | bool = True
+    """Of its certificate, where it has one."""
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=120.0)
+        self.client = httpx.Client(base_url=self.url, timeout=120.0, verify=self.trust)
 
     def get(self, path: str) -> Any:
         """The JSON document at a path."""
@@ -242,8 +245,12 @@ class Session:
             "NO_COLOR": "1",
         }
 
-    def start(self, **settings: str) -> App:
+    def start(self, trust: ssl.SSLContext | bool = True, **settings: str) -> App:
         """Run `headrace up --detach`; or take the app at $HEADRACE_TEST_URL, to try tests on it.
+
+        Args:
+            trust: of the certificate that the settings name.
+            settings: those that differ.
 
         Raises:
             RuntimeError: it failed; with the ends of its logs.
@@ -281,7 +288,7 @@ class Session:
         if status != 0:
             raise RuntimeError(f"headrace up failed ({status}):\n{self._last_words()}")
         run.engine_started(2)
-        self.app = App(self._endpoint(), self.name, self.mark, self.folder, self.collector)
+        self.app = App(self._endpoint(), self.name, self.mark, self.folder, self.collector, trust)
         return self.app
 
     def stop(self) -> list[str]:
