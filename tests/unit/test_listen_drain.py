@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -99,6 +100,26 @@ async def test_a_kept_connection_takes_one_more_request(server: Server) -> None:
     writer.write(REQUEST % b"")
     assert b"last" in await whole(reader)
     await done
+
+
+async def test_clients_that_wait_to_be_accepted_are_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[socket.socket] = []
+    shutdown = server._server.shutdown
+
+    async def late(sockets: Any = None) -> None:
+        for _ in range(20):  # the loop, which is busy here, accepts none of them
+            waiting.append(socket.create_connection(("127.0.0.1", server.port)))
+            waiting[-1].sendall(REQUEST % b"")
+        await shutdown(sockets)
+
+    monkeypatch.setattr(server._server, "shutdown", late)
+    await server.stop(5)
+    for client in waiting:
+        client.settimeout(5)
+        with client, client.makefile("rb") as answer:
+            assert b"last" in answer.read()
 
 
 async def test_a_connection_that_stays_idle_does_not_hold_the_server(server: Server) -> None:

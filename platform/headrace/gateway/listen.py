@@ -66,11 +66,37 @@ class Server:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its hold on the process's signals."""
+    """uvicorn's server without its hold on the process's signals, whose end resets no connection."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, but clients that wait to be accepted are accepted before the sockets
+        close, which would reset their connections. On a busy loop they are many."""
+        waiting = [conn for sock in sockets or () for conn in _waiting_at(sock)]
+        taken = [asyncio.ensure_future(self._take(conn)) for conn in waiting]
+        await super().shutdown(sockets)
+        await asyncio.gather(*taken, return_exceptions=True)
+
+    async def _take(self, conn: socket.socket) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+
+        def protocol() -> _Protocol:
+            return _Protocol(config, self.server_state, self.lifespan.state)
+
+        _, made = await loop.connect_accepted_socket(protocol, conn, ssl=config.ssl)
+        made.shutdown()
+
+
+def _waiting_at(sock: socket.socket) -> Iterator[socket.socket]:
+    """The connections that nobody has accepted."""
+    while True:
+        try:
+            yield sock.accept()[0]
+        except OSError:
+            return
 
 
 class _Protocol(HttpToolsProtocol):
