@@ -41,7 +41,7 @@ from headrace_decode.report import DraftingReports
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
-from headrace_engine.gate import ComputeGate
+from headrace_engine._vllm_compat import compute_gate
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.serving._ray_compat import (
@@ -196,7 +196,7 @@ class DecodeServer(PDDecodeServer):
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
             meter=meter,
-            gate=ComputeGate(meter, vllm_config.scheduler_config.max_num_batched_tokens),
+            gate=compute_gate(vllm_config, meter),
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
         )

@@ -20,6 +20,7 @@ from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_engine.executor import InProcessExecutor
+from headrace_engine.gate import ComputeGate
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -29,6 +30,9 @@ from headrace_engine.meter import (
     Transfer,
 )
 from headrace_engine.steptime import StepTime
+
+SPARE_SHARE = 16
+"""One of so many tokens of a step is kept from a prompt that could take them all (`gate`)."""
 
 
 class MeterStatLogger(StatLoggerBase):
@@ -157,6 +161,7 @@ def start_engine(
         in_process: run a CPU engine's only worker in the engine's process (`executor`).
     """
     vllm_config.observability_config.enable_logging_iteration_details = True
+    leave_room(vllm_config)
     meter.step_time = StepTime(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     return make_llm(
         vllm_config=vllm_config,
@@ -165,6 +170,33 @@ def start_engine(
         log_requests=log_requests,
         stat_loggers=[RayPrometheusStatLogger, partial(MeterStatLogger, meter)],
     )
+
+
+def leave_room(vllm_config: VllmConfig) -> None:
+    """Have the engine give no prompt all tokens of a step, unless the configuration says how many.
+
+    vLLM computes running requests first, so a prompt of several steps takes them whole.
+    """
+    scheduler = vllm_config.scheduler_config
+    step_tokens = scheduler.max_num_batched_tokens
+    most = step_tokens - step_tokens // SPARE_SHARE
+    given, longest = scheduler.long_prefill_token_threshold, vllm_config.model_config.max_model_len
+    if scheduler.enable_chunked_prefill and not given and most < longest:
+        scheduler.long_prefill_token_threshold = most
+
+
+def prompt_step_tokens(vllm_config: VllmConfig) -> int:
+    """Most tokens of one prompt that the engine computes in one step."""
+    scheduler = vllm_config.scheduler_config
+    step_tokens: int = scheduler.max_num_batched_tokens
+    return min(scheduler.long_prefill_token_threshold or step_tokens, step_tokens)
+
+
+def compute_gate(vllm_config: VllmConfig, meter: EngineMeter) -> ComputeGate:
+    """The gate of a started engine."""
+    most = prompt_step_tokens(vllm_config)
+    spare = vllm_config.scheduler_config.max_num_batched_tokens - most
+    return ComputeGate(meter, most, spare)
 
 
 def executor_class(vllm_config: VllmConfig, in_process: bool) -> type[Executor]:

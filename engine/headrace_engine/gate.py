@@ -21,7 +21,13 @@ itself: no prompt waits for those that come later than that, however many they a
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
 without a prompt pass before each next one. Prompts that need more than one step keep their turn
-until the first token. Pure asyncio.
+until the first token.
+
+A short prompt need not wait for the end of such a long one. The engine gives no prompt more than
+15 of 16 tokens of a step (`spare_tokens`; vLLM gives the first one all of them), and prompts that
+fit into what is left are let in beside the long one. They take a sixteenth of its steps' tokens at
+most, and that is how much later it ends. SmolLM2 on one CPU thread, a prompt of 32 tokens while one
+of 3,000 is computed in steps of 512: `benchmarks.gate`. Pure asyncio.
 """
 
 from __future__ import annotations
@@ -54,15 +60,20 @@ class ComputeGate:
     Args:
         meter: tells the engine's steps, and has fitted what they take; without it each turn lasts
             until its block ends, and the prior tells.
-        step_tokens: most prompt tokens that the engine computes in one step.
+        step_tokens: most tokens of one prompt that the engine computes in one step.
+        spare_tokens: how many others' it computes beside them.
     """
 
-    def __init__(self, meter: EngineMeter | None = None, step_tokens: int = 0) -> None:
+    def __init__(
+        self, meter: EngineMeter | None = None, step_tokens: int = 0, spare_tokens: int = 0
+    ) -> None:
         self._step_time = StepTime() if meter is None else meter.step_time
         if meter is not None:
             meter.watch(on_step=self._on_step)
-        self._step_tokens = step_tokens
+        self._step_tokens, self._spare_tokens = step_tokens, spare_tokens
         self._computing: set[_Turn] = set()
+        self._beside: set[_Turn] = set()
+        """Let in since the last step began, beside a prompt that takes several."""
         self._waiting: list[_Turn] = []
 
     @property
@@ -87,21 +98,44 @@ class ComputeGate:
             if turn in self._waiting:
                 self._waiting.remove(turn)
             self._computing.discard(turn)
+            self._beside.discard(turn)
             self._admit()
 
     def _on_step(self, step: Step) -> None:
         """A step has ended and the next one has begun, with all prompts that were let in."""
-        if sum(turn.tokens for turn in self._computing) <= self._step_tokens:
+        self._beside.clear()
+        if not self._takes_steps():
             self._computing.clear()
-            self._admit()
+        self._admit()
+
+    def _takes_steps(self) -> bool:
+        """Whether what is being computed takes more than one step."""
+        return sum(turn.tokens for turn in self._computing) > self._step_tokens
 
     def _may_join(self, tokens: int) -> bool:
         together = len(self._computing)
         return together == 0 or tokens * together <= self._step_time.free_tokens()
 
     def _admit(self) -> None:
+        if self._takes_steps():
+            self._admit_beside()
         while self._waiting and self._may_join(self._waiting[0].tokens):
-            turn = self._waiting.pop(0)
-            if not turn.begins.done():  # else its request is gone
-                self._computing.add(turn)
-                turn.begins.set_result(None)
+            self._begin(self._waiting.pop(0), self._computing)
+
+    def _admit_beside(self) -> None:
+        """Let in what fits beside a prompt that takes several steps."""
+        left = self._spare_tokens - sum(turn.tokens for turn in self._beside)
+        stay = []
+        for turn in self._waiting:
+            if turn.tokens <= left:
+                left -= turn.tokens
+                self._begin(turn, self._beside)
+            else:
+                stay.append(turn)
+        self._waiting = stay
+
+    @staticmethod
+    def _begin(turn: _Turn, others: set[_Turn]) -> None:
+        if not turn.begins.done():  # else its request is gone
+            others.add(turn)
+            turn.begins.set_result(None)

@@ -37,7 +37,9 @@ class RouterPlanner:
     settings: RouterSettings
 
     def __call__(self, vllm_config: Any, meter: EngineMeter) -> ReplicaPlanner:
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        from headrace_engine._vllm_compat import prompt_step_tokens
+
+        step_tokens = prompt_step_tokens(vllm_config)
         settings = replace(self.settings, max_step_tokens=step_tokens)
         router = Router(settings, engine_geometry(vllm_config), decode_step=meter.step_time)
         machine = ray.get_runtime_context().get_node_id()

@@ -22,7 +22,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from headrace_engine._ray_compat import MeteredVLLMEngine
-from headrace_engine.gate import ComputeGate
+from headrace_engine._vllm_compat import compute_gate
 from headrace_engine.handoff import (
     PARAMS_KEY,
     PrefillError,
@@ -55,8 +55,7 @@ class PrefillServer(PDPrefillServer):
             setup("prefill")
         await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
         self.engine: MeteredVLLMEngine
-        step_tokens = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
-        self._gate = ComputeGate(self.engine.meter, step_tokens)
+        self._gate = compute_gate(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._joining = asyncio.create_task(join_store(store)) if store is not None else None

@@ -9,11 +9,13 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headrace_engine.handoff import PARAMS_KEY, produce_params
+from headrace_engine.meter import EngineMeter
 
 ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
 ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
@@ -457,3 +459,39 @@ def test_the_nixl_agent_that_is_made_again_to_sleep() -> None:
     agent = inspect.getsource(find("nixl._api:nixl_agent.__init__", mend))
     assert "self.agent = nixlBind.nixlAgent(agent_name, agent_config)" in agent, f"mend {mend}"
     assert "agent_config.pthrDelay = 0" in agent, f"NIXL's thread sleeps by itself now: {mend}"
+
+
+def test_vllm_bounds_the_tokens_of_one_prompt_in_a_step_by_a_threshold() -> None:
+    config = find("vllm.config.scheduler:SchedulerConfig", ENGINE_VLLM)
+    names = {field.name for field in dataclasses.fields(config)}
+    assert {"long_prefill_token_threshold", "enable_chunked_prefill"} <= names
+    schedule = find("vllm.v1.core.sched.scheduler:Scheduler.schedule", ENGINE_VLLM)
+    source = inspect.getsource(schedule)
+    assert source.count("num_new_tokens = self.scheduler_config.long_prefill_token_threshold") == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "given", "longest", "most", "spare"),
+    [
+        (2048, 0, 8192, 1920, 128),
+        (2048, 0, 1000, 2048, 0),  # no prompt takes more than a step
+        (2048, 500, 8192, 500, 1548),
+        (2048, 4000, 8192, 2048, 0),
+        (8, 0, 8192, 8, 0),
+    ],
+)
+def test_a_step_keeps_room_beside_a_long_prompt(
+    step: int, given: int, longest: int, most: int, spare: int
+) -> None:
+    from headrace_engine import _vllm_compat as ours
+
+    scheduler = SimpleNamespace(
+        max_num_batched_tokens=step, long_prefill_token_threshold=given, enable_chunked_prefill=True
+    )
+    config: Any = SimpleNamespace(
+        scheduler_config=scheduler, model_config=SimpleNamespace(max_model_len=longest)
+    )
+    ours.leave_room(config)
+    assert ours.prompt_step_tokens(config) == most
+    gate = ours.compute_gate(config, EngineMeter())
+    assert (gate._step_tokens, gate._spare_tokens) == (most, spare)

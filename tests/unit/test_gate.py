@@ -136,3 +136,50 @@ async def test_a_step_ends_no_turn_twice() -> None:
         async with gate.turn(600):
             pass
         assert await order(gate, [600, 600]) == [1, 1]
+
+
+def with_room() -> tuple[EngineMeter, ComputeGate]:
+    """Steps of 1,000 tokens of one prompt, and 100 of others'."""
+    meter = EngineMeter()
+    return meter, ComputeGate(meter, step_tokens=1000, spare_tokens=100)
+
+
+STEP = Step(1000, 3, 0, 0, 0, 0.5)
+
+
+async def test_what_fits_into_the_rest_of_a_step_is_not_stuck_behind_a_long_prompt() -> None:
+    _, gate = with_room()
+    async with gate.turn(5000), asyncio.timeout(1):
+        assert await order(gate, [60]) == [1]
+
+
+async def test_no_more_is_let_in_beside_a_long_prompt_than_a_step_has_room_for() -> None:
+    meter, gate = with_room()
+    async with gate.turn(5000):
+        shorts = asyncio.create_task(order(gate, [60, 60, 40, 60], seconds=0.05))
+        await asyncio.sleep(0.005)
+        assert gate.waiting == 2
+        meter.step(STEP)
+        assert gate.waiting == 1
+        meter.step(STEP)
+        assert gate.waiting == 0
+        await shorts
+
+
+async def test_a_prompt_that_does_not_fit_beside_a_long_one_waits_for_its_end() -> None:
+    meter, gate = with_room()
+    async with gate.turn(5000):
+        following = asyncio.create_task(order(gate, [101]))
+        await asyncio.sleep(0.005)
+        meter.step(STEP)
+        assert gate.waiting == 1
+    assert await following == [1]
+
+
+async def test_beside_a_prompt_of_one_step_nothing_is_let_in_for_its_room() -> None:
+    _, gate = with_room()
+    async with gate.turn(900):
+        following = asyncio.create_task(order(gate, [90]))
+        await asyncio.sleep(0.005)
+        assert gate.waiting == 1
+    await following

@@ -140,7 +140,7 @@ class RouterSettings:
     stall_weight: float = 1.0
     #: Age at which a side's measurements are stale enough to pay twice the better side's time.
     remeasure_s: float = 60.0
-    #: The engines' ``max_num_batched_tokens``: longer prompts take several steps.
+    #: Of one prompt: longer ones take several steps.
     max_step_tokens: int = 2048
     #: A remote prefill may take ``max(floor, factor * predicted, predicted + errors * rms)``.
     timeout_floor_s: float = 1.0
