@@ -24,14 +24,9 @@ from typing import Any
 import psutil
 
 from headrace.cli import cluster
-from headrace.cli.reap import (
-    TOKEN_VARIABLE,
-    Belongings,
-    ProcessId,
-    remove_shm,
-    shm_names,
-)
+from headrace.cli.reap import Belongings
 from headrace.config import HeadraceConfig, load_config
+from headrace.observability.shared_memory import TOKEN_VARIABLE, ProcessId, remove_shm, shm_names
 
 MODEL_ID = "bench-model"
 MAX_MODEL_LEN = 8192

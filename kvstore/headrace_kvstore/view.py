@@ -9,7 +9,7 @@ is empty.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,11 @@ class StoreView:
         if rest and self._settings.node:
             found += await self._surveyor.supplies(self._digests(), rest, compute_s)
         return [supply._replace(length=supply.length * self._block_tokens) for supply in found]
+
+    @property
+    def survey_failures(self) -> Mapping[str, int]:
+        """Questions to the node without an answer, by what came in its place."""
+        return self._surveyor.failures
 
     def pin(self, token_ids: Sequence[int], salt: str, pinned: bool = True) -> int:
         """Keep a prompt's blocks in DRAM whatever comes, or let them go; how many tokens of it are

@@ -92,6 +92,8 @@ class ReplicaPlanner:
         if self._store is not None and local_only is None:
             compute_s = self.router.block_compute_s
             stored = await self._store.supplies(token_ids, salt, compute_s)
+            if self._store.survey_failures:
+                self.metrics.surveys_failed(self._store.survey_failures)
         plan = self.router.plan(PlanRequest(request_id, token_ids, salt, local_only, stored))
         self._plans[request_id] = plan
         self.metrics.planned(plan.kind, time.perf_counter() - started)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -15,11 +16,30 @@ from ray.serve.deployment import Application
 
 from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
+from headrace.observability.shared_memory import SHM, watch_siblings
+from headrace_kvstore.arena.shared_file import remove_left
 from headrace_kvstore.cluster.keeper import StoreKeeper
 
 logger = logging.getLogger("headrace.store")
 
+NAMES = "headrace-kv-"
+"""How the names begin that arenas are given; no later start uses one again."""
 _CONNECTOR_FIELDS = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+
+
+@dataclass(frozen=True)
+class StoreSetup:
+    """Prepares the store's processes. The one that each machine has also removes what killed
+    processes left in /dev/shm: arenas of apps that were not deleted before Ray was stopped, and
+    what replicas share, because Ray may kill the process of Python's that would."""
+
+    process: ProcessSetup
+
+    def __call__(self, role: str) -> None:
+        self.process(role)
+        if role == "store-node":
+            remove_left(SHM, f"{NAMES}*")
+            watch_siblings()
 
 
 def add_store(
@@ -37,7 +57,7 @@ def add_store(
     """
     if not store.enabled:
         return None
-    name = store.name or f"headrace-kv-{secrets.token_hex(4)}"
+    name = store.name or f"{NAMES}{secrets.token_hex(4)}"
     taken = [_add(engine, store.engine_settings(name)) for engine in engines]
     if not any(taken):
         logger.warning("store: no engine uses NixlConnector alone, so none gets the KV store")
@@ -46,7 +66,7 @@ def add_store(
     return (
         serve.deployment(StoreKeeper)
         .options(**options)
-        .bind(store.node_settings(name), setup, store.share)
+        .bind(store.node_settings(name), StoreSetup(setup), store.share)
     )
 
 

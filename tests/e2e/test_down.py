@@ -6,7 +6,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from headrace.cli.reap import shm_files, shm_names, shm_users
+from headrace.observability.shared_memory import shm_files, shm_names, shm_users
 from tests.support.app import Session, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]

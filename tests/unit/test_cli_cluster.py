@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import cluster
-from headrace.cli.reap import shm_names
 from headrace.config.schema import MAX_TEMP_DIR_CHARS
+from headrace.observability.shared_memory import shm_names
 
 # A detached actor that survives its driver, and one that was killed, each with a segment that no
 # tracker knows: what a dead engine leaves behind.

@@ -13,12 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.cli.reap import (
+from headrace.cli.reap import Belongings, end
+from headrace.observability.shared_memory import (
     SHM,
     TOKEN_VARIABLE,
-    Belongings,
     ProcessId,
-    end,
     remove_shm,
     shm_files,
     shm_names,
@@ -183,6 +182,45 @@ def test_a_file_of_the_same_name_that_somebody_else_made_since_stays() -> None:
     finally:
         path.unlink()
         path.with_name(path.name + "-old").unlink()
+
+
+def test_an_app_without_a_keeper_has_what_its_killed_processes_shared_removed() -> None:
+    # A parent, as Ray's raylet, of a store's node and of two makers of a semaphore.
+    code = (
+        "import subprocess, sys, time\n"
+        "node = subprocess.Popen([sys.executable, '-c', sys.argv[2]])\n"
+        "makers = [subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE,"
+        " text=True) for _ in range(2)]\n"
+        "print(*(m.stdout.readline().strip() for m in makers), flush=True)\n"
+        "sys.stdin.readline(); makers[0].kill(); makers[0].wait(); print('killed', flush=True)\n"
+        "sys.stdin.readline(); makers[1].kill(); node.kill(); node.wait()\n"
+    )
+    node = (
+        "from headrace.observability.shared_memory import watch_siblings; watch_siblings(); "
+        + SLEEP
+    )
+    raylet = subprocess.Popen(
+        [sys.executable, "-c", code, SEMAPHORE + SLEEP, node],
+        env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert raylet.stdin is not None and raylet.stdout is not None
+    dead, alive = raylet.stdout.readline().split()
+    try:
+        time.sleep(4)
+        raylet.stdin.write("\n")
+        raylet.stdin.flush()
+        assert raylet.stdout.readline() == "killed\n"
+        deadline = time.monotonic() + 30
+        while dead in shm_names():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert alive in shm_names()
+    finally:
+        raylet.communicate("\n", 60)
+        (SHM / alive).unlink(missing_ok=True)
 
 
 def test_the_keeper_removes_what_a_killed_process_shared_and_keeps_what_is_in_use(

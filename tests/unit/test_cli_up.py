@@ -16,7 +16,7 @@ import pytest
 
 from headrace.cli import cluster
 from headrace.cli import state as instances
-from headrace.cli.reap import ProcessId, shm_names
+from headrace.observability.shared_memory import ProcessId, shm_names
 
 FAKE = Path(__file__).parent / "fake_app_cli.py"
 TIMEOUT_S = 240
@@ -275,7 +275,7 @@ def test_a_replica_that_cannot_start_is_reported_and_undone(environment: dict[st
 WATCHING = """
 import os, sys, time, psutil
 from headrace.cli import state
-from headrace.cli.reap import ProcessId
+from headrace.observability.shared_memory import ProcessId
 from headrace.cli.up import Stopped, _stop_on_signals, _Watch
 me = ProcessId.of(psutil.Process())
 instance = state.Instance(name="watched", token="t", phase="ready", keeper=me)

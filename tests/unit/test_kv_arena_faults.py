@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -214,6 +215,25 @@ def test_a_lock_that_somebody_keeps_is_a_miss_and_not_a_hang(
         with pytest.raises(LockBusyError):
             arena.clear()
     assert (arena.lease(row, hashes(1), 1.0) >= 0).all()
+
+
+def test_files_that_nobody_has_open_are_removed_and_others_stay(make: Make, tmp_path: Path) -> None:
+    used, left = make(name="kv-used"), make(name="kv-left")
+    make(name="other").close()
+    making = FileLock(os.open(tmp_path / "kv-making", os.O_RDWR | os.O_CREAT))
+    making.acquire(1.0)
+    assert shared_file.remove_left(tmp_path, "kv-*") == []
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    left.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert shared_file.remove_left(tmp_path, "kv-*") == ["kv-left"]
+    assert {"kv-used", "kv-making", "other"} <= {path.name for path in tmp_path.iterdir()}
+    used.close()
+    making.close()
+    assert set(shared_file.remove_left(tmp_path, "kv-*")) == {"kv-used", "kv-making"}
 
 
 def test_who_makes_a_large_arena_is_waited_for_as_long_as_it_grows(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.node import dram_work
 from headrace_kvstore.node.node import StoreNode
+from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.protocol.client import NodeClient
 from headrace_kvstore.protocol.server import NodeRunning
 from headrace_kvstore.table import hash_word
 from tests.support.kvcheck import broken
@@ -24,6 +29,7 @@ from tests.support.kvnode import (
     SHAPE,
     Engine,
     Reader,
+    answers,
     key,
     keys,
     settings,
@@ -335,6 +341,31 @@ def test_an_arena_that_cannot_be_had_is_waited_for(start: Start, tmp_path: Path)
 
 
 # Ends
+
+
+def test_an_arena_that_takes_long_to_make_keeps_nobody_waiting_and_outlives_no_node(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makes, made = dram_work.open_arena, threading.Event()
+
+    def slow(given: NodeSettings) -> Arena:
+        made.wait(60)
+        return makes(given)
+
+    monkeypatch.setattr(dram_work, "open_arena", slow)
+    monkeypatch.setattr("headrace_kvstore.node.node.ARENA_S", 0.1)
+    node = start(close_s=0.5)
+    client = NodeClient("arena", socket_folder=tmp_path)
+    assert answers(client)
+    assert node.operations.stats()["tiers"]["dram"]["state"] == "off"
+    client.close()
+    began_s = time.monotonic()
+    node.close()
+    assert time.monotonic() - began_s < 10
+    assert not (tmp_path / "arena").exists()
+    made.set()
+    until(lambda: not node._checker.is_alive())
+    assert node.tiers.dram is None and not (tmp_path / "arena").exists()
 
 
 def test_nothing_is_left_but_the_arena_if_it_is_to_be_kept(tmp_path: Path, mover: Mover) -> None:

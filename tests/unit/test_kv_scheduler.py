@@ -329,6 +329,22 @@ def test_only_so_many_blocks_are_held_at_once() -> None:
     assert len(saved(engine.step(1))) == 10
 
 
+def test_blocks_that_were_never_copied_when_their_request_ended_are_counted_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    many = MAX_SAVES_IN_FLIGHT + 10
+    for late in (10, 7):
+        engine = Engine(Store(held=set(hashes(many)[many - 10 + late :])), request(many * B))
+        engine.half.counts["save_busy"] = 10 - late
+        engine.admit()
+        engine.step(many * B, new=True)
+        engine.comes_back(many * B)
+        assert len(saved(engine.step(1))) == MAX_SAVES_IN_FLIGHT
+        engine.half.finished(engine.request, engine.blocks)
+        assert engine.half.counts["save_busy"] == 10
+    assert len([each for each in caplog.records if "not saved" in each.message]) == 1
+
+
 def test_either_direction_can_be_switched_off() -> None:
     store = Store(held=set(hashes(1)))
     deaf = Engine(store, request(4 * B), load=False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from headrace.observability.metrics import RayPlanMetrics
 from headrace.planning import ReplicaPlanner
 from headrace.router import Geometry, Plan, Router, RouterSettings
 from headrace_engine.handoff import PrefillResult
@@ -24,6 +25,7 @@ class Store:
     def __init__(self, *found: Supply) -> None:
         self.found = list(found)
         self.asked: list[tuple[int, str, float]] = []
+        self.survey_failures: dict[str, int] = {}
 
     async def supplies(self, token_ids: Sequence[int], salt: str, compute_s: float) -> list[Supply]:
         self.asked.append((len(token_ids), salt, compute_s))
@@ -52,6 +54,18 @@ def test_a_prompt_that_lies_on_nvme_only_is_planned_as_loaded() -> None:
     assert (made.loaded_tokens, made.loaded_from) == (10 * BLOCK, {"nvme": 10 * BLOCK})
     [(tokens, salt, compute_s)] = store.asked
     assert (tokens, salt) == (len(PROMPT), "tenant") and compute_s > 0
+
+
+def test_questions_that_the_store_did_not_answer_are_exported() -> None:
+    store, told = Store(), []
+    mine = planner(store)
+    mine.metrics.surveys_failed = told.append  # type: ignore[method-assign]
+    plan(mine)
+    assert told == []
+    store.survey_failures = {"NodeAway": 2}
+    plan(mine)
+    assert told == [{"NodeAway": 2}]
+    RayPlanMetrics().surveys_failed({"NodeAway": 2})
 
 
 @pytest.mark.parametrize(("machine", "loaded"), [("here", 10 * BLOCK), ("elsewhere", 0)])

@@ -77,14 +77,20 @@ def test_without_the_store_nothing_changes() -> None:
 
 def test_each_side_gets_its_own_settings_and_the_shared_ones() -> None:
     section = StoreSection(
-        dram_gb=0.5, nvme_folder="/kv", nvme_gb=2, engine={"copy_threads": 3}, node={"warm": True}
+        dram_gb=0.5,
+        nvme_folder="/kv",
+        nvme_gb=2,
+        nvme_sync=True,
+        engine={"copy_threads": 3},
+        node={"warm": True},
     )
     assert StoreSettings.parse(section.engine_settings("n")) == StoreSettings(
         name="n", dram_bytes=2**29, copy_threads=3
     )
     node = NodeSettings.parse(section.node_settings("n"))
     assert (node.name, node.dram_bytes, node.nvme_bytes, node.warm) == ("n", 2**29, 2**31, True)
-    assert str(node.nvme_folder) == "/kv"
+    assert (str(node.nvme_folder), node.nvme_sync) == ("/kv", True)
+    assert not NodeSettings.parse(StoreSection(nvme_folder="/kv").node_settings("n")).nvme_sync
     assert (node.object_url, node.listen, node.peers) == (None, None, ())
 
 

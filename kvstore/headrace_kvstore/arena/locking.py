@@ -37,9 +37,9 @@ PATIENCE_S = 2.0
 that does not come back in this time is stopped, and the caller is better off without."""
 
 
-def one_byte(kind: int, byte: int) -> bytes:
-    """The kernel's `struct flock` for one byte of a file."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, byte, 1, 0)
+def byte_lock(kind: int, first: int, length: int = 1) -> bytes:
+    """The kernel's `struct flock` for some bytes of a file; length 0: all from there on."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, first, length, 0)
 
 
 class FileLock:
@@ -50,8 +50,8 @@ class FileLock:
 
     def __init__(self, fd: int, byte: int = 0) -> None:
         self.fd = fd
-        self._take = one_byte(fcntl.F_WRLCK, byte)
-        self._drop = one_byte(fcntl.F_UNLCK, byte)
+        self._take = byte_lock(fcntl.F_WRLCK, byte)
+        self._drop = byte_lock(fcntl.F_UNLCK, byte)
         self._threads = threading.Lock()
         _locks.add(self)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from headrace_kvstore.arena.locking import FileLock, LockBusyError, one_byte
+from headrace_kvstore.arena.locking import FileLock, LockBusyError, byte_lock
 
 CREATE_PATIENCE_S = 30.0
 """Allocating takes about a quarter of a second per GiB. Others wait for the creator as long as the
@@ -47,6 +47,7 @@ class SharedFile:
         self.lock = lock
         self.second_lock = FileLock(_reopen(lock.fd), byte=1)
         self._uses_fd = _reopen(lock.fd)
+        self.use(-1)  # by somebody
         self.created = created
         self.size_bytes = len(memory)
         self._inode = os.fstat(lock.fd).st_ino
@@ -102,15 +103,15 @@ class SharedFile:
     def use(self, number: int) -> None:
         """Say that this process uses part `number` of the file, until it closes the file or ends.
         Call it, and `unused`, with `lock` held."""
-        fcntl.fcntl(self._uses_fd, fcntl.F_OFD_SETLK, one_byte(fcntl.F_RDLCK, USES + number))
+        fcntl.fcntl(self._uses_fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_RDLCK, USES + number))
 
     def unused(self, number: int) -> bool:
         """Whether no living process uses part `number`, this handle included."""
         try:
-            fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, one_byte(fcntl.F_WRLCK, USES + number))
+            fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_WRLCK, USES + number))
         except BlockingIOError:
             return False
-        fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, one_byte(fcntl.F_UNLCK, USES + number))
+        fcntl.fcntl(self.lock.fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_UNLCK, USES + number))
         return True
 
     def unlink(self) -> None:
@@ -127,6 +128,21 @@ class SharedFile:
         self.second_lock.close()
         with suppress(BufferError):
             self.memory.close()
+
+
+def remove_left(folder: Path, pattern: str) -> list[str]:
+    """Remove the shared files of that pattern that no living process has open; their names."""
+    removed = []
+    for path in folder.glob(pattern):
+        with suppress(OSError):  # in use, or gone
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, byte_lock(fcntl.F_WRLCK, 0, 0))
+                path.unlink()
+                removed.append(path.name)
+            finally:
+                os.close(fd)
+    return removed
 
 
 def huge_page_mode() -> str:

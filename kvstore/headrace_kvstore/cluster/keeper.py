@@ -44,7 +44,7 @@ class StoreNodeActor:
 
     def __init__(self, settings: dict[str, Any], setup: Setup | None = None) -> None:
         if setup is not None:
-            setup("store")
+            setup("store-node")
         self._node = StoreNode(NodeSettings.parse(settings)).start()
 
     def stats(self) -> dict[str, Any]:

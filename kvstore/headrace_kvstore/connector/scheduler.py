@@ -327,6 +327,7 @@ class SchedulerHalf:
         if known is not None:
             known.blocks = list(block_ids)
             self._save(known)
+            self._count_unsaved(known)
 
     def saved(self, jobs: Iterable[int]) -> None:
         """The copies of these jobs have ended, well or not: the blocks are let go."""
@@ -352,17 +353,33 @@ class SchedulerHalf:
             if blocks is not None:
                 known.blocks.extend(blocks[0])
 
-    def _save(self, known: _Request) -> None:
-        """Queue the copies of a request's blocks that are confirmed and that the store lacks."""
-        request = known.request
-        in_flight = request.num_in_flight_tokens
+    def _savable(self, known: _Request) -> int:
+        """How many of a request's leading blocks are full and confirmed."""
+        request, in_flight = known.request, known.request.num_in_flight_tokens
         if not self._saves or self._pool is None or known.scheduled <= in_flight:
-            return
+            return 0
         confirmed = max(0, request.num_computed_tokens - in_flight) // self._block_tokens
-        hashes = request.block_hashes
-        end = min(confirmed, len(hashes), len(known.blocks))
-        end = min(end, known.saved + MAX_SAVES_IN_FLIGHT - len(self._saving))
-        if end <= known.saved:
+        return min(confirmed, len(request.block_hashes), len(known.blocks))
+
+    def _count_unsaved(self, known: _Request) -> None:
+        """Count the blocks of a request that has ended which are not saved; log the first."""
+        left = [bytes(h) for h in known.request.block_hashes[known.saved : self._savable(known)]]
+        lacking = self._index.lacking(left) if left else ()
+        lost = sum(a and h not in self._saving for a, h in zip(lacking, left, strict=True))
+        if lost and not self.counts["save_busy"]:
+            logger.warning(
+                "%d blocks are not saved: their request ended while %d others were being copied",
+                *(lost, len(self._saving)),
+            )
+        if lost:
+            self.counts["save_busy"] += lost
+
+    def _save(self, known: _Request) -> None:
+        """Queue the copies of a request's blocks that may be saved and that the store lacks."""
+        request, hashes = known.request, known.request.block_hashes
+        end = known.saved + MAX_SAVES_IN_FLIGHT - len(self._saving)
+        end = min(end, self._savable(known))
+        if end <= known.saved or self._pool is None:
             return
         first, known.saved = known.saved, end
         names = [bytes(h) for h in hashes[first:end]]

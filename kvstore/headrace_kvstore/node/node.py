@@ -41,6 +41,8 @@ logger = logging.getLogger("headrace.kvstore")
 
 CHECK_S = 1.0
 """Between looks whether the arena was replaced."""
+ARENA_S = 10.0
+"""`start` waits so long for the arena. Making one takes about a quarter of a second per GiB."""
 
 
 class StoreNode:
@@ -70,7 +72,7 @@ class StoreNode:
         )
         self._server: NodeServer | None = None
         self._lending = threading.Lock()
-        self._stop = threading.Event()
+        self._stop, self._tried = threading.Event(), threading.Event()
         self._checker = threading.Thread(target=self._check, name="kv-arena-keeper", daemon=True)
 
     def start(self) -> StoreNode:
@@ -95,11 +97,11 @@ class StoreNode:
                 self._open_nvme()
             if settings.object_url is not None:
                 self._open_objects()
-            self._open_arena()
+            self._checker.start()
         except BaseException:
             self.close()
             raise
-        self._checker.start()
+        self._tried.wait(ARENA_S)
         logger.info("store node of %s listens at %s", settings.name, path)
         return self
 
@@ -124,6 +126,9 @@ class StoreNode:
         """
         deadline = time.monotonic() + self.settings.close_s
         self._stop.set()
+        dram = self.tiers.dram
+        if dram is not None and not self.settings.keep_arena:
+            dram.arena.unlink()  # first: whoever closes an app may not wait for all of this
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -137,9 +142,7 @@ class StoreNode:
         with self.tiers.arena_lock:
             dram, self.tiers.dram, self.tiers.reasons["dram"] = self.tiers.dram, None, "closed"
             if dram is not None:
-                if not self.settings.keep_arena:
-                    dram.arena.unlink()
-                ended &= dram.close(_left(deadline), flush=True)
+                ended &= self._end(dram, _left(deadline), flush=True)
         if neighbours is not None:
             neighbours.close()
         if self.tiers.objects is not None:
@@ -182,10 +185,9 @@ class StoreNode:
 
     def _check(self) -> None:
         """Open the arena once it can be had, and again when it was replaced."""
-        while True:
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
             dram = self.tiers.dram
-            if self._stop.wait(self.settings.retry_s if dram is None else CHECK_S):
-                return
             try:
                 if dram is not None and dram.arena.replaced():
                     logger.warning("arena %s was replaced", self.settings.name)
@@ -198,6 +200,8 @@ class StoreNode:
                     self.tiers.dram.share(self.tiers.peers)
             except Exception:
                 logger.exception("looking after the arena failed; it goes on")
+            self._tried.set()
+            pause_s = self.settings.retry_s if self.tiers.dram is None else CHECK_S
 
     def _open_arena(self) -> None:
         settings = self.settings
@@ -211,10 +215,19 @@ class StoreNode:
                 logger.error("no arena %s: %s; it is tried again", settings.name, error)
             self.tiers.reasons["dram"] = str(error)
             return
-        self.tiers.dram = dram
+        with self.tiers.arena_lock:
+            if self._stop.is_set():  # the node was closed meanwhile
+                self._end(dram, settings.close_s)
+                return
+            self.tiers.dram = dram
         self._events.resync()
         if settings.warm:
             self._slow.submit(self.operations.warm)
+
+    def _end(self, dram: DramWork, timeout_s: float, flush: bool = False) -> bool:
+        if not self.settings.keep_arena:
+            dram.arena.unlink()
+        return dram.close(timeout_s, flush)
 
     def _nvme_opened(self) -> None:
         tier = self.tiers.nvme

@@ -72,6 +72,11 @@ class File:
         aligned = (addresses | offsets | lengths) % PAGE_BYTES == 0
         return np.where(aligned, self.direct_fd, self.fd)
 
+    def close(self) -> None:
+        """Close the descriptors."""
+        for fd in {self.fd, self.direct_fd} - {-1}:
+            os.close(fd)
+
 
 class SegmentFiles:
     """Open files by path, the least recently used closed first."""
@@ -82,15 +87,16 @@ class SegmentFiles:
         self._files: OrderedDict[str, File] = OrderedDict()
 
     def acquire(self, path: str) -> File:
-        """Open it, or find it open; it stays so until `release`. Raises OSError."""
-        with self._lock:
-            file = self._files.get(path)
-            if file is None:
-                file = self._files[path] = self._open(path)
-            self._files.move_to_end(path)
-            file.users += 1
-            self._close([old for old in self._files.values() if not old.users][:-OPEN_FILES])
-            return file
+        """Open it, or find it open; it stays so until `release`. Raises OSError.
+
+        A disk that hangs keeps only those waiting who open its files: no lock is held meanwhile.
+        """
+        opened: File | None = None
+        while (file := self._use(path, opened)) is None:
+            opened = self._open(path)
+        if opened is not None and opened is not file:
+            opened.close()
+        return file
 
     def release(self, file: File) -> None:
         """Take back `acquire`."""
@@ -102,7 +108,9 @@ class SegmentFiles:
         with self._lock:
             chosen = list(self._files) if paths is None else paths
             found = [self._files[path] for path in chosen if path in self._files]
-            self._close([file for file in found if not file.users])
+            unused = self._taken([file for file in found if not file.users])
+        for file in unused:
+            file.close()
 
     def _open(self, path: str) -> File:
         fd = os.open(path, self._flags | os.O_CLOEXEC)
@@ -111,11 +119,24 @@ class SegmentFiles:
             direct_fd = os.open(path, self._flags | os.O_CLOEXEC | os.O_DIRECT)
         return File(path, fd, direct_fd)
 
-    def _close(self, files: Sequence[File]) -> None:
+    def _use(self, path: str, opened: File | None) -> File | None:
+        """The open file, else the one given, with a user more."""
+        with self._lock:
+            file = self._files.get(path, opened)
+            if file is None:
+                return None
+            self._files[path] = file
+            self._files.move_to_end(path)
+            file.users += 1
+            unused = self._taken([f for f in self._files.values() if not f.users][:-OPEN_FILES])
+        for each in unused:
+            each.close()
+        return file
+
+    def _taken(self, files: list[File]) -> list[File]:
         for file in files:
             del self._files[file.path]
-            for fd in {file.fd, file.direct_fd} - {-1}:
-                os.close(fd)
+        return files
 
 
 class Read:

@@ -26,16 +26,15 @@ from pathlib import Path
 import psutil
 
 from headrace.cli.keeper import NOTES
-from headrace.cli.reap import (
+from headrace.cli.reap import Belongings, end
+from headrace.config.schema import MAX_TEMP_DIR_CHARS
+from headrace.observability.shared_memory import (
     TOKEN_VARIABLE,
-    Belongings,
     ProcessId,
     ShmFile,
-    end,
     remove_shm,
     shm_names,
 )
-from headrace.config.schema import MAX_TEMP_DIR_CHARS
 
 HOST = "127.0.0.1"
 # Ray replaces 127.0.0.1 by the machine's external address, but keeps other loopback addresses. With

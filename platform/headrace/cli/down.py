@@ -21,7 +21,7 @@ import psutil
 from headrace.cli import cluster, state
 from headrace.cli.console import CliError
 from headrace.cli.deploy import Deletion, DeployError
-from headrace.cli.reap import ProcessId
+from headrace.observability.shared_memory import ProcessId
 
 DRAIN_S = 20.0  # for requests in flight; then the processes are ended
 JOINED_S = 75.0  # for a joined cluster to delete the app; Serve itself gives up after 60 s

@@ -27,22 +27,12 @@ from typing import Any
 import psutil
 
 from headrace.cli import state
-from headrace.cli.reap import (
-    Belongings,
-    ProcessId,
-    ShmFile,
-    end,
-    remove_shm,
-    shm_files,
-    shm_names,
-    shm_users,
-)
+from headrace.cli.reap import Belongings, end
+from headrace.observability.shared_memory import LOOK_S, ProcessId, ShmFile, ShmWatch, remove_shm
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LOOK_S = 1.0  # between two listings of /dev/shm
 RAY_STOP_S = 5.0  # for Ray to end its own processes; on an idle machine it takes 2.5 s
 NOTES = "shm.json"
-SHARED_BY_PYTHON = ("sem.mp-", "psm_")  # semaphores and segments of Python's multiprocessing
 
 
 class Keeper:
@@ -58,8 +48,7 @@ class Keeper:
             spec["token"], self.temp_dir, shm_before=frozenset(spec["shm_before"])
         )
         self.shm: set[ShmFile] = set()
-        self._looked_at: dict[ShmFile, int] = {}
-        self._users: dict[ShmFile, set[ProcessId]] = {}  # of files that Python's processes share
+        self._watch = ShmWatch(self.belongings.shm_before)
         self._stop = threading.Event()
 
     def run(self) -> int:
@@ -84,8 +73,8 @@ class Keeper:
         orphaned = False
         while status is None and not self._stop.is_set():
             status = self._reap(child.pid)
-            self._note_shm()
-            self._sweep_shm()
+            self._watch.look(lambda: psutil.Process().children(recursive=True))
+            self._write_notes(set(self._watch.used))
             if orphaned := self.parent is not None and self.parent.process() is None:
                 break
             self._stop.wait(LOOK_S if status is None else 0)
@@ -109,34 +98,6 @@ class Keeper:
                 if ended == pid:
                     status = os.waitstatus_to_exitcode(raw)
         return status
-
-    def _note_shm(self) -> None:
-        """Find our processes among the users of new files; each file is looked at three times."""
-        files = shm_files(shm_names() - self.belongings.shm_before) - self.shm
-        new = {file for file in files if self._looked_at.get(file, 0) < 3}
-        if not new:
-            return
-        self._looked_at = {file: self._looked_at.get(file, 0) + 1 for file in files}
-        users = shm_users(new, psutil.Process().children(recursive=True))
-        self._users |= {f: who for f, who in users.items() if f.name.startswith(SHARED_BY_PYTHON)}
-        self._write_notes(self.shm | users.keys())
-
-    def _sweep_shm(self) -> None:
-        """Remove semaphores and segments that a killed replica has left.
-
-        Their names are random, and only processes that use them know them. A file is removed once
-        all its known users are dead and a search of all processes finds no other user.
-        """
-        dead = {i for i in set().union(*self._users.values()) if i.process() is None}
-        unused = {file for file, who in self._users.items() if who <= dead}
-        if not unused:
-            return
-        self._users |= shm_users(unused, psutil.process_iter())
-        unused = {file for file in unused if self._users[file] <= dead}
-        remove_shm(unused, self.belongings.shm_before)
-        for file in unused:
-            del self._users[file]
-        self._write_notes(self.shm - unused)
 
     def _write_notes(self, files: set[ShmFile]) -> None:
         if files != self.shm:

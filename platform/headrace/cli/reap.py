@@ -1,4 +1,4 @@
-"""Decides which processes and files in /dev/shm belong to an instance, and ends or removes them.
+"""Decides which processes belong to an instance, and ends them.
 
 A process belongs to an instance if it descends from a process that the instance recorded (by pid
 and start time), or if the instance's private folder or token is in its command line or environment.
@@ -9,50 +9,25 @@ when their parent dies.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
-SHM = Path("/dev/shm")
-TOKEN_VARIABLE = "HEADRACE_INSTANCE"
+from headrace.observability.shared_memory import (
+    TOKEN_VARIABLE,
+    ProcessId,
+    ShmFile,
+    is_alive,
+    shm_files,
+    shm_names,
+    shm_users,
+)
+
 QUIET_LOOKS = 4
 """Searches in a row, 0.1 s apart, that must find no process."""
-
-
-@dataclass(frozen=True)
-class ProcessId:
-    """A process that cannot be mistaken for a later one with the same pid."""
-
-    pid: int
-    created: float  # seconds since the epoch, as psutil.Process.create_time() gives
-
-    @classmethod
-    def of(cls, process: psutil.Process) -> ProcessId:
-        """The identity of a process. Raises psutil.NoSuchProcess if it is gone."""
-        return cls(process.pid, process.create_time())
-
-    def process(self) -> psutil.Process | None:
-        """The process, if it still runs; None for a later process with the same pid."""
-        try:
-            process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.created) < 0.05 and _alive(process):
-                return process
-        except psutil.Error:
-            pass
-        return None
-
-
-class ShmFile(NamedTuple):
-    """A file in /dev/shm that cannot be mistaken for a later one of the same name."""
-
-    name: str
-    device: int
-    inode: int
 
 
 @dataclass
@@ -92,21 +67,13 @@ class Belongings:
         out: dict[ProcessId, psutil.Process] = {}
         for pid, process in found.items():
             with contextlib.suppress(psutil.Error):
-                if pid not in spared and _alive(process):
+                if pid not in spared and is_alive(process):
                     out[ProcessId.of(process)] = process
         return out
 
     def shm_files(self, processes: Iterable[psutil.Process]) -> set[ShmFile]:
         """Files in /dev/shm, made since the start, that any of `processes` has open or mapped."""
         return set(shm_users(shm_files(shm_names() - self.shm_before), processes))
-
-
-def shm_names() -> frozenset[str]:
-    """Names of the files in /dev/shm."""
-    try:
-        return frozenset(os.listdir(SHM))
-    except OSError:
-        return frozenset()
 
 
 def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> set[ShmFile]:
@@ -141,69 +108,6 @@ def end(belongings: Belongings, grace_s: float = 10.0, kill_s: float = 10.0) -> 
     return shm
 
 
-def shm_files(names: Iterable[str]) -> set[ShmFile]:
-    """The files that have these names in /dev/shm now."""
-    found = set()
-    for name in names:
-        with contextlib.suppress(OSError):
-            status = os.stat(SHM / name, follow_symlinks=False)
-            found.add(ShmFile(name, status.st_dev, status.st_ino))
-    return found
-
-
-def shm_users(
-    files: Iterable[ShmFile], processes: Iterable[psutil.Process]
-) -> dict[ShmFile, set[ProcessId]]:
-    """Which of `processes` have each of these files open or mapped; files without users are left
-    out.
-
-    Files are compared by device and inode. Names mislead: the C library makes a semaphore under a
-    temporary name and renames it, so the map of the process that made it shows a name that is gone.
-    """
-    named = {(file.device, file.inode): file for file in files}
-    users: dict[ShmFile, set[ProcessId]] = {}
-    for process in processes if named else ():
-        for inode in _open_shm(process.pid) & named.keys():
-            with contextlib.suppress(psutil.Error):
-                users.setdefault(named[inode], set()).add(ProcessId.of(process))
-    return users
-
-
-def remove_shm(files: Iterable[ShmFile], before: frozenset[str]) -> list[str]:
-    """Remove those of our files that are still there and that no process uses; returns their names.
-
-    A file that has been replaced by another of the same name stays.
-    """
-    names = {file.name for file in files} - before
-    left = shm_files(names) & set(files)
-    left -= shm_users(left, psutil.process_iter()).keys()
-    removed = []
-    for file in sorted(left):
-        with contextlib.suppress(OSError):
-            (SHM / file.name).unlink()
-            removed.append(file.name)
-    return removed
-
-
-def _open_shm(pid: int) -> set[tuple[int, int]]:
-    """(device, inode) of each file in /dev/shm that a process has mapped or open."""
-    prefix = f"{SHM}/"
-    found: set[tuple[int, int]] = set()
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
-        for line in maps:
-            if prefix in line:
-                _, _, _, device, inode, _ = line.split(maxsplit=5)
-                major, minor = (int(part, 16) for part in device.split(":"))
-                found.add((os.makedev(major, minor), int(inode)))
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith(prefix):
-                    file = os.stat(entry.path)
-                    found.add((file.st_dev, file.st_ino))
-    return found
-
-
 def _carries(pid: int, in_command: bytes, in_environment: bytes) -> bool:
     for file, mark in (("cmdline", in_command), ("environ", in_environment)):
         with contextlib.suppress(OSError):
@@ -211,10 +115,6 @@ def _carries(pid: int, in_command: bytes, in_environment: bytes) -> bool:
             if mark in text:
                 return True
     return False
-
-
-def _alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def _self_and_ancestors() -> set[int]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from headrace.cli.reap import Belongings, ProcessId
+from headrace.cli.reap import Belongings
+from headrace.observability.shared_memory import ProcessId
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
 

@@ -28,9 +28,9 @@ import psutil
 from headrace.cli import client, cluster, deploy, down, state
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
-from headrace.cli.reap import ProcessId
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.keyfile import hash_of, new_key
+from headrace.observability.shared_memory import ProcessId
 
 CONTROL_CPUS = 1.0  # reserved for Serve's controller and proxies
 WATCH_S = 0.5  # between two checks of what may end `up`

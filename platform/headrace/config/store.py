@@ -41,6 +41,11 @@ class StoreSection(Section):
         gt=0,
         description="Maximum GiB of the files in `nvme_folder`, on each machine.",
     )
+    nvme_sync: bool = Field(
+        default=False,
+        description="Have the disk keep each block for good before it counts as written. Without "
+        "it, a power failure loses the last seconds of writes; checksums find the rest.",
+    )
     object_url: str | None = Field(
         default=None,
         description="Object store for blocks that were reused, shared by all machines: "
@@ -120,6 +125,7 @@ class StoreSection(Section):
         own: dict[str, Any] = {"dram_bytes": self._dram_bytes}
         if self.nvme_folder is not None:
             own |= {"nvme_folder": self.nvme_folder, "nvme_bytes": int(self.nvme_gb * GIB)}
+            own |= {"nvme_sync": self.nvme_sync}
         if self.object_url is not None:
             own |= {"object_url": self.object_url, "object_bytes": int(self.object_gb * GIB)}
             own |= {"object_options": self.object_options}
@@ -134,7 +140,7 @@ class StoreSection(Section):
     ) -> dict[str, Any]:
         given: dict[str, Any] = getattr(self, field)
         decided = {"name": "name", "dram_bytes": "dram_gb"}
-        decided |= {"nvme_folder": "nvme_folder", "nvme_bytes": "nvme_gb"}
+        decided |= {"nvme_folder": "nvme_folder", "nvme_bytes": "nvme_gb", "nvme_sync": "nvme_sync"}
         decided |= {"object_url": "object_url", "object_bytes": "object_gb"}
         decided |= {"object_options": "object_options"}
         for key in decided.keys() & given:

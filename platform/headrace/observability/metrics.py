@@ -73,6 +73,11 @@ class RayPlanMetrics:
             "headrace_plan_own_seconds", "Seconds to make a plan.", boundaries=OWN_BUCKETS_S
         )
         self._bytes = Gauge("headrace_nixl_bytes", "Bytes pulled over NIXL since start.")
+        self._surveys = Gauge(
+            "headrace_kv_survey_failures",
+            "Plans' questions to the machine's StoreNode without an answer, since start.",
+            tag_keys=("kind",),
+        )
 
     def planned(self, kind: str, seconds: float) -> None:
         self._plans.inc(tags={"kind": kind})
@@ -83,6 +88,11 @@ class RayPlanMetrics:
 
     def outcome(self, kind: str, ratio: float) -> None:
         self._predicted.observe(ratio, tags={"kind": kind})
+
+    def surveys_failed(self, failures: Mapping[str, int]) -> None:
+        """How many of each kind there were since the start."""
+        for kind, count in failures.items():
+            self._surveys.set(count, tags={"kind": kind})
 
     def transferred(self, total_bytes: int) -> None:
         self._bytes.set(total_bytes)
