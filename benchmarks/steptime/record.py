@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--seconds", type=float, default=240.0)
     args = parser.parse_args()
-    proposer.load_memory = lambda settings, config: Nonsense()
+    proposer.load_memory = lambda settings, config: Nonsense()  # type: ignore[assignment,return-value]
     llm = LLM(
         resolve(MODEL),
         dtype="bfloat16",

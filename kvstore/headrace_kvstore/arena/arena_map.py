@@ -139,6 +139,10 @@ class ArenaMap:
         """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
         return self.base_address + self.offsets(slots)
 
+    def address(self, slot: int) -> int:
+        """Address in this process of the slot's block."""
+        return int(self.addresses(np.array([slot]))[0])
+
     def view(self, slot: int) -> np.ndarray:
         """The slot's block: u8 [block_bytes], shared memory itself."""
         start = int(self.offsets(np.array([slot]))[0])
