@@ -19,9 +19,7 @@ NODE_COUNT = 60
 PARENTS = [None, *[(7 * i) % i if i % 5 else i - 1 for i in range(1, NODE_COUNT)]]
 """A forest of prefixes with long and short branches; the parent of each block, None for a first."""
 PARENTS[11] = PARENTS[30] = None
-KEYS = np.array(
-    [(i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(NODE_COUNT)], np.uint64
-)
+KEYS = np.array([(i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(NODE_COUNT)], np.uint64)
 
 
 def path(block: int) -> list[int]:

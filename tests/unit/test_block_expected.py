@@ -31,7 +31,9 @@ def test_a_plan_counts_for_its_holders_as_far_as_a_prompt_shares_its_beginning()
     assert expected.match(B[12:]).tolist() == [0, 0, 0]
 
 
-def test_the_longest_of_several_plans_counts_and_what_one_of_them_shares_outlives_the_other() -> None:
+def test_the_longest_of_several_plans_counts_and_what_one_of_them_shares_outlives_the_other() -> (
+    None
+):
     _, expected = made()
     expected.add("a", [0], A, 10.0)
     expected.add("b", [0, 1], B, 10.0)

@@ -36,9 +36,9 @@ class Sequence:
 
     def judge(self, seq: int, whole: bool) -> Fate:
         """What to do with a batch. `whole`: it needs none before it."""
-        if self.next is not None and seq < self.next:
+        if seq < self.wanted:
             return Fate.SKIP
-        return Fate.TAKE if whole or seq == self.next else Fate.WAIT
+        return Fate.TAKE if whole or seq == self.wanted else Fate.WAIT
 
     def taken(self, seq: int) -> None:
         """This batch was taken."""

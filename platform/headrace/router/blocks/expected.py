@@ -35,9 +35,7 @@ MOST_HOLDERS = 8
 
 
 @jit()
-def _spread(
-    reach: NDArray[np.int32], holders: NDArray[np.int32], found: NDArray[np.int32]
-) -> None:
+def _spread(reach: NDArray[np.int32], holders: NDArray[np.int32], found: NDArray[np.int32]) -> None:
     for number in range(reach.size):
         if reach[number] > 0:
             for i in range(holders.shape[1]):
@@ -100,9 +98,7 @@ class Expected:
         self.withdraw(plan)
         if len(keys) == 0 or not holders:
             return
-        while (
-            len(self._plans) >= self._most_plans or self._blocks + len(keys) > self._most_blocks
-        ):
+        while len(self._plans) >= self._most_plans or self._blocks + len(keys) > self._most_blocks:
             self._first_due()
             self.displaced += 1
         number = self._free.pop() if self._free else self._index.open()
@@ -131,9 +127,7 @@ class Expected:
         """A holder has expired, and its number may be another's soon: plans do not count for it."""
         for one in list(self._plans.values()):
             if holder in one.holders:
-                self.add(
-                    one.plan, [h for h in one.holders if h != holder], one.keys, one.until_s
-                )
+                self.add(one.plan, [h for h in one.holders if h != holder], one.keys, one.until_s)
 
     def check(self, now_s: float, most: int = 256) -> None:
         """Withdraw plans whose time is over, and those of the next ones that have come: `most` are

@@ -175,6 +175,23 @@ class _Source:
         return self.numbers.next is None or self.numbers.next < self.end
 
 
+def _merged(events: list[Event]) -> list[Event]:
+    """The events, with removals that follow each other as one: vLLM sends each block's alone."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if (
+            isinstance(event, BlockRemoved)
+            and isinstance(last, BlockRemoved)
+            and (event.medium, event.group_idx) == (last.medium, last.group_idx)
+            and (event.ownership, event.locality) == (last.ownership, last.locality)
+        ):
+            last.block_hashes += event.block_hashes
+        else:
+            merged.append(event)
+    return merged
+
+
 class Feed:
     """All sources of one index. One thread owns both.
 
@@ -351,7 +368,7 @@ class Feed:
         if replay:
             known.asked_seq = -1
         if fate is Fate.TAKE:
-            for event in events:
+            for event in _merged(events):
                 self._apply(known, event)
             known.numbers.taken(seq)
             self.counts["batches"] += 1

@@ -92,9 +92,7 @@ def mixed(word: int, secret: int) -> int:
 def popcount(word: int) -> int:
     x = np.uint64(word)
     x -= (x >> _ONE) & np.uint64(0x5555555555555555)
-    x = (x & np.uint64(0x3333333333333333)) + (
-        (x >> np.uint64(2)) & np.uint64(0x3333333333333333)
-    )
+    x = (x & np.uint64(0x3333333333333333)) + ((x >> np.uint64(2)) & np.uint64(0x3333333333333333))
     x = (x + (x >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
     return np.int64((x * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
