@@ -14,6 +14,8 @@ loading of a corpus (`loading`), looks for traces of one tenant's texts in anoth
   (nothing kept of other requests), ``own`` (neither prompt nor own answer)
 - ``C.calibration_error``: mean |predicted - measured| survival over bins of a twentieth, weighted
   by drafted tokens; ``C.without_X.calibration_error`` likewise
+- ``C.odds_after_N``: accepted over refused first tokens of drafts after a match of N tokens, up to
+  the next N
 
 It needs the packages ``arctic-inference`` and ``bfcl-eval`` on the path, which are no dependency:
 ``pip install --no-deps --target DIR arctic-inference bfcl-eval``.
@@ -32,6 +34,7 @@ from benchmarks.drafting import corpora, costs, isolation, loading, share
 from benchmarks.drafting.arms import Arctic, Ngram, Ours
 from benchmarks.drafting.replay import MOST, at_equal_drafts, replay
 from headrace_decode.speculation.draft import Source
+from headrace_decode.speculation.retrieval.acceptance import MATCH_BUCKET, MATCH_FROM
 
 EXCHANGES = {"code": 100, "agent": 600, "prose": 100}
 OWN = frozenset({Source.PROMPT, Source.OUTPUT})
@@ -64,6 +67,7 @@ def measure(
         "accepted_per_query_vs_ngram": beside.accepted_per_query / ngram.accepted_per_query,
         "drafted_vs_ngram": beside.drafted / ngram.drafted,
         "calibration_error": _reliability(arm)[3],
+        **_odds(arm),
     }
     for kind, outcome in (("ours", ours), ("arctic", arctic), ("ngram", ngram)):
         figures[f"{kind}.accepted_per_query"] = outcome.accepted_per_query
@@ -77,6 +81,15 @@ def measure(
         figures[f"without_{part}"] = less.accepted_per_query / ours.accepted_per_query
         figures[f"without_{part}.calibration_error"] = _reliability(arm_less)[3]
     return {f"{name}.{key}": value for key, value in figures.items()}, arm
+
+
+def _odds(arm: Ours) -> dict[str, float]:
+    """Of drafts' first tokens, by the length of the match."""
+    match, accepted = np.array(arm.firsts).T
+    right = np.bincount(MATCH_BUCKET[match], accepted, len(MATCH_FROM))
+    tried = np.bincount(MATCH_BUCKET[match], minlength=len(MATCH_FROM))
+    odds = right / np.maximum(tried - right, 1.0)
+    return {f"odds_after_{n}": float(value) for n, value in zip(MATCH_FROM, odds, strict=True)}
 
 
 def _reliability(arm: Ours) -> tuple[list[float], list[float], list[int], float]:

@@ -47,6 +47,8 @@ class Ours:
         asked = {"floor": floor, "replica": 1, **settings}
         self.memory = OneRowMemory(Settings(**asked), lambda: self.now_s)
         self.predicted: list[tuple[float, bool]] = []
+        self.firsts: list[tuple[int, bool]] = []
+        """Of each draft: tokens of its match, and whether its first token was accepted."""
         self._handle = 0
         self._draft: Draft | None = None
 
@@ -64,6 +66,8 @@ class Ours:
     def verified(self, offered: int, accepted: int) -> None:
         if self._draft is not None:
             self.memory.feedback(self._draft, offered, accepted)
+            if offered:
+                self.firsts.append((self._draft.match_tokens, accepted > 0))
             for at, survival in enumerate(self._draft.survival.tolist()):
                 self.predicted.append((survival, at < accepted))
 

@@ -13,8 +13,8 @@ An online Bayesian logistic regression. A token has the log-odds
 - effect: what this request differs by. It begins as the population's mean and variance, which are
   learned from the requests that end.
 
-Before anything is learned the odds of a token are the length of its match, n to 1: so it is after n
-successes and no failure under Haldane's prior, and so it is in the replayed corpora.
+Before anything is learned, the odds of a token are n to 1 after a match of n tokens, as they are
+after n successes and no failure under Haldane's prior.
 
 A request that samples at temperature t has ``a t + (1 + c t) z`` instead, with ``a`` and ``c``
 learned like the rest: a token that was nearly certain is less so where tokens are drawn.
