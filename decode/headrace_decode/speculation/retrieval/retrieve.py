@@ -35,7 +35,6 @@ from headrace_decode.speculation.retrieval.anchors import first_of, match_length
 from headrace_decode.speculation.retrieval.refusals import KEY_TOKENS, evidence, key_of
 from headrace_decode.speculation.retrieval.segments import (
     ANCHORS,
-    CONTEXT,
     GRANULE,
     LENGTHS,
     NONE,
@@ -109,7 +108,7 @@ def find(
     """
     words, part, headers = store.words, store.parts[partition], store.headers
     own = partition == request[OWN]
-    count, below = 0, CONTEXT + 1
+    count = 0
     for which in range(LENGTHS - 1, -1, -1):
         if length < ANCHORS[which]:
             continue
@@ -121,7 +120,7 @@ def find(
             if position < part.tail or count == ENOUGH[which]:
                 break
             match = match_length(words, part, position, context, length)
-            if match >= ANCHORS[which] and match < below:
+            if match >= ANCHORS[which]:
                 row, fits = NONE, True
                 source = _PROMPT if position + 1 < request[PROMPT_END] else _OUTPUT
                 if not own:
@@ -138,7 +137,6 @@ def find(
                     found[count, ROW] = row
                     count += 1
             position = next_of(words, part, position, which)
-        below = ANCHORS[which]
         if count:
             break
     return count
