@@ -26,8 +26,7 @@ until the first token.
 A short prompt need not wait for the end of such a long one. The engine gives no prompt more than
 15 of 16 tokens of a step (`spare_tokens`; vLLM gives the first one all of them), and prompts that
 fit into what is left are let in beside the long one. They take a sixteenth of its steps' tokens at
-most, and that is how much later it ends. SmolLM2 on one CPU thread, a prompt of 32 tokens while one
-of 3,000 is computed in steps of 512: `benchmarks.gate`. Pure asyncio.
+most, and that is how much later it ends (measured: `benchmarks.gate`). Pure asyncio.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Server:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its hold on the process's signals, whose end resets no connection."""
+    """uvicorn's server without its hold on the process's signals; its end resets no connection."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
