@@ -56,10 +56,12 @@ def test_a_prompt_that_lies_on_nvme_only_is_planned_as_loaded() -> None:
     assert (tokens, salt) == (len(PROMPT), "tenant") and compute_s > 0
 
 
-def test_questions_that_the_store_did_not_answer_are_exported() -> None:
-    store, told = Store(), []
+def test_questions_that_the_store_did_not_answer_are_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, told = Store(), list[dict[str, int]]()
     mine = planner(store)
-    mine.metrics.surveys_failed = told.append  # type: ignore[method-assign]
+    monkeypatch.setattr(mine.metrics, "surveys_failed", told.append)
     plan(mine)
     assert told == []
     store.survey_failures = {"NodeAway": 2}
