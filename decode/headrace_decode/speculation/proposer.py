@@ -221,7 +221,6 @@ class HeadraceProposer:
             **figures(self.planner, self.session),
             "prices": prices(self.planner, self.session, self._rows_max, drafts),
             "failures": self.failures,
-            "propose_s": self.session.propose_s,
             "exchange": None if self.carrier is None else self.carrier.stats(),
             "draft_cap": self.session.draft_cap,
             "mode_left_s": self._mode.left_s(now_s),
