@@ -20,7 +20,7 @@ from headrace_engine.steptime import StepTime
 from tests.support.naive_placement import Cluster, Engine, Naive, Node
 
 FEW = settings(max_examples=150, deadline=None)
-MORE = settings(max_examples=400, deadline=None)
+MORE = settings(max_examples=250, deadline=None)
 
 
 @cache
@@ -118,7 +118,7 @@ def test_the_plan_is_the_least_of_all_pairs(cluster: Cluster, number: int, outpu
     [same] = [e for e in naive.all() if (e.prefill, e.decode) == (plan.replica, plan.decode)]
     assert total(plan) == pytest.approx(same.total_s, rel=1e-9)
     assert plan.predicted_ttft_s == pytest.approx(same.ttft_s, rel=1e-9)
-    assert (plan.refusal is not None) == best.broken
+    assert (plan.refusal is not None) == (best.broken > 0)
     for other in plan.runners_up:
         [same] = [e for e in naive.all() if (e.prefill, e.decode) == (other.prefill, other.decode)]
         assert other.total_s == pytest.approx(same.total_s, rel=1e-9)
@@ -163,7 +163,7 @@ def test_a_forced_policy_is_kept_and_the_best_of_its_kind_taken(
     if not some:
         assert plan.kind == "local" and plan.reasons[0] == "no prefill replica runs"
         return
-    best = min([e for e in some if not e.broken] or some, key=lambda e: e.total_s)
+    best = min(some, key=lambda e: (e.broken, e.total_s))
     assert plan.kind == policy
     assert total(plan) == pytest.approx(best.total_s, rel=1e-9)
 

@@ -96,7 +96,8 @@ class Priced:
     decode: str
     total_s: float
     ttft_s: float
-    broken: bool
+    broken: int
+    """0, 1 if it is only late, 2 if others lose their room or their steps."""
 
 
 class Naive:
@@ -218,7 +219,7 @@ class Naive:
             stall = stalled * max(0.0, took - steps * idle)
             slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
             ttft = queue + pull + took
-            broken = full or slow or ttft > slo
+            broken = 2 if full or slow else int(ttft > slo)
             found.append(Priced("", d.name, ttft + stall + answer, ttft, broken))
 
             for p in prefills:
@@ -233,12 +234,10 @@ class Naive:
                 total = ttft + more + answer
                 if p.node == d.node:
                     total += stalled * d.share * compute
-                broken = full or (r > 0 and last > itl) or ttft > slo
+                broken = 2 if full or (r > 0 and last > itl) else int(ttft > slo)
                 found.append(Priced(p.name, d.name, total, ttft, broken))
         return found
 
     def best(self) -> Priced:
-        """Of those that break nothing, or else of all."""
-        found = self.all()
-        kept = [each for each in found if not each.broken] or found
-        return min(kept, key=lambda each: each.total_s)
+        """Of those that break least."""
+        return min(self.all(), key=lambda each: (each.broken, each.total_s))

@@ -228,6 +228,15 @@ def test_the_choice_that_is_in_time_is_taken_though_it_costs_others_more() -> No
     assert ask(view, tokens=400, ttft_target_s=0.9).kind == "local"
 
 
+def test_a_request_that_is_late_anyway_takes_nobodys_room() -> None:
+    view = cluster(prefills=0, ttft_target_s=0.1)
+    view.engines[view.row("d0")]["free_blocks"] = 1
+    queue(view, "d1", 3000)
+    plan = ask(view)
+    assert plan.decode == "d1"
+    assert plan.refusal is not None and plan.refusal.reasons == ("breaks the TTFT target",)
+
+
 def test_where_nobody_has_room_a_stream_must_end_first() -> None:
     view = cluster(prefills=0, decodes=1)
     busy(view, "d0", running=4)

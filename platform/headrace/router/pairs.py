@@ -24,6 +24,8 @@ import numpy as np
 
 from headrace.router.engines import (
     LATE,
+    NO_ROOM,
+    SLOW_STEP,
     arrival_parts,
     find_runs,
     held_tokens,
@@ -101,11 +103,11 @@ def _keep(found: Any, costs: Any, seconds: float, p: int, d: int, broken: int) -
 
 
 @jit()
-def least_local(engines: Any, costs: Any, found: Any, strict: bool) -> Any:
-    """The best `len(found)` decode engines that prefill for themselves; `strict`: only those that
-    break no constraint."""
+def least_local(engines: Any, costs: Any, found: Any, allowed: int) -> Any:
+    """The best `len(found)` decode engines that prefill for themselves and break no constraint
+    beyond those that are `allowed`."""
     for d in range(len(engines)):
-        if engines[d].decode and not (strict and costs[d].broken_local):
+        if engines[d].decode and not costs[d].broken_local & ~allowed:
             _keep(found, costs, costs[d].local_s, -1, d, costs[d].broken_local)
 
 
@@ -122,7 +124,7 @@ def least_pairs(
     fits: Any,
     ttft_s: float,
     found: Any,
-    strict: bool,
+    allowed: int,
 ) -> Any:
     """The best pairs; beside the best one, no two of one node's prefill engines with one decode
     engine elsewhere.
@@ -132,7 +134,8 @@ def least_pairs(
         links: which fit holds from node to node, [nodes, nodes].
         fits: (fixed_s, byte_s, relative error, whether it links two nodes), [fits, 4].
         ttft_s: target; inf for none.
-        found: FOUND [K], filled with the best, those that break no constraint if `strict`.
+        found: FOUND [K], filled with the best.
+        allowed: constraints that they may break.
 
     Returns:
         How many pairs were priced.
@@ -180,7 +183,7 @@ def least_pairs(
     size_d = 0
     for d in range(count):
         cost = costs[d]
-        if not engines[d].decode or (strict and cost.broken_remote):
+        if not engines[d].decode or cost.broken_remote & ~allowed:
             continue
         node = cost.node
         own_s = _move_s(cost.bytes, fits, links[node, node])
@@ -189,7 +192,7 @@ def least_pairs(
             priced += 1
             begins = max(costs[p].arrival_s + cost.handoff_s + own_s, cost.queue_s) + cost.last_s
             late = LATE if begins > ttft_s else 0
-            if not (strict and late):
+            if not late & ~allowed:
                 seconds = begins + cost.rest_s + cost.slowed * costs[p].compute_s
                 _keep(found, costs, seconds, p, d, cost.broken_remote | late)
             p = after[p]
@@ -226,7 +229,7 @@ def least_pairs(
             begins = max(arrival + least_move[d], cost.queue_s) + cost.last_s
             if found[last].decode >= 0 and begins + cost.rest_s >= found[last].seconds:
                 break
-            if strict and begins > ttft_s:
+            if begins > ttft_s and not allowed & LATE:
                 break
             if costs[p].node == cost.node:
                 continue
@@ -234,7 +237,7 @@ def least_pairs(
             move_s = _move_s(cost.bytes, fits, links[costs[p].node, cost.node])
             begins = max(arrival + cost.handoff_s + move_s, cost.queue_s) + cost.last_s
             late = LATE if begins > ttft_s else 0
-            if not (strict and late):
+            if not late & ~allowed:
                 _keep(found, costs, begins + cost.rest_s, p, d, cost.broken_remote | late)
     return priced
 
@@ -329,8 +332,8 @@ def decide(
 
     Returns:
         (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 16];
-        lengths and media of what each node's store can supply). Where every choice of a kind
-        breaks a constraint, those that cost least all the same.
+        lengths and media of what each node's store can supply). Where every choice of a kind is
+        late, late ones; where every one breaks another constraint, the least dear of all.
     """
     ask = asks[0]
     if not supplied:
@@ -340,13 +343,13 @@ def decide(
     details = np.zeros((2, TAKEN_DECODE + 1))
     for kind in range(2):
         found = kinds[kind]
-        for strict in (True, False):
+        for allowed in (0, LATE, LATE | NO_ROOM | SLOW_STEP):
             for at in range(most):
                 found[at].decode = -1
             if kind == 0:
-                least_local(engines, costs, found, strict)
+                least_local(engines, costs, found, allowed)
             elif remote:
-                least_pairs(engines, costs, links, fits, ask.ttft_s, found, strict)
+                least_pairs(engines, costs, links, fits, ask.ttft_s, found, allowed)
             if found[0].decode >= 0:
                 _detail(
                     *(ask, engines, curves, padded, held, lengths, waits, media, loads),

@@ -3,8 +3,9 @@ and where the KV of each run of the prompt comes from.
 
 Of all pairs (prefill engine or none, decode engine) it takes the one that adds the fewest predicted
 seconds to everybody (`engines` has the formula, `pairs` the search), of those that leave room for
-the KV and keep the ITL and TTFT targets. Where none does, it takes the best of all, and the plan
-says so. Pure: no clocks, no I/O; the view is only read.
+the KV and keep the ITL and TTFT targets. Where none is in time, it takes the best of those that
+keep the others; where none keeps these, the best of all. Then the plan says what is broken. Pure:
+no clocks, no I/O; the view is only read.
 """
 
 from __future__ import annotations
@@ -194,11 +195,16 @@ def _choice(view: View, request: PlaceRequest, local: _Found, pair: _Found) -> C
         return Choice("local", view.no_prefill)
     if view.settings.policy == "remote":
         return Choice("remote", "policy is remote")
-    if pair.broken and not local.broken:
+    if _rank(local) < _rank(pair):
         return Choice("local", f"remote prefill {_broken(pair)}, local prefill does not")
-    if local.broken and not pair.broken:
+    if _rank(pair) < _rank(local):
         return Choice("remote", f"local prefill {_broken(local)}, remote prefill does not")
     return choose(local.seconds, pair.seconds, request.ages, view.settings)
+
+
+def _rank(found: _Found) -> int:
+    """What a choice breaks: nothing, what its own request wants, or what others need."""
+    return 2 if found.broken & (NO_ROOM | SLOW_STEP) else int(found.broken > 0)
 
 
 def _broken(found: _Found) -> str:
