@@ -127,6 +127,20 @@ def test_an_engine_not_heard_of_for_long_is_no_longer_taken_to_be_idle() -> None
     assert plan.predicted["local.queue"] == pytest.approx(0.3989 * (0.04 * 0.1) ** 0.5, rel=1e-3)
 
 
+def test_reports_teach_how_far_an_old_one_may_be_off() -> None:
+    view = cluster(prefills=0, decodes=1)
+    for at in range(400):
+        queue(view, "d0", 1000 * (at % 2), now_s=10.0 * at)
+    engine = view.engines[0]
+    jump_s = float(StepTime().prefill_s(1000, pairs_of(0, 1000), step_tokens=2048))
+    assert engine["drift"] == pytest.approx(jump_s**2 / 10.0 / 2, rel=0.1), "every other one jumps"
+    for at in range(400):
+        queue(view, "d0", 0, now_s=4000.0 + at)
+    assert engine["drift"] < 1e-6
+    view.reserve(0, 1000, pairs_of(0, 1000), 5000.0)
+    assert engine["heard_s"] == 4399.0 and engine["drift"] < 1e-6, "its own reservation is no news"
+
+
 def test_tokens_of_the_answer_count_where_its_length_is_expected() -> None:
     view = cluster(prefills=0)
     busy(view, "d0", running=20, context=0)

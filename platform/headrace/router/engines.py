@@ -68,7 +68,7 @@ ENGINE = np.dtype(
         ("queue_s", "f8"),  # these take
         ("behind_s", "f8"),  # part of it that even the end of the first prompt leaves
         ("at_s", "f8"),  # when that was true, on the caller's clock
-        ("heard_s", "f8"),  # when the engine itself reported last
+        ("heard_s", "f8"),  # when the engine itself reported last; -inf if it never did
         ("drift", "f8"),  # growth of the variance of queue_s, s^2 a second
         ("running", "i8"),  # requests that decode
         ("context", "i8"),  # tokens of all of these
@@ -236,6 +236,8 @@ def last_pairs(prompt_tokens: int, tokens: int) -> Any:
 def wait_s(engine: Any, now_s: float) -> Any:
     """Q: expected seconds until the engine begins with one more prompt."""
     queue_s = max(engine.behind_s, engine.queue_s - max(0.0, now_s - engine.at_s))
+    if not (engine.drift > 0.0 and engine.heard_s > -np.inf):
+        return queue_s
     spread_s = math.sqrt(engine.drift * max(0.0, now_s - engine.heard_s))
     if not spread_s * 8.0 > queue_s:  # beyond, the two differ by less than rounding
         return queue_s

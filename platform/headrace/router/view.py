@@ -7,6 +7,7 @@ model. `place.place` reads it.
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 from typing import Literal
 
@@ -24,6 +25,8 @@ ELSEWHERE, WITHIN = 0, 1
 _DRAM, _NVME = MEDIA.index(DRAM), MEDIA.index(NVME)
 _FIXED_S, _BYTE_S = 0.005, 1e-9
 """Of a transfer or a load, before the first: 5 ms and 1 GB/s."""
+_DRIFT_GAIN = 0.05
+"""Weight of a report in what is learned from reports: a memory of about twenty."""
 _CALL_S, _CALL_ERROR_S = 0.020, 0.050
 _HANDOFF_S, _HANDOFF_ERROR_S = 0.005, 0.050
 
@@ -193,7 +196,7 @@ class View:
         self._engines[row] = np.zeros((), ENGINE)
         engine["key"], engine["node"], engine["hbm"] = name_key(name), node, hbm
         engine["step_tokens"], engine["free_blocks"], engine[role] = step_tokens, -1, True
-        engine["cold"] = role == "prefill"
+        engine["cold"], engine["heard_s"] = role == "prefill", -math.inf
         engine["call_s"], engine["call_error_s"] = _CALL_S, _CALL_ERROR_S
         engine["handoff_s"], engine["handoff_error_s"] = _HANDOFF_S, _HANDOFF_ERROR_S
         self.set_steps(row, StepTime())
@@ -221,15 +224,23 @@ class View:
         self, row: int, tokens: int, pairs: float, now_s: float, *, heard: bool = True
     ) -> None:
         """Prompt tokens ahead of a new request on an engine, and what these attend to; they are
-        computed from now on. `heard`: the engine itself says so. Call it after `set_steps`."""
+        computed from now on. Call it after `set_steps`.
+
+        Args:
+            heard: the engine itself says so. How far that is from what was expected, by the age of
+                its last report, tells how far later ones may be off.
+        """
         engine = self._engines[row]
+        age_s = now_s - float(engine["heard_s"])
+        expected_s = max(0.0, float(engine["queue_s"] - max(0.0, now_s - engine["at_s"])))
         engine["queued_tokens"], engine["queued_pairs"], engine["behind_s"] = tokens, pairs, 0.0
+        engine["queue_s"] = queue_s(engine, self._curves, self._padded, row) if tokens > 0 else 0.0
         engine["at_s"] = now_s
         if heard:
+            if engine["heard_s"] > -math.inf and age_s > 0.0:
+                error = float(engine["queue_s"]) - expected_s
+                engine["drift"] += _DRIFT_GAIN * (error * error / age_s - engine["drift"])
             engine["heard_s"] = now_s
-        engine["queue_s"] = 0.0
-        if tokens > 0:
-            engine["queue_s"] = queue_s(engine, self._curves, self._padded, row)
 
     def reserve(self, row: int, tokens: int, pairs: float, now_s: float) -> None:
         """A prompt more was sent there; negative tokens take one off that has not come."""
