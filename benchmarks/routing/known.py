@@ -44,6 +44,7 @@ Keys = NDArray[np.uint64]
 
 def measure(report: dict[str, Any]) -> None:
     """Add the figures to a report; print a line on what is left out."""
+    _events(numbers=False, engines=1, steps=20)  # compiles
     report["events"] = _events(numbers=False)
     report["events"] |= {f"{k}_of_numbers": v for k, v in _events(numbers=True).items()}
     report["index"] = _memory()
@@ -200,7 +201,6 @@ def _dynamo() -> Any:
 
 
 def _beside_dynamo(dynamo: Any, rounds: int = 200) -> dict[str, float]:
-    rng = np.random.default_rng(0)
     index, tree = BlockIndex(), dynamo.RadixTree()
     holders = [index.open() for _ in range(WORKERS)]
     names = dynamo.compute_block_hash_for_seq(_tokens(1), BLOCK_TOKENS)
@@ -224,7 +224,6 @@ def _beside_dynamo(dynamo: Any, rounds: int = 200) -> dict[str, float]:
         tree.find_matches(names)
         ours_us.append(1e6 * (middle - begin))
         dynamo_us.append(1e6 * (time.perf_counter() - middle))
-    del rng
     return {"ours_us": float(np.median(ours_us)), "dynamo_us": float(np.median(dynamo_us))}
 
 

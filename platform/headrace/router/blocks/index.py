@@ -18,8 +18,9 @@ of these. What is forgotten comes back when it is stored again.
 
 One thread owns an index: it feeds events and asks in turn, and nothing is locked. A call takes time
 by what it is given, whatever the index holds: the table grows a few entries at a call, and a holder
-that is gone is swept out a few blocks at a call. The exception is a block taken out of the middle
-of a prefix: the call visits the blocks behind it, as far as the holder has them, and their siblings.
+that is gone is swept out a few blocks at a call. The exception is a block that is taken out of the
+middle of a prefix, or fills a hole: the call visits the blocks behind it, as far as the holder has
+them, and their siblings. Engines evict from the end, where there are none.
 """
 
 from __future__ import annotations

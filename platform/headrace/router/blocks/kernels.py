@@ -5,7 +5,7 @@ What always holds between two calls:
 - A linked node has a parent, and so have all before it, up to the root. (So links form no circle,
   whatever the events say.)
 - usable(node) = held(node) & usable(parent), and nothing for a node that is not linked. Therefore
-  usable sets only shrink along a prefix, and two equal ones have nothing but equal ones between them.
+  usable sets only shrink along a prefix, and two equal ones have only equal ones between them.
 
 Bits of a slot that is being swept out (`sweep`) may break the last line for that slot only.
 """
