@@ -2,8 +2,8 @@
 
 A source numbers its batches of events from 0 and sends each once, but what carries them may lose
 them, repeat them, and bring a replay beside what is new. A batch that begins with
-`AllBlocksCleared` needs none before it. A source that begins anew at 0 must be told apart by other means (its
-generation); whoever learns of that makes a new `Sequence`.
+`AllBlocksCleared` needs none before it. A source that begins anew at 0 must be told apart by other
+means (its generation); whoever learns of that makes a new `Sequence`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.blocks import kernels
+from headrace.router.blocks import kernels, table
 from headrace.router.blocks.sets import (
     BLOCKS,
     DRAINED,
@@ -301,13 +301,13 @@ class BlockIndex:
         """A table for twice as many blocks; the entries follow a few at a call."""
         t = self._tables
         if t.old.size > 1:
-            kernels.drain(t, t.old.size)
+            table.drain(t, t.old.size)
         t.state[DRAINED] = 0
         self._tables = t._replace(table=np.zeros(2 * t.table.size, np.uint64), old=t.table)
 
     def _work(self, blocks: int) -> None:
         t = self._tables
-        if t.old.size > 1 and kernels.drain(t, DRAINED_SLOTS * blocks):
+        if t.old.size > 1 and table.drain(t, DRAINED_SLOTS * blocks):
             self._tables = t._replace(old=_NONE)
         if self._swept or self._dead:
             self._sweep(SWEPT_BLOCKS * blocks)
@@ -324,6 +324,20 @@ class BlockIndex:
         if self._at >= self._end:
             self._free_slots += self._swept
             self._swept = []
+
+
+def warm() -> None:
+    """Compile everything, so that no call waits: ten seconds where it is not kept on disk."""
+    index = BlockIndex(2**20)
+    holder = index.open()
+    for start in range(0, 4 * FIRST_SLOTS, 64):
+        index.stored(holder, None, np.arange(start, start + 64, dtype=np.uint64))
+    index.match(np.arange(64, dtype=np.uint64))
+    index.removed(holder, np.arange(64, dtype=np.uint64))
+    index.usable(holder, 64)
+    index.expire(holder)
+    while index.tend():
+        pass
 
 
 def _words(slots: int) -> int:
