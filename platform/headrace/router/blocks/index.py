@@ -208,7 +208,11 @@ class BlockIndex:
 
     def match(self, keys: Keys) -> NDArray[np.int32]:
         """How many leading blocks of a prompt each holder can use: [holders] i32, 0 for numbers
-        that are not in use."""
+        that are not in use.
+
+        Args:
+            keys: of the prompt's full blocks, from the first on, [blocks] u64.
+        """
         if len(keys) == 0 or not self._slots:
             return np.zeros(len(self._slots), np.int32)
         kernels.match(self._tables, keys, self._reach)

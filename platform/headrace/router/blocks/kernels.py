@@ -354,6 +354,8 @@ def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
                 break
             if t.nodes[node].parent == 0 and not link(t, node, last):
                 break
+            if t.nodes[node].parent != last:
+                break  # another prefix by the same key, or no prompt from its first block on
             now = np.int64(t.nodes[node].usable)
             if now == 0:
                 break
