@@ -170,7 +170,7 @@ def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="most_holders"):
         BlockIndex(most_holders=0)
     with pytest.raises(ValueError, match="most_holders"):
-        BlockIndex(most_holders=1 << 16)
+        BlockIndex(most_holders=32_769)
     with pytest.raises(ValueError, match="capacity_bytes"):
         BlockIndex(1000)
     index = BlockIndex(2**20, most_holders=1)

@@ -50,6 +50,8 @@ from headrace.router.blocks.sets import (
 )
 
 CAPACITY_BYTES = 256 * 2**20
+MOST_HOLDERS = SINGLES // 2
+"""As many slots again may wait to be swept out."""
 SET_SHARE = 8
 """One part in so many of the memory is for sets of holders."""
 FIRST_SLOTS = 1 << 10
@@ -67,15 +69,15 @@ class BlockIndex:
 
     Args:
         capacity_bytes: that the index may take at most.
-        most_holders: that may be open at once, at most 65,535.
+        most_holders: that may be open at once, at most 32,768.
 
     Raises:
         ValueError: a limit that cannot be.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, most_holders: int = 4096) -> None:
-        if not 1 <= most_holders < SINGLES:
-            raise ValueError(f"most_holders must be 1 to {SINGLES - 1}, not {most_holders}")
+        if not 1 <= most_holders <= MOST_HOLDERS:
+            raise ValueError(f"most_holders must be 1 to {MOST_HOLDERS}, not {most_holders}")
         if capacity_bytes < 2**20:
             raise ValueError(f"capacity_bytes must be at least 1 MiB, not {capacity_bytes}")
         set_bytes = 8 * _words(most_holders) + SET.itemsize + 2 * 4
@@ -277,7 +279,7 @@ class BlockIndex:
 
     def _take_slot(self) -> int:
         """A slot that no block has."""
-        while not self._free_slots and self._next_slot >= 2 * self.most_holders:
+        while not self._free_slots and self._next_slot == 2 * self.most_holders:
             self._sweep(self.most_blocks)  # more were opened and closed than are swept out yet
         if self._free_slots:
             return self._free_slots.pop()
