@@ -1,9 +1,10 @@
 """What a routing decision costs, on one core.
 
-    python -m benchmarks.routing [--parts known] [--json FILE]
+    python -m benchmarks.routing [--parts known plans] [--json FILE]
 
 Parts, each described in its module:
     known: learning from events who holds which blocks, keeping it and asking it
+    plans: placing a prompt
 
 Where Dynamo is installed (``DYNAMO_TARGET=DIR`` or on the path), the same questions are put to it.
 """
@@ -11,16 +12,20 @@ Where Dynamo is installed (``DYNAMO_TARGET=DIR`` or on the path), the same quest
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.routing import known
-
-PARTS: dict[str, Callable[[dict[str, Any]], None]] = {"known": known.measure}
+PARTS = [
+    part
+    for part in ("known", "plans")
+    if importlib.util.find_spec(f"benchmarks.routing.{part}") is not None
+]
 TARGETS = {
     "events.per_s": (">=", 500_000),
     "index.bytes_per_entry": ("<=", 64),
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.routing", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args(argv)
     cores = os.sched_getaffinity(0)
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {}
     try:
         for part in args.parts:
-            PARTS[part](report)
+            importlib.import_module(f"benchmarks.routing.{part}").measure(report)
     finally:
         os.sched_setaffinity(0, cores)
     print(table(report))

@@ -14,6 +14,7 @@ from headrace.router.blocks import index as index_module
 from headrace.router.blocks import kernels
 from headrace.router.blocks.index import UNPLACED, BlockIndex
 from headrace.router.blocks.sets import NODES, SETS, SINGLES
+from headrace.router.blocks.table import find
 
 NODE_COUNT = 60
 PARENTS = [None, *[(7 * i) % i if i % 5 else i - 1 for i in range(1, NODE_COUNT)]]
@@ -67,7 +68,7 @@ def check(index: BlockIndex) -> None:
             assert t.nodes[node["before"]]["next"] == n
         elif parent:
             assert t.nodes[parent]["child"] == n
-        assert kernels.find(t, node["key"]) == n
+        assert find(t, node["key"]) == n
     assert pairs == index.entries
     assert len(blocks_of) == t.state[SETS]
     for row, blocks in blocks_of.items():

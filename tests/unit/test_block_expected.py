@@ -121,7 +121,7 @@ def test_plans_are_bounded_and_the_first_due_goes_first() -> None:
 
 def test_it_is_the_longest_common_beginning_with_any_plan_and_leaves_nothing_behind() -> None:
     rng = random.Random(0)
-    index, expected = made(holders=5)
+    _, expected = made(holders=5)
     plans: dict[str, tuple[list[int], Keys]] = {}
 
     def prompt() -> Keys:

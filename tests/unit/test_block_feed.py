@@ -324,11 +324,23 @@ def test_a_hash_of_more_than_64_bits_cannot_be_a_number(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01", msgspec.msgpack.encode([1, 2, 3])])
-def test_a_batch_that_cannot_be_read_is_passed(bench: Bench, payload: bytes) -> None:
+def test_a_batch_that_cannot_be_read_is_asked_for_and_then_passed(
+    bench: Bench, payload: bytes
+) -> None:
     with pytest.raises(FeedError, match="e: batch 1"):
         bench.feed.heard("e", "1", 1, payload, 0.0)
     bench.hear(2, stored(0, 4))
-    assert bench.blocks() == 4
+    assert bench.blocks() == 0 and bench.asked() == [1]
+    with pytest.raises(FeedError, match="e: batch 1"):
+        bench.feed.heard("e", "1", 1, payload, 0.0, replay=True)
+    assert bench.blocks() == 4 and bench.feed.complete("e")
+
+
+def test_a_batch_that_waits_tells_its_error_once(bench: Bench) -> None:
+    with pytest.raises(FeedError, match="e: batch 2, event 0"):
+        bench.hear(2, stored(0, 1, medium=1), stored(0, 2))
+    bench.hear(1)
+    assert bench.blocks() == 2
 
 
 def test_numbers_and_sizes_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Which numbered batch of a source comes next: what to do with one that has come. Pure.
 
 A source numbers its batches of events from 0 and sends each once, but what carries them may lose
-them, repeat them, and bring a replay beside what is new. A batch that begins with `AllBlocksCleared`
-needs none before it. A source that begins anew at 0 must be told apart by other means (its
-generation); whoever learns of that makes a new `Sequence`.
+them, repeat them, and bring a replay beside what is new. A batch that begins with
+`AllBlocksCleared` needs none before it. A source that begins anew at 0 must be told apart by other
+means (its generation); whoever learns of that makes a new `Sequence`.
 """
 
 from __future__ import annotations

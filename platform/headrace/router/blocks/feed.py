@@ -20,6 +20,8 @@ What happens to a batch:
   among it, so what was known of the source is cleared, and counts again from there on.
 - A field of it cannot be: that event is left out, the others are applied, and `FeedError` names the
   field. Nothing else is lost, and the numbers go on.
+- It cannot be read at all: it counts as lost on the way, and is asked for. If a replay cannot be
+  read either, it is passed.
 - Its epoch is new: the source was restarted, and what was known of it is cleared. A batch of an
   earlier epoch is skipped.
 
@@ -288,7 +290,7 @@ class Feed:
             )
         errors: list[str] = []
         self._take(source, known, seq, payload, replay, errors)
-        self._take_kept(source, known, errors)
+        self._take_kept(source, known)
         if errors:
             self.counts["bad"] += len(errors)
             raise FeedError("; ".join(errors[:4]))
@@ -302,7 +304,7 @@ class Feed:
         if known.asked_seq >= 0 and known.incomplete:
             # The answer had no batch: what is missing is not to be had.
             self._lose(known, min(known.kept, default=known.end))
-            self._take_kept(source, known, [])
+            self._take_kept(source, known)
         known.asked_seq = -1
 
     def turn(self, now_s: float) -> Turn:
@@ -359,7 +361,11 @@ class Feed:
         replay: bool,
         errors: list[str],
     ) -> None:
-        events = self._decode(source, known, seq, payload, errors)
+        events = self._decode(source, seq, payload, errors)
+        if events is None:
+            if not replay or seq != known.numbers.wanted:
+                return
+            events = []
         whole = bool(events) and isinstance(events[0], AllBlocksCleared)
         fate = known.numbers.judge(seq, whole)
         if fate is Fate.WAIT and replay and known.asked_seq == known.numbers.wanted:
@@ -381,18 +387,18 @@ class Feed:
                 known.kept[seq] = payload
         known.end = max(known.end, seq + 1)
 
-    def _take_kept(self, source: str, known: _Source, errors: list[str]) -> None:
-        """Take what waited, as far as nothing is missing any more."""
+    def _take_kept(self, source: str, known: _Source) -> None:
+        """Take what waited, as far as nothing is missing any more. Its errors were told before."""
         if not known.kept:
             return
         while (payload := known.kept.pop(known.numbers.wanted, None)) is not None:
-            self._take(source, known, known.numbers.wanted, payload, False, errors)
+            self._take(source, known, known.numbers.wanted, payload, False, [])
         known.kept = {n: kept for n, kept in known.kept.items() if n >= known.numbers.wanted}
 
     def _decode(
-        self, source: str, known: _Source, seq: int, payload: bytes, errors: list[str]
-    ) -> list[Event]:
-        """Its events, without those that make no sense."""
+        self, source: str, seq: int, payload: bytes, errors: list[str]
+    ) -> list[Event] | None:
+        """Its events, without those that make no sense; None if it cannot be read."""
         try:
             return _batches.decode(payload).events
         except (ValueError, RecursionError) as error:
@@ -401,7 +407,7 @@ class Feed:
             parts = _loose.decode(payload).events
         except (ValueError, RecursionError):
             errors.append(f"{source}: batch {seq}: {first}")
-            return []
+            return None
         events: list[Event] = []
         for i, part in enumerate(parts):
             try:

@@ -18,8 +18,9 @@ of these. What is forgotten comes back when it is stored again.
 
 One thread owns an index: it feeds events and asks in turn, and nothing is locked. A call takes time
 by what it is given, whatever the index holds: the table grows a few entries at a call, and a holder
-that is gone is swept out a few blocks at a call. The exception is a block taken out of the middle
-of a prefix: the call visits the blocks behind it, as far as the holder has them, and their siblings.
+that is gone is swept out a few blocks at a call. The exception is a block that is taken out of the
+middle of a prefix, or fills a hole: the call visits the blocks behind it, as far as the holder has
+them, and their siblings. Engines evict from the end, where there are none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.blocks import kernels
+from headrace.router.blocks import kernels, table
 from headrace.router.blocks.sets import (
     BLOCKS,
     DRAINED,
@@ -49,6 +50,8 @@ from headrace.router.blocks.sets import (
 )
 
 CAPACITY_BYTES = 256 * 2**20
+MOST_HOLDERS = SINGLES // 2
+"""As many slots again may wait to be swept out."""
 SET_SHARE = 8
 """One part in so many of the memory is for sets of holders."""
 FIRST_SLOTS = 1 << 10
@@ -66,15 +69,15 @@ class BlockIndex:
 
     Args:
         capacity_bytes: that the index may take at most.
-        most_holders: that may be open at once, at most 65,535.
+        most_holders: that may be open at once, at most 32,768.
 
     Raises:
         ValueError: a limit that cannot be.
     """
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES, most_holders: int = 4096) -> None:
-        if not 1 <= most_holders < SINGLES:
-            raise ValueError(f"most_holders must be 1 to {SINGLES - 1}, not {most_holders}")
+        if not 1 <= most_holders <= MOST_HOLDERS:
+            raise ValueError(f"most_holders must be 1 to {MOST_HOLDERS}, not {most_holders}")
         if capacity_bytes < 2**20:
             raise ValueError(f"capacity_bytes must be at least 1 MiB, not {capacity_bytes}")
         set_bytes = 8 * _words(most_holders) + SET.itemsize + 2 * 4
@@ -207,7 +210,11 @@ class BlockIndex:
 
     def match(self, keys: Keys) -> NDArray[np.int32]:
         """How many leading blocks of a prompt each holder can use: [holders] i32, 0 for numbers
-        that are not in use."""
+        that are not in use.
+
+        Args:
+            keys: of the prompt's full blocks, from the first on, [blocks] u64.
+        """
         if len(keys) == 0 or not self._slots:
             return np.zeros(len(self._slots), np.int32)
         kernels.match(self._tables, keys, self._reach)
@@ -272,7 +279,7 @@ class BlockIndex:
 
     def _take_slot(self) -> int:
         """A slot that no block has."""
-        while not self._free_slots and self._next_slot >= 2 * self.most_holders:
+        while not self._free_slots and self._next_slot == 2 * self.most_holders:
             self._sweep(self.most_blocks)  # more were opened and closed than are swept out yet
         if self._free_slots:
             return self._free_slots.pop()
@@ -300,13 +307,13 @@ class BlockIndex:
         """A table for twice as many blocks; the entries follow a few at a call."""
         t = self._tables
         if t.old.size > 1:
-            kernels.drain(t, t.old.size)
+            table.drain(t, t.old.size)
         t.state[DRAINED] = 0
         self._tables = t._replace(table=np.zeros(2 * t.table.size, np.uint64), old=t.table)
 
     def _work(self, blocks: int) -> None:
         t = self._tables
-        if t.old.size > 1 and kernels.drain(t, DRAINED_SLOTS * blocks):
+        if t.old.size > 1 and table.drain(t, DRAINED_SLOTS * blocks):
             self._tables = t._replace(old=_NONE)
         if self._swept or self._dead:
             self._sweep(SWEPT_BLOCKS * blocks)
@@ -323,6 +330,20 @@ class BlockIndex:
         if self._at >= self._end:
             self._free_slots += self._swept
             self._swept = []
+
+
+def warm() -> None:
+    """Compile everything, so that no call waits: ten seconds where it is not kept on disk."""
+    index = BlockIndex(2**20)
+    holder = index.open()
+    for start in range(0, 4 * FIRST_SLOTS, 64):
+        index.stored(holder, None, np.arange(start, start + 64, dtype=np.uint64))
+    index.match(np.arange(64, dtype=np.uint64))
+    index.removed(holder, np.arange(64, dtype=np.uint64))
+    index.usable(holder, 64)
+    index.expire(holder)
+    while index.tend():
+        pass
 
 
 def _words(slots: int) -> int:

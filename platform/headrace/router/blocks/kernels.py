@@ -5,7 +5,7 @@ What always holds between two calls:
 - A linked node has a parent, and so have all before it, up to the root. (So links form no circle,
   whatever the events say.)
 - usable(node) = held(node) & usable(parent), and nothing for a node that is not linked. Therefore
-  usable sets only shrink along a prefix, and two equal ones have nothing but equal ones between them.
+  usable sets only shrink along a prefix, and two equal ones have only equal ones between them.
 
 Bits of a slot that is being swept out (`sweep`) may break the last line for that slot only.
 """
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from headrace.router.blocks.sets import (
     BLOCKS,
-    DRAINED,
     DROPPED,
     EVERYONE,
     FREE_NODE,
@@ -25,7 +24,6 @@ from headrace.router.blocks.sets import (
     MINUS,
     NODES,
     OR,
-    SECRET,
     WORDS,
     Tables,
     combine,
@@ -33,102 +31,20 @@ from headrace.router.blocks.sets import (
     has,
     intern,
     keep,
-    mixed,
     popcount,
     put_orphan,
     put_usable,
     size_of,
     word_of,
 )
+from headrace.router.blocks.table import enter, erase, find
 from headrace_kvstore.compiled import jit
 
 ROOT = 1
 UNKNOWN, FIRST, AFTER, APART = range(4)
 """What is known of the block before a run: nothing, that there is none, its key. APART: the blocks
 are no run, and nothing is known of their places."""
-_HALF, _LOW, _ZERO = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
-
-
-# The table of keys
-
-
-@jit(_nrt=False)
-def look(t: Tables, table: NDArray[np.uint64], key: int, tag: int) -> int:
-    """Where in a table a key's entry is; -1 if it has none."""
-    mask = table.size - 1
-    at = np.int64(tag) & mask
-    while table[at] != _ZERO:
-        if table[at] >> _HALF == tag and t.nodes[np.int64(table[at] & _LOW)].key == key:
-            return at
-        at = (at + 1) & mask
-    return np.int64(-1)
-
-
-@jit(_nrt=False)
-def find(t: Tables, key: int) -> int:
-    """The node of a key; 0 if there is none."""
-    tag = mixed(key, t.state[SECRET]) & _LOW
-    at = look(t, t.table, key, tag)
-    if at >= 0:
-        return np.int64(t.table[at] & _LOW)
-    if t.old.size > 1:
-        at = look(t, t.old, key, tag)
-        if at >= 0:
-            return np.int64(t.old[at] & _LOW)
-    return np.int64(0)
-
-
-@jit(_nrt=False)
-def enter(t: Tables, node: int) -> None:
-    tag = mixed(t.nodes[node].key, t.state[SECRET]) & _LOW
-    mask = t.table.size - 1
-    at = np.int64(tag) & mask
-    while t.table[at] != _ZERO:
-        at = (at + 1) & mask
-    t.table[at] = (tag << _HALF) | np.uint64(node)
-
-
-@jit(_nrt=False)
-def erase(t: Tables, node: int) -> None:
-    """Take a node out of the table. In the old table its entry stays and leads nowhere, since a
-    free node has another key."""
-    key = t.nodes[node].key
-    hole = look(t, t.table, key, mixed(key, t.state[SECRET]) & _LOW)
-    t.nodes[node].key = ~key
-    if hole < 0:
-        return
-    mask = t.table.size - 1
-    at = hole
-    while True:  # as in `sets.drop`: no tombstones
-        at = (at + 1) & mask
-        if t.table[at] == _ZERO:
-            break
-        home = np.int64(t.table[at] >> _HALF) & mask
-        if ((at - home) & mask) >= ((at - hole) & mask):
-            t.table[hole] = t.table[at]
-            hole = at
-    t.table[hole] = _ZERO
-
-
-@jit(_nrt=False)
-def drain(t: Tables, slots: int) -> bool:
-    """Move so many slots of the old table to the new one; whether that was all."""
-    end = min(t.old.size, t.state[DRAINED] + slots)
-    for at in range(t.state[DRAINED], end):
-        entry = t.old[at]
-        if entry == _ZERO:
-            continue
-        node = np.int64(entry & _LOW)
-        key = t.nodes[node].key
-        tag = mixed(key, t.state[SECRET]) & _LOW
-        live = (t.nodes[node].usable | t.nodes[node].orphan) != 0
-        if live and tag == entry >> _HALF and look(t, t.table, key, tag) < 0:
-            enter(t, node)
-    t.state[DRAINED] = end
-    return end == t.old.size
-
-
-# The tree
+_ZERO = np.uint64(0)
 
 
 @jit(_nrt=False)
@@ -438,6 +354,8 @@ def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
                 break
             if t.nodes[node].parent == 0 and not link(t, node, last):
                 break
+            if t.nodes[node].parent != last:
+                break  # another prefix by the same key, or no prompt from its first block on
             now = np.int64(t.nodes[node].usable)
             if now == 0:
                 break

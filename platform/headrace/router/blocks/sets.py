@@ -81,7 +81,7 @@ _HALF = np.uint64(32)
 
 @jit(_nrt=False)
 def mixed(word: int, secret: int) -> int:
-    """64 bits in which every bit depends on all of `word`; not to be foreseen without the secret."""
+    """64 bits that each depend on all of `word`; not to be foreseen without the secret."""
     x = (np.uint64(word) ^ np.uint64(secret)) * _M1
     x ^= x >> _HALF
     x *= _M2
