@@ -74,9 +74,9 @@ _LEAST_VARIANCE = 1e-8
 _LINE_TOKENS = 512
 
 
-class _Prices(NamedTuple):
-    """The fit as it is used: seconds at each knot, of a token of context and of a pair, and the
-    weight of a prompt's token."""
+class Prices(NamedTuple):
+    """The fit as it is used: seconds at each of `KNOTS`, of a token of context and of a pair, and
+    the weight of a prompt's token."""
 
     plain: list[float]
     drafted: list[float]
@@ -122,8 +122,13 @@ class StepTime:
         self._noise = _NOISE**2
         self._square = 0.2**2
         self._same_side = 0.0
-        self._prices: _Prices | None = None
+        self._prices: Prices | None = None
         self.samples = 0
+
+    @property
+    def padded_sizes(self) -> Sequence[int]:
+        """Step sizes that the engine pads to, ascending."""
+        return self._sizes
 
     @property
     def relative_error(self) -> float:
@@ -144,7 +149,7 @@ class StepTime:
             prompt: prompt tokens computed. rows: requests that decode. draft: draft tokens.
             context: tokens of all rows. pairs: of prompt tokens and tokens that they attend to.
         """
-        prices = self._priced()
+        prices = self.prices()
         seconds = _at(prices.plain, self._size(prompt, rows, prices.weight))
         if draft > 0:
             drafted = _at(prices.drafted, self._size(prompt, rows + draft, prices.weight))
@@ -161,7 +166,7 @@ class StepTime:
         pairs: float = 0,
     ) -> NDArray[np.float64]:
         """As `seconds`, for each of many numbers of draft tokens."""
-        prices = self._priced()
+        prices = self.prices()
         computed = rows + np.asarray(draft, np.float64)
         sizes = prices.weight * prompt + computed
         if self._sizes:
@@ -207,7 +212,7 @@ class StepTime:
     def free_tokens(self) -> float:
         """Prompt tokens that make a step that computes next to nothing twice as long: a / b where
         T is a + b n."""
-        prices = self._priced()
+        prices = self.prices()
         curve, most_s = prices.plain, 2.0 * prices.plain[0]
         upper = bisect_left(curve, most_s)
         if upper == _SIZES:
@@ -312,7 +317,7 @@ class StepTime:
 
     def summary(self) -> dict[str, float]:
         """For people: a straight line through the curve, and how good the fit is."""
-        prices = self._priced()
+        prices = self.prices()
         first_s = prices.plain[0]
         token_s = (self.seconds(_LINE_TOKENS) - first_s) / _LINE_TOKENS
         return {
@@ -324,13 +329,15 @@ class StepTime:
             "samples": self.samples,
         }
 
-    def _priced(self) -> _Prices:
+    def prices(self) -> Prices:
+        """The curve, for those who price many engines at once: the same object until the next
+        `observe`."""
         if self._prices is None:
             scale = math.exp(self._state[_LEVEL])
             curves = scale * np.exp(self._state[:_LEVEL].reshape(2, -1))
             plain, drafted = np.maximum.accumulate(curves, axis=1).tolist()
             weight, context, pair = np.exp(self._state[_WEIGHT:]).tolist()
-            self._prices = _Prices(plain, drafted, scale * context, scale * pair, weight)
+            self._prices = Prices(plain, drafted, scale * context, scale * pair, weight)
         return self._prices
 
     def _size(self, prompt: float, computed: float, weight: float) -> float:

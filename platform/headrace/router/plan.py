@@ -7,13 +7,14 @@ carry plans out, the simulator and the tests share one vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
-from headrace_kvstore.supply import Supply
+from headrace_kvstore.supply import MEDIA, Supply
 
 Kind = Literal["local", "remote"]
 Policy = Literal["cost", "local", "remote"]
+RUNNERS_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,32 @@ class PlanRequest:
     stored_prefill: Sequence[Supply] = ()
 
 
+class Run(NamedTuple):
+    """A run of a prompt, and where the engine that prefills it gets its KV."""
+
+    source: str
+    """`hbm` (its own prefix cache), a medium of its node's store, or `compute`."""
+    tokens: int
+
+
+class RunnerUp(NamedTuple):
+    """A choice that cost more, or that breaks a constraint."""
+
+    decode: str
+    prefill: str
+    """Empty for a local prefill."""
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No choice keeps every target. The plan names the best one all the same."""
+
+    reasons: tuple[str, ...]
+    #: Predicted seconds after which such a request could be served in time.
+    retry_after_s: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where a prompt's KV is made, at what predicted price, and why."""
@@ -42,21 +69,43 @@ class Plan:
     prompt_tokens: int
     cached_decode_tokens: int
     cached_prefill_tokens: int
+    #: The decode replica that answers; empty for the one that made the plan.
+    decode: str = ""
     #: The prefill replica to ask; empty lets Ray Serve choose one.
     replica: str = ""
-    #: Tokens beyond those in the engine's own cache that the chosen engine loads from the store.
-    loaded_tokens: int = 0
-    #: The same by the medium that held them when the plan was made: dram, nvme, remote, object.
-    loaded_from: Mapping[str, int] = field(default_factory=dict)
-    #: Seconds by part for both options: "local.queue", ..., "remote.total".
+    #: The prompt from its beginning to its end, as the engine that prefills it gets it.
+    runs: tuple[Run, ...] = ()
+    #: Seconds by part for the best local and the best remote choice: "local.queue", ...,
+    #: "remote.total".
     predicted: Mapping[str, float] = field(default_factory=dict)
     #: How long to wait for the remote prefill and its KV before going local; 0 when local.
     timeout_s: float = 0.0
     reasons: tuple[str, ...] = ()
+    #: Most tokens that the answer's drafts may have; None sets no cap.
+    draft_cap: int | None = None
+    #: The next best choices, at most `RUNNERS_UP`.
+    runners_up: tuple[RunnerUp, ...] = ()
+    refusal: Refusal | None = None
+    #: The dearer kind was taken in order to measure it.
+    explores: bool = False
 
     @property
     def kind(self) -> Kind:
         return "local" if self.prefill is None else "remote"
+
+    @property
+    def loaded_from(self) -> dict[str, int]:
+        """Tokens beyond those in its own cache that the engine loads from the store, by the medium
+        that held them when the plan was made: dram, nvme, remote, object."""
+        loaded: dict[str, int] = {}
+        for source, tokens in self.runs:
+            if source in MEDIA:
+                loaded[source] = loaded.get(source, 0) + tokens
+        return loaded
+
+    @property
+    def loaded_tokens(self) -> int:
+        return sum(self.loaded_from.values())
 
     @property
     def compute_tokens(self) -> int:
@@ -67,9 +116,11 @@ class Plan:
 
     @property
     def predicted_ttft_s(self) -> float:
-        """What this request itself waits: the total without what others lose by it."""
+        """What this request itself waits: the total without what others lose by it, and without
+        its answer."""
         p, kind = self.predicted, self.kind
-        return p.get(f"{kind}.total", 0.0) - p.get(f"{kind}.stall", 0.0)
+        rest = p.get(f"{kind}.stall", 0.0) + p.get(f"{kind}.answer", 0.0)
+        return p.get(f"{kind}.total", 0.0) - rest
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form: the answer of ``GET /headrace/v1/plans/{request_id}``."""
@@ -77,14 +128,20 @@ class Plan:
             "request_id": self.request_id,
             "kind": self.kind,
             "prefill": self.prefill,
+            "decode": self.decode,
             "replica": self.replica,
             "prompt_tokens": self.prompt_tokens,
             "cached_decode_tokens": self.cached_decode_tokens,
             "cached_prefill_tokens": self.cached_prefill_tokens,
             "loaded_tokens": self.loaded_tokens,
-            "loaded_from": dict(self.loaded_from),
+            "loaded_from": self.loaded_from,
+            "runs": [run._asdict() for run in self.runs],
             "predicted": dict(self.predicted),
             "timeout_s": self.timeout_s,
+            "draft_cap": self.draft_cap,
+            "runners_up": [other._asdict() for other in self.runners_up],
+            "refusal": None if self.refusal is None else asdict(self.refusal),
+            "explores": self.explores,
             "reasons": list(self.reasons),
         }
 
@@ -136,6 +193,8 @@ class RouterSettings:
     policy: Policy = "cost"
     #: Longest engine step that running streams should see; None sets no target.
     itl_target_s: float | None = None
+    #: Longest predicted time to first token that a plan may have without a refusal.
+    ttft_target_s: float | None = None
     #: Worth of one second lost by a running stream, in seconds of this request's TTFT.
     stall_weight: float = 1.0
     #: Age at which a side's measurements are stale enough to pay twice the better side's time.
@@ -155,8 +214,10 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if self.policy not in ("cost", "local", "remote"):
             raise ValueError(f"router.policy must be cost, local or remote, not {self.policy!r}")
-        if self.itl_target_s is not None and not self.itl_target_s > 0:
-            raise ValueError(f"router.itl_target_s must be above 0, not {self.itl_target_s}")
+        for name in ("itl_target_s", "ttft_target_s"):
+            target = getattr(self, name)
+            if target is not None and not target > 0:
+                raise ValueError(f"router.{name} must be above 0, not {target}")
         if not self.stall_weight >= 0:
             raise ValueError(f"router.stall_weight must be 0 or more, not {self.stall_weight}")
         for name in ("remeasure_s", "timeout_floor_s", "timeout_cold_s", "retry_s", "retry_max_s"):

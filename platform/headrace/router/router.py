@@ -29,6 +29,7 @@ from headrace.router.plan import (
     PlanRequest,
     PrefillReport,
     RouterSettings,
+    Run,
 )
 from headrace.router.price import (
     Ages,
@@ -123,8 +124,7 @@ class Router:
             prompt_tokens=s.prompt_tokens,
             cached_decode_tokens=best.cached_decode_tokens,
             cached_prefill_tokens=best.cached_prefill_tokens,
-            loaded_tokens=loaded.tokens,
-            loaded_from=loaded.by_medium,
+            runs=tuple(Run(medium, n) for medium, n in loaded.by_medium.items()),
             predicted=p,
             timeout_s=self._timeout_s(p, side) if remote else 0.0,
             reasons=(*reasons, formula(p)),

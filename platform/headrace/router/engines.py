@@ -1,0 +1,495 @@
+"""What a prompt costs on each engine and on each pair of engines: the formula, compiled.
+
+A choice is a decode engine ``d``, and a prefill engine ``p`` or none. All are priced in seconds
+added to everybody: this request's time to its first token, plus what the streams that run on the
+decode engine lose, plus the seconds of its answer::
+
+    local(d)     = Q_d + pull_d + max(C_d, L_d)
+                   + w r_d max(0, max(C_d, L_d) - k T_d(0, r_d)) + answer(d)
+    remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d)
+                   + w r_d (max(0, T_d(1, r_d) - T_d(0, r_d)) + share(p, d) C_p) + answer(d)
+    A_p          = call_p + Q_p + pull_p + max(C_p, L_p)
+    answer(d)    = o / e_d (T_d(1, r_d) + w r_d max(0, T_d(1, r_d) - T_d(0, r_d)))
+
+- ``T(n, r)``: seconds of a step with ``n`` prompt tokens beside ``r`` running requests
+  (`headrace_engine.steptime`); what these attend to counts, too. A prompt above the engine's token
+  budget takes ``k`` steps. A single token costs what a running request's does.
+- ``C``: seconds of the steps that compute the ``u`` tokens that are neither in the engine's prefix
+  cache nor loaded; at least one token.
+- ``L``: seconds to load from the node's store, each medium at its own speed; runs under the
+  computation. ``pull``: the wait for blocks that must come into DRAM first, from another node or
+  from objects. What stands in DRAM at the beginning is always loaded; behind it, a run is taken up
+  to that end of a run where ``pull + max(C, L)`` is least. Within a run both ways grow about
+  linearly, so the best place is an end (as in `headrace_kvstore.connector.load_price`).
+- ``Q``: expected seconds until the engine begins with this prompt. A report of ``q`` seconds that
+  is ``a`` seconds old is off by a normal error of variance ``drift a``, and no queue is below 0:
+  ``Q = q Phi(q / s) + s phi(q / s)``, ``s = sqrt(drift a)``. So an idle engine that has not been
+  heard of for long is no longer taken to be idle.
+- ``X``: seconds to move the KV of the blocks that ``d`` lacks, fitted per link between nodes.
+- ``call``, ``handoff``: overheads of the prefill call, and from its return to the first token.
+- ``share(p, d)``: part of its speed that ``d`` loses while ``p`` computes; 0 on two nodes. ``C_d``
+  is stretched likewise for as long as a prefill engine of its node has work.
+- ``w``: worth of a second that a running stream loses. ``r``: running requests.
+- ``o``: expected tokens of the answer; ``e_d``: tokens that a step makes of it, drafts counted
+  (`router.tokens`).
+"""
+
+# No part of an array is passed on below: each would be counted as a reference to it, which made all
+# of this take half as long again.
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from headrace_engine.steptime import KNOTS
+from headrace_kvstore.compiled import jit
+
+_KNOTS = np.array(KNOTS)
+_LAST = len(KNOTS) - 1
+DRAM, NVME, REMOTE, OBJECT = range(4)
+"""Media of a node's store, as in `headrace_kvstore.supply.MEDIA`."""
+NO_ROOM, SLOW_STEP, LATE = 1, 2, 4
+"""Constraints that a choice breaks: KV headroom, ITL target, TTFT target."""
+
+ENGINE = np.dtype(
+    [
+        ("key", "u8"),  # hash of its name
+        ("prefill", "?"),  # may be asked to prefill for others
+        ("decode", "?"),  # may answer
+        ("cold", "?"),  # its first call pays handshakes
+        ("node", "i8"),
+        ("hbm", "i8"),  # holder; -1 if nothing is known of its cache
+        ("step_tokens", "i8"),  # token budget of a step
+        ("queued_tokens", "i8"),  # of the prompts ahead, at `at_s`
+        ("queued_pairs", "f8"),
+        ("queue_s", "f8"),  # these take
+        ("behind_s", "f8"),  # part of it that even the end of the first prompt leaves
+        ("at_s", "f8"),  # when that was true, on the caller's clock
+        ("heard_s", "f8"),  # when the engine itself reported last
+        ("drift", "f8"),  # growth of the variance of queue_s, s^2 a second
+        ("running", "i8"),  # requests that decode
+        ("context", "i8"),  # tokens of all of these
+        ("free_blocks", "i8"),  # KV headroom; -1 if unknown
+        ("draft_tokens", "i8"),  # most that one request may draft in a step at its load
+        ("call_s", "f8"),
+        ("call_error_s", "f8"),
+        ("handoff_s", "f8"),
+        ("handoff_error_s", "f8"),
+        ("share", "f8"),  # of its speed that it loses beside a prefill on its node
+        ("context_s", "f8"),  # `Prices` of its step times, beside the curve
+        ("pair_s", "f8"),
+        ("weight", "f8"),
+        ("step_error", "f8"),  # relative
+    ],
+    align=True,
+)
+"""One engine."""
+
+ASK = np.dtype(
+    [
+        ("prompt_tokens", "i8"),
+        ("block_tokens", "i8"),
+        ("token_bytes", "f8"),
+        ("output_tokens", "f8"),
+        ("draft_tokens", "i8"),  # most that may be drafted at once
+        ("acceptance", "f8"),
+        ("stall_weight", "f8"),
+        ("itl_s", "f8"),  # targets; inf for none
+        ("ttft_s", "f8"),
+        ("now_s", "f8"),
+        ("affinity", "u8"),
+    ],
+    align=True,
+)
+"""One request, with the settings that hold for it."""
+
+COST = np.dtype(
+    [
+        ("arrival_s", "f8"),  # A_p
+        ("compute_s", "f8"),  # C_p
+        ("queue_s", "f8"),  # Q
+        ("handoff_s", "f8"),
+        ("last_s", "f8"),  # T_d(1, r_d)
+        ("rest_s", "f8"),  # of remote(p, d), all but the maximum, T_d and share
+        ("slowed", "f8"),  # w r_d share_d
+        ("bytes", "f8"),  # to move to d
+        ("local_s", "f8"),
+        ("local_ttft_s", "f8"),
+        ("broken_local", "i8"),
+        ("broken_remote", "i8"),
+        ("node", "i8"),
+        ("tie", "u8"),  # rank among engines that cost the same
+    ],
+    align=True,
+)
+"""One engine's part of every choice for one request."""
+
+
+@jit()
+def mixed(key: Any, other: Any) -> Any:
+    """A hash of two u64 (splitmix64's finaliser): the rendezvous weight of a name for a prefix."""
+    x = np.uint64(key) ^ (np.uint64(other) * np.uint64(0x9E3779B97F4A7C15))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@jit()
+def size_s(engine: Any, curves: Any, padded: Any, i: int, prompt: float, rows: float) -> Any:
+    """Seconds of a step of engine `i`, by its size alone.
+
+    Args:
+        curves: seconds at each knot, [engines, 29].
+        padded: sizes that the engine pads to, filled up with inf, [engines, sizes].
+    """
+    n = engine.weight * prompt + rows
+    low, high = 0, padded.shape[1]
+    while low < high:
+        middle = (low + high) >> 1
+        if padded[i, middle] < n:
+            low = middle + 1
+        else:
+            high = middle
+    if low < padded.shape[1] and padded[i, low] < np.inf:
+        n = padded[i, low]
+    if n <= 1.0:
+        return curves[i, 0]
+    if n >= _KNOTS[_LAST]:
+        return curves[i, _LAST] * n / _KNOTS[_LAST]
+    upper, high = 0, _LAST
+    while upper < high:
+        middle = (upper + high) >> 1
+        if _KNOTS[middle] < n:
+            upper = middle + 1
+        else:
+            high = middle
+    left, right = _KNOTS[upper - 1], _KNOTS[upper]
+    return curves[i, upper - 1] + (curves[i, upper] - curves[i, upper - 1]) * (n - left) / (
+        right - left
+    )
+
+
+@jit()
+def step_s(
+    engine: Any,
+    curves: Any,
+    padded: Any,
+    i: int,
+    prompt: float,
+    rows: float,
+    context: float,
+    pairs: float,
+) -> Any:
+    """As `StepTime.seconds`, without drafts."""
+    seconds = size_s(engine, curves, padded, i, prompt, rows)
+    return seconds + engine.context_s * context + engine.pair_s * pairs
+
+
+@jit()
+def full_s(engine: Any, curves: Any, padded: Any, i: int, tokens: int) -> Any:
+    """`size_s` of the engine's full steps, where so many tokens take any."""
+    if tokens < engine.step_tokens:
+        return 0.0
+    return size_s(engine, curves, padded, i, engine.step_tokens, engine.running)
+
+
+@jit()
+def prefill_s(
+    engine: Any, curves: Any, padded: Any, i: int, tokens: int, pairs: float, full: float
+) -> Any:
+    """As `StepTime.prefill_s`, beside all that decodes there; `full`: of `full_s`."""
+    rows, context = engine.running, engine.context
+    if tokens == 1:
+        return step_s(engine, curves, padded, i, 0.0, rows + 1.0, context + pairs, 0.0)
+    size = engine.step_tokens
+    steps = tokens // size
+    rest = tokens - steps * size
+    total_s = 0.0
+    if steps:
+        part = pairs * size / tokens
+        total_s += steps * (full + engine.context_s * context + engine.pair_s * part)
+    if rest:
+        total_s += step_s(engine, curves, padded, i, rest, rows, context, pairs * rest / tokens)
+    return total_s
+
+
+@jit()
+def queue_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
+    """Seconds of the prompts ahead."""
+    tokens = engine.queued_tokens
+    full = full_s(engine, curves, padded, i, tokens)
+    return prefill_s(engine, curves, padded, i, tokens, engine.queued_pairs, full)
+
+
+@jit()
+def last_pairs(prompt_tokens: int, tokens: int) -> Any:
+    """`steptime.pairs_of` the last so many tokens of a prompt."""
+    end = max(prompt_tokens, tokens)
+    begin = end - tokens
+    return (end * (end + 1) - begin * (begin + 1)) // 2
+
+
+@jit()
+def wait_s(engine: Any, now_s: float) -> Any:
+    """Q: expected seconds until the engine begins with one more prompt."""
+    queue_s = max(engine.behind_s, engine.queue_s - max(0.0, now_s - engine.at_s))
+    spread_s = math.sqrt(engine.drift * max(0.0, now_s - engine.heard_s))
+    if not spread_s * 8.0 > queue_s:  # beyond, the two differ by less than rounding
+        return queue_s
+    z = queue_s / spread_s
+    below = 0.5 * math.erfc(-z / math.sqrt(2.0))
+    return queue_s * below + spread_s * math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+
+
+@jit()
+def held_tokens(ask: Any, holder: int, held: Any) -> Any:
+    """Tokens in an engine's own cache that spare computation: it computes at least the last."""
+    if holder < 0 or holder >= len(held):
+        return 0
+    useful = max(0, ask.prompt_tokens - 1) // ask.block_tokens
+    return min(held[holder], useful) * ask.block_tokens
+
+
+@jit()
+def find_runs(ask: Any, held: Any, dram: Any, store: Any, objects: int, loads: Any) -> Any:
+    """What each node's store can supply, by what every holder has of the prompt.
+
+    Args:
+        held: blocks, i32 [holders].
+        dram, store: holders of each node's DRAM and of any of its tiers, [nodes]; -1 for none.
+        objects: the objects' holder; -1 for none.
+        loads: (fixed_s, byte_s), [nodes, media, 2]; inf where a medium cannot be had.
+
+    Returns:
+        (lengths i64 [nodes, 4], in tokens, waits f64 [nodes, 4], media i64 [nodes, 4])
+    """
+    nodes = len(dram)
+    lengths = np.zeros((nodes, 4), np.int64)
+    waits = np.zeros((nodes, 4))
+    media = np.zeros((nodes, 4), np.int64)
+    anywhere = 0
+    for node in range(nodes):
+        if 0 <= store[node] < len(held):
+            anywhere = max(anywhere, held[store[node]])
+    in_objects = held[objects] if 0 <= objects < len(held) else 0
+    for node in range(nodes):
+        end = 0
+        for medium in range(4):
+            media[node, medium] = medium
+            reach = 0
+            if medium == DRAM:
+                if 0 <= dram[node] < len(held):
+                    reach = held[dram[node]]
+            elif medium == NVME:
+                if 0 <= store[node] < len(held):
+                    reach = held[store[node]]
+            elif store[node] >= 0:
+                reach = anywhere if medium == REMOTE else in_objects
+            if reach > end and loads[node, medium, 1] < np.inf:
+                tokens = (reach - end) * ask.block_tokens
+                lengths[node, medium] = tokens
+                if medium >= REMOTE:
+                    size = tokens * ask.token_bytes
+                    waits[node, medium] = loads[node, medium, 0] + loads[node, medium, 1] * size
+                end = reach
+    return lengths, waits, media
+
+
+@jit()
+def work(
+    ask: Any,
+    engine: Any,
+    curves: Any,
+    padded: Any,
+    i: int,
+    cached: int,
+    lengths: Any,
+    waits: Any,
+    media: Any,
+    loads: Any,
+) -> Any:
+    """What an engine computes and loads of a prompt.
+
+    Args:
+        cached: tokens in its own cache.
+        lengths, waits, media: runs that each node's store can supply, [nodes, runs].
+        loads: (fixed_s, byte_s) of each node's media, [nodes, 4, 2].
+
+    Returns:
+        (tokens to compute, seconds to compute, to load, until what is pulled is there, number of
+        leading runs that are taken)
+    """
+    n, node, held = ask.prompt_tokens, engine.node, 0
+    for run in range(lengths.shape[1]):
+        held += lengths[node, run]
+    useful = min(held, max(0, n - 1)) // ask.block_tokens * ask.block_tokens
+    tokens = max(1, n - cached)
+    pairs = last_pairs(n, tokens)
+    full = full_s(engine, curves, padded, i, tokens)
+    compute = prefill_s(engine, curves, padded, i, tokens, pairs, full)
+    best = (tokens, compute, 0.0, 0.0, 0)
+    best_s = compute
+    end, from_dram, from_nvme = 0, 0, 0
+    pull_s, slow = 0.0, False
+    for run in range(lengths.shape[1]):
+        begin = max(end, cached)
+        end += lengths[node, run]
+        new = min(end, useful) - begin
+        if new <= 0:
+            continue
+        if media[node, run] == NVME:
+            from_nvme += new
+        else:
+            from_dram += new
+        slow |= media[node, run] != DRAM
+        pull_s += waits[node, run] * new / lengths[node, run]
+        load_s = 0.0
+        if from_dram:
+            load_s += loads[node, DRAM, 0] + from_dram * ask.token_bytes * loads[node, DRAM, 1]
+        if from_nvme:
+            load_s += loads[node, NVME, 0] + from_nvme * ask.token_bytes * loads[node, NVME, 1]
+        tokens = max(1, n - cached - from_dram - from_nvme)
+        pairs = last_pairs(n, tokens)
+        compute = prefill_s(engine, curves, padded, i, tokens, pairs, full)
+        seconds = pull_s + max(compute, load_s)
+        if not slow or seconds <= best_s:
+            best = (tokens, compute, load_s, pull_s, run + 1)
+            best_s = seconds
+    return best
+
+
+@jit()
+def tokens_a_step(
+    ask: Any, engine: Any, curves: Any, padded: Any, i: int, context: int, last: float
+) -> Any:
+    """e: tokens of an answer that a step makes, less what its drafts cost the others."""
+    most = min(engine.draft_tokens, ask.draft_tokens)
+    if most <= 0:
+        return 1.0
+    rows = engine.running + 1.0
+    more = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
+    price = rows * (more - last) / last
+    gained, survival = 0.0, 1.0
+    for _ in range(most):
+        survival *= ask.acceptance
+        if survival <= price:
+            break
+        gained += survival - price
+    return 1.0 + gained
+
+
+@jit()
+def beside_s(work_s: float, share: float, busy_s: float) -> Any:
+    """As `SharedCores.beside_s`."""
+    return min(work_s / (1.0 - share), work_s + share * busy_s)
+
+
+@jit()
+def kv_bytes(ask: Any, cached: int) -> Any:
+    """Of the blocks that an engine lacks which has so many tokens of the prompt."""
+    blocks = -(-ask.prompt_tokens // ask.block_tokens)
+    return (blocks * ask.block_tokens - cached) * ask.token_bytes
+
+
+@jit()
+def arrival_parts(engine: Any, found: Any) -> Any:
+    """(call, pull, compute, load) of A_p; `found`: of `work`."""
+    _, compute, load, pull, _ = found
+    return engine.call_s, pull, compute, max(0.0, load - compute)
+
+
+@jit()
+def local_parts(
+    ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any, busy_s: float
+) -> Any:
+    """(pull, compute, load, stall, answer) of local(d), T_d(1, r_d), and what the running streams
+    lose by that step.
+
+    Args:
+        found: of `work`.
+        busy_s: that prefill engines of the node have work.
+    """
+    tokens, alone_s, load_s, pull, _ = found
+    rows = engine.running
+    stalled = ask.stall_weight * rows
+    idle = step_s(engine, curves, padded, i, 0.0, rows, engine.context, 0.0)
+    compute = beside_s(alone_s, engine.share, busy_s)
+    load = max(0.0, load_s - compute)
+    steps = -(-tokens // engine.step_tokens)
+    stall = stalled * max(0.0, compute + load - steps * idle)
+    context = engine.context + max(ask.prompt_tokens, 1)
+    last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
+    more = stalled * max(0.0, last - idle)
+    answer = 0.0
+    if ask.output_tokens > 0.0:
+        each = tokens_a_step(ask, engine, curves, padded, i, context, last)
+        answer = ask.output_tokens / each * (last + more)
+    return pull, compute, load, stall, answer, last, more
+
+
+@jit()
+def price(
+    ask: Any,
+    engines: Any,
+    curves: Any,
+    padded: Any,
+    held: Any,
+    lengths: Any,
+    waits: Any,
+    media: Any,
+    loads: Any,
+) -> Any:
+    """Each engine's part of every choice (COST), [engines]."""
+    count = len(engines)
+    costs = np.zeros(count, COST)
+    busy_s = np.zeros(len(loads))
+    for i in range(count):
+        engine = engines[i]
+        costs[i].queue_s = wait_s(engine, ask.now_s)
+        if engine.prefill:
+            busy_s[engine.node] = max(busy_s[engine.node], costs[i].queue_s)
+    for i in range(count):
+        engine, cost = engines[i], costs[i]
+        if not (engine.prefill or engine.decode):
+            continue
+        cost.node = engine.node
+        cost.tie = mixed(engine.key, ask.affinity)
+        cached = held_tokens(ask, engine.hbm, held)
+        found = work(ask, engine, curves, padded, i, cached, lengths, waits, media, loads)
+        if engine.prefill:
+            call, pull, compute, load = arrival_parts(engine, found)
+            cost.arrival_s = call + cost.queue_s + pull + compute + load
+            cost.compute_s = compute
+        if engine.decode:
+            busy = busy_s[engine.node]
+            pull, compute, load, stall, answer, last, more = local_parts(
+                ask, engine, curves, padded, i, found, busy
+            )
+            rows = engine.running
+            cost.handoff_s = engine.handoff_s
+            cost.last_s = last
+            cost.rest_s = more + answer
+            cost.slowed = ask.stall_weight * rows * engine.share
+            cost.bytes = kv_bytes(ask, cached)
+            cost.local_ttft_s = cost.queue_s + pull + compute + load
+            cost.local_s = cost.local_ttft_s + stall + answer
+            broken = 0
+            total = ask.prompt_tokens + ask.output_tokens
+            need = math.ceil(total / ask.block_tokens) - cached // ask.block_tokens
+            if 0 <= engine.free_blocks < need:
+                broken = NO_ROOM
+            cost.broken_local = cost.broken_remote = broken
+            if rows and ask.itl_s < np.inf:
+                if last > ask.itl_s:
+                    cost.broken_remote |= SLOW_STEP
+                tokens = min(found[0], engine.step_tokens)
+                pairs = last_pairs(ask.prompt_tokens, tokens)
+                full = full_s(engine, curves, padded, i, tokens)
+                if prefill_s(engine, curves, padded, i, tokens, pairs, full) > ask.itl_s:
+                    cost.broken_local |= SLOW_STEP
+            if cost.local_ttft_s > ask.ttft_s:
+                cost.broken_local |= LATE
+    return costs

@@ -1,0 +1,355 @@
+"""The least dear pairs of a prefill engine and a decode engine, found without pricing all of them.
+
+A pair costs (`router.engines`)
+
+    max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + slowed(p, d)
+
+where ``slowed`` is 0 on two nodes and ``X`` depends on the two nodes and on the bytes that ``d``
+lacks. So of a node's prefill engines only the one with the least ``A`` matters to decode engines
+elsewhere, and
+
+    max(A_p + handoff_d + least X(d), Q_d) + last_d + rest_d
+
+is a lower bound. Pairs within a node are all priced. For the others, decode engines are taken in
+the order of their bound with the least ``A``, prefill engines in the order of ``A``, and each loop
+ends when its bound is no less than what has been found: what is left out is no better. Equal prices
+are ordered by rendezvous weight, so callers with equal views choose alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace.router.engines import (
+    LATE,
+    arrival_parts,
+    find_runs,
+    held_tokens,
+    kv_bytes,
+    local_parts,
+    price,
+    wait_s,
+    work,
+)
+from headrace_kvstore.compiled import jit
+
+FOUND = np.dtype([("seconds", "f8"), ("prefill", "i8"), ("decode", "i8"), ("broken", "i8")])
+"""One choice; `prefill` is -1 for a local one, `decode` -1 for none. Places among the engines."""
+
+
+LOCAL_PARTS = ("queue", "pull", "compute", "load", "stall", "answer")
+REMOTE_PARTS = (
+    *("call", "queue", "pull", "compute", "load", "transfer", "handoff"),
+    *("decode_queue", "decode", "stall", "answer"),
+)
+"""Of each kind's total; `answer` is 0 where no answer's length is expected."""
+TOTAL, CACHED, TAKEN, CACHED_DECODE = range(11, 15)
+"""Columns of a detail behind the parts: their sum, tokens in the cache of the engine that prefills,
+runs of the store that it takes, tokens in the decode engine's cache."""
+
+
+@jit()
+def _less(keys: Any, ties: Any, a: int, b: int) -> Any:
+    if keys[a] != keys[b]:
+        return keys[a] < keys[b]
+    return ties[a] > ties[b]
+
+
+@jit()
+def _sift(heap: Any, size: int, at: int, keys: Any, ties: Any) -> Any:
+    while True:
+        least, left = at, 2 * at + 1
+        for child in (left, left + 1):
+            if child < size and _less(keys, ties, heap[child], heap[least]):
+                least = child
+        if least == at:
+            return
+        heap[at], heap[least] = heap[least], heap[at]
+        at = least
+
+
+@jit()
+def _pop(heap: Any, size: int, keys: Any, ties: Any) -> Any:
+    """The least of a heap of `size`; the caller counts it off."""
+    top = heap[0]
+    heap[0] = heap[size - 1]
+    _sift(heap, size - 1, 0, keys, ties)
+    return top
+
+
+@jit()
+def _keep(found: Any, costs: Any, seconds: float, p: int, d: int, broken: int) -> Any:
+    """Put a choice in its place among the best."""
+    at = len(found)
+    while at and (found[at - 1].decode < 0 or seconds <= found[at - 1].seconds):
+        other = found[at - 1]
+        if other.decode >= 0 and seconds == other.seconds:
+            mine, theirs = costs[d].tie, costs[other.decode].tie
+            if mine == theirs and p >= 0 and other.prefill >= 0:
+                mine, theirs = costs[p].tie, costs[other.prefill].tie
+            if mine <= theirs:
+                break
+        at -= 1
+    if at == len(found):
+        return
+    for place in range(len(found) - 1, at, -1):
+        found[place] = found[place - 1]
+    found[at].seconds, found[at].prefill, found[at].decode = seconds, p, d
+    found[at].broken = broken
+
+
+@jit()
+def least_local(engines: Any, costs: Any, found: Any, strict: bool) -> Any:
+    """The best `len(found)` decode engines that prefill for themselves; `strict`: only those that
+    break no constraint."""
+    for d in range(len(engines)):
+        if engines[d].decode and not (strict and costs[d].broken_local):
+            _keep(found, costs, costs[d].local_s, -1, d, costs[d].broken_local)
+
+
+@jit()
+def _move_s(size: float, fits: Any, link: int) -> Any:
+    return fits[link, 0] + size * fits[link, 1] if size > 0.0 else 0.0
+
+
+@jit()
+def least_pairs(
+    engines: Any,
+    costs: Any,
+    links: Any,
+    fits: Any,
+    ttft_s: float,
+    found: Any,
+    strict: bool,
+) -> Any:
+    """The best pairs; beside the best one, no two of one node's prefill engines with one decode
+    engine elsewhere.
+
+    Args:
+        costs: of `engines.price`.
+        links: which fit holds from node to node, [nodes, nodes].
+        fits: (fixed_s, byte_s, relative error, whether it links two nodes), [fits, 4].
+        ttft_s: target; inf for none.
+        found: FOUND [K], filled with the best, those that break no constraint if `strict`.
+
+    Returns:
+        How many pairs were priced.
+    """
+    count, nodes, last = len(engines), len(links), len(found) - 1
+    best_p = np.full(nodes, -1)
+    for p in range(count):
+        if engines[p].prefill:
+            node = costs[p].node
+            other = best_p[node]
+            if other < 0 or (
+                costs[p].arrival_s < costs[other].arrival_s
+                or (
+                    costs[p].arrival_s == costs[other].arrival_s and costs[p].tie > costs[other].tie
+                )
+            ):
+                best_p[node] = p
+    keys = np.empty(count)
+    ties = np.empty(count, np.uint64)
+    order = np.empty(nodes, np.int64)  # prefill engines, as far as they are sorted
+    heap_p = np.empty(nodes, np.int64)
+    size_p, sorted_p, priced = 0, 0, 0
+    least_arrival = np.inf
+    for node in range(nodes):
+        p = best_p[node]
+        if p >= 0:
+            heap_p[size_p] = p
+            size_p += 1
+            keys[p], ties[p] = costs[p].arrival_s, costs[p].tie
+            least_arrival = min(least_arrival, keys[p])
+    if size_p == 0:
+        return 0
+    for at in range(size_p // 2 - 1, -1, -1):
+        _sift(heap_p, size_p, at, keys, ties)
+
+    # Within a node, and the lower bounds of the decode engines.
+    first = np.full(nodes, -1)
+    after = np.full(count, -1)
+    for p in range(count):
+        if engines[p].prefill:
+            after[p] = first[costs[p].node]
+            first[costs[p].node] = p
+    heap_d = np.empty(count, np.int64)
+    least_move = np.empty(count)
+    size_d = 0
+    for d in range(count):
+        cost = costs[d]
+        if not engines[d].decode or (strict and cost.broken_remote):
+            continue
+        node = cost.node
+        own_s = _move_s(cost.bytes, fits, links[node, node])
+        p = first[node]
+        while p >= 0:
+            priced += 1
+            begins = max(costs[p].arrival_s + cost.handoff_s + own_s, cost.queue_s) + cost.last_s
+            late = LATE if begins > ttft_s else 0
+            if not (strict and late):
+                seconds = begins + cost.rest_s + cost.slowed * costs[p].compute_s
+                _keep(found, costs, seconds, p, d, cost.broken_remote | late)
+            p = after[p]
+        move_s = np.inf
+        for k in range(len(fits)):
+            if fits[k, 3]:
+                move_s = min(move_s, _move_s(cost.bytes, fits, k))
+        if nodes > 1 and move_s < np.inf:
+            least_move[d] = cost.handoff_s + move_s
+            bound = max(least_arrival + least_move[d], cost.queue_s) + cost.last_s + cost.rest_s
+            keys[d], ties[d] = bound, cost.tie
+            heap_d[size_d] = d
+            size_d += 1
+    for at in range(size_d // 2 - 1, -1, -1):
+        _sift(heap_d, size_d, at, keys, ties)
+
+    while size_d:
+        d = _pop(heap_d, size_d, keys, ties)
+        size_d -= 1
+        if found[last].decode >= 0 and keys[d] >= found[last].seconds:
+            break
+        cost = costs[d]
+        at = 0
+        while True:
+            if at == sorted_p:
+                if size_p == 0:
+                    break
+                order[at] = _pop(heap_p, size_p, keys, ties)
+                size_p -= 1
+                sorted_p += 1
+            p = order[at]
+            at += 1
+            arrival = costs[p].arrival_s
+            begins = max(arrival + least_move[d], cost.queue_s) + cost.last_s
+            if found[last].decode >= 0 and begins + cost.rest_s >= found[last].seconds:
+                break
+            if strict and begins > ttft_s:
+                break
+            if costs[p].node == cost.node:
+                continue
+            priced += 1
+            move_s = _move_s(cost.bytes, fits, links[costs[p].node, cost.node])
+            begins = max(arrival + cost.handoff_s + move_s, cost.queue_s) + cost.last_s
+            late = LATE if begins > ttft_s else 0
+            if not (strict and late):
+                _keep(found, costs, begins + cost.rest_s, p, d, cost.broken_remote | late)
+    return priced
+
+
+@jit()
+def _detail(
+    ask: Any,
+    engines: Any,
+    curves: Any,
+    padded: Any,
+    held: Any,
+    lengths: Any,
+    waits: Any,
+    media: Any,
+    loads: Any,
+    links: Any,
+    fits: Any,
+    found: Any,
+    out: Any,
+) -> Any:
+    """One choice by part: `LOCAL_PARTS` or `REMOTE_PARTS`, then the columns above."""
+    p, d = found.prefill, found.decode
+    engine, node = engines[d], engines[d].node
+    busy_s = 0.0
+    for i in range(len(engines)):
+        if engines[i].prefill and engines[i].node == node:
+            busy_s = max(busy_s, wait_s(engines[i], ask.now_s))
+    cached = held_tokens(ask, engine.hbm, held)
+    taken = work(
+        *(ask, engine, curves, padded, d, cached),
+        *(lengths, waits, media, loads),
+    )
+    queue = wait_s(engine, ask.now_s)
+    pull, compute, load, stall, answer, last, more = local_parts(
+        ask, engine, curves, padded, d, taken, busy_s
+    )
+    out[CACHED], out[CACHED_DECODE], out[TAKEN] = cached, cached, taken[4]
+    if p < 0:
+        out[0], out[1], out[2], out[3], out[4], out[5] = queue, pull, compute, load, stall, answer
+    else:
+        other, where = engines[p], engines[p].node
+        out[CACHED] = held_tokens(ask, other.hbm, held)
+        taken = work(
+            *(ask, other, curves, padded, p, int(out[CACHED])),
+            *(lengths, waits, media, loads),
+        )
+        out[TAKEN] = taken[4]
+        out[0], out[2], out[3], out[4] = arrival_parts(other, taken)
+        out[1] = wait_s(other, ask.now_s)
+        size = kv_bytes(ask, cached)
+        out[5] = _move_s(size, fits, links[where, node])
+        out[6] = engine.handoff_s
+        out[7] = max(0.0, queue - out[:7].sum())
+        out[8] = last
+        slowed = ask.stall_weight * engine.running * engine.share * out[3]
+        out[9] = more + (slowed if where == node else 0.0)
+        out[10] = answer
+    out[TOTAL] = out[:TOTAL].sum()
+
+
+@jit()
+def decide(
+    asks: Any,
+    engines: Any,
+    curves: Any,
+    padded: Any,
+    held: Any,
+    dram: Any,
+    store: Any,
+    objects: int,
+    supplied: bool,
+    lengths: Any,
+    waits: Any,
+    media: Any,
+    loads: Any,
+    links: Any,
+    fits: Any,
+    most: int,
+    remote: bool,
+) -> Any:
+    """The best choices of each kind.
+
+    Args:
+        asks: ASK [1].
+        engines, curves, padded, dram, store, objects, loads, links, fits: as `View` has them.
+        held: leading blocks that each holder has, int32 [holders].
+        supplied: take what stores can supply from `lengths`, `waits` and `media` instead of
+            `held`, [nodes, runs] each.
+        most: of choices.
+        remote: whether pairs are wanted, too.
+
+    Returns:
+        (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 15];
+        lengths and media of what each node's store can supply). Where every choice of a kind
+        breaks a constraint, those that cost least all the same.
+    """
+    ask = asks[0]
+    if not supplied:
+        lengths, waits, media = find_runs(ask, held, dram, store, objects, loads)
+    costs = price(ask, engines, curves, padded, held, lengths, waits, media, loads)
+    kinds = np.zeros((2, most), FOUND)
+    details = np.zeros((2, CACHED_DECODE + 1))
+    for kind in range(2):
+        found = kinds[kind]
+        for strict in (True, False):
+            for at in range(most):
+                found[at].decode = -1
+            if kind == 0:
+                least_local(engines, costs, found, strict)
+            elif remote:
+                least_pairs(engines, costs, links, fits, ask.ttft_s, found, strict)
+            if found[0].decode >= 0:
+                _detail(
+                    *(ask, engines, curves, padded, held, lengths, waits, media, loads),
+                    *(links, fits, found[0], details[kind]),
+                )
+                break
+    return kinds, details, lengths, media

@@ -1,0 +1,269 @@
+"""Decides which decode engine answers a request, which prefill engine computes its prompt, if any,
+and where the KV of each run of the prompt comes from.
+
+Of all pairs (prefill engine or none, decode engine) it takes the one that adds the fewest predicted
+seconds to everybody (`engines` has the formula, `pairs` the search), of those that leave room for
+the KV and keep the ITL and TTFT targets. Where none does, it takes the best of all, and the plan
+says so. Pure: no clocks, no I/O; the view is only read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.choose import Ages, Choice, Errors, choose, formula, remote_timeout_s
+from headrace.router.engines import ASK, LATE, NO_ROOM, SLOW_STEP
+from headrace.router.pairs import (
+    CACHED,
+    CACHED_DECODE,
+    LOCAL_PARTS,
+    REMOTE_PARTS,
+    TAKEN,
+    TOTAL,
+    decide,
+)
+from headrace.router.plan import RUNNERS_UP, Plan, Refusal, Run, RunnerUp
+from headrace.router.view import View
+from headrace_kvstore.supply import MEDIA, Supply
+
+_NOBODY_HOLDS = np.zeros(0, np.int32)
+_CHOICES = RUNNERS_UP + 1
+_BROKEN = {
+    NO_ROOM: "has no room for the KV",
+    SLOW_STEP: "breaks the ITL target",
+    LATE: "breaks the TTFT target",
+}
+
+
+class _Found(NamedTuple):
+    """As `pairs.FOUND`."""
+
+    seconds: float
+    prefill: int
+    decode: int
+    broken: int
+
+
+class NobodyAnswersError(LookupError):
+    """The view has no decode engine that may be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequest:
+    """One prompt, as far as its place depends on it.
+
+    Attributes:
+        request_id: of the plan.
+        prompt_tokens: its length.
+        now_s: on the view's clock.
+        held: leading blocks that each holder has, int32 [holders] (`BlockIndex.match`).
+        supplies: leading runs of tokens that each node's store can supply, [nodes], with the waits
+            that the nodes predict; None takes them from `held` and the view's fits.
+        affinity: hash of the prompt's first block: requests that begin alike go to the same one of
+            several engines that cost the same.
+        output_tokens: expected length of the answer; 0 leaves it out of the price.
+        output_tokens_max: most that it may have.
+        local_only: why the decode engine must prefill it, or None.
+        draft_cap: most tokens that its drafts may have, as its tenant may; None for no cap.
+        itl_target_s, ttft_target_s: in place of the settings'.
+        ages: since when nothing was measured; None for a caller that leaves measuring to others.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    now_s: float = 0.0
+    held: NDArray[np.int32] = field(default_factory=lambda: _NOBODY_HOLDS)
+    supplies: Sequence[Sequence[Supply]] | None = None
+    affinity: int = 0
+    output_tokens: float = 0.0
+    output_tokens_max: int = 1 << 20
+    local_only: str | None = None
+    draft_cap: int | None = None
+    itl_target_s: float | None = None
+    ttft_target_s: float | None = None
+    ages: Ages | None = None
+
+
+def place(view: View, request: PlaceRequest) -> Plan:
+    """The plan for one request; nothing is reserved.
+
+    Raises:
+        NobodyAnswersError: no decode engine may be asked.
+    """
+    ask = _ask(view, request)
+    supplied = request.supplies is not None
+    kinds, details, lengths, media = decide(
+        *(ask, view.engines, view.curves, view.padded, request.held),
+        *(view.dram, view.store, view.objects, supplied, *_supplies(view, request)),
+        *(view.loads, view.links, view.fits, _CHOICES, request.local_only is None),
+    )
+    local, pairs = ([_Found(*found) for found in kind] for kind in kinds.tolist())
+    if local[0].decode < 0:
+        raise NobodyAnswersError("no decode replica may be asked")
+    details = details.tolist()
+    predicted = _named(request, "local", LOCAL_PARTS, details[0])
+    if pairs[0].decode >= 0:
+        predicted |= _named(request, "remote", REMOTE_PARTS, details[1])
+    choice = _choice(view, request, local[0], pairs[0])
+    chosen, detail = (local[0], details[0]) if choice.kind == "local" else (pairs[0], details[1])
+    node = view.engines["node"][chosen.decode if chosen.prefill < 0 else chosen.prefill]
+    supply = zip(media[node, : int(detail[TAKEN])], lengths[node], strict=False)
+    return Plan(
+        request_id=request.request_id,
+        prefill=None if chosen.prefill < 0 else view.prefill_name,
+        prompt_tokens=request.prompt_tokens,
+        cached_decode_tokens=int(detail[CACHED_DECODE]),
+        cached_prefill_tokens=int(details[1][CACHED]),
+        decode=view.name(chosen.decode),
+        replica="" if chosen.prefill < 0 else view.name(chosen.prefill),
+        runs=_runs(request.prompt_tokens, view.block_tokens, int(detail[CACHED]), supply),
+        predicted=predicted,
+        timeout_s=_timeout_s(view, chosen, predicted),
+        reasons=(choice.why, formula(predicted)),
+        draft_cap=request.draft_cap,
+        runners_up=_runners_up(view, local, pairs, chosen),
+        refusal=_refusal(view, float(ask["ttft_s"][0]), chosen, predicted),
+        explores=choice.explores,
+    )
+
+
+def _ask(view: View, request: PlaceRequest) -> NDArray[np.void]:
+    settings = view.settings
+    drafts = max(0, request.output_tokens_max - 1)
+    if request.draft_cap is not None:
+        drafts = min(drafts, request.draft_cap)
+    return np.array(
+        [
+            (
+                *(request.prompt_tokens, view.block_tokens, view.token_bytes),
+                *(request.output_tokens, drafts, view.acceptance, settings.stall_weight),
+                request.itl_target_s or settings.itl_target_s or math.inf,
+                request.ttft_target_s or settings.ttft_target_s or math.inf,
+                *(request.now_s, request.affinity),
+            )
+        ],
+        ASK,
+    )
+
+
+def _supplies(view: View, request: PlaceRequest) -> Any:
+    """(lengths, waits, media) of what each node's store can supply, [nodes, runs] each; without
+    runs where the request does not say."""
+    supplies = request.supplies or ()
+    nodes, most = len(view.loads), max(map(len, supplies), default=0)
+    lengths, waits = np.zeros((nodes, most), np.int64), np.zeros((nodes, most))
+    media = np.zeros((nodes, most), np.int64)
+    for node, runs in enumerate(supplies):
+        for at, supply in enumerate(runs):
+            lengths[node, at], waits[node, at] = supply.length, supply.wait_s
+            media[node, at] = MEDIA.index(supply.medium)
+    return lengths, waits, media
+
+
+def _named(
+    request: PlaceRequest, kind: str, parts: Sequence[str], detail: Sequence[float]
+) -> dict[str, float]:
+    named = {f"{kind}.{part}": seconds for part, seconds in zip(parts, detail, strict=False)}
+    if not request.output_tokens > 0:
+        del named[f"{kind}.answer"]
+    named[f"{kind}.total"] = detail[TOTAL]
+    return named
+
+
+def _choice(view: View, request: PlaceRequest, local: _Found, pair: _Found) -> Choice:
+    """What forbids remote first, then what forces a kind, then the constraints, then the price."""
+    if request.local_only is not None:
+        return Choice("local", f"local only: {request.local_only}")
+    if view.settings.policy == "local":
+        return Choice("local", "policy is local")
+    if pair.decode < 0:
+        return Choice("local", view.no_prefill)
+    if view.settings.policy == "remote":
+        return Choice("remote", "policy is remote")
+    if pair.broken and not local.broken:
+        return Choice("local", f"remote prefill {_broken(pair)}, local prefill does not")
+    if local.broken and not pair.broken:
+        return Choice("remote", f"local prefill {_broken(local)}, remote prefill does not")
+    return choose(local.seconds, pair.seconds, request.ages, view.settings)
+
+
+def _broken(found: _Found) -> str:
+    return " and ".join(said for flag, said in _BROKEN.items() if found.broken & flag)
+
+
+def _runs(
+    prompt_tokens: int, block_tokens: int, cached: int, supply: Iterable[tuple[int, int]]
+) -> tuple[Run, ...]:
+    """The prompt in order, as the engine that prefills it gets it: what its cache has, what of its
+    store's runs (medium, tokens) it takes, and what it computes."""
+    useful = max(0, prompt_tokens - 1) // block_tokens * block_tokens
+    runs = [Run("hbm", cached)] if cached else []
+    end, at = 0, cached
+    for medium, tokens in supply:
+        end = min(end + int(tokens), useful)
+        if end > at:
+            runs.append(Run(MEDIA[medium], end - at))
+            at = end
+    if at < prompt_tokens:
+        runs.append(Run("compute", prompt_tokens - at))
+    return tuple(runs)
+
+
+def _timeout_s(view: View, chosen: _Found, predicted: dict[str, float]) -> float:
+    if chosen.prefill < 0:
+        return 0.0
+    p, d = view.engines[chosen.prefill], view.engines[chosen.decode]
+    errors = Errors(
+        call_s=float(p["call_error_s"]),
+        handoff_s=float(d["handoff_error_s"]),
+        steps=float(p["step_error"]),
+        transfer=float(view.fits[view.links[p["node"], d["node"]], 2]),
+    )
+    return remote_timeout_s(predicted, errors, view.settings, cold=bool(p["cold"]))
+
+
+def _runners_up(
+    view: View, local: list[_Found], pairs: list[_Found], chosen: _Found
+) -> tuple[RunnerUp, ...]:
+    """The next best choices, the best one of the other kind among them."""
+    others = [found for found in (*local, *pairs) if found.decode >= 0 and found != chosen]
+    kept = sorted(others)[:RUNNERS_UP]
+    other_kind = pairs[0] if chosen.prefill < 0 else local[0]
+    if other_kind.decode >= 0 and other_kind not in kept:
+        kept[-1] = other_kind
+    return tuple(
+        RunnerUp(
+            view.name(found.decode),
+            "" if found.prefill < 0 else view.name(found.prefill),
+            found.seconds,
+        )
+        for found in kept
+    )
+
+
+def _refusal(
+    view: View, ttft_target_s: float, chosen: _Found, predicted: dict[str, float]
+) -> Refusal | None:
+    """Why the best choice breaks a target, which then all choices do; and for how long.
+
+    A queue gets shorter by a second each second. Of `r` running streams one ends every `r`-th part
+    of an answer's time.
+    """
+    if not chosen.broken:
+        return None
+    kind = "local" if chosen.prefill < 0 else "remote"
+    answer_s, seconds = predicted.get(f"{kind}.answer", 0.0), 0.0
+    if chosen.broken & LATE:
+        ttft_s = predicted[f"{kind}.total"] - predicted[f"{kind}.stall"] - answer_s
+        seconds = ttft_s - ttft_target_s
+    if chosen.broken & (NO_ROOM | SLOW_STEP):
+        running = max(1, int(view.engines["running"][chosen.decode]))
+        seconds = max(seconds, answer_s / running)
+    said = tuple(text for flag, text in _BROKEN.items() if chosen.broken & flag)
+    return Refusal(said, max(1, math.ceil(seconds)))

@@ -1,0 +1,250 @@
+"""What a placement knows of the cluster: engines, nodes, links and fits, as arrays.
+
+The view decides nothing and learns nothing. Those who hear of the cluster write into it: a gateway
+from reports and reservations, a decode replica from its own measurements, the simulator from its
+model. `place.place` reads it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.engines import ENGINE, queue_s
+from headrace.router.plan import RouterSettings
+from headrace_engine.steptime import KNOTS, StepTime
+from headrace_kvstore.supply import DRAM, MEDIA, NVME
+
+Role = Literal["prefill", "decode"]
+ELSEWHERE, WITHIN = 0, 1
+"""Links that hold where no other is set: from one node to another, and within one."""
+_DRAM, _NVME = MEDIA.index(DRAM), MEDIA.index(NVME)
+_FIXED_S, _BYTE_S = 0.005, 1e-9
+"""Of a transfer or a load, before the first: 5 ms and 1 GB/s."""
+_CALL_S, _CALL_ERROR_S = 0.020, 0.050
+_HANDOFF_S, _HANDOFF_ERROR_S = 0.005, 0.050
+
+
+def name_key(name: str) -> int:
+    """Hash of a name, 64 bits; the same in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+class View:
+    """The cluster as one caller knows it. Not thread-safe.
+
+    Attributes:
+        engines: ENGINE [rows]. Whoever writes here keeps the units; `running`, `context`,
+            `free_blocks`, `drift`, `draft_tokens`, `cold`, `call_s`, `handoff_s`, their errors and
+            `share` are written directly, what belongs together through methods.
+        settings: how prices are weighed.
+        prefill_name: of the prefill deployment.
+        no_prefill: why no prefill engine may be asked, where none may.
+        acceptance: chance that a drafted token is accepted (`tokens.acceptance`).
+        objects: holder of the object store; -1 for none.
+    """
+
+    def __init__(
+        self,
+        block_tokens: int,
+        token_bytes: float,
+        settings: RouterSettings | None = None,
+        *,
+        prefill_name: str = "prefill",
+        objects: int = -1,
+    ) -> None:
+        """
+        Args:
+            block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
+
+        Raises:
+            ValueError: one of these is not above 0.
+        """
+        if not (block_tokens >= 1 and token_bytes > 0):
+            raise ValueError("block_tokens and token_bytes must be above 0")
+        self.block_tokens, self.token_bytes = block_tokens, token_bytes
+        self.settings = settings or RouterSettings()
+        self.prefill_name, self.no_prefill = prefill_name, "no prefill replica runs"
+        self.acceptance, self.objects = 0.25, objects
+        self._size = 0
+        self._engines = np.zeros(0, ENGINE)
+        self._curves = np.zeros((0, len(KNOTS)))
+        self._padded = np.full((0, 1), np.inf)
+        self._names: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self._nodes: dict[str, int] = {}
+        self.dram = np.zeros(0, np.int64)
+        self.store = np.zeros(0, np.int64)
+        self.loads = np.zeros((0, len(MEDIA), 2))
+        self.links = np.zeros((0, 0), np.int16)
+        self.fits = np.zeros((0, 4))
+        for across in (True, False):
+            self.add_link(_FIXED_S, _BYTE_S, 0.2, across=across)
+
+    # ---- nodes and links ------------------------------------------------------------------
+
+    def node(self, name: str, dram: int = -1, store: int = -1) -> int:
+        """The node of this name, made if it is new; its store's holders are set.
+
+        Args:
+            dram: holder of its DRAM tier. store: holder of any of its tiers. -1 for none.
+        """
+        at = self._nodes.setdefault(name, len(self._nodes))
+        if at == len(self.dram):
+            self.dram, self.store = np.append(self.dram, -1), np.append(self.store, -1)
+            media = np.full((1, len(MEDIA), 2), np.inf)
+            media[0, [_DRAM, _NVME]] = _FIXED_S, _BYTE_S
+            self.loads = np.concatenate([self.loads, media])
+            links = np.full((at + 1, at + 1), ELSEWHERE, np.int16)
+            links[:at, :at], links[at, at] = self.links, WITHIN
+            self.links = links
+        self.dram[at], self.store[at] = dram, store
+        return at
+
+    def set_load(self, node: int, medium: str, fixed_s: float, byte_s: float) -> None:
+        """Seconds to load from a medium of a node's store; of `remote` and `object` seconds until
+        it is in DRAM. These two cannot be had until they are set."""
+        self.loads[node, MEDIA.index(medium)] = fixed_s, byte_s
+
+    def add_link(self, fixed_s: float, byte_s: float, error: float, *, across: bool) -> int:
+        """A fit for moving KV, as a class of links. `error`: relative. `across`: two nodes."""
+        self.fits = np.concatenate([self.fits, [[fixed_s, byte_s, error, across]]])
+        return len(self.fits) - 1
+
+    def set_fit(self, link: int, fixed_s: float, byte_s: float, error: float) -> None:
+        """Moving KV over links of this class takes so long."""
+        self.fits[link, :3] = fixed_s, byte_s, error
+
+    def set_link(self, source: int, target: int, link: int) -> None:
+        """The class of the link from one node to another.
+
+        Raises:
+            ValueError: a class for links between nodes is set within one, or the other way round.
+        """
+        if bool(self.fits[link, 3]) is (source == target):
+            raise ValueError("a link across nodes joins two nodes, and one within joins none")
+        self.links[source, target] = link
+
+    # ---- engines --------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    @property
+    def engines(self) -> NDArray[np.void]:
+        return self._engines[: self._size]
+
+    @property
+    def curves(self) -> NDArray[np.float64]:
+        return self._curves[: self._size]
+
+    @property
+    def padded(self) -> NDArray[np.float64]:
+        return self._padded[: self._size]
+
+    def row(self, name: str) -> int:
+        """Place of an engine among `engines`.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        return self._rows[name]
+
+    def name(self, row: int) -> str:
+        return self._names[row]
+
+    def add(
+        self, name: str, role: Role, node: int, *, hbm: int = -1, step_tokens: int = 2048
+    ) -> int:
+        """An engine: a replica, or one data-parallel rank of it. Nothing is queued or runs there,
+        and its step times are the prior's.
+
+        Args:
+            name: unique; other callers know it by the same.
+            hbm: holder of its prefix cache; -1 if nothing is known of it.
+            step_tokens: token budget of its steps.
+
+        Returns:
+            Its row; it stays until `remove`, then another engine may get it.
+
+        Raises:
+            ValueError: the name is taken, there is no such node, or the budget is below 1.
+        """
+        if name in self._rows:
+            raise ValueError(f"there is an engine named {name!r} already")
+        if not 0 <= node < len(self.dram) or step_tokens < 1:
+            raise ValueError("an engine needs a node of this view and a budget of at least 1 token")
+        if self._free:
+            row = self._free.pop()
+        else:
+            row, self._size = self._size, self._size + 1
+            if row == len(self._engines):
+                self._grow(max(8, 2 * row), self._padded.shape[1])
+            self._names.append("")
+        self._rows[name], self._names[row] = row, name
+        engine = self._engines[row]
+        self._engines[row] = np.zeros((), ENGINE)
+        engine["key"], engine["node"], engine["hbm"] = name_key(name), node, hbm
+        engine["step_tokens"], engine["free_blocks"], engine[role] = step_tokens, -1, True
+        engine["cold"] = role == "prefill"
+        engine["call_s"], engine["call_error_s"] = _CALL_S, _CALL_ERROR_S
+        engine["handoff_s"], engine["handoff_error_s"] = _HANDOFF_S, _HANDOFF_ERROR_S
+        self.set_steps(row, StepTime())
+        return row
+
+    def remove(self, name: str) -> None:
+        """The engine is gone."""
+        row = self._rows.pop(name)
+        self._names[row], self._engines[row] = "", np.zeros((), ENGINE)
+        self._free.append(row)
+
+    def set_steps(self, row: int, fit: StepTime) -> None:
+        """An engine's step times; also to be called when the fit has learned."""
+        prices, sizes = fit.prices(), fit.padded_sizes
+        if len(sizes) > self._padded.shape[1]:
+            self._grow(len(self._engines), len(sizes))
+        engine = self._engines[row]
+        self._curves[row] = prices.plain
+        self._padded[row] = np.inf
+        self._padded[row, : len(sizes)] = sizes
+        engine["context_s"], engine["pair_s"] = prices.context_s, prices.pair_s
+        engine["weight"], engine["step_error"] = prices.weight, fit.relative_error
+
+    def set_queue(
+        self, row: int, tokens: int, pairs: float, now_s: float, *, heard: bool = True
+    ) -> None:
+        """Prompt tokens ahead of a new request on an engine, and what these attend to; they are
+        computed from now on. `heard`: the engine itself says so. Call it after `set_steps`."""
+        engine = self._engines[row]
+        engine["queued_tokens"], engine["queued_pairs"], engine["behind_s"] = tokens, pairs, 0.0
+        engine["at_s"] = now_s
+        if heard:
+            engine["heard_s"] = now_s
+        engine["queue_s"] = 0.0
+        if tokens > 0:
+            engine["queue_s"] = queue_s(engine, self._curves, self._padded, row)
+
+    def reserve(self, row: int, tokens: int, pairs: float, now_s: float) -> None:
+        """A prompt more was sent there; negative tokens take one off that has not come."""
+        engine = self._engines[row]
+        left = 0.0
+        if engine["queue_s"] > 0:
+            left = max(0.0, 1.0 - max(0.0, now_s - engine["at_s"]) / engine["queue_s"])
+        ahead = max(0, round(left * engine["queued_tokens"]) + tokens)
+        self.set_queue(
+            row, ahead, max(0.0, left * engine["queued_pairs"] + pairs), now_s, heard=False
+        )
+
+    def _grow(self, rows: int, padded: int) -> None:
+        engines, curves = np.zeros(rows, ENGINE), np.zeros((rows, len(KNOTS)))
+        sizes = np.full((rows, padded), np.inf)
+        engines[: len(self._engines)], curves[: len(self._curves)] = self._engines, self._curves
+        sizes[: len(self._padded), : self._padded.shape[1]] = self._padded
+        self._engines, self._curves, self._padded = engines, curves, sizes

@@ -1,0 +1,244 @@
+"""Placement by pricing every pair, one by one, in plain Python: what `place` must equal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from headrace.router.plan import RouterSettings
+from headrace.router.view import View
+from headrace_engine.steptime import StepTime, pairs_of
+from headrace_kvstore.supply import MEDIA
+
+
+@dataclass
+class Engine:
+    """One engine, as the view is told of it."""
+
+    name: str
+    role: str
+    node: int
+    step: StepTime
+    step_tokens: int = 2048
+    queued_tokens: int = 0
+    queued_pairs: int = 0
+    running: int = 0
+    context: int = 0
+    free_blocks: int = -1
+    drift: float = 0.0
+    age_s: float = 0.0
+    draft_tokens: int = 0
+    call_s: float = 0.02
+    handoff_s: float = 0.005
+    share: float = 0.0
+    held: int = 0
+    usable: bool = True
+
+
+@dataclass
+class Node:
+    """One node: leading blocks in its DRAM and in any of its tiers; (fixed_s, byte_s) by medium."""
+
+    dram: int = 0
+    store: int = 0
+    loads: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass
+class Cluster:
+    engines: list[Engine]
+    nodes: list[Node]
+    links: list[list[tuple[float, float]]]
+    objects: int = 0
+    block_tokens: int = 16
+    token_bytes: float = 1000.0
+    acceptance: float = 0.5
+    settings: RouterSettings = field(default_factory=RouterSettings)
+    now_s: float = 100.0
+
+    def view(self) -> View:
+        """Holders: HBM of the engines, then DRAM and store of each node, then the objects."""
+        engines = len(self.engines)
+        objects = engines + 2 * len(self.nodes)
+        view = View(self.block_tokens, self.token_bytes, self.settings, objects=objects)
+        view.acceptance = self.acceptance
+        for at, node in enumerate(self.nodes):
+            view.node(str(at), engines + 2 * at, engines + 2 * at + 1)
+            for medium, fit in node.loads.items():
+                view.set_load(at, medium, *fit)
+        for a in range(len(self.nodes)):
+            for b in range(len(self.nodes)):
+                view.set_link(a, b, view.add_link(*self.links[a][b], 0.1, across=a != b))
+        for at, e in enumerate(self.engines):
+            row = view.add(e.name, e.role, e.node, hbm=at, step_tokens=e.step_tokens)  # type: ignore[arg-type]
+            view.set_steps(row, e.step)
+            for name in ("running", "context", "free_blocks", "drift", "draft_tokens"):
+                view.engines[row][name] = getattr(e, name)
+            for name in ("call_s", "handoff_s", "share"):
+                view.engines[row][name] = getattr(e, name)
+            view.set_queue(row, e.queued_tokens, e.queued_pairs, self.now_s - e.age_s)
+            if not e.usable:
+                view.engines[row][e.role] = False
+        return view
+
+    def held(self) -> list[int]:
+        held = [engine.held for engine in self.engines]
+        for node in self.nodes:
+            held += [node.dram, node.store]
+        return [*held, self.objects]
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One choice."""
+
+    prefill: str
+    decode: str
+    total_s: float
+    ttft_s: float
+    broken: bool
+
+
+class Naive:
+    """Prices one prompt on a cluster."""
+
+    def __init__(
+        self, cluster: Cluster, tokens: int, output: float = 0.0, drafts: int = 1 << 20
+    ) -> None:
+        self.c, self.n, self.output, self.drafts = cluster, tokens, output, drafts
+
+    def wait_s(self, e: Engine) -> float:
+        queue_s = e.step.prefill_s(
+            e.queued_tokens, e.queued_pairs,
+            step_tokens=e.step_tokens, rows=e.running, context=e.context,
+        )  # fmt: skip
+        left = max(0.0, queue_s - e.age_s)
+        spread = math.sqrt(e.drift * e.age_s)
+        if not spread:
+            return left
+        z = left / spread
+        density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        return left * (1 + math.erf(z / math.sqrt(2))) / 2 + spread * density
+
+    def cached(self, e: Engine) -> int:
+        return min(e.held, max(0, self.n - 1) // self.c.block_tokens) * self.c.block_tokens
+
+    def supplies(self, e: Engine) -> list[tuple[str, int, float]]:
+        node, block = self.c.nodes[e.node], self.c.block_tokens
+        reaches = (
+            node.dram, node.store, max(other.store for other in self.c.nodes), self.c.objects
+        )  # fmt: skip
+        runs, end = [], 0
+        for medium, reach in zip(MEDIA, reaches, strict=True):
+            fixed, byte = node.loads.get(medium, (math.inf, math.inf))
+            if medium in MEDIA[:2] and medium not in node.loads:
+                fixed, byte = 0.005, 1e-9
+            if reach > end and byte < math.inf:
+                length = (reach - end) * block
+                wait = fixed + byte * length * self.c.token_bytes if medium in MEDIA[2:] else 0.0
+                runs.append((medium, length, wait))
+                end = reach
+        return runs
+
+    def work(self, e: Engine) -> tuple[int, float, float, float]:
+        """(tokens, computing, loading, waiting for what is pulled)"""
+        loads = {m: (0.005, 1e-9) for m in MEDIA[:2]} | self.c.nodes[e.node].loads
+        block, cached = self.c.block_tokens, self.cached(e)
+        runs = self.supplies(e)
+        useful = min(sum(r[1] for r in runs), max(0, self.n - 1)) // block * block
+        options: list[tuple[dict[str, int], float]] = [({}, 0.0)]
+        taken: dict[str, int] = {}
+        wait = 0.0
+        end = 0
+        for medium, length, pull in runs:
+            begin, end = max(end, cached), end + length
+            new = min(end, useful) - begin
+            if new <= 0:
+                continue
+            taken = {**taken, medium: taken.get(medium, 0) + new}
+            wait += pull * new / length
+            options.append((taken, wait))
+            if set(taken) == {MEDIA[0]}:
+                options = options[-1:]
+
+        def priced(option: tuple[dict[str, int], float]) -> tuple[int, float, float, float]:
+            tokens = max(1, self.n - cached - sum(option[0].values()))
+            read: dict[str, int] = {}
+            for medium, number in option[0].items():
+                source = medium if medium == MEDIA[1] else MEDIA[0]
+                read[source] = read.get(source, 0) + number
+            load = sum(loads[m][0] + loads[m][1] * t * self.c.token_bytes for m, t in read.items())
+            return tokens, self.prefill_s(e, tokens), load, option[1]
+
+        return min(
+            (priced(option) for option in reversed(options)),
+            key=lambda found: found[3] + max(found[1], found[2]),
+        )
+
+    def prefill_s(self, e: Engine, tokens: int) -> float:
+        last = max(self.n, tokens)
+        return e.step.prefill_s(
+            tokens, pairs_of(last - tokens, last),
+            step_tokens=e.step_tokens, rows=e.running, context=e.context,
+        )  # fmt: skip
+
+    def answer_s(self, d: Engine, last: float, more: float) -> float:
+        """Of the tokens of the answer, and what the others lose by them."""
+        context = d.context + max(self.n, 1)
+        price = (d.running + 1) * (d.step.seconds(0, d.running + 2, 0, context) - last) / last
+        gained, survival = 0.0, 1.0
+        for _ in range(min(d.draft_tokens, self.drafts)):
+            survival *= self.c.acceptance
+            if survival <= price:
+                break
+            gained += survival - price
+        return self.output / (1.0 + gained) * (last + more)
+
+    def all(self) -> list[Priced]:
+        c, s = self.c, self.c.settings
+        itl, slo = s.itl_target_s or math.inf, s.ttft_target_s or math.inf
+        prefills = [e for e in c.engines if e.role == "prefill" and e.usable]
+        found = []
+        for d in (e for e in c.engines if e.role == "decode" and e.usable):
+            r = d.running
+            idle = d.step.seconds(0, r, 0, d.context)
+            last = self.prefill_s(d, 1)
+            stalled = s.stall_weight * r
+            more = stalled * max(0.0, last - idle)
+            answer = self.answer_s(d, last, more) if self.output else 0.0
+            cached, queue = self.cached(d), self.wait_s(d)
+            need = math.ceil((self.n + self.output) / c.block_tokens) - cached // c.block_tokens
+            full = 0 <= d.free_blocks < need
+
+            tokens, alone, load, pull = self.work(d)
+            busy = max((self.wait_s(p) for p in prefills if p.node == d.node), default=0.0)
+            compute = min(alone / (1 - d.share), alone + d.share * busy)
+            took = max(compute, load)
+            steps = math.ceil(tokens / d.step_tokens)
+            stall = stalled * max(0.0, took - steps * idle)
+            slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
+            ttft = queue + pull + took
+            broken = full or slow or ttft > slo
+            found.append(Priced("", d.name, ttft + stall + answer, ttft, broken))
+
+            for p in prefills:
+                _, compute, load, pull = self.work(p)
+                fixed, byte = c.links[p.node][d.node]
+                size = (
+                    math.ceil(self.n / c.block_tokens) * c.block_tokens - cached
+                ) * c.token_bytes
+                arrival = p.call_s + self.wait_s(p) + pull + max(compute, load)
+                arrival += (fixed + byte * size if size else 0.0) + d.handoff_s
+                ttft = max(arrival, queue) + last
+                total = ttft + more + answer
+                if p.node == d.node:
+                    total += stalled * d.share * compute
+                broken = full or (r > 0 and last > itl) or ttft > slo
+                found.append(Priced(p.name, d.name, total, ttft, broken))
+        return found
+
+    def best(self) -> Priced:
+        """Of those that break nothing, or else of all."""
+        found = self.all()
+        kept = [each for each in found if not each.broken] or found
+        return min(kept, key=lambda each: each.total_s)
