@@ -31,9 +31,13 @@ HOLDER = np.dtype(
         ("plain", "i8"),  # blocks in use without a key
         ("oldest", "i4"),  # ends of the list of slots without references
         ("newest", "i4"),
-    ]
+    ],
+    align=True,
 )
-SLOT = np.dtype([("key", "i8"), ("refs", "i4"), ("older", "i4"), ("newer", "i4")])
+SLOT = np.dtype(
+    [("key", "i8"), ("refs", "i4"), ("older", "i4"), ("newer", "i4")],
+    align=True,
+)
 
 
 class Caches(NamedTuple):

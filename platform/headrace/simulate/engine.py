@@ -68,7 +68,7 @@ def push(s: State, at: float, r: int) -> None:
 
 
 @jit()
-def enqueue(s: State, e: int, r: int, *, front: bool) -> None:
+def enqueue(s: State, e: int, r: int, front: bool) -> None:
     """Wait at an engine."""
     eng = s.eng
     if eng[e].waiting == 0:
@@ -158,7 +158,8 @@ def plan(s: State, e: int, now: float) -> None:
         eng[e].first_s = max(step_s(curve, tokens, rows, context, pairs), eng[e].load_s)
         eng[e].load_s = 0.0
     else:
-        eng[e].steps = _steps_until_change(s, e)
+        # After a preemption the next step may have room for who was preempted.
+        eng[e].steps = 1 if preempted else _steps_until_change(s, e)
         eng[e].first_s = step_s(curve, 0, rows, context, 0.0)
         eng[e].more_s = curve.context_s * rows
     eng[e].wake_s = now + stretch_s(eng[e].first_s, eng[e].more_s, eng[e].steps)
@@ -202,7 +203,7 @@ def _make_room(s: State, e: int, now: float) -> bool:
         eng[e].preemptions += 1
         eng[e].inside -= 1
         expect(s, e, r, match(s, r, e) * s.limits.block_tokens)
-        enqueue(s, e, r, front=True)
+        enqueue(s, e, r, True)
     return preempted
 
 

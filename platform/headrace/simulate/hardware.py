@@ -1,18 +1,18 @@
-"""What the simulated machines can do: engines, the links between them, and the KV store of each node.
+"""What the simulated machines can do: engines, links between them, and each node's KV store.
 
 The default engine is a GPU of the H100 SXM kind (80 GB) that serves an 8B model of the Llama 3
 shape (32 layers, 8 KV heads, head dimension 128, hidden size 4,096, 8.03e9 weights) in bfloat16.
 Its numbers are arithmetic on the data sheet (989 TFLOP/s dense bfloat16, 3.35 TB/s), at shares of
 the peak that public measurements of vLLM come near:
 
-- A step reads the weights: 16.06 GB at 80 % of the bandwidth, 6.0 ms; 2 ms more are the scheduler's,
-  the sampler's and the launches. 8 ms.
+- A step reads the weights: 16.06 GB at 80 % of the bandwidth, 6.0 ms; 2 ms more are scheduling,
+  sampling and launches. 8 ms.
 - A token computes 2 x 7.5e9 FLOP (the table of the input's embeddings is not multiplied) at 50 % of
   the peak: 30 us, so 33,000 tokens/s. Up to about 200 tokens that hides under reading the weights.
 - A pair (a token and one that it attends to) computes 4 x 32 layers x 4,096 FLOP at 45 %: 1.2 ns.
 - A running request reads 131,072 bytes of KV for each token of its context, at 80 %: 49 ns.
 - KV cache: 90 % of 80 GB, less the weights and 2 GB of workspace: 54 GB, 412,000 tokens.
-- Links: 200 GB/s a node of 8 engines (eight 400 Gb/s ports, half of it used). Engines of a node reach
+- Links: 200 GB/s a node of 8 engines (eight 400 Gb/s ports, half used). Engines of a node reach
   each other at 300 GB/s (NVLink, one way, two thirds). A fixed 5 ms a transfer, for the handshake.
 - Node store: 2 TB of DRAM and eight NVMe drives hold 8 TB of KV; each engine reads it at 25 GB/s (a
   drive's 7 GB/s and PCIe's 50 GB/s, mixed), after 5 ms.
@@ -47,32 +47,34 @@ class StepCurve(NamedTuple):
     pair_s: float
 
 
-def default_curve() -> StepCurve:
-    """The GPU of this module's description."""
-    knots = np.asarray(KNOTS)
-    return StepCurve(
-        knots=knots,
-        plain=_OVERHEAD_S + np.maximum(_WEIGHTS_S, _TOKEN_S * knots),
-        sizes=np.zeros(0),
-        weight=1.0,
-        context_s=_CONTEXT_S,
-        pair_s=_PAIR_S,
+def default_steps() -> StepTime:
+    """The step times of the GPU of this module's description, as a fitted model."""
+    plain = _OVERHEAD_S + np.maximum(_WEIGHTS_S, _TOKEN_S * np.asarray(KNOTS))
+    level, weight = 1.0, 1.0
+    rates = np.log([level, weight, _CONTEXT_S, _PAIR_S])
+    state = np.concatenate([np.log(plain), np.log(plain), rates])
+    return StepTime.from_dict(
+        {
+            "state": state.tolist(),
+            "sd": [0.01] * len(state),
+            "noise": 0.0025,
+            "square": 0.0025,
+            "samples": 1000,
+            "padded_sizes": [],
+        }
     )
 
 
 def curve_of(fit: StepTime) -> StepCurve:
-    """The curve of a fitted model, from the numbers that processes tell each other (`to_dict`)."""
-    told = fit.to_dict()
-    state = np.asarray(told["state"], np.float64)
-    size = len(KNOTS)
-    level, weight, context_s, pair_s = np.exp(state[2 * size :]).tolist()
+    """A model's curve without drafts."""
+    prices = fit.prices()
     return StepCurve(
         knots=np.asarray(KNOTS),
-        plain=np.maximum.accumulate(level * np.exp(state[:size])),
-        sizes=np.asarray(told["padded_sizes"], np.float64),
-        weight=weight,
-        context_s=level * context_s,
-        pair_s=level * pair_s,
+        plain=np.asarray(prices.plain),
+        sizes=np.asarray(fit.padded_sizes, np.float64),
+        weight=float(prices.weight),
+        context_s=float(prices.context_s),
+        pair_s=float(prices.pair_s),
     )
 
 
@@ -99,7 +101,7 @@ def step_s(c: StepCurve, prompt: float, rows: float, context: float, pairs: floa
 
 @jit()
 def prefill_s(c: StepCurve, tokens: int, end: int, step_tokens: int) -> float:
-    """Seconds to compute a prompt's last `tokens` tokens, up to token `end`, alone on the engine."""
+    """Seconds to compute a prompt's last `tokens` tokens, up to token `end`, alone."""
     total, first = 0.0, end - tokens
     while first < end:
         last = min(end, first + step_tokens)
@@ -113,7 +115,7 @@ def prefill_s(c: StepCurve, tokens: int, end: int, step_tokens: int) -> float:
 class Engine:
     """One engine: its steps, its KV cache, its scheduler's limits."""
 
-    curve: StepCurve = field(default_factory=default_curve)
+    steps: StepTime = field(default_factory=default_steps)
     kv_blocks: int = 805
     #: Most tokens and most requests of a step: vLLM's max_num_batched_tokens and max_num_seqs.
     step_tokens: int = 8192
@@ -125,6 +127,10 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_requests >= self.step_tokens:
             raise ValueError("step_tokens must be more than max_requests")
+
+    @property
+    def curve(self) -> StepCurve:
+        return curve_of(self.steps)
 
 
 @dataclass(frozen=True, slots=True)

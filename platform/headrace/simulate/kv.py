@@ -1,4 +1,4 @@
-"""A request's KV on an engine: finding its prefix, taking blocks, filling them, giving them back."""
+"""A request's KV on an engine: finding its prefix, taking and filling blocks, giving them back."""
 
 from __future__ import annotations
 

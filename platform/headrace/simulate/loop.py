@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.simulate.engine import enqueue, expect, finish, nudge, push
+from headrace.simulate.engine import enqueue, expect, finish, nudge
 from headrace.simulate.kv import blocks_of, commit, forget_all, give_back, match
 from headrace.simulate.state import (
-    COMPUTING_D,
     COMPUTING_P,
     DECODING,
     DONE,
@@ -97,7 +96,7 @@ def _happen(s: State, r: int, now: float) -> None:
             nudge(s, p, now)
         else:
             req[r].phase = QUEUED_D
-            enqueue(s, d, r, front=False)
+            enqueue(s, d, r, False)
             nudge(s, d, now)
     elif req[r].phase == MOVING:
         req[r].ready = req[r].need
@@ -147,7 +146,7 @@ def send(s: State, r: int, p: int, d: int, guess: int) -> None:
     s.eng[d].sent_blocks += blocks_of(s, req[r].prompt)
     req[r].phase = QUEUED_P if p >= 0 else QUEUED_D
     expect(s, e, r, match(s, r, e) * s.limits.block_tokens)
-    enqueue(s, e, r, front=False)
+    enqueue(s, e, r, False)
     nudge(s, e, now)
 
 

@@ -67,7 +67,9 @@ def outcome_of(
     ttft = np.minimum(req["first_s"][seen], until_s) - req["arrival_s"][seen]
     more = req["output"][seen] - 1
     ended = req["phase"][seen] == DONE
-    tpot = (req["end_s"][seen] - req["first_s"][seen])[ended & (more > 0)] / more[ended & (more > 0)]
+    tpot = (req["end_s"][seen] - req["first_s"][seen])[ended & (more > 0)] / more[
+        ended & (more > 0)
+    ]
     good = ended & (ttft <= targets.ttft_s + targets.ttft_token_s * req["prompt"][seen])
     good &= req["end_s"][seen] - req["first_s"][seen] <= targets.itl_s * np.maximum(more, 1)
     prompt = float(req["prompt"][seen].sum())

@@ -52,10 +52,10 @@ def two_choices(sight: Sight, ask: Ask, rng: Random) -> Choice:
 def ray(sight: Sight, ask: Ask, rng: Random) -> Choice:
     """Ray Serve 2.60's `PrefixCacheAffinityRouter` for prefill, its default for decode.
 
-    Queues that differ by more than `imbalanced_threshold`: power of two choices. A match of at least
-    `match_rate_threshold` = 10 % of the prompt: the engines that match most, the shortest queue of
-    them. Else the engine with the least cache. The threshold is infinite by default, which sends
-    whole sessions to one queue; taken is 5, as in Ray's own example (docs.ray.io,
+    Queues that differ by more than `imbalanced_threshold`: power of two choices. A match of at
+    least `match_rate_threshold` = 10 % of the prompt: the engines that match most, of these the
+    shortest queue. Else the engine with the least cache. The threshold is infinite by default,
+    which sends whole sessions to one queue; taken is 5, as in Ray's own example (docs.ray.io,
     prefix-aware-request-router). Its tree holds what was sent, which is the store's match here.
     """
     p, d = sides(sight)
@@ -118,9 +118,7 @@ def llm_d(sight: Sight, ask: Ask, rng: Random) -> Choice:
     return _choice(prefill, _llm_d_pick(sight, ask, d, sight.hardware.decode.kv_blocks, rng))
 
 
-def _llm_d_pick(
-    sight: Sight, ask: Ask, side: Indices, kv_blocks: int, rng: Random
-) -> int | None:
+def _llm_d_pick(sight: Sight, ask: Ask, side: Indices, kv_blocks: int, rng: Random) -> int | None:
     if not len(side):
         return None
     queue = sight.report.waiting[side] + sight.since_requests[side]
@@ -189,8 +187,8 @@ def queue_s(sight: Sight) -> Floats:
     pairs = sight.report.queue_pairs + sight.since_pairs
     age_s = max(0.0, sight.now_s - sight.report.at_s)
     found = np.empty(len(tokens))
-    for side, first, last in _halves(sight):
-        curve, size = side.curve, side.step_tokens
+    for side, curve, first, last in _halves(sight):
+        size = side.step_tokens
         a = np.interp(curve.weight * size, curve.knots, curve.plain) / size
         found[first:last] = a * tokens[first:last] + curve.pair_s * pairs[first:last]
     return np.where(sight.since_tokens > 0, found, np.maximum(0.0, found - age_s))
@@ -201,9 +199,9 @@ def compute_s(sight: Sight, ask: Ask) -> Floats:
     hardware, found = sight.hardware, np.empty(len(ask.store))
     most = (ask.prompt - 1) // BLOCK_TOKENS
     held, there = np.minimum(ask.match, most), np.minimum(ask.store, most)
-    for side, first, last in _halves(sight):
+    for side, curve, first, last in _halves(sight):
         times = {
-            n: prefill_s(side.curve, ask.prompt - n * BLOCK_TOKENS, ask.prompt, side.step_tokens)
+            n: prefill_s(curve, ask.prompt - n * BLOCK_TOKENS, ask.prompt, side.step_tokens)
             for n in np.unique(there[first:last]).tolist()
         }
         found[first:last] = [times[n] for n in there[first:last].tolist()]
@@ -213,7 +211,10 @@ def compute_s(sight: Sight, ask: Ask) -> Floats:
 
 def _halves(sight: Sight) -> list[tuple]:  # type: ignore[type-arg]
     hardware, split, engines = sight.hardware, sight.prefills, len(sight.node)
-    return [(hardware.prefill, 0, split), (hardware.decode, split, engines)]
+    return [
+        (hardware.prefill, sight.curves[0], 0, split),
+        (hardware.decode, sight.curves[1], split, engines),
+    ]
 
 
 def _choice(prefill: int | None, decode: int | None) -> Choice:
@@ -230,7 +231,10 @@ def _better_of_two(sight: Sight, side: Indices, rng: Random) -> int | None:
 
 
 def _least(
-    side: Indices, load: NDArray, among: NDArray[np.bool_] | None, rng: Random  # type: ignore[type-arg]
+    side: Indices,
+    load: NDArray,
+    among: NDArray[np.bool_] | None,
+    rng: Random,  # type: ignore[type-arg]
 ) -> int:
     """The engine with the least load, at random among equals."""
     weighed = load if among is None else np.where(among, load, np.inf)

@@ -1,4 +1,4 @@
-"""Runs a workload on simulated engines with a placement policy. The same seed gives the same run."""
+"""Runs a workload on simulated engines with a policy. The same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
 from headrace.simulate.trace import BLOCK_TOKENS, Trace, Workload
 
 _AHEAD_BLOCKS = 1 << 16
+COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
 
 
 class SimulationError(ValueError):
@@ -57,7 +58,7 @@ class Settings:
     failures: Sequence[Failure] = ()
 
     def __post_init__(self) -> None:
-        if not (0.001 <= self.report_s and self.delay_s >= 0 and self.detect_s > 0):
+        if not (self.report_s >= 0.001 and self.delay_s >= 0 and self.detect_s > 0):
             raise SimulationError("report_s must be at least 0.001, delay_s 0, detect_s above 0")
         if not (0 <= self.warm_share < 1 and self.drain_s >= 0):
             raise SimulationError("warm_share must be from 0 to below 1, drain_s at least 0")
@@ -145,6 +146,7 @@ class _Player:
         eng = self.s.eng
         self.sight = Sight(
             hardware=hardware,
+            curves=(self.s.prefill_curve, self.s.decode_curve),
             prefills=prefills,
             node=eng["node"],
             now_s=0.0,
@@ -160,7 +162,14 @@ class _Player:
         self.placed = 0
         self.course: dict[str, list[float]] = {
             name: []
-            for name in ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
+            for name in (
+                "at_s",
+                "prefill_busy",
+                "decode_busy",
+                "queue_tokens",
+                "running",
+                "kv_used",
+            )
         }
         self._busy_before = np.zeros(self.engines)
 
@@ -217,7 +226,7 @@ class _Player:
             raise SimulationError("too many changes of caches in one step")
 
     def _place(self, r: int, now_s: float) -> None:
-        s, hardware = self.s, self.sight.hardware
+        s = self.s
         if s.req[r]["phase"] not in (NEW, LOST):
             return
         known.catch_up(self.known, s.ev, now_s - self.settings.delay_s)
@@ -231,12 +240,20 @@ class _Player:
             prompt=need,
             output=int(s.req["output"][r]),
             blocks=int(s.req["blocks"][r]),
+            affinity=self._affinity(r),
             match=match,
             store=store,
+            stores=self.depth[engines:],
         )
         choice = self.policy(self.sight, ask, self.rng)
         self._send(r, choice, ask, need)
         self.placed += 1
+
+    def _affinity(self, r: int) -> int:
+        """Of requests that begin alike the same number; of those without a full block any."""
+        if not self.s.req["blocks"][r]:
+            return self.rng.getrandbits(63)
+        return int(self.s.keys[self.s.req["chain"][r]]) + int(self.s.req["offset"][r])
 
     def _send(self, r: int, choice: Choice, ask: Ask, need: int) -> None:
         p = -1 if choice.prefill is None else choice.prefill
@@ -291,7 +308,7 @@ def capacity_rate(trace: Trace, hardware: Hardware, prefills: int) -> float:
     engines compute all the time, if each block is computed once for all of them and no step is
     shared with another prompt."""
     seen = np.zeros(trace.distinct, bool)
-    side, total_s = hardware.prefill, 0.0
+    side, curve, total_s = hardware.prefill, hardware.prefill.curve, 0.0
     for r in range(len(trace)):
         chain = trace.keys[trace.starts[r] : trace.starts[r + 1]]
         fresh = ~seen[chain]
@@ -299,5 +316,5 @@ def capacity_rate(trace: Trace, hardware: Hardware, prefills: int) -> float:
         prompt = int(trace.prompt[r])
         leading = int(fresh.argmax()) if fresh.any() else len(chain)
         tokens = prompt - min(leading, (prompt - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-        total_s += prefill_s(side.curve, tokens, prompt, side.step_tokens)
+        total_s += prefill_s(curve, tokens, prompt, side.step_tokens)
     return prefills * trace.seconds / total_s

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.simulate.hardware import Hardware
+from headrace.simulate.hardware import Hardware, StepCurve
 from headrace.simulate.state import State
 
 Ints = NDArray[np.int64]
@@ -64,14 +64,18 @@ class Ask:
         match: leading blocks of the prompt in the KV cache of each engine, int32 [engines].
         store: the same in the store of each engine's node, or what its KV cache has, if that is
             more, int32 [engines].
+        stores: the same in each node's store alone, int32 [nodes].
+        affinity: a number that stands for the prompt's first block.
     """
 
     number: int
     prompt: int
     output: int
     blocks: int
+    affinity: int
     match: NDArray[np.int32]
     store: NDArray[np.int32]
+    stores: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Sight:
     """The router's view. `sent_*` and `since_*` are [engines].
 
     Attributes:
+        curves: step times of prefill and decode engines.
         prefills: how many engines are for prefill; 0 where every engine does both.
         node: of each engine.
         sent_requests, sent_tokens, sent_blocks: requests under way, prompt tokens that they had to
@@ -96,6 +101,7 @@ class Sight:
     """
 
     hardware: Hardware
+    curves: tuple[StepCurve, StepCurve]
     prefills: int
     node: NDArray[np.int32]
     now_s: float

@@ -6,9 +6,9 @@ A request goes through phases::
     QUEUED_D -> COMPUTING_D -> DECODING -> DONE                                       on one engine
     any -> LOST (its engine failed) -> placed again
 
-An engine runs a *stretch*: `stretch_steps` steps of one batch. The first takes `first_s`, each
-later one `more_s` longer than the one before it, so j steps take ``j first_s + j (j - 1) / 2 more_s``
-and a decode batch that nobody joins or leaves is one event.
+An engine runs a *stretch*: `steps` steps of one batch. The first takes `first_s`, each
+later one `more_s` longer than the one before it, so j steps take
+``j first_s + j (j - 1) / 2 more_s``, and a decode batch that nobody joins or leaves is one event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from headrace.simulate.blocks import Caches, new_caches
 from headrace.simulate.hardware import Hardware, StepCurve
 from headrace.simulate.trace import BLOCK_TOKENS, Workload
 
-NEW, QUEUED_P, COMPUTING_P, HANDOVER, QUEUED_D, MOVING, COMPUTING_D, DECODING, DONE, LOST = range(10)
+NEW, QUEUED_P, COMPUTING_P, HANDOVER, QUEUED_D, MOVING, COMPUTING_D, DECODING, DONE, LOST = range(
+    10
+)
 
 ITL_BINS = 512
 """Bins of the histogram of step lengths that running requests saw: 1.02^bin x 0.1 ms."""
@@ -72,7 +74,8 @@ REQUEST = np.dtype(
         ("tries", "i4"),
         ("preempted", "i4"),
         ("next", "i4"),
-    ]
+    ],
+    align=True,
 )
 ENGINE = np.dtype(
     [
@@ -112,11 +115,16 @@ ENGINE = np.dtype(
         ("answer_tokens", "i8"),
         ("step_count", "i8"),
         ("preemptions", "i8"),
-    ]
+    ],
+    align=True,
 )
-EVENT = np.dtype([("at_s", "f8"), ("order", "i8"), ("request", "i4"), ("tries", "i4")])
+EVENT = np.dtype(
+    [("at_s", "f8"), ("order", "i8"), ("request", "i4"), ("tries", "i4")],
+    align=True,
+)
 CHANGE = np.dtype(
-    [("at_s", "f8"), ("holder", "i4"), ("key", "i8"), ("parent", "i8"), ("stored", "i1")]
+    [("at_s", "f8"), ("holder", "i4"), ("key", "i8"), ("parent", "i8"), ("stored", "i1")],
+    align=True,
 )
 NODE = np.dtype([("out_s", "f8"), ("in_s", "f8")])
 """When a node's link is free again, out and in."""
@@ -150,9 +158,9 @@ class Limits(NamedTuple):
 class State(NamedTuple):
     """REQUEST [requests], ENGINE [engines], prefill engines first, NODE [nodes].
 
-    `rows` and `joining` are [engines, most requests]: who decodes, who joins. `chunk_of` and `chunk`
-    are [engines, CHUNKS]: the prompts of a step, and the tokens of each. `itl`: tokens that came
-    after steps of each length.
+    `rows` and `joining` are [engines, most requests]: who decodes, who joins. `chunk_of` and
+    `chunk` are [engines, CHUNKS]: the prompts of a step, and the tokens of each. `itl`: tokens that
+    came after steps of each length.
     """
 
     req: NDArray[np.void]

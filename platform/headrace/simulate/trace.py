@@ -4,9 +4,9 @@ A trace is a file in Mooncake's form, one JSON object a line: `timestamp` (ms), 
 `output_length` (tokens), and `hash_ids`, the prompt's chain of blocks of 512 tokens. Equal ids at
 equal positions are equal prefixes.
 
-`Trace` is a file, `Workload` is what one simulated run gets: as many copies of the trace as the load
-takes, each with blocks of its own and begun at a random time, so that sessions interleave and no
-copy shares a block with another.
+`Trace` is a file, `Workload` is what one simulated run gets: as many copies of the trace as the
+load takes, each with blocks of its own and begun at a random time, so that sessions interleave and
+no copy shares a block with another.
 """
 
 from __future__ import annotations
