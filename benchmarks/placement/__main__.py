@@ -23,11 +23,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace.simulate.best import capacity_rate
 from headrace.simulate.catalog import NAMES, policy_named
 from headrace.simulate.hardware import Hardware
 from headrace.simulate.outcome import Outcome, Targets
 from headrace.simulate.policies import PEERS
-from headrace.simulate.run import Settings, capacity_rate, simulate
+from headrace.simulate.run import Settings, simulate
 from headrace.simulate.trace import Trace, multiply, read_trace
 
 TARGETS = Targets(ttft_s=2.0, ttft_token_s=1e-4, itl_s=0.05)
@@ -49,10 +50,10 @@ class Plan:
 
 
 FULL = (
-    Plan(16, 400.0, 0.4, (0.3, 0.5, 0.7, 0.9, 1.1), 5),
-    Plan(256, 150.0, 0.4, (0.3, 0.7, 0.9, 1.1), 5),
+    Plan(16, 600.0, 0.5, (0.3, 0.5, 0.7, 0.9, 1.1), 5),
+    Plan(256, 200.0, 0.5, (0.3, 0.7, 0.9, 1.1), 5),
 )
-QUICK = (Plan(16, 300.0, 0.4, (0.3, 0.7, 0.9), 2),)
+QUICK = (Plan(16, 300.0, 0.5, (0.3, 0.7, 0.9), 2),)
 
 SHOWN = ("goodput", "ttft_mean", "ttft_p90", "ttft_p99")
 
@@ -63,7 +64,7 @@ def play(trace: Trace, plans: tuple[Plan, ...], policies: list[str]) -> tuple[Re
     """Outcomes by size, load and policy, one a seed; and the seconds that it took."""
     hardware, found, begun = Hardware(), {}, time.perf_counter()
     for plan in plans:
-        full = capacity_rate(trace, hardware, plan.engines)
+        full = capacity_rate(trace, hardware, plan.engines, plan.seconds, plan.warm_share)
         for load in plan.loads:
             for seed in range(plan.seeds):
                 work = multiply(trace, load * full, plan.seconds, seed)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from headrace.cli.console import CliError, stderr, stdout
+from headrace.simulate.best import capacity_rate
 from headrace.simulate.calibrate import CalibrationError, calibrated
 from headrace.simulate.catalog import policy_named
 from headrace.simulate.hardware import Hardware
@@ -25,7 +26,6 @@ from headrace.simulate.run import (
     Run,
     Settings,
     SimulationError,
-    capacity_rate,
     simulate,
 )
 from headrace.simulate.trace import TraceError, multiply, read_trace
@@ -83,13 +83,10 @@ def _play(asked: Asked) -> tuple[dict[str, Run], Targets, dict[str, str]]:
     hardware = _hardware(asked)
     targets = Targets(asked.ttft_s, asked.ttft_token_ms / 1e3, asked.itl_ms / 1e3)
     trace = read_trace(asked.trace)
-    rate = asked.load * capacity_rate(trace, hardware, asked.prefill or asked.decode)
+    settings = Settings(seed=asked.seed, targets=targets, failures=_failures(asked))
+    engines, warm_share = asked.prefill or asked.decode, settings.warm_share
+    rate = asked.load * capacity_rate(trace, hardware, engines, asked.seconds, warm_share)
     work = multiply(trace, rate, asked.seconds, asked.seed)
-    settings = Settings(
-        seed=asked.seed,
-        targets=targets,
-        failures=_failures(asked),
-    )
     policies = {name: policy_named(name) for name in asked.policies}
     runs = {}
     with _bars(policies) as advance:

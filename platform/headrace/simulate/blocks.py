@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 from headrace_kvstore.compiled import jit
 
+inner = jit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For what only compiled code calls: without the way in from Python, which compiles slowly."""
+
 _SPREAD = np.int64(0x1E3779B97F4A7C15)  # odd: neighbouring keys go to cells far apart
 
 
@@ -68,13 +71,13 @@ def new_caches(capacities: Sequence[int]) -> Caches:
     return Caches(of, slot, free, np.zeros(int(of["cells"][-1]), np.int32))
 
 
-@jit()
+@inner
 def _home(c: Caches, h: int, key: int) -> int:
     mixed = key * _SPREAD
     return (mixed ^ (mixed >> 32)) & (c.of[h + 1].cells - c.of[h].cells - 1)
 
 
-@jit()
+@inner
 def find(c: Caches, h: int, key: int) -> int:
     """The slot of a block, or -1."""
     first, mask = c.of[h].cells, c.of[h + 1].cells - c.of[h].cells - 1
@@ -88,19 +91,19 @@ def find(c: Caches, h: int, key: int) -> int:
         at = (at + 1) & mask
 
 
-@jit()
+@inner
 def room(c: Caches, h: int) -> int:
     """Blocks that can be had now: free ones, and those that nobody uses."""
     return c.of[h + 1].first - c.of[h].first - c.of[h].held - c.of[h].plain + c.of[h].idle
 
 
-@jit()
+@inner
 def in_use(c: Caches, h: int) -> int:
     """Blocks that requests use."""
     return c.of[h].held - c.of[h].idle + c.of[h].plain
 
 
-@jit()
+@inner
 def _unlink(c: Caches, h: int, slot: int) -> None:
     older, newer = c.slot[slot].older, c.slot[slot].newer
     if older >= 0:
@@ -114,7 +117,7 @@ def _unlink(c: Caches, h: int, slot: int) -> None:
     c.of[h].idle -= 1
 
 
-@jit()
+@inner
 def _link_newest(c: Caches, h: int, slot: int) -> None:
     last = c.of[h].newest
     c.slot[slot].older, c.slot[slot].newer = last, -1
@@ -126,7 +129,7 @@ def _link_newest(c: Caches, h: int, slot: int) -> None:
     c.of[h].idle += 1
 
 
-@jit()
+@inner
 def use(c: Caches, h: int, slot: int) -> None:
     """One more reference."""
     if c.slot[slot].refs == 0:
@@ -134,7 +137,7 @@ def use(c: Caches, h: int, slot: int) -> None:
     c.slot[slot].refs += 1
 
 
-@jit()
+@inner
 def release(c: Caches, h: int, slot: int) -> None:
     """One reference less; without any, the block is the most recently used of those."""
     c.slot[slot].refs -= 1
@@ -142,7 +145,7 @@ def release(c: Caches, h: int, slot: int) -> None:
         _link_newest(c, h, slot)
 
 
-@jit()
+@inner
 def touch(c: Caches, h: int, slot: int) -> None:
     """An unused block is the most recently used of those."""
     if c.slot[slot].refs == 0:
@@ -150,7 +153,7 @@ def touch(c: Caches, h: int, slot: int) -> None:
         _link_newest(c, h, slot)
 
 
-@jit()
+@inner
 def add(c: Caches, h: int, key: int, refs: int) -> int:
     """A new block, with so many references. The caller has made sure of a place, and that the
     holder lacks the block."""
@@ -167,7 +170,7 @@ def add(c: Caches, h: int, key: int, refs: int) -> int:
     return slot
 
 
-@jit()
+@inner
 def drop(c: Caches, h: int, slot: int) -> None:
     """Forget a block without references."""
     _unlink(c, h, slot)
@@ -189,7 +192,7 @@ def drop(c: Caches, h: int, slot: int) -> None:
     c.free[c.of[h].first + c.of[h].held] = slot
 
 
-@jit()
+@inner
 def evict(c: Caches, h: int) -> int:
     """Drop the least recently used of the unused blocks; its key, or -1 if there is none."""
     slot = c.of[h].oldest
@@ -200,7 +203,7 @@ def evict(c: Caches, h: int) -> int:
     return key
 
 
-@jit()
+@inner
 def clear(c: Caches, h: int) -> None:
     """Forget everything, in use or not."""
     first, last = c.of[h].first, c.of[h + 1].first

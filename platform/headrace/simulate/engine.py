@@ -40,18 +40,17 @@ from headrace.simulate.state import (
     QUEUED_D,
     State,
 )
-from headrace_kvstore.compiled import jit
 
-room = blocks.room
+inner, room = blocks.inner, blocks.room
 _LOG_GROWTH = float(np.log(ITL_GROWTH))
 
 
-@jit()
+@inner
 def curve_at(s: State, e: int) -> StepCurve:
     return s.prefill_curve if e < s.limits.prefills else s.decode_curve
 
 
-@jit()
+@inner
 def push(s: State, at: float, r: int) -> None:
     """An event of a request; earlier ones first, equal times in the order they were pushed."""
     ev, n = s.ev, s.ev.count[0]
@@ -67,7 +66,7 @@ def push(s: State, at: float, r: int) -> None:
     event.at_s, event.order, event.request, event.tries = at, order, r, s.req[r].tries
 
 
-@jit()
+@inner
 def enqueue(s: State, e: int, r: int, front: bool) -> None:
     """Wait at an engine."""
     eng = s.eng
@@ -84,7 +83,7 @@ def enqueue(s: State, e: int, r: int, front: bool) -> None:
     eng[e].waiting += 1
 
 
-@jit()
+@inner
 def _leave_queue(s: State, e: int) -> None:
     eng, r = s.eng, s.eng[e].head
     eng[e].head = s.req[r].next
@@ -93,7 +92,7 @@ def _leave_queue(s: State, e: int) -> None:
         eng[e].head = eng[e].tail = -1
 
 
-@jit()
+@inner
 def expect(s: State, e: int, r: int, ready: int) -> None:
     """The engine's report counts what the request will have to compute."""
     tokens, need = s.req[r].need - ready, s.req[r].need
@@ -103,13 +102,13 @@ def expect(s: State, e: int, r: int, ready: int) -> None:
     s.req[r].expected = tokens
 
 
-@jit()
+@inner
 def stretch_s(first_s: float, more_s: float, steps: int) -> float:
     """Seconds of so many steps."""
     return first_s * steps + more_s * (0.5 * steps * (steps - 1))
 
 
-@jit()
+@inner
 def nudge(s: State, e: int, now: float) -> None:
     """Something changed: an idle engine looks at once, a busy one after its present step."""
     eng = s.eng
@@ -135,7 +134,7 @@ def nudge(s: State, e: int, now: float) -> None:
 # ---- the next stretch -------------------------------------------------------------------------
 
 
-@jit()
+@inner
 def plan(s: State, e: int, now: float) -> None:
     """Choose the next batch, and when its stretch ends."""
     eng = s.eng
@@ -165,7 +164,7 @@ def plan(s: State, e: int, now: float) -> None:
     eng[e].wake_s = now + stretch_s(eng[e].first_s, eng[e].more_s, eng[e].steps)
 
 
-@jit()
+@inner
 def _append_row(s: State, e: int, r: int) -> None:
     eng = s.eng
     s.rows[e, eng[e].running] = r
@@ -173,7 +172,7 @@ def _append_row(s: State, e: int, r: int) -> None:
     eng[e].context += s.req[r].prompt + s.req[r].emitted
 
 
-@jit()
+@inner
 def _growth(s: State, e: int, steps: int) -> int:
     """Blocks that the running requests need for so many steps beyond those that they have."""
     req, eng, more = s.req, s.eng, 0
@@ -184,7 +183,7 @@ def _growth(s: State, e: int, steps: int) -> int:
     return more
 
 
-@jit()
+@inner
 def _make_room(s: State, e: int, now: float) -> bool:
     """Preempt, the last first, until the running requests can do one step; whether any was."""
     eng, preempted = s.eng, False
@@ -207,7 +206,7 @@ def _make_room(s: State, e: int, now: float) -> bool:
     return preempted
 
 
-@jit()
+@inner
 def _steps_until_change(s: State, e: int) -> int:
     """Steps until the first running request ends or the blocks run out."""
     req, eng = s.req, s.eng
@@ -228,7 +227,7 @@ def _steps_until_change(s: State, e: int) -> int:
     return low
 
 
-@jit()
+@inner
 def _continue_prompts(s: State, e: int) -> tuple[int, float]:
     """The prompts under way get their part of the step. Returns tokens and pairs."""
     eng, tokens, pairs = s.eng, 0, 0.0
@@ -242,7 +241,7 @@ def _continue_prompts(s: State, e: int) -> tuple[int, float]:
     return tokens, pairs
 
 
-@jit()
+@inner
 def _let_in(s: State, e: int, now: float, tokens: int, pairs: float) -> tuple[int, float]:
     """Let waiting requests in, in order, while there is room and budget."""
     eng, req = s.eng, s.req
@@ -263,7 +262,7 @@ def _let_in(s: State, e: int, now: float, tokens: int, pairs: float) -> tuple[in
     return tokens, pairs
 
 
-@jit()
+@inner
 def _begin_prompt(s: State, e: int, r: int, now: float) -> bool:
     """Take all blocks of a prompt that this engine computes; False if they do not fit."""
     req, size = s.req, s.limits.block_tokens
@@ -289,7 +288,7 @@ def _begin_prompt(s: State, e: int, r: int, now: float) -> bool:
     return True
 
 
-@jit()
+@inner
 def _load(s: State, e: int, r: int, matched: int) -> int:
     """Blocks loaded from the node's store, if that is faster than computing them. The next step
     takes as long as the longer of its computation and its loads."""
@@ -308,7 +307,7 @@ def _load(s: State, e: int, r: int, matched: int) -> int:
     return more
 
 
-@jit()
+@inner
 def _pull(s: State, e: int, r: int, now: float) -> bool:
     """Take blocks for a prompt that was computed elsewhere, and fetch those that are missing."""
     req, limits = s.req, s.limits
@@ -337,7 +336,7 @@ def _pull(s: State, e: int, r: int, now: float) -> bool:
 # ---- the end of a stretch ---------------------------------------------------------------------
 
 
-@jit()
+@inner
 def finish(s: State, e: int, now: float) -> None:
     """The stretch is over: tokens come out, prompts get on, requests end."""
     eng = s.eng
@@ -349,7 +348,7 @@ def finish(s: State, e: int, now: float) -> None:
     plan(s, e, now)
 
 
-@jit()
+@inner
 def _emit(s: State, e: int, steps: int, now: float) -> None:
     eng, req = s.eng, s.req
     rows, kept, seen = eng[e].running, 0, 0
@@ -378,13 +377,13 @@ def _emit(s: State, e: int, steps: int, now: float) -> None:
         _count_gaps(s, (now - eng[e].begun_s) / steps, seen)
 
 
-@jit()
+@inner
 def _count_gaps(s: State, gap_s: float, tokens: int) -> None:
     place = int(np.log(max(gap_s, ITL_LEAST_S) / ITL_LEAST_S) / _LOG_GROWTH)
     s.itl[min(place, ITL_BINS - 1)] += tokens
 
 
-@jit()
+@inner
 def end(s: State, r: int, now: float) -> None:
     """All tokens of a request are out."""
     req, e = s.req, s.req[r].d
@@ -397,7 +396,7 @@ def end(s: State, r: int, now: float) -> None:
     s.ev.count[4] += 1
 
 
-@jit()
+@inner
 def _advance_prompts(s: State, e: int, now: float) -> None:
     """What the step computed is there. A prompt that is whole goes on to decode."""
     eng, req, kept = s.eng, s.req, 0
@@ -425,7 +424,7 @@ def _advance_prompts(s: State, e: int, now: float) -> None:
     eng[e].chunks = kept
 
 
-@jit()
+@inner
 def _hand_over(s: State, e: int, r: int, now: float) -> None:
     s.req[r].phase = HANDOVER
     s.eng[e].inside -= 1
@@ -435,7 +434,7 @@ def _hand_over(s: State, e: int, r: int, now: float) -> None:
     push(s, now + s.limits.handoff_s, r)
 
 
-@jit()
+@inner
 def _first_token(s: State, e: int, r: int, now: float) -> None:
     """The step that computed the last of a prompt has sampled a token, too."""
     req = s.req

@@ -142,7 +142,7 @@ class Hardware:
     """
 
     prefill: Engine = field(default_factory=Engine)
-    decode: Engine = field(default_factory=lambda: Engine(step_tokens=2048))
+    decode: Engine = field(default_factory=lambda: Engine(step_tokens=1024))
     kv_bytes_per_token: int = 131_072
     engines_per_node: int = 8
     link_bytes_s: float = 200e9

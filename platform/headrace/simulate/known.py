@@ -19,7 +19,7 @@ from headrace.simulate.kv import CLEARED
 from headrace.simulate.state import LOG_ROWS, Events, State
 from headrace_kvstore.compiled import jit
 
-find, add, drop = blocks.find, blocks.add, blocks.drop
+find, add, drop, inner = blocks.find, blocks.add, blocks.drop, blocks.inner
 
 
 class Known(NamedTuple):
@@ -56,7 +56,7 @@ def catch_up(k: Known, ev: Events, until: float) -> None:
     ev.count[2] = count - n
 
 
-@jit()
+@inner
 def learn(k: Known, holder: int, key: int) -> None:
     """A holder has a block. Where there is no row left, that is not noted."""
     row = find(k.rows, 0, key)
@@ -68,7 +68,7 @@ def learn(k: Known, holder: int, key: int) -> None:
     k.bits[row, holder >> 6] |= np.uint64(1) << np.uint64(holder & 63)
 
 
-@jit()
+@inner
 def unlearn(k: Known, holder: int, key: int) -> None:
     row = find(k.rows, 0, key)
     if row < 0:
@@ -80,7 +80,7 @@ def unlearn(k: Known, holder: int, key: int) -> None:
     drop(k.rows, 0, row)
 
 
-@jit()
+@inner
 def forget(k: Known, holder: int) -> None:
     """A holder is empty."""
     gone = ~(np.uint64(1) << np.uint64(holder & 63))

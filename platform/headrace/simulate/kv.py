@@ -8,6 +8,8 @@ from headrace.simulate import blocks
 from headrace.simulate.state import LOG_ROWS, State
 from headrace_kvstore.compiled import jit
 
+inner = blocks.inner
+
 find, use, add, evict, release, touch = (
     blocks.find,
     blocks.use,
@@ -21,7 +23,7 @@ CLEARED = -1
 """Key of a change that stands for all blocks of a holder."""
 
 
-@jit()
+@inner
 def blocks_of(s: State, tokens: int) -> int:
     """Blocks that so many tokens fill, the last one perhaps in part."""
     return -(-tokens // s.limits.block_tokens)
@@ -33,7 +35,7 @@ def pairs_between(first: int, last: int) -> float:
     return 0.5 * (float(last) * (last + 1) - float(first) * (first + 1))
 
 
-@jit()
+@inner
 def note(s: State, now: float, holder: int, key: int, parent: int, stored: int) -> None:
     """A change of a holder, for whoever follows the events."""
     n = s.ev.count[2]
@@ -43,18 +45,18 @@ def note(s: State, now: float, holder: int, key: int, parent: int, stored: int) 
     s.ev.count[2] = n + 1
 
 
-@jit()
+@inner
 def key_of(s: State, r: int, block: int) -> int:
     return s.keys[s.req[r].chain + block] + s.req[r].offset
 
 
-@jit()
+@inner
 def usable(s: State, r: int) -> int:
     """Most blocks of a prompt that may come from a cache: at least one token is computed."""
     return min(s.req[r].blocks, (s.req[r].need - 1) // s.limits.block_tokens)
 
 
-@jit()
+@inner
 def match(s: State, r: int, holder: int) -> int:
     """Leading blocks of a request that a holder has."""
     most, c = usable(s, r), s.kv
@@ -64,7 +66,7 @@ def match(s: State, r: int, holder: int) -> int:
     return n
 
 
-@jit()
+@inner
 def match_further(s: State, r: int, holder: int, first: int) -> int:
     """As `match`, of the blocks from `first` on, those before it being had elsewhere."""
     most, n = usable(s, r), first
@@ -73,7 +75,7 @@ def match_further(s: State, r: int, holder: int, first: int) -> int:
     return n
 
 
-@jit()
+@inner
 def fits(s: State, r: int, e: int, matched: int, fresh: int) -> bool:
     """Whether an engine has room for `fresh` blocks beside those of the request that it holds."""
     left = room(s.kv, e) - fresh
@@ -82,7 +84,7 @@ def fits(s: State, r: int, e: int, matched: int, fresh: int) -> bool:
     return left >= 0
 
 
-@jit()
+@inner
 def take(s: State, e: int, fresh: int, now: float) -> None:
     """Use `fresh` more blocks without keys; unused blocks make room."""
     c = s.kv
@@ -92,14 +94,14 @@ def take(s: State, e: int, fresh: int, now: float) -> None:
     c.of[e].plain += fresh
 
 
-@jit()
+@inner
 def hold(s: State, r: int, e: int, matched: int) -> None:
     """Reference the leading blocks of a request."""
     for n in range(matched):
         use(s.kv, e, find(s.kv, e, key_of(s, r, n)))
 
 
-@jit()
+@inner
 def commit(s: State, r: int, e: int, first: int, tokens: int, now: float) -> int:
     """The request's blocks from `first` on that `tokens` tokens fill can be found from now on.
     Returns how many there are in all. They were blocks without keys; where the engine has got the
@@ -120,7 +122,7 @@ def commit(s: State, r: int, e: int, first: int, tokens: int, now: float) -> int
     return full
 
 
-@jit()
+@inner
 def _to_store(s: State, r: int, e: int, full: int, now: float) -> None:
     """The node's store gets a copy of each block, and knows what was used."""
     c, holder = s.kv, len(s.eng) + s.eng[e].node
@@ -136,7 +138,7 @@ def _to_store(s: State, r: int, e: int, full: int, now: float) -> None:
         note(s, now, holder, key, key_of(s, r, n - 1) if n else -1, 1)
 
 
-@jit()
+@inner
 def give_back(s: State, r: int, e: int, held: int, plain: int) -> None:
     """Release a request's blocks on an engine, the last first."""
     s.kv.of[e].plain -= plain
@@ -144,7 +146,7 @@ def give_back(s: State, r: int, e: int, held: int, plain: int) -> None:
         release(s.kv, e, find(s.kv, e, key_of(s, r, n)))
 
 
-@jit()
+@inner
 def forget_all(s: State, e: int, now: float) -> None:
     """An engine lost its memory."""
     blocks.clear(s.kv, e)

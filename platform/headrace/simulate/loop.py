@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.simulate import blocks
 from headrace.simulate.engine import enqueue, expect, finish, nudge
 from headrace.simulate.kv import blocks_of, commit, forget_all, give_back, match
 from headrace.simulate.state import (
@@ -20,19 +21,20 @@ from headrace.simulate.state import (
 )
 from headrace_kvstore.compiled import jit
 
+inner = blocks.inner
 _LOG_LEFT = LOG_ROWS // 2
 GONE = -2
 """In place of a request's decode engine, when that has failed."""
 
 
-@jit()
+@inner
 def _before(s: State, one: int, other: int) -> bool:
     """Whether one event of the heap comes before another."""
     a, b = s.ev.heap[one], s.ev.heap[other]
     return a.at_s < b.at_s or (a.at_s == b.at_s and a.order < b.order)
 
 
-@jit()
+@inner
 def _pop(s: State) -> int:
     """Take the first event off the heap: its request, or -1 if it is of an earlier try."""
     ev = s.ev
@@ -83,7 +85,7 @@ def advance(s: State, until: float) -> bool:
     return False
 
 
-@jit()
+@inner
 def _happen(s: State, r: int, now: float) -> None:
     """What a request's event does: its decode engine hears of it, or its KV has arrived."""
     req = s.req
@@ -112,14 +114,14 @@ def _happen(s: State, r: int, now: float) -> None:
         nudge(s, d, now)
 
 
-@jit()
+@inner
 def _leave_prefill(s: State, r: int, now: float) -> None:
     """The prefill engine's copy of a request's KV is not needed for it any more."""
     give_back(s, r, s.req[r].p, s.req[r].held_p, s.req[r].plain_p)
     s.req[r].held_p = s.req[r].plain_p = 0
 
 
-@jit()
+@inner
 def _lose(s: State, r: int) -> None:
     s.req[r].phase = LOST
     s.req[r].tries += 1
@@ -191,7 +193,7 @@ def fail(s: State, e: int) -> None:
     forget_all(s, e, now)
 
 
-@jit()
+@inner
 def _unqueue(s: State, e: int, gone: int) -> None:
     """Take a request out of the middle of an engine's queue."""
     before, r = -1, s.eng[e].head
@@ -207,7 +209,7 @@ def _unqueue(s: State, e: int, gone: int) -> None:
     s.eng[e].waiting -= 1
 
 
-@jit()
+@inner
 def _empty(s: State, e: int) -> None:
     eng = s.eng
     eng[e].head = eng[e].tail = -1

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.simulate import known, loop
-from headrace.simulate.hardware import Hardware, prefill_s
+from headrace.simulate.best import best_case
+from headrace.simulate.hardware import Hardware
 from headrace.simulate.kv import pairs_between
 from headrace.simulate.outcome import Outcome, Targets, outcome_of
 from headrace.simulate.policies import Policy
 from headrace.simulate.sight import Ask, Choice, Reports, Sight, note_sent, report_of
 from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
-from headrace.simulate.trace import BLOCK_TOKENS, Trace, Workload
+from headrace.simulate.trace import BLOCK_TOKENS, Workload
 
 _AHEAD_BLOCKS = 1 << 16
 COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
@@ -97,7 +98,7 @@ def simulate(
     player = _Player(work, hardware, prefills, decodes, policy, settings)
     player.play(progress)
     from_s = settings.warm_share * work.seconds
-    reachable = endless_hits(work, from_s)
+    reachable = best_case(work, hardware, from_s).hit_rate
     outcome = outcome_of(player.s, settings.targets, reachable, from_s, float(player.s.now_s[0]))
     course = {name: np.array(values) for name, values in player.course.items()}
     return Run(outcome, course, player.s)
@@ -285,36 +286,3 @@ class _Player:
         course["queue_tokens"].append(float(s.eng["queue_tokens"].sum()))
         course["running"].append(float(s.eng["running"].sum()))
         course["kv_used"].append(float((used / capacity)[split:].mean()))
-
-
-def endless_hits(work: Workload, from_s: float) -> float:
-    """Share of the prompt tokens from `from_s` on that one endless cache for all would have had."""
-    trace, seen = work.trace, np.zeros(work.keys, bool)
-    hits = total = 0
-    for at, row, offset in zip(work.arrival_s, work.row, work.offset, strict=True):
-        chain = trace.keys[trace.starts[row] : trace.starts[row + 1]] + offset
-        if at >= from_s:
-            fresh = ~seen[chain]
-            leading = int(fresh.argmax()) if fresh.any() else len(chain)
-            prompt = int(trace.prompt[row])
-            hits += min(leading, (prompt - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-            total += prompt
-        seen[chain] = True
-    return hits / max(total, 1)
-
-
-def capacity_rate(trace: Trace, hardware: Hardware, prefills: int) -> float:
-    """How many times as fast as it was recorded a trace may come at most: at this rate the prefill
-    engines compute all the time, if each block is computed once for all of them and no step is
-    shared with another prompt."""
-    seen = np.zeros(trace.distinct, bool)
-    side, curve, total_s = hardware.prefill, hardware.prefill.curve, 0.0
-    for r in range(len(trace)):
-        chain = trace.keys[trace.starts[r] : trace.starts[r + 1]]
-        fresh = ~seen[chain]
-        seen[chain] = True
-        prompt = int(trace.prompt[r])
-        leading = int(fresh.argmax()) if fresh.any() else len(chain)
-        tokens = prompt - min(leading, (prompt - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-        total_s += prefill_s(curve, tokens, prompt, side.step_tokens)
-    return prefills * trace.seconds / total_s
