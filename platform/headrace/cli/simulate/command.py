@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,7 +34,8 @@ DOWN_S = 60.0
 """A failed engine is away for so long."""
 
 
-class Asked(Protocol):
+@dataclass(frozen=True, slots=True)
+class Asked:
     """The options of the command."""
 
     trace: Path
