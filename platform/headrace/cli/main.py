@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.console import CliError, stderr, stdout
+from headrace.cli.simulate import simulate
 from headrace.config import ConfigError, HeadraceConfig
 
 if TYPE_CHECKING:
@@ -241,6 +242,9 @@ def bench(context: typer.Context) -> None:
         )
     done = subprocess.run([sys.executable, "-m", "benchmarks.serving", *context.args], check=False)
     raise typer.Exit(done.returncode)
+
+
+app.command()(simulate)
 
 
 @app.command()

@@ -1,0 +1,181 @@
+"""Which router places best: ``python -m benchmarks.placement [--trace FILE] [--json FILE]``.
+
+Plays a production trace on simulated engines (`headrace.simulate`; an 8B model on GPUs of the H100
+kind), once for each policy, load and seed, with the same requests at the same times. Every policy
+sees the same: exact prefixes, reports 5 times a second, its own requests in flight.
+
+Load 1.0 is the rate at which the prefill engines would compute all the time if each block of KV
+were computed only once (`capacity_rate`).
+
+Goodput is the share of requests with their first token within 2 s plus 0.1 ms a token of the
+prompt, and at most 50 ms a token after it on average.
+
+``ttft_p90_vs_best_peer``: ours over the best peer's of the same seed, mean over seeds; without a
+size in its name the worst of the sizes. ``goodput_vs_best_peer`` likewise, the lowest of the sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.simulate.best import capacity_rate
+from headrace.simulate.catalog import NAMES, policy_named
+from headrace.simulate.hardware import Hardware
+from headrace.simulate.outcome import Outcome, Targets
+from headrace.simulate.policies import PEERS
+from headrace.simulate.run import Settings, simulate
+from headrace.simulate.trace import Trace, multiply, read_trace
+
+TARGETS = Targets(ttft_s=2.0, ttft_token_s=1e-4, itl_s=0.05)
+OURS = "headrace"
+FIGURES = ("goodput", "ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "tpot_mean", "tpot_p99")
+FIGURES += ("itl_p99", "hit_rate", "reachable", "local_share", "prefill_use", "decode_use")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played: engines of each side, seconds of requests and the share of them that only
+    fills caches, loads and seeds."""
+
+    engines: int
+    seconds: float
+    warm_share: float
+    loads: tuple[float, ...]
+    seeds: int
+
+
+FULL = (
+    Plan(16, 600.0, 0.5, (0.3, 0.5, 0.7, 0.9, 1.1), 5),
+    Plan(256, 200.0, 0.5, (0.3, 0.7, 0.9, 1.1), 5),
+)
+QUICK = (Plan(16, 300.0, 0.5, (0.3, 0.7, 0.9), 2),)
+
+SHOWN = ("goodput", "ttft_mean", "ttft_p90", "ttft_p99")
+
+Results = dict[tuple[int, float, str], list[Outcome]]
+
+
+def play(trace: Trace, plans: tuple[Plan, ...], policies: list[str]) -> tuple[Results, float]:
+    """Outcomes by size, load and policy, one a seed; and the seconds that it took."""
+    hardware, found, begun = Hardware(), {}, time.perf_counter()
+    for plan in plans:
+        full = capacity_rate(trace, hardware, plan.engines, plan.seconds, plan.warm_share)
+        for load in plan.loads:
+            for seed in range(plan.seeds):
+                work = multiply(trace, load * full, plan.seconds, seed)
+                settings = Settings(seed=seed, warm_share=plan.warm_share, targets=TARGETS)
+                for name in policies:
+                    started = time.perf_counter()
+                    run = simulate(
+                        *(work, hardware, plan.engines, plan.engines), policy_named(name), settings
+                    )
+                    found.setdefault((plan.engines, load, name), []).append(run.outcome)
+                    told = run.outcome
+                    print(
+                        f"{plan.engines} load {load} seed {seed} {name:19s} "
+                        f"{time.perf_counter() - started:6.1f} s: goodput {told.goodput:.3f}, "
+                        f"TTFT {told.ttft_mean:.2f} p90 {told.ttft_p90:.2f} "
+                        f"p99 {told.ttft_p99:.2f}, "
+                        f"a token {1e3 * told.tpot_mean:.0f} p99 {1e3 * told.tpot_p99:.0f} ms, "
+                        f"hits {told.hit_rate:.3f} of {told.reachable:.3f}, "
+                        f"local {told.local_share:.2f}, "
+                        f"use {told.prefill_use:.2f} {told.decode_use:.2f}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+    return found, time.perf_counter() - begun
+
+
+def figures_of(results: Results) -> dict[str, float]:
+    """Means over seeds, and ours against the best peer of each seed."""
+    figures: dict[str, float] = {}
+    sizes = sorted({size for size, _, _ in results})
+    for (size, load, name), outcomes in results.items():
+        for field in FIGURES:
+            values = [getattr(outcome, field) for outcome in outcomes]
+            figures[f"n{size}.load{load}.{name}.{field}"] = sum(values) / len(values)
+    peers = [name for name in PEERS if any(name == key[2] for key in results)]
+    for load in sorted({load for _, load, _ in results}):
+        slow, good = [], []
+        for size in sizes:
+            if not peers or (size, load, OURS) not in results:
+                continue
+            ours = results[size, load, OURS]
+            others = [results[size, load, name] for name in peers]
+            ratios = {
+                "ttft_p90_vs_best_peer": [
+                    one.ttft_p90 / min(other[seed].ttft_p90 for other in others)
+                    for seed, one in enumerate(ours)
+                ],
+                "goodput_vs_best_peer": [
+                    one.goodput / max(max(other[seed].goodput for other in others), 1e-9)
+                    for seed, one in enumerate(ours)
+                ],
+            }
+            for name, values in ratios.items():
+                figures[f"n{size}.load{load}.{name}"] = sum(values) / len(values)
+                figures[f"n{size}.load{load}.{name}.spread"] = max(values) - min(values)
+            slow.append(figures[f"n{size}.load{load}.ttft_p90_vs_best_peer"])
+            good.append(figures[f"n{size}.load{load}.goodput_vs_best_peer"])
+        if slow:
+            figures[f"load{load}.ttft_p90_vs_best_peer"] = max(slow)
+            figures[f"load{load}.goodput_vs_best_peer"] = min(good)
+    return figures
+
+
+def table(figures: dict[str, float], size: int, loads: list[float], policies: list[str]) -> str:
+    """Markdown: goodput, and mean, p90 and p99 TTFT in seconds."""
+    lines = [
+        "| policy | " + " | ".join(f"load {load}" for load in loads) + " |",
+        "|---|" + "---|" * len(loads),
+    ]
+    for name in policies:
+        cells = []
+        for load in loads:
+            at = f"n{size}.load{load}.{name}"
+            goodput, *ttft = (figures[f"{at}.{field}"] for field in SHOWN)
+            cells.append(f"{100 * goodput:.1f} %; " + ", ".join(f"{s:.2f}" for s in ttft))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which router places best, simulated.")
+    parser.add_argument(
+        "--trace", type=Path, default=Path("../shared/traces/mooncake_conversation.jsonl")
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--quick", action="store_true", help="16 + 16 engines, 2 seeds, 3 loads")
+    parser.add_argument("--policies", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--engines", type=int, nargs="+", help="only these sizes")
+    parser.add_argument("--loads", type=float, nargs="+", help="instead of the loads given")
+    parser.add_argument("--seeds", type=int, help="instead of the number of seeds given")
+    args = parser.parse_args()
+    plans = QUICK if args.quick else FULL
+    if args.engines:
+        plans = tuple(plan for plan in plans if plan.engines in args.engines)
+    if args.loads:
+        plans = tuple(replace(plan, loads=tuple(args.loads)) for plan in plans)
+    if args.seeds:
+        plans = tuple(replace(plan, seeds=args.seeds) for plan in plans)
+    results, seconds = play(read_trace(args.trace), plans, args.policies)
+    figures = figures_of(results)
+    figures["seconds"] = seconds
+    for plan in plans:
+        print(f"\n{plan.engines} + {plan.engines} engines\n")
+        print(table(figures, plan.engines, list(plan.loads), args.policies))
+    print()
+    for name, value in figures.items():
+        if name.startswith("load"):
+            print(f"{name} {value:.3f}")
+    if args.json:
+        args.json.write_text(json.dumps({"figures": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

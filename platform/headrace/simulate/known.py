@@ -1,0 +1,123 @@
+"""What the router knows of the caches: who holds which block, a little late.
+
+Changes of caches arrive as events, after a delay. What a placement will make is counted as there
+from the placement on, as the gateway's own index does. A (block, holder) pair is usable only with
+all blocks before it in the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.simulate import blocks
+from headrace.simulate.blocks import Caches, new_caches
+from headrace.simulate.kv import CLEARED
+from headrace.simulate.state import LOG_ROWS, Events, State
+from headrace_kvstore.compiled import jit
+
+find, add, drop, inner = blocks.find, blocks.add, blocks.drop, blocks.inner
+
+
+class Known(NamedTuple):
+    """Rows of bits, one bit a holder; `rows` says which row is a block's."""
+
+    rows: Caches
+    bits: NDArray[np.uint64]
+    holders: int
+
+
+def new_known(capacities: Sequence[int], *, ahead: int) -> Known:
+    """Nothing known yet. `ahead`: so many blocks may be expected beside those that are there."""
+    size = int(sum(capacities)) + ahead
+    words = -(-len(capacities) // 64)
+    return Known(new_caches([size]), np.zeros((size, words), np.uint64), len(capacities))
+
+
+@jit()
+def catch_up(k: Known, ev: Events, until: float) -> None:
+    """Learn the changes up to a time; those after it stay."""
+    count = min(ev.count[2], LOG_ROWS)
+    n = 0
+    while n < count and ev.log[n].at_s <= until:
+        holder, key = ev.log[n].holder, ev.log[n].key
+        if key == CLEARED:
+            forget(k, holder)
+        elif ev.log[n].stored:
+            learn(k, holder, key)
+        else:
+            unlearn(k, holder, key)
+        n += 1
+    for left in range(count - n):
+        ev.log[left] = ev.log[n + left]
+    ev.count[2] = count - n
+
+
+@inner
+def learn(k: Known, holder: int, key: int) -> None:
+    """A holder has a block. Where there is no row left, that is not noted."""
+    row = find(k.rows, 0, key)
+    if row < 0:
+        if k.rows.of[0].held >= k.rows.of[1].first:
+            return
+        row = add(k.rows, 0, key, 0)
+        k.bits[row, :] = 0
+    k.bits[row, holder >> 6] |= np.uint64(1) << np.uint64(holder & 63)
+
+
+@inner
+def unlearn(k: Known, holder: int, key: int) -> None:
+    row = find(k.rows, 0, key)
+    if row < 0:
+        return
+    k.bits[row, holder >> 6] &= ~(np.uint64(1) << np.uint64(holder & 63))
+    for word in range(k.bits.shape[1]):
+        if k.bits[row, word] != 0:
+            return
+    drop(k.rows, 0, row)
+
+
+@inner
+def forget(k: Known, holder: int) -> None:
+    """A holder is empty."""
+    gone = ~(np.uint64(1) << np.uint64(holder & 63))
+    for row in range(len(k.bits)):
+        k.bits[row, holder >> 6] &= gone
+
+
+@jit()
+def expect_there(k: Known, s: State, r: int, holder: int) -> None:
+    """A placed request will leave its blocks with a holder."""
+    for n in range(s.req[r].blocks):
+        learn(k, holder, s.keys[s.req[r].chain + n] + s.req[r].offset)
+
+
+@jit()
+def matches(k: Known, s: State, r: int, depth: NDArray[np.int32]) -> None:
+    """Leading blocks of a request that each holder has, into `depth` [holders]."""
+    words = k.bits.shape[1]
+    alive = np.empty(words, np.uint64)
+    for word in range(words):
+        alive[word] = ~np.uint64(0)
+    depth[:] = 0
+    one = np.uint64(1)
+    for n in range(s.req[r].blocks + 1):
+        row = -1
+        if n < s.req[r].blocks:
+            row = find(k.rows, 0, s.keys[s.req[r].chain + n] + s.req[r].offset)
+        left = np.uint64(0)
+        for word in range(words):
+            now = alive[word] & k.bits[row, word] if row >= 0 else np.uint64(0)
+            lost = alive[word] & ~now
+            if lost != 0 and n > 0:
+                for bit in range(64):
+                    holder = 64 * word + bit
+                    if holder < k.holders and (lost >> np.uint64(bit)) & one:
+                        depth[holder] = n
+            alive[word] = now
+            left |= now
+        if left == 0:
+            return

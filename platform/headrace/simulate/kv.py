@@ -1,0 +1,153 @@
+"""A request's KV on an engine: finding its prefix, taking and filling blocks, giving them back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.simulate import blocks
+from headrace.simulate.state import LOG_ROWS, State
+from headrace_kvstore.compiled import jit
+
+inner = blocks.inner
+
+find, use, add, evict, release, touch = (
+    blocks.find,
+    blocks.use,
+    blocks.add,
+    blocks.evict,
+    blocks.release,
+    blocks.touch,
+)
+room = blocks.room
+CLEARED = -1
+"""Key of a change that stands for all blocks of a holder."""
+
+
+@inner
+def blocks_of(s: State, tokens: int) -> int:
+    """Blocks that so many tokens fill, the last one perhaps in part."""
+    return -(-tokens // s.limits.block_tokens)
+
+
+@jit()
+def pairs_between(first: int, last: int) -> float:
+    """`pairs` of a prompt's tokens from `first` to `last`, not included."""
+    return 0.5 * (float(last) * (last + 1) - float(first) * (first + 1))
+
+
+@inner
+def note(s: State, now: float, holder: int, key: int, parent: int, stored: int) -> None:
+    """A change of a holder, for whoever follows the events."""
+    n = s.ev.count[2]
+    if n < LOG_ROWS:
+        row = s.ev.log[n]
+        row.at_s, row.holder, row.key, row.parent, row.stored = now, holder, key, parent, stored
+    s.ev.count[2] = n + 1
+
+
+@inner
+def key_of(s: State, r: int, block: int) -> int:
+    return s.keys[s.req[r].chain + block] + s.req[r].offset
+
+
+@inner
+def usable(s: State, r: int) -> int:
+    """Most blocks of a prompt that may come from a cache: at least one token is computed."""
+    return min(s.req[r].blocks, (s.req[r].need - 1) // s.limits.block_tokens)
+
+
+@inner
+def match(s: State, r: int, holder: int) -> int:
+    """Leading blocks of a request that a holder has."""
+    most, c = usable(s, r), s.kv
+    n, chain, offset = 0, s.req[r].chain, s.req[r].offset
+    while n < most and find(c, holder, s.keys[chain + n] + offset) >= 0:
+        n += 1
+    return n
+
+
+@inner
+def match_further(s: State, r: int, holder: int, first: int) -> int:
+    """As `match`, of the blocks from `first` on, those before it being had elsewhere."""
+    most, n = usable(s, r), first
+    while n < most and find(s.kv, holder, key_of(s, r, n)) >= 0:
+        n += 1
+    return n
+
+
+@inner
+def fits(s: State, r: int, e: int, matched: int, fresh: int) -> bool:
+    """Whether an engine has room for `fresh` blocks beside those of the request that it holds."""
+    left = room(s.kv, e) - fresh
+    for n in range(matched):
+        left -= s.kv.slot[find(s.kv, e, key_of(s, r, n))].refs == 0
+    return left >= 0
+
+
+@inner
+def take(s: State, e: int, fresh: int, now: float) -> None:
+    """Use `fresh` more blocks without keys; unused blocks make room."""
+    c = s.kv
+    capacity = c.of[e + 1].first - c.of[e].first
+    while c.of[e].held + c.of[e].plain + fresh > capacity:
+        note(s, now, e, evict(c, e), -1, 0)
+    c.of[e].plain += fresh
+
+
+@inner
+def hold(s: State, r: int, e: int, matched: int) -> None:
+    """Reference the leading blocks of a request."""
+    for n in range(matched):
+        use(s.kv, e, find(s.kv, e, key_of(s, r, n)))
+
+
+@inner
+def commit(s: State, r: int, e: int, first: int, tokens: int, now: float) -> int:
+    """The request's blocks from `first` on that `tokens` tokens fill can be found from now on.
+    Returns how many there are in all. They were blocks without keys; where the engine has got the
+    same block from another request meanwhile, that one is used."""
+    c = s.kv
+    full = max(first, min(s.req[r].blocks, tokens // s.limits.block_tokens))
+    for n in range(first, full):
+        key = key_of(s, r, n)
+        c.of[e].plain -= 1
+        slot = find(c, e, key)
+        if slot >= 0:
+            use(c, e, slot)
+        else:
+            add(c, e, key, 1)
+            note(s, now, e, key, key_of(s, r, n - 1) if n else -1, 1)
+    if s.limits.store > 0 and full > first:
+        _to_store(s, r, e, full, now)
+    return full
+
+
+@inner
+def _to_store(s: State, r: int, e: int, full: int, now: float) -> None:
+    """The node's store gets a copy of each block, and knows what was used."""
+    c, holder = s.kv, len(s.eng) + s.eng[e].node
+    for n in range(full - 1, -1, -1):
+        key = key_of(s, r, n)
+        slot = find(c, holder, key)
+        if slot >= 0:
+            touch(c, holder, slot)
+            continue
+        if c.of[holder].held >= s.limits.store:
+            note(s, now, holder, evict(c, holder), -1, 0)
+        add(c, holder, key, 0)
+        note(s, now, holder, key, key_of(s, r, n - 1) if n else -1, 1)
+
+
+@inner
+def give_back(s: State, r: int, e: int, held: int, plain: int) -> None:
+    """Release a request's blocks on an engine, the last first."""
+    s.kv.of[e].plain -= plain
+    for n in range(held - 1, -1, -1):
+        release(s.kv, e, find(s.kv, e, key_of(s, r, n)))
+
+
+@inner
+def forget_all(s: State, e: int, now: float) -> None:
+    """An engine lost its memory."""
+    blocks.clear(s.kv, e)
+    note(s, now, e, np.int64(-1), -1, 0)

@@ -1,0 +1,226 @@
+"""The clock: what happens next anywhere, and what comes from outside (placements, failures)."""
+
+from __future__ import annotations
+
+from headrace.simulate import blocks
+from headrace.simulate.engine import enqueue, expect, finish, nudge
+from headrace.simulate.kv import blocks_of, commit, forget_all, give_back, match
+from headrace.simulate.state import (
+    COMPUTING_P,
+    DECODING,
+    DONE,
+    FAR,
+    HANDOVER,
+    LOG_ROWS,
+    LOST,
+    MOVING,
+    NEW,
+    QUEUED_D,
+    QUEUED_P,
+    State,
+)
+from headrace_kvstore.compiled import jit
+
+inner = blocks.inner
+_LOG_LEFT = LOG_ROWS // 2
+GONE = -2
+"""In place of a request's decode engine, when that has failed."""
+
+
+@inner
+def _before(s: State, one: int, other: int) -> bool:
+    """Whether one event of the heap comes before another."""
+    a, b = s.ev.heap[one], s.ev.heap[other]
+    return a.at_s < b.at_s or (a.at_s == b.at_s and a.order < b.order)
+
+
+@inner
+def _pop(s: State) -> int:
+    """Take the first event off the heap: its request, or -1 if it is of an earlier try."""
+    ev = s.ev
+    r = ev.heap[0].request if ev.heap[0].tries == s.req[ev.heap[0].request].tries else -1
+    ev.count[0] -= 1
+    size, n = ev.count[0], 0
+    while True:
+        below = 2 * n + 1
+        if below >= size:
+            break
+        if below + 1 < size and _before(s, below + 1, below):
+            below += 1
+        if not _before(s, below, size):
+            break
+        ev.heap[n] = ev.heap[below]
+        n = below
+    ev.heap[n] = ev.heap[size]
+    return r
+
+
+@jit()
+def advance(s: State, until: float) -> bool:
+    """Let time pass up to `until`, that moment included. True if it stopped before because the
+    changes of caches must be read first."""
+    eng, ev = s.eng, s.ev
+    while True:
+        if ev.count[2] > _LOG_LEFT:
+            return True
+        first = 0
+        for e in range(1, len(eng)):
+            if eng[e].wake_s < eng[first].wake_s:
+                first = e
+        at = eng[first].wake_s
+        if ev.count[0] > 0 and ev.heap[0].at_s <= at:
+            at = ev.heap[0].at_s
+            if at > until:
+                break
+            s.now_s[0] = at
+            r = _pop(s)
+            if r >= 0:
+                _happen(s, r, at)
+        else:
+            if at > until:
+                break
+            s.now_s[0] = at
+            finish(s, first, at)
+    s.now_s[0] = max(s.now_s[0], until)
+    return False
+
+
+@inner
+def _happen(s: State, r: int, now: float) -> None:
+    """What a request's event does: its decode engine hears of it, or its KV has arrived."""
+    req = s.req
+    d = req[r].d
+    if req[r].phase == HANDOVER:
+        if d == GONE:
+            p = req[r].p
+            _leave_prefill(s, r, now)
+            _lose(s, r)
+            nudge(s, p, now)
+        else:
+            req[r].phase = QUEUED_D
+            enqueue(s, d, r, False)
+            nudge(s, d, now)
+    elif req[r].phase == MOVING:
+        req[r].ready = req[r].need
+        full = commit(s, r, d, req[r].held_d, req[r].need, now)
+        req[r].plain_d -= full - req[r].held_d
+        req[r].held_d = full
+        p = req[r].p
+        _leave_prefill(s, r, now)
+        req[r].phase = DECODING
+        s.joining[d, s.eng[d].joins] = r
+        s.eng[d].joins += 1
+        nudge(s, p, now)
+        nudge(s, d, now)
+
+
+@inner
+def _leave_prefill(s: State, r: int, now: float) -> None:
+    """The prefill engine's copy of a request's KV is not needed for it any more."""
+    give_back(s, r, s.req[r].p, s.req[r].held_p, s.req[r].plain_p)
+    s.req[r].held_p = s.req[r].plain_p = 0
+
+
+@inner
+def _lose(s: State, r: int) -> None:
+    s.req[r].phase = LOST
+    s.req[r].tries += 1
+    s.ev.lost[s.ev.count[3]] = r
+    s.ev.count[3] += 1
+
+
+@jit()
+def send(s: State, r: int, p: int, d: int, guess: int) -> None:
+    """Place a request now: p computes its prompt (-1: d does), d decodes. `guess` is what the
+    router believes must be computed. A dead engine loses it at once."""
+    req, now = s.req, s.now_s[0]
+    if not s.eng[d].alive or (p >= 0 and not s.eng[p].alive):
+        _lose(s, r)
+        return
+    req[r].p, req[r].d, req[r].guess = p, d, guess
+    req[r].need = req[r].prompt + req[r].emitted
+    req[r].ready = req[r].expected = 0
+    e = p if p >= 0 else d
+    s.eng[e].sent_tokens += guess
+    if p >= 0:
+        s.eng[p].sent_requests += 1
+    s.eng[d].sent_requests += 1
+    s.eng[d].sent_blocks += blocks_of(s, req[r].prompt)
+    req[r].phase = QUEUED_P if p >= 0 else QUEUED_D
+    expect(s, e, r, match(s, r, e) * s.limits.block_tokens)
+    enqueue(s, e, r, False)
+    nudge(s, e, now)
+
+
+@jit()
+def fail(s: State, e: int) -> None:
+    """An engine dies, with its cache and the requests on it. Those of their KV that are on other
+    engines are given back there."""
+    now, eng, req = s.now_s[0], s.eng, s.req
+    eng[e].alive = 0
+    for r in range(len(req.phase)):
+        phase = req[r].phase
+        if phase in (NEW, DONE, LOST):
+            continue
+        at_p = phase in (QUEUED_P, COMPUTING_P, HANDOVER)
+        if req[r].d == e:
+            if at_p:
+                req[r].d = GONE
+                continue
+            apart = req[r].p >= 0 and phase in (QUEUED_D, MOVING)
+            p = req[r].p
+            if apart:
+                _leave_prefill(s, r, now)
+            req[r].held_d = req[r].plain_d = 0
+            _lose(s, r)
+            if apart:
+                nudge(s, p, now)
+        elif req[r].p == e and (at_p or phase in (QUEUED_D, MOVING)):
+            d = req[r].d
+            if d >= 0:
+                eng[d].sent_requests -= 1
+                eng[d].sent_blocks -= blocks_of(s, req[r].prompt)
+            if phase == MOVING:
+                give_back(s, r, d, req[r].held_d, req[r].plain_d)
+                eng[d].inside -= 1
+            elif phase == QUEUED_D:
+                _unqueue(s, d, r)
+            req[r].held_p = req[r].plain_p = req[r].held_d = req[r].plain_d = 0
+            _lose(s, r)
+            if phase in (MOVING, QUEUED_D):
+                nudge(s, d, now)
+    _empty(s, e)
+    forget_all(s, e, now)
+
+
+@inner
+def _unqueue(s: State, e: int, gone: int) -> None:
+    """Take a request out of the middle of an engine's queue."""
+    before, r = -1, s.eng[e].head
+    while r != gone:
+        before, r = r, s.req[r].next
+    after = s.req[gone].next
+    if before >= 0:
+        s.req[before].next = after
+    else:
+        s.eng[e].head = after
+    if after < 0:
+        s.eng[e].tail = before
+    s.eng[e].waiting -= 1
+
+
+@inner
+def _empty(s: State, e: int) -> None:
+    eng = s.eng
+    eng[e].head = eng[e].tail = -1
+    eng[e].waiting = eng[e].inside = eng[e].running = eng[e].context = 0
+    eng[e].chunks = eng[e].joins = eng[e].steps = 0
+    eng[e].queue_tokens, eng[e].queue_pairs = 0, 0.0
+    eng[e].sent_requests = eng[e].sent_tokens = eng[e].sent_blocks = 0
+    eng[e].wake_s, eng[e].load_s = FAR, 0.0
+
+
+@jit()
+def recover(s: State, e: int) -> None:
+    """A failed engine is back, with an empty cache."""
+    s.eng[e].alive = 1

@@ -1,0 +1,117 @@
+"""Headrace's placement in the simulator: the gateway's own `place` over a view of what it sees.
+
+The view is filled as a gateway fills it: each engine's last report, what was placed since added at
+once. Of decode engines the gateway counts the blocks and requests that it sent and that have not
+ended; it relays them, so it knows.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+
+from headrace.router.engines import queue_s
+from headrace.router.place import PlaceRequest, place
+from headrace.router.plan import RouterSettings
+from headrace.router.view import View
+from headrace.simulate.hardware import Engine
+from headrace.simulate.sight import Ask, Choice, Report, Sight
+from headrace.simulate.trace import BLOCK_TOKENS
+from headrace_kvstore.compiled import jit
+from headrace_kvstore.supply import DRAM
+
+
+class Headrace:
+    """A gateway. It serves one run; a second run needs another."""
+
+    def __init__(self, settings: RouterSettings | None = None, output_tokens: float = 0.0) -> None:
+        """`output_tokens`: expected length of an answer; 0 leaves answers out of the price."""
+        self.settings = settings or RouterSettings()
+        self.output_tokens = output_tokens
+        self._view: View | None = None
+        self._report: Report | None = None
+        self._curves = np.zeros((0, 0))
+
+    def __call__(self, sight: Sight, ask: Ask, rng: Random) -> Choice:
+        view = self._view or self._new_view(sight)
+        if sight.report is not self._report:
+            self._learn(view, sight)
+        self._books(view, sight)
+        engines = len(sight.node)
+        held = np.concatenate([ask.match, ask.stores])
+        plan = place(
+            view,
+            PlaceRequest(
+                request_id="",
+                prompt_tokens=ask.prompt,
+                now_s=sight.now_s,
+                held=held,
+                affinity=ask.affinity,
+                output_tokens=self.output_tokens,
+            ),
+        )
+        decode = view.row(plan.decode)
+        prefill = view.row(plan.replica) if plan.replica else None
+        computes = decode if prefill is None else prefill
+        there = ask.match[computes], ask.stores[sight.node[computes]]
+        left = ask.prompt - min(max(there), (ask.prompt - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+        pairs = 0.5 * left * (2 * ask.prompt - left + 1)
+        view.reserve(computes, left, pairs, sight.now_s)
+        assert engines > decode
+        return Choice(prefill, decode)
+
+    def _new_view(self, sight: Sight) -> View:
+        hardware, engines = sight.hardware, len(sight.node)
+        view = View(BLOCK_TOKENS, hardware.kv_bytes_per_token, self.settings)
+        for node in range(int(sight.node.max()) + 1):
+            holder = engines + node if hardware.store_blocks else -1
+            view.node(str(node), dram=holder, store=holder)
+            view.set_load(node, DRAM, hardware.store_fixed_s, 1.0 / hardware.store_bytes_s)
+        fixed_s = hardware.transfer_fixed_s
+        view.set_fit(0, fixed_s, 1.0 / hardware.link_bytes_s, 0.1)
+        view.set_fit(1, fixed_s, 1.0 / hardware.inside_bytes_s, 0.1)
+        for e in range(engines):
+            of_prefill = e < sight.prefills
+            side: Engine = hardware.prefill if of_prefill else hardware.decode
+            row = view.add(
+                str(e),
+                "prefill" if of_prefill else "decode",
+                int(sight.node[e]),
+                hbm=e,
+                step_tokens=side.step_tokens,
+            )
+            view.set_steps(row, side.steps)
+        view.engines["cold"] = False
+        view.engines["call_s"] = 0.0
+        view.engines["handoff_s"] = hardware.handoff_s
+        self._view = view
+        return view
+
+    def _learn(self, view: View, sight: Sight) -> None:
+        """The reports that have arrived, with what was placed since they were made."""
+        self._report = report = sight.report
+        engines, split, alive = view.engines, sight.prefills, sight.alive
+        engines["queued_tokens"] = report.queue_tokens + sight.since_tokens
+        engines["queued_pairs"] = np.maximum(0.0, report.queue_pairs + sight.since_pairs)
+        engines["behind_s"] = 0.0
+        engines["at_s"] = engines["heard_s"] = report.at_s
+        engines["prefill"][:split] = alive[:split]
+        engines["decode"][split:] = alive[split:]
+        _fill_queues(engines, view.curves, view.padded)
+
+    def _books(self, view: View, sight: Sight) -> None:
+        """What the gateway itself knows of the decode engines."""
+        engines, split = view.engines, sight.prefills
+        engines["running"][split:] = sight.sent_requests[split:]
+        engines["context"][split:] = sight.sent_blocks[split:] * BLOCK_TOKENS
+        blocks = sight.hardware.decode.kv_blocks
+        engines["free_blocks"][split:] = np.maximum(0, blocks - sight.sent_blocks[split:])
+
+
+@jit()
+def _fill_queues(engines: np.ndarray, curves: np.ndarray, padded: np.ndarray) -> None:
+    for i in range(len(engines)):
+        engines[i].queue_s = 0.0
+        if engines[i].queued_tokens > 0:
+            engines[i].queue_s = queue_s(engines[i], curves, padded, i)

@@ -1,0 +1,288 @@
+"""Runs a workload on simulated engines with a policy. The same seed gives the same run."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.simulate import known, loop
+from headrace.simulate.best import best_case
+from headrace.simulate.hardware import Hardware
+from headrace.simulate.kv import pairs_between
+from headrace.simulate.outcome import Outcome, Targets, outcome_of
+from headrace.simulate.policies import Policy
+from headrace.simulate.sight import Ask, Choice, Reports, Sight, note_sent, report_of
+from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
+from headrace.simulate.trace import BLOCK_TOKENS, Workload
+
+_AHEAD_BLOCKS = 1 << 16
+COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
+
+
+class SimulationError(ValueError):
+    """A run that makes no sense as asked. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine dies, and is back with an empty cache after a while."""
+
+    at_s: float
+    engine: int
+    down_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How old what the router sees is, and how a run is measured.
+
+    Attributes:
+        report_s: between two reports of an engine. delay_s: until a report or an event arrives.
+        detect_s: until the requests of a failed engine are placed again.
+        warm_share: of the run, at its begin, that is not measured: caches fill.
+        drain_s: how long requests may go on after the last has come.
+    """
+
+    seed: int = 0
+    report_s: float = 0.2
+    delay_s: float = 0.01
+    detect_s: float = 1.0
+    warm_share: float = 0.3
+    drain_s: float = 600.0
+    targets: Targets = field(default_factory=Targets)
+    failures: Sequence[Failure] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.report_s >= 0.001 and self.delay_s >= 0 and self.detect_s > 0):
+            raise SimulationError("report_s must be at least 0.001, delay_s 0, detect_s above 0")
+        if not (0 <= self.warm_share < 1 and self.drain_s >= 0):
+            raise SimulationError("warm_share must be from 0 to below 1, drain_s at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's figures, its course (one row a second), and the state that it ended in."""
+
+    outcome: Outcome
+    course: dict[str, NDArray[np.float64]]
+    state: State
+
+
+def simulate(
+    work: Workload,
+    hardware: Hardware,
+    prefills: int,
+    decodes: int,
+    policy: Policy,
+    settings: Settings | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Run:
+    """Play a workload.
+
+    Args:
+        prefills: engines for prefill; 0 lets every engine do both.
+        decodes: engines for decode, at least 1.
+        progress: is called with the share of the time that has passed, about once a second of it.
+
+    Raises:
+        SimulationError: no requests, no decode engine, or a prompt that no engine could ever hold.
+    """
+    settings = settings or Settings()
+    _check(work, hardware, prefills, decodes, settings)
+    player = _Player(work, hardware, prefills, decodes, policy, settings)
+    player.play(progress)
+    from_s = settings.warm_share * work.seconds
+    reachable = best_case(work, hardware, from_s).hit_rate
+    outcome = outcome_of(player.s, settings.targets, reachable, from_s, float(player.s.now_s[0]))
+    course = {name: np.array(values) for name, values in player.course.items()}
+    return Run(outcome, course, player.s)
+
+
+def _check(
+    work: Workload, hardware: Hardware, prefills: int, decodes: int, settings: Settings
+) -> None:
+    if prefills < 0 or decodes < 1:
+        raise SimulationError("there must be at least one decode engine")
+    if len(work) == 0:
+        raise SimulationError("no request comes in this time at this load")
+    for failure in settings.failures:
+        if not 0 <= failure.engine < prefills + decodes:
+            raise SimulationError(f"there is no engine {failure.engine} to fail")
+    rows = np.unique(work.row)
+    most = int((work.trace.prompt[rows].astype(np.int64) + work.trace.output[rows]).max()) + 1
+    kv_blocks = min(hardware.decode.kv_blocks, hardware.prefill.kv_blocks)
+    if -(-most // BLOCK_TOKENS) > kv_blocks:
+        raise SimulationError(
+            f"a request of {most:,} tokens needs {-(-most // BLOCK_TOKENS)} KV blocks of "
+            f"{BLOCK_TOKENS} tokens; an engine has {kv_blocks}"
+        )
+
+
+class _Player:
+    """One run while it goes on."""
+
+    def __init__(
+        self,
+        work: Workload,
+        hardware: Hardware,
+        prefills: int,
+        decodes: int,
+        policy: Policy,
+        settings: Settings,
+    ) -> None:
+        self.s = new_state(work, hardware, prefills, decodes)
+        self.work, self.policy, self.settings = work, policy, settings
+        self.engines = prefills + decodes
+        holders = np.diff(self.s.kv.of["first"]).tolist()
+        self.known = known.new_known(holders, ahead=_AHEAD_BLOCKS)
+        self.depth = np.zeros(len(holders), np.int32)
+        self.rng = Random(settings.seed)
+        self.reports = Reports(settings.delay_s)
+        eng = self.s.eng
+        self.sight = Sight(
+            hardware=hardware,
+            curves=(self.s.prefill_curve, self.s.decode_curve),
+            prefills=prefills,
+            node=eng["node"],
+            now_s=0.0,
+            report=report_of(self.s),
+            sent_requests=eng["sent_requests"],
+            sent_tokens=eng["sent_tokens"],
+            sent_blocks=eng["sent_blocks"],
+            since_tokens=np.zeros(self.engines, np.int64),
+            since_pairs=np.zeros(self.engines),
+            since_blocks=np.zeros(self.engines, np.int64),
+            since_requests=np.zeros(self.engines, np.int64),
+        )
+        self.placed = 0
+        self.course: dict[str, list[float]] = {
+            name: []
+            for name in (
+                "at_s",
+                "prefill_busy",
+                "decode_busy",
+                "queue_tokens",
+                "running",
+                "kv_used",
+            )
+        }
+        self._busy_before = np.zeros(self.engines)
+
+    def play(self, progress: Callable[[float], None] | None) -> None:
+        """Until every request has ended, or the time to drain is over."""
+        settings, work = self.settings, self.work
+        arrivals, count = work.arrival_s.tolist(), len(work)
+        last_s = work.seconds + settings.drain_s
+        # (time, kind, number): failures, recoveries, and requests that are placed again.
+        others: list[tuple[float, int, int]] = []
+        for failure in settings.failures:
+            heapq.heappush(others, (failure.at_s, 0, failure.engine))
+            heapq.heappush(others, (failure.at_s + failure.down_s, 1, failure.engine))
+        next_request, tick, second = 0, 1, 1
+        while True:
+            arrival = arrivals[next_request] if next_request < count else math.inf
+            other = others[0][0] if others else math.inf
+            at_tick = tick * settings.report_s
+            at = min(arrival, other, at_tick)
+            if at > last_s or (next_request == count and self.s.ev.count[4] == count):
+                break
+            self._advance(at)
+            if at == at_tick:
+                self.reports.made(report_of(self.s))
+                tick += 1
+                if at >= second:
+                    self._note_course(at)
+                    second = int(at) + 1
+                    if progress is not None:
+                        progress(min(1.0, at / work.seconds))
+            elif at == other:
+                _, kind, number = heapq.heappop(others)
+                if kind == 0:
+                    loop.fail(self.s, number)
+                elif kind == 1:
+                    loop.recover(self.s, number)
+                else:
+                    self._place(number, at)
+            else:
+                self._place(next_request, at)
+                next_request += 1
+            lost = int(self.s.ev.count[3])
+            for number in self.s.ev.lost[:lost].tolist():
+                heapq.heappush(others, (at + settings.detect_s, 2, number))
+            self.s.ev.count[3] = 0
+
+    def _advance(self, until_s: float) -> None:
+        s = self.s
+        while loop.advance(s, until_s):
+            known.catch_up(self.known, s.ev, float(s.now_s[0]) - self.settings.delay_s)
+            if s.ev.count[2] > LOG_ROWS // 2:
+                known.catch_up(self.known, s.ev, math.inf)
+        if s.ev.count[2] > LOG_ROWS:
+            raise SimulationError("too many changes of caches in one step")
+
+    def _place(self, r: int, now_s: float) -> None:
+        s = self.s
+        if s.req[r]["phase"] not in (NEW, LOST):
+            return
+        known.catch_up(self.known, s.ev, now_s - self.settings.delay_s)
+        self.reports.arrive(self.sight, now_s)
+        known.matches(self.known, s, r, self.depth)
+        engines, need = self.engines, int(s.req["prompt"][r] + s.req["emitted"][r])
+        match = self.depth[:engines]
+        store = np.maximum(match, self.depth[engines + self.sight.node])
+        ask = Ask(
+            number=self.placed,
+            prompt=need,
+            output=int(s.req["output"][r]),
+            blocks=int(s.req["blocks"][r]),
+            affinity=self._affinity(r),
+            match=match,
+            store=store,
+            stores=self.depth[engines:],
+        )
+        choice = self.policy(self.sight, ask, self.rng)
+        self._send(r, choice, ask, need)
+        self.placed += 1
+
+    def _affinity(self, r: int) -> int:
+        """Of requests that begin alike the same number; of those without a full block any."""
+        if not self.s.req["blocks"][r]:
+            return self.rng.getrandbits(63)
+        return int(self.s.keys[self.s.req["chain"][r]]) + int(self.s.req["offset"][r])
+
+    def _send(self, r: int, choice: Choice, ask: Ask, need: int) -> None:
+        p = -1 if choice.prefill is None else choice.prefill
+        d, split = choice.decode, self.sight.prefills
+        if not (split <= d < self.engines and -1 <= p < split):
+            raise SimulationError(f"the policy chose engines {p} and {d}, which do not exist")
+        e = p if p >= 0 else d
+        there = min(int(ask.store[e]), (need - 1) // BLOCK_TOKENS)
+        tokens = need - there * BLOCK_TOKENS
+        pairs = pairs_between(need - tokens, need)
+        size = -(-need // BLOCK_TOKENS)
+        loop.send(self.s, r, p, d, tokens)
+        self.reports.sent(self.sight.now_s, p, d, tokens, pairs, size)
+        note_sent(self.sight, p, d, tokens, pairs, size)
+        known.expect_there(self.known, self.s, r, e)
+        if p >= 0:
+            known.expect_there(self.known, self.s, r, d)
+
+    def _note_course(self, at_s: float) -> None:
+        s, split, course = self.s, self.sight.prefills, self.course
+        before_s = course["at_s"][-1] if course["at_s"] else 0.0
+        busy = (s.eng["busy_s"] - self._busy_before) / max(at_s - before_s, 1e-9)
+        self._busy_before = s.eng["busy_s"].copy()
+        capacity = np.diff(s.kv.of["first"])[: self.engines]
+        used = (s.kv.of["held"] - s.kv.of["idle"] + s.kv.of["plain"])[: self.engines]
+        course["at_s"].append(at_s)
+        course["prefill_busy"].append(float(np.minimum(busy[:split], 1).mean()) if split else 0.0)
+        course["decode_busy"].append(float(np.minimum(busy[split:], 1).mean()))
+        course["queue_tokens"].append(float(s.eng["queue_tokens"].sum()))
+        course["running"].append(float(s.eng["running"].sum()))
+        course["kv_used"].append(float((used / capacity)[split:].mean()))

@@ -1,0 +1,161 @@
+"""What a router sees when it places a request: reports a little old, its own books, the caches.
+
+Each engine reports at an interval, and a report arrives after a delay. What the router itself sent
+since a report was made is known besides (`since_*`). Requests that it sent and that have not come
+back are counted exactly (`sent_*`): the router relays them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.simulate.hardware import Hardware, StepCurve
+from headrace.simulate.state import State
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Report:
+    """All engines at one moment; arrays [engines], prefill engines first.
+
+    Attributes:
+        queue_tokens, queue_pairs: that wait to be computed, those of the step under way included.
+        waiting: requests that were not let in. running, context: requests that decode, their
+            tokens. used: KV blocks that requests use.
+    """
+
+    at_s: float
+    queue_tokens: Ints
+    queue_pairs: Floats
+    waiting: Ints
+    running: Ints
+    context: Ints
+    used: Ints
+    alive: NDArray[np.int8]
+
+
+def report_of(s: State) -> Report:
+    eng, kv, engines = s.eng, s.kv, len(s.eng)
+    return Report(
+        at_s=float(s.now_s[0]),
+        queue_tokens=eng["queue_tokens"].copy(),
+        queue_pairs=eng["queue_pairs"].copy(),
+        waiting=eng["waiting"].copy(),
+        running=eng["running"] + eng["joins"],
+        context=eng["context"].copy(),
+        used=(kv.of["held"] - kv.of["idle"] + kv.of["plain"])[:engines],
+        alive=eng["alive"].copy(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request to place.
+
+    Attributes:
+        number: how many were placed before. prompt: tokens whose KV it needs. output: tokens of
+            its answer; a policy that reads it knows more than a router can.
+        match: leading blocks of the prompt in the KV cache of each engine, int32 [engines].
+        store: the same in the store of each engine's node, or what its KV cache has, if that is
+            more, int32 [engines].
+        stores: the same in each node's store alone, int32 [nodes].
+        affinity: a number that stands for the prompt's first block.
+    """
+
+    number: int
+    prompt: int
+    output: int
+    blocks: int
+    affinity: int
+    match: NDArray[np.int32]
+    store: NDArray[np.int32]
+    stores: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes: the engine that computes its prompt, or None for `decode` itself, and
+    the engine that decodes; numbers of engines, prefill engines first."""
+
+    prefill: int | None
+    decode: int
+
+
+@dataclass(slots=True)
+class Sight:
+    """The router's view. `sent_*` and `since_*` are [engines].
+
+    Attributes:
+        curves: step times of prefill and decode engines.
+        prefills: how many engines are for prefill; 0 where every engine does both.
+        node: of each engine.
+        sent_requests, sent_tokens, sent_blocks: requests under way, prompt tokens that they had to
+            compute, blocks of their prompts on decode engines.
+        since_tokens, since_pairs, since_blocks, since_requests: of those sent since the report.
+    """
+
+    hardware: Hardware
+    curves: tuple[StepCurve, StepCurve]
+    prefills: int
+    node: NDArray[np.int32]
+    now_s: float
+    report: Report
+    sent_requests: Ints
+    sent_tokens: Ints
+    sent_blocks: Ints
+    since_tokens: Ints
+    since_pairs: Floats
+    since_blocks: Ints
+    since_requests: Ints
+
+    @property
+    def alive(self) -> NDArray[np.bool_]:
+        return self.report.alive.astype(bool)
+
+
+@dataclass(slots=True)
+class Reports:
+    """Reports on their way, and what was sent since the last one that arrived was made."""
+
+    delay_s: float
+    _coming: deque[Report] = field(default_factory=deque)
+    _sent: deque[tuple[float, int, int, int, float, int]] = field(default_factory=deque)
+
+    def made(self, report: Report) -> None:
+        self._coming.append(report)
+
+    def sent(self, at_s: float, p: int, d: int, tokens: int, pairs: float, blocks: int) -> None:
+        """Note what a placement adds: tokens and pairs on p, or on d if p is below 0."""
+        self._sent.append((at_s, p, d, tokens, pairs, blocks))
+
+    def arrive(self, sight: Sight, now_s: float) -> None:
+        """Bring a view up to date."""
+        newest = None
+        while self._coming and self._coming[0].at_s + self.delay_s <= now_s:
+            newest = self._coming.popleft()
+        sight.now_s = now_s
+        if newest is None:
+            return
+        sight.report = newest
+        while self._sent and self._sent[0][0] < newest.at_s:
+            self._sent.popleft()
+        for array in (sight.since_tokens, sight.since_blocks, sight.since_requests):
+            array[:] = 0
+        sight.since_pairs[:] = 0.0
+        for _, p, d, tokens, pairs, blocks in self._sent:
+            note_sent(sight, p, d, tokens, pairs, blocks)
+
+
+def note_sent(sight: Sight, p: int, d: int, tokens: int, pairs: float, blocks: int) -> None:
+    """A placement since the report."""
+    e = p if p >= 0 else d
+    sight.since_tokens[e] += tokens
+    sight.since_pairs[e] += pairs
+    sight.since_blocks[d] += blocks
+    sight.since_requests[d] += 1
