@@ -121,7 +121,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round in place of three")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    engine, figures = Engine(), {}
+    engine = Engine()
+    figures: dict[str, float] = {}
     for long, step_tokens in CASES:
         figures |= measure(engine, long, step_tokens, 1 if args.quick else 3)
     print("| figure | value |\n|---|---:|")

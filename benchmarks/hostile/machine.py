@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,14 +24,14 @@ class Parts:
 
     def cpu_s(self) -> dict[str, float]:
         """Processor seconds used until now by each of `PARTS`, and by all else as `others`."""
-        used: Counter[str] = Counter(dict.fromkeys(PARTS, 0.0))
+        used: defaultdict[str, float] = defaultdict(float, dict.fromkeys(PARTS, 0.0))
         for process, part in self._processes():
             times = process.cpu_times()
             used[part] += times.user + times.system
             if part == "grammars":  # its trials are children that have ended
                 used[part] += times.children_user + times.children_system
-        times = psutil.cpu_times()
-        busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+        whole = psutil.cpu_times()
+        busy = sum(whole) - whole.idle - whole.iowait - whole.guest - whole.guest_nice
         return {**used, "others": busy - sum(used.values())}
 
     def resident_bytes(self) -> dict[str, int]:

@@ -109,7 +109,7 @@ class NeighbourProcess:
 
     def __exit__(self, *_: object) -> None:
         """Let the answer under way end."""
-        said, _ = self._process.communicate("\n", timeout=120.0)
+        said = self._process.communicate("\n", timeout=120.0)[0]
         for name, values in json.loads(said).items():
             setattr(self, name, values)
 
