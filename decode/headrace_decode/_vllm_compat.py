@@ -26,8 +26,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import TENANT
-from headrace_decode.longtext import LONG_CHARS, LongTexts
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
+from headrace_decode.renderer import register
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_engine._ray_compat import MeteredVLLMEngine
@@ -78,12 +78,10 @@ class PlannedLLM(AsyncLLM):
         planning: Callable[[VllmConfig], Planning] | None = None,
         **kwargs: Any,
     ) -> None:
+        register()
         super().__init__(vllm_config, *args, **kwargs)
         self.planning = None if planning is None else planning(vllm_config)
         self._own_tokenizer: Any = None
-        self.long_texts = LongTexts()
-        if self.renderer.tokenizer is not None:
-            tokenize_long_texts_apart(self.renderer, self.long_texts)
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
         self.input_processor.structured_outputs_config = None
         self.grammars = GrammarTrials(cloudpickle.dumps(vllm_config))
@@ -92,7 +90,6 @@ class PlannedLLM(AsyncLLM):
         """As `AsyncLLM.shutdown`."""
         if (grammars := getattr(self, "grammars", None)) is not None:
             grammars.close()
-            self.long_texts.close()
         super().shutdown(*args, **kwargs)
 
     async def generate(  # type: ignore[override]
@@ -254,44 +251,6 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
     ) -> None:
         super().__init__(llm_config)
         self.make_llm = partial(PlannedLLM, planning=lambda config: planning(config, self.meter))
-
-
-def tokenize_long_texts_apart(renderer: Any, long_texts: LongTexts) -> None:
-    """Have `long_texts` tokenise the long ones of a renderer's prompts; vLLM checks what results,
-    and refuses it, as ever.
-
-    Args:
-        renderer: vLLM's `BaseRenderer` of one engine, with a tokenizer.
-    """
-    plain = renderer.tokenize_prompt_async
-    # A tokenizer must not be used by two threads at once.
-    tokenizer = copy.deepcopy(renderer.tokenizer)
-
-    async def tokenize(prompt: dict[str, Any], params: Any) -> Any:
-        if not _is_long_text(prompt) or params.return_token_offsets:
-            return await plain(prompt, params)
-        prompt = params.apply_pre_tokenization(renderer.tokenizer, dict(prompt))
-        settings = params.get_encode_kwargs()
-        most = None
-        if params.truncate_prompt_tokens is None and params.max_input_tokens is not None:
-            most = params.max_input_tokens
-            settings = {"add_special_tokens": settings["add_special_tokens"]}
-
-        def encode(text: str) -> list[int]:
-            return list(tokenizer(text, **settings)["input_ids"])
-
-        ids = await long_texts.token_ids(prompt["prompt"], most, encode)
-        if most is not None:
-            ids = ids[: most + 1]  # where vLLM, too, stops to count
-        return await plain({**prompt, "prompt_token_ids": list(ids)}, params)
-
-    renderer.tokenize_prompt_async = tokenize
-
-
-def _is_long_text(prompt: dict[str, Any]) -> bool:
-    text = prompt.get("prompt")
-    others = ("prompt_token_ids", "prompt_embeds", "multi_modal_data", "multi_modal_uuids")
-    return isinstance(text, str) and len(text) > LONG_CHARS and not any(map(prompt.get, others))
 
 
 def vllm_version() -> str:

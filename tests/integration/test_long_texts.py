@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hostile.attacks import MEGABYTE, TROUBLE
-from headrace_decode.longtext import LONG_CHARS, LongTexts
+from headrace_decode.longtext import LONG_CHARS
 from tests.support.tiny import POSITIONS, tiny_llama
 
 Renderers = tuple[Any, Any]
@@ -21,13 +21,12 @@ def renderers() -> Iterator[Renderers]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.renderers import renderer_from_config
 
-    from headrace_decode._vllm_compat import tokenize_long_texts_apart
+    from headrace_decode.renderer import LongTextRenderer
 
     config = EngineArgs(model=str(tiny_llama()), dtype="float32").create_engine_config()
-    plain, ours, texts = renderer_from_config(config), renderer_from_config(config), LongTexts()
-    tokenize_long_texts_apart(ours, texts)
+    plain = renderer_from_config(config)
+    ours = LongTextRenderer(config, plain.tokenizer)
     yield plain, ours
-    texts.close()
     plain.shutdown()
     ours.shutdown()
 
