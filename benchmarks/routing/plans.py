@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,8 +130,8 @@ def measure(report: dict[str, Any]) -> None:
     """Add the figures to a report; print a line on what is left out."""
     cluster, asked = Cluster(500, 500, 125), prompts(PROMPTS)
     cluster.fill(asked)
-    plans = [lambda keys=keys: cluster.plan(keys) for keys in asked]
-    matches = [lambda keys=keys: cluster.index.match(keys) for keys in asked]
+    plans: list[Callable[[], object]] = [partial(cluster.plan, keys) for keys in asked]
+    matches: list[Callable[[], object]] = [partial(cluster.index.match, keys) for keys in asked]
     took, matched = seconds(plans, ROUNDS), seconds(matches, ROUNDS)
     report["plan"] = {
         "p50_us": float(np.percentile(took, 50)) * 1e6,

@@ -95,7 +95,7 @@ def _few(runs: tuple[Run, ...]) -> list[tuple[str, int]]:
     kept, rest = runs[: _RUNS - 1], runs[_RUNS - 1 :]
     if len(rest) > 1:
         rest = (Run("compute", sum(run.tokens for run in rest)),)
-    return [tuple(run) for run in (*kept, *rest)]
+    return [(run.source, run.tokens) for run in (*kept, *rest)]
 
 
 def _runs(told: Any) -> tuple[Run, ...]:
