@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import serve
 
 from headrace.router import (
     Geometry,
@@ -39,7 +40,12 @@ class RouterPlanner:
     def __call__(self, vllm_config: Any, meter: EngineMeter) -> ReplicaPlanner:
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         settings = replace(self.settings, max_step_tokens=step_tokens)
-        router = Router(settings, engine_geometry(vllm_config), decode_step=meter.step_time)
+        router = Router(
+            settings,
+            engine_geometry(vllm_config),
+            decode_step=meter.step_time,
+            replica=serve.get_replica_context().replica_id.unique_id,
+        )
         machine = ray.get_runtime_context().get_node_id()
         return ReplicaPlanner(router, meter, store_view(vllm_config, meter), machine)
 

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Mapping
 
 import pytest
 
 from headrace.router import Geometry, PlanRequest, Router, RouterSettings
+from headrace.router.engines import beside_s
 from headrace.router.load import EngineLoad
+from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import PrefillReport
-from headrace.router.price import Costs, Situation, price
 from headrace.router.sharing import SharedCores
+from headrace.router.view import View
 from tests.support.clock import Clock
 
-SETTINGS = RouterSettings()
+
+def price(
+    share: float, running: int = 0, prefill_queue_s: float = 0.0, *, apart: bool = False
+) -> Mapping[str, float]:
+    """Of 1,000 tokens, with two engines on one node or on two."""
+    view = View(16, 1.0)
+    view.add("d", "decode", view.node("a"))
+    view.add("p", "prefill", view.node("b" if apart else "a"))
+    view.engines[0]["share"], view.engines[0]["running"] = share, running
+    view.engines[1]["queue_s"] = prefill_queue_s
+    return place(view, PlaceRequest("x", 1000)).predicted
 
 
 def learned(share: float, steps: int = 40) -> SharedCores:
@@ -29,7 +41,7 @@ def test_engines_share_nothing_until_a_step_shows_it() -> None:
     shared = SharedCores()
     assert shared.share == 0.0
     assert shared.alone_s(0.05, 1.0) == 0.05
-    assert shared.beside_s(1.0, 1.0) == 1.0
+    assert beside_s(1.0, shared.share, 1.0) == 1.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
@@ -55,14 +67,14 @@ def test_the_share_stays_below_one_whatever_is_measured() -> None:
     for _ in range(200):
         shared.observe(0.5, 1e-9, 1e6)
     assert 0.5 < shared.share < 1.0
-    assert shared.beside_s(1.0, 1e9) < 100.0
+    assert beside_s(1.0, shared.share, 1e9) < 100.0
 
 
 def test_work_is_stretched_while_the_other_engine_is_busy_and_no_longer() -> None:
     shared = learned(0.5)
-    assert shared.beside_s(1.0, 0.0) == 1.0
-    assert shared.beside_s(1.0, 0.5) == pytest.approx(1.25, rel=0.05)
-    assert shared.beside_s(1.0, 60.0) == pytest.approx(2.0, rel=0.1)
+    assert beside_s(1.0, shared.share, 0.0) == 1.0
+    assert beside_s(1.0, shared.share, 0.5) == pytest.approx(1.25, rel=0.05)
+    assert beside_s(1.0, shared.share, 60.0) == pytest.approx(2.0, rel=0.1)
 
 
 def test_the_busy_share_counts_prefills_within_the_last_seconds() -> None:
@@ -80,36 +92,22 @@ def test_the_busy_share_counts_prefills_within_the_last_seconds() -> None:
 
 
 def test_a_remote_prefill_costs_the_streams_what_they_lose_beside_it() -> None:
-    at = Situation(
-        uncached_decode_tokens=1000,
-        uncached_prefill_tokens=1000,
-        transfer_bytes=0,
-        running=4,
-        decode_queue_s=0.0,
-        prefill_queue_s=0.0,
-    )
-    apart, shared = Costs(), Costs(shared=learned(0.5))
-    before, after = price(at, apart, SETTINGS), price(at, shared, SETTINGS)
-    lost = 4 * shared.shared.share * after["remote.compute"]
+    before, after = price(0.0, running=4), price(0.5, running=4)
+    lost = 4 * 0.5 * after["remote.compute"]
     assert after["remote.stall"] - before["remote.stall"] == pytest.approx(lost)
     assert after["local.total"] == before["local.total"]
-    nobody = replace(at, running=0)
-    assert price(nobody, shared, SETTINGS) == price(nobody, apart, SETTINGS)
+    assert price(0.5) == price(0.0), "nobody runs"
 
 
 def test_a_local_prefill_takes_longer_beside_the_prefills_that_are_under_way() -> None:
-    at = Situation(
-        uncached_decode_tokens=1000,
-        uncached_prefill_tokens=1000,
-        transfer_bytes=0,
-        running=0,
-        decode_queue_s=0.0,
-        prefill_queue_s=0.4,
-    )
-    apart, shared = Costs(), Costs(shared=learned(0.5))
-    extra = 0.4 * shared.shared.share
-    compute = price(at, apart, SETTINGS)["local.compute"]
-    assert price(at, shared, SETTINGS)["local.compute"] == pytest.approx(compute + extra)
+    compute, beside = (price(share, prefill_queue_s=0.4)["local.compute"] for share in (0.0, 0.5))
+    assert beside == pytest.approx(compute + 0.4 * 0.5)
+
+
+def test_engines_of_two_nodes_share_nothing() -> None:
+    apart = price(0.5, 4, 0.4, apart=True)
+    assert apart["local.compute"] == price(0.0, 4)["local.compute"]
+    assert apart["remote.stall"] == price(0.0, 4, apart=True)["remote.stall"]
 
 
 def test_a_router_learns_the_share_and_what_its_steps_take_alone(clock: Clock) -> None:

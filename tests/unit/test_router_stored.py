@@ -2,71 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
-from headrace.router.stored import Loaded, worth_loading
+from headrace.router.place import PlaceRequest, place
+from headrace.router.view import View
 from headrace_kvstore.supply import Supply
 
 BLOCK, TOKEN_BYTES = 16, 1000
 
 
-def cheapest(
-    supplies: Sequence[Supply],
-    price: Callable[[Loaded], float],
-    cached: int = 0,
-    useful: int = 10**6,
-) -> tuple[dict[str, int], float]:
-    loaded = worth_loading(supplies, cached, useful, price)
-    return dict(loaded.by_medium), loaded.wait_s
+def placed(
+    supplies: Sequence[Supply], cached: int = 0, tokens: int = 1000, **fixed_s: float
+) -> Plan:
+    """One engine with blocks of 8 tokens. A medium's load takes what is said here, or nothing."""
+    view = View(8, TOKEN_BYTES)
+    view.add("d", "decode", view.node("here"), hbm=0)
+    for medium in ("dram", "nvme"):
+        view.set_load(0, medium, fixed_s.get(medium, 0.0), 0.0)
+    held = np.array([cached // 8], np.int32)
+    return place(view, PlaceRequest("a", tokens, held=held, supplies=[supplies]))
 
 
-def most(loaded: Loaded) -> float:
-    return -loaded.tokens
-
-
-def least(loaded: Loaded) -> float:
-    return loaded.tokens
-
-
-RUNS = [Supply("dram", 32), Supply("nvme", 64), Supply("remote", 16, 0.5)]
+RUNS = [Supply("dram", 32), Supply("nvme", 64), Supply("remote", 16, 0.001)]
 
 
 def test_all_is_taken_where_loading_is_cheaper() -> None:
-    assert cheapest(RUNS, most) == ({"dram": 32, "nvme": 64, "remote": 16}, 0.5)
+    plan = placed(RUNS)
+    assert plan.loaded_from == {"dram": 32, "nvme": 64, "remote": 16}
+    assert plan.predicted["local.pull"] == 0.001
 
 
 def test_the_leading_run_in_dram_is_taken_in_any_case_and_nothing_behind_it() -> None:
-    assert cheapest(RUNS, least) == ({"dram": 32}, 0.0)
-    assert cheapest(RUNS[1:], least) == ({}, 0.0)
+    assert placed(RUNS, dram=30.0, nvme=90.0).loaded_from == {"dram": 32}
+    assert placed(RUNS[1:], dram=30.0, nvme=90.0).loaded_from == {}
 
 
 def test_equal_prices_are_loaded() -> None:
-    assert cheapest(RUNS, lambda loaded: 1.0)[0] == {"dram": 32, "nvme": 64, "remote": 16}
+    """All of it comes under the load of the first run."""
+    runs = [*RUNS[:2], Supply("remote", 16)]
+    assert placed(runs, dram=10.0).loaded_from == {"dram": 32, "nvme": 64, "remote": 16}
 
 
-def test_only_the_ends_of_runs_are_compared() -> None:
-    assert cheapest(RUNS, lambda loaded: abs(loaded.tokens - 90))[0] == {"dram": 32, "nvme": 64}
+def test_a_run_is_taken_to_its_end_or_not_at_all() -> None:
+    late = [*RUNS[:2], Supply("remote", 16, 0.5)]
+    assert placed(late).loaded_from == {"dram": 32, "nvme": 64}
 
 
 def test_what_the_engine_itself_has_is_neither_loaded_nor_waited_for() -> None:
-    assert cheapest(RUNS, most, cached=48) == ({"nvme": 48, "remote": 16}, 0.5)
-    assert cheapest(RUNS, most, cached=104) == ({"remote": 8}, 0.25)
-    assert cheapest(RUNS, most, cached=112) == ({}, 0.0)
-    assert cheapest(RUNS, most, cached=500) == ({}, 0.0)
+    for cached, loaded, wait_s in (
+        (48, {"nvme": 48, "remote": 16}, 0.001),
+        (104, {"remote": 8}, 0.0005),
+        (112, {}, 0.0),
+        (504, {}, 0.0),
+    ):
+        plan = placed(RUNS, cached)
+        assert (plan.loaded_from, plan.predicted["local.pull"]) == (loaded, wait_s)
 
 
 def test_no_more_is_loaded_than_is_of_use() -> None:
-    assert cheapest(RUNS, most, useful=104) == ({"dram": 32, "nvme": 64, "remote": 8}, 0.25)
-    assert cheapest(RUNS, most, useful=96) == ({"dram": 32, "nvme": 64}, 0.0)
-    assert cheapest(RUNS, most, useful=0) == ({}, 0.0)
+    for tokens, loaded, wait_s in (
+        (105, {"dram": 32, "nvme": 64, "remote": 8}, 0.0005),
+        (104, {"dram": 32, "nvme": 64}, 0.0),
+        (1, {}, 0.0),
+    ):
+        plan = placed(RUNS, tokens=tokens)
+        assert (plan.loaded_from, plan.predicted["local.pull"]) == (loaded, wait_s)
 
 
 def test_what_is_pulled_is_read_from_dram() -> None:
-    loaded = Loaded({"dram": 1, "nvme": 2, "remote": 4, "object": 8})
-    assert loaded.bytes_read(10) == {"dram": 130, "nvme": 20}
+    def load_s(*runs: Supply) -> float:
+        p = placed(runs, dram=0.3, nvme=0.4, tokens=1601).predicted
+        return p["local.compute"] + p["local.load"]
+
+    pulled = Supply("remote", 1560), Supply("object", 40)
+    assert load_s(*pulled) == pytest.approx(0.3)
+    assert load_s(Supply("nvme", 1600)) == pytest.approx(0.4)
+    assert load_s(Supply("nvme", 800), Supply("remote", 800)) == pytest.approx(0.7)
 
 
 # In plans

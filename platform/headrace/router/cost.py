@@ -6,7 +6,6 @@ no longer matters. No I/O, no clocks, no locks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.router.sharing import SharedCores
@@ -78,8 +77,6 @@ class Costs:
     shared: SharedCores = field(default_factory=SharedCores)
 
     def load(self, medium: str) -> LinearTime:
-        return self.loads.setdefault(medium, transfer_time(*LOAD_STD_S))
-
-    def load_s(self, bytes_read: Mapping[str, int]) -> float:
-        """Predicted seconds to load so many bytes of each medium."""
-        return sum(self.load(medium).seconds(size) for medium, size in bytes_read.items())
+        if medium not in self.loads:
+            self.loads[medium] = transfer_time(*LOAD_STD_S)
+        return self.loads[medium]

@@ -385,7 +385,8 @@ def tokens_a_step(
 
 @jit()
 def beside_s(work_s: float, share: float, busy_s: float) -> Any:
-    """As `SharedCores.beside_s`."""
+    """Seconds of a computation that takes `work_s` alone, beside `busy_s` of prefills that take
+    `share` of its speed (`sharing`)."""
     return min(work_s / (1.0 - share), work_s + share * busy_s)
 
 

@@ -100,8 +100,9 @@ def place(view: View, request: PlaceRequest) -> Plan:
     """
     ask = _ask(view, request)
     supplied = request.supplies is not None
+    held = np.ascontiguousarray(request.held, np.int32)
     kinds, details, lengths, media = decide(
-        *(ask, view.engines, view.curves, view.padded, request.held),
+        *(ask, view.engines, view.curves, view.padded, held),
         *(view.dram, view.store, view.objects, supplied, *_supplies(view, request)),
         *(view.loads, view.links, view.fits, _CHOICES, request.local_only is None),
     )

@@ -2,8 +2,9 @@
 on which of them.
 
 The router keeps what the decision needs (what each engine holds and has ahead, what steps, calls
-and transfers cost) and asks ``price`` and ``choose`` for the decision itself. Pure: no Ray, no
-vLLM, no I/O; the clock and the random source are passed in.
+and transfers cost), writes it into a view of itself and all prefill replicas, and asks ``place``
+for the decision itself. Pure: no Ray, no vLLM, no I/O; the clock and the random source are passed
+in.
 
 Not thread-safe: all methods must be called from one thread, in practice one asyncio loop. None
 of them waits.
@@ -19,10 +20,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from headrace.router.choose import Ages
 from headrace.router.cost import Costs
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 from headrace.router.load import EngineLoad
-from headrace.router.options import DecodeEngine, Option
+from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import (
     Geometry,
     Plan,
@@ -31,18 +35,14 @@ from headrace.router.plan import (
     RouterSettings,
     Run,
 )
-from headrace.router.price import (
-    Ages,
-    Situation,
-    choose,
-    formula,
-    longest_steps,
-    remote_timeout_s,
-)
-from headrace.router.sides import ANY, PrefillSide, PrefillSides, affinity
-from headrace_engine.steptime import StepTime, pairs_of
+from headrace.router.sides import ANY, PrefillSide, PrefillSides
+from headrace.router.view import ELSEWHERE, WITHIN, View
+from headrace_engine.steptime import Prices, StepTime, pairs_of
+from headrace_kvstore.supply import DRAM, NVME
 
 _PLANS_KEPT = 1_000
+_HERE, _ELSEWHERE = range(2)
+"""Nodes of the view: this machine, and all others."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Active:
     seed: bytes
     tail: Sequence[int]
     uncached_decode_tokens: int
-    #: The prefill replica that was priced, and is asked if the plan is remote.
+    #: The prefill replica that is asked, or that nobody is.
     side: PrefillSide
     #: Wait at the prefill engine that this router's own requests explain.
     own_queue_s: float
@@ -77,19 +77,34 @@ class Router:
         *,
         prefill: str | None = "prefill",
         decode_step: StepTime | None = None,
+        replica: str = "this replica",
     ) -> None:
-        """``decode_step``: the decode engine's step times, fitted by whoever sees its steps."""
+        """
+        Args:
+            decode_step: the decode engine's step times, fitted by whoever sees its steps.
+            replica: the decode replica's id.
+        """
         self.settings = settings
         self.geometry = geometry
         self.costs = Costs() if decode_step is None else Costs(decode_step)
         self.decode_load = EngineLoad()
         self.decode_index = PrefixIndex(geometry.decode_blocks)
-        self._engine = DecodeEngine(geometry, self.decode_load, self.decode_index, self.costs)
         now = clock()
         #: The prefill replicas that may be asked.
         self.sides = PrefillSides(settings, geometry.prefill_blocks, now, any_=prefill is not None)
         self._nobody = self.sides.new(ANY, now)
-        self._prefill = prefill
+        self._replica, self._prefill = replica, prefill
+        self._view = View(
+            geometry.block_tokens,
+            geometry.kv_bytes_per_token,
+            settings,
+            prefill_name=prefill or "",
+        )
+        for node in ("here", "elsewhere"):
+            self._view.node(node)
+        self._view.add(replica, "decode", _HERE, hbm=0)
+        #: The step times that each engine in the view has.
+        self._told: dict[str, Prices] = {}
         self._clock = clock
         self._rng = rng if rng is not None else random.Random(0)
         self._active: dict[str, _Active] = {}
@@ -99,6 +114,8 @@ class Router:
         self._prefill_steps_seen = False
         # Never measured counts as just stale: the dearer side is tried below twice the price.
         self._local_measured_s = self._remote_measured_s = now - settings.remeasure_s
+        # What is not kept from an earlier start is compiled now, and not while a request waits.
+        place(self._view, PlaceRequest("", 1))
 
     # ---- deciding -------------------------------------------------------------------------
 
@@ -113,71 +130,95 @@ class Router:
         hashes = hash_blocks(request.token_ids, g.block_tokens, seed)
         if request.request_id in self._active:
             self.finished(request.request_id)
-        best = self._best(request, hashes, now)
-        s, p, side = best.situation, best.price, best.side
-        remote, reasons = self._decide(request, s, p, now)
-        loaded = best.loaded_prefill if remote else best.loaded_decode
-        plan = Plan(
-            request_id=request.request_id,
-            prefill=self._prefill if remote else None,
-            replica=side.replica if remote else "",
-            prompt_tokens=s.prompt_tokens,
-            cached_decode_tokens=best.cached_decode_tokens,
-            cached_prefill_tokens=best.cached_prefill_tokens,
-            runs=tuple(Run(medium, n) for medium, n in loaded.by_medium.items()),
-            predicted=p,
-            timeout_s=self._timeout_s(p, side) if remote else 0.0,
-            reasons=(*reasons, formula(p)),
-        )
+        self._refresh(now)
+        plan = place(self._view, self._asked(request, hashes, now))
+        if plan.explores:
+            self._explored(plan, now)
+        remote = plan.prefill is not None
+        side = self.sides[plan.replica] if remote else self._nobody
+        own_queue_s = self._queue_s(side.load, self.costs.prefill_step, now) if remote else 0.0
         tail = request.token_ids[len(hashes) * g.block_tokens :]
+        local_tokens = _computed(plan.fallback if remote else plan.runs)
         self._active[request.request_id] = _Active(
-            *(plan, hashes, seed, tail, s.uncached_decode_tokens),
-            *(side, best.own_queue_s, side.cold),
+            *(plan, hashes, seed, tail, local_tokens, side, own_queue_s, side.cold)
         )
-        self._reserve(plan, s, hashes, side, now)
+        self._reserve(plan, hashes, side, now)
         return plan
 
-    def _best(self, request: PlanRequest, hashes: list[bytes], now: float) -> Option:
-        """The cheapest of the prefill replicas that may be asked. Of equals the one is taken that
-        all decode replicas take for this prefix, so that it is computed once."""
-        usable = [side for side in self.sides.values() if side.breaker.refusal(now) is None]
-        sides = usable or [*self.sides.values()][:1] or [self._nobody]
-        if len(sides) > 1:
-            prefix = hashes[0] if hashes else self._rng.randbytes(8)
-            sides.sort(key=lambda side: affinity(side.replica, prefix))
-        options = self._engine.options(request, hashes, sides, self.settings, now)
-        return min(options, key=lambda option: option.remote_s)
+    def _asked(self, request: PlanRequest, hashes: list[bytes], now: float) -> PlaceRequest:
+        sides = sorted(self.sides.values(), key=lambda side: side.replica)
+        held = [index.match(hashes) for index in (self.decode_index, *(s.index for s in sides))]
+        prefix = hashes[0][:8] if hashes else self._rng.randbytes(8)
+        return PlaceRequest(
+            request.request_id,
+            len(request.token_ids),
+            now,
+            np.array(held, np.int32),
+            supplies=(request.stored_decode, request.stored_prefill),
+            affinity=int.from_bytes(prefix, "little"),
+            local_only=request.local_only,
+            ages=Ages(now - self._local_measured_s, now - self._remote_measured_s),
+        )
 
-    def _decide(
-        self, request: PlanRequest, s: Situation, p: dict[str, float], now: float
-    ) -> tuple[bool, tuple[str, ...]]:
-        """(remote?, why): what forbids remote first, then what forces it, then the price."""
-        settings = self.settings
-        if request.local_only is not None:
-            return False, (f"local only: {request.local_only}",)
-        if self._prefill is None:
-            return False, ("there is no prefill deployment",)
-        if settings.policy == "local":
-            return False, ("policy is local",)
+    def _refresh(self, now: float) -> None:
+        """Write into the view what has been measured, and who is there."""
+        view, costs = self._view, self.costs
+        view.settings = self.settings
+        for medium in (DRAM, NVME):
+            fit = costs.load(medium)
+            for node in (_HERE, _ELSEWHERE):
+                view.set_load(node, medium, fit.fixed_s, fit.each_s)
+        for link in (WITHIN, ELSEWHERE):
+            moved = costs.transfer
+            view.set_fit(link, moved.fixed_s, moved.each_s, moved.rms_error)
+        self._refresh_engine(self._replica, costs.decode_step, self.decode_load, now)
+        engine = view.engines[view.row(self._replica)]
+        engine["share"] = costs.shared.share
+        engine["handoff_s"] = costs.handoff.seconds()
+        engine["handoff_error_s"] = costs.handoff.rms_error
+        for gone in [name for name in view.names if name not in self.sides]:
+            if gone != self._replica:
+                view.remove(gone)
+                self._told.pop(gone, None)
+        for holder, name in enumerate(sorted(self.sides), 1):
+            side = self.sides[name]
+            if name not in view:
+                view.add(name, "prefill", _ELSEWHERE)
+            self._refresh_engine(name, costs.prefill_step, side.load, now)
+            engine = view.engines[view.row(name)]
+            engine["queue_s"] += side.others_wait_s(now, self.settings.remeasure_s)
+            engine["hbm"], engine["node"] = holder, _HERE if side.shares_store else _ELSEWHERE
+            engine["prefill"] = side.breaker.refusal(now) is None
+            engine["cold"] = side.cold
+            engine["call_s"], engine["call_error_s"] = costs.call.seconds(), costs.call.rms_error
         refusal = self.sides.refusal(now)
-        if refusal is not None:
-            return False, (refusal,)
-        if settings.policy == "remote":
-            return True, ("policy is remote",)
-        ages = Ages(now - self._local_measured_s, now - self._remote_measured_s)
-        choice = choose(p, longest_steps(s, self.costs, settings), ages, settings)
-        if choice.explores:
-            self._counts["explored"] += 1
-            # Not all replicas at once: the next look comes 0 to half a period later.
-            at = now + 0.5 * settings.remeasure_s * self._rng.random()
-            if choice.kind == "remote":
-                self._remote_measured_s = at
-            else:
-                self._local_measured_s = at
-        return choice.kind == "remote", (choice.why,)
+        if self._prefill is None:
+            view.no_prefill = "there is no prefill deployment"
+        elif refusal is not None:
+            view.no_prefill = refusal
 
-    def _timeout_s(self, p: dict[str, float], side: PrefillSide) -> float:
-        return remote_timeout_s(p, self.costs, self.settings, cold=side.cold)
+    def _refresh_engine(self, name: str, fit: StepTime, load: EngineLoad, now: float) -> None:
+        view, row = self._view, self._view.row(name)
+        if self._told.get(name) is not fit.prices():
+            view.set_steps(row, fit)
+            self._told[name] = fit.prices()
+        engine = view.engines[row]
+        engine["step_tokens"] = self.settings.max_step_tokens
+        engine["running"], engine["context"] = load.running, load.running_context
+        engine["queue_s"], engine["at_s"] = self._queue_s(load, fit, now), now
+
+    def _queue_s(self, load: EngineLoad, fit: StepTime, now: float) -> float:
+        return load.queue_s(fit, self.settings.max_step_tokens, now)
+
+    def _explored(self, plan: Plan, now: float) -> None:
+        """A plan measures its side again. Not all replicas at once: the next look comes 0 to half a
+        period later."""
+        self._counts["explored"] += 1
+        at = now + 0.5 * self.settings.remeasure_s * self._rng.random()
+        if plan.kind == "remote":
+            self._remote_measured_s = at
+        else:
+            self._local_measured_s = at
 
     @property
     def block_compute_s(self) -> float:
@@ -185,18 +226,14 @@ class Router:
         block = self.geometry.block_tokens
         return self.costs.decode_step.added_s(block, pairs_of(0, block))
 
-    def _reserve(
-        self, plan: Plan, s: Situation, hashes: list[bytes], side: PrefillSide, now: float
-    ) -> None:
-        if plan.prefill is None:
-            tokens = s.uncached_decode_tokens
-            self.decode_load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
-            self.decode_index.insert(hashes)
-        else:
+    def _reserve(self, plan: Plan, hashes: list[bytes], side: PrefillSide, now: float) -> None:
+        tokens = _computed(plan.runs)
+        load, index = self.decode_load, self.decode_index
+        if plan.prefill is not None:
             side.breaker.sent(plan.request_id, now)
-            tokens = s.uncached_prefill_tokens
-            side.load.reserve(plan.request_id, tokens, now, s.pairs(tokens))
-            side.index.insert(hashes)
+            load, index = side.load, side.index
+        load.reserve(plan.request_id, tokens, now, _pairs(plan, tokens))
+        index.insert(hashes)
         self._counts[plan.kind] += 1
         self._keep(plan)
 
@@ -228,6 +265,8 @@ class Router:
             old,
             prefill=None,
             timeout_s=0.0,
+            runs=old.fallback or old.runs,
+            fallback=(),
             reasons=(f"remote prefill failed, prefilling locally: {why}", *old.reasons),
         )
         self._keep(plan)
@@ -239,9 +278,8 @@ class Router:
         active.side.load.release(request_id, now)
         active.plan = plan
         if not active.decoding:
-            tokens, end = active.uncached_decode_tokens, plan.prompt_tokens
-            pairs = pairs_of(max(0, end - tokens), end)
-            self.decode_load.reserve(request_id, tokens, now, pairs)
+            tokens = active.uncached_decode_tokens
+            self.decode_load.reserve(request_id, tokens, now, _pairs(plan, tokens))
             self.decode_index.insert(active.hashes)
         return plan
 
@@ -445,3 +483,14 @@ class Router:
                 "remote": now - self._remote_measured_s,
             },
         }
+
+
+def _computed(runs: Sequence[Run]) -> int:
+    """Prompt tokens that an engine computes: at least one."""
+    return max(1, sum(run.tokens for run in runs if run.source == "compute"))
+
+
+def _pairs(plan: Plan, tokens: int) -> int:
+    """What the last so many tokens of the plan's prompt attend to."""
+    end = max(plan.prompt_tokens, tokens)
+    return pairs_of(end - tokens, end)

@@ -39,10 +39,6 @@ class SharedCores:
         """What a step that took `seconds` would have taken alone."""
         return seconds * (1.0 - self.share * overlap)
 
-    def beside_s(self, work_s: float, busy_s: float) -> float:
-        """Duration of a computation that takes `work_s` alone, beside `busy_s` of prefills."""
-        return min(work_s / (1.0 - self.share), work_s + self.share * busy_s)
-
     def to_dict(self) -> dict[str, float]:
         return {
             "lost_share": self.share,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 from headrace.router.cost import CallModel
@@ -106,9 +105,3 @@ class PrefillSides(dict[str, PrefillSide]):
         best = min(told, key=lambda breaker: order[breaker["state"]], default=None)
         none = {"state": "open", "reason": "no prefill replica runs", "open_s": 0.0, "failures": 0}
         return dict(best or none)
-
-
-def affinity(replica: str, prefix: bytes) -> bytes:
-    """Weight of a replica for a prefix (rendezvous hashing): among replicas that cost the same, all
-    decode replicas send equal prefixes to the same one."""
-    return blake2b(prefix, key=replica.encode()[:64], digest_size=8).digest()

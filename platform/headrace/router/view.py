@@ -160,6 +160,11 @@ class View:
         """
         return self._rows[name]
 
+    @property
+    def names(self) -> list[str]:
+        """Of all engines."""
+        return list(self._rows)
+
     def name(self, row: int) -> str:
         return self._names[row]
 
