@@ -97,7 +97,7 @@ def test_loads_teach_their_own_medium_s_speed() -> None:
         mine.prefill_done("r", prefilled("here", ("object", size, size / 1e8)), 0.2)
     costs = mine.router.costs
     for medium, speed in (("dram", 1e9), ("nvme", 1e7), ("object", 1e8)):
-        assert costs.load_s({medium: 10**7}) == pytest.approx(10**7 / speed, rel=0.1)
+        assert costs.load(medium).seconds(10**7) == pytest.approx(10**7 / speed, rel=0.1)
     assert {"load_dram", "load_nvme"} <= mine.snapshot()["fits"].keys()
 
 
