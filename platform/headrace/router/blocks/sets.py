@@ -56,14 +56,14 @@ STATES = 11
 class Tables(NamedTuple):
     """All arrays of a `BlockIndex`."""
 
-    nodes: NDArray[np.void]
-    """NODE rows. Row 1 is the root, which stands before all first blocks."""
+    nodes: Any
+    """NODE rows, an array. Row 1 is the root, which stands before all first blocks."""
     table: NDArray[np.uint64]
     """Open addressing: hash << 32 | node, 0 where empty. Its length is a power of two."""
     old: NDArray[np.uint64]
     """The smaller table before it, as long as entries are still moved."""
-    sets: NDArray[np.void]
-    """SET rows, from 1 on."""
+    sets: Any
+    """SET rows, an array, from 1 on."""
     bits: NDArray[np.uint64]
     """[row, word]: a bit for each slot."""
     set_table: NDArray[np.uint32]
