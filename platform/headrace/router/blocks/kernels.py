@@ -25,6 +25,7 @@ from headrace.router.blocks.sets import (
     NODES,
     OR,
     WORDS,
+    Int,
     Tables,
     combine,
     drop,
@@ -48,7 +49,7 @@ _ZERO = np.uint64(0)
 
 
 @jit(_nrt=False)
-def create(t: Tables, key: int) -> int:
+def create(t: Tables, key: Int) -> Int:
     """A node without holders; 0 if there is no room."""
     node = t.state[FREE_NODE]
     if node != 0:
@@ -71,7 +72,7 @@ def create(t: Tables, key: int) -> int:
 
 
 @jit(_nrt=False)
-def attach(t: Tables, node: int, parent: int) -> None:
+def attach(t: Tables, node: Int, parent: Int) -> None:
     """Make a node that is not linked a child."""
     sibling = t.nodes[parent].child
     t.nodes[node].parent = parent
@@ -83,7 +84,7 @@ def attach(t: Tables, node: int, parent: int) -> None:
 
 
 @jit(_nrt=False)
-def detach(t: Tables, node: int) -> None:
+def detach(t: Tables, node: Int) -> None:
     before, after = t.nodes[node].before, t.nodes[node].next
     if after != 0:
         t.nodes[after].before = before
@@ -97,7 +98,7 @@ def detach(t: Tables, node: int) -> None:
 
 
 @jit(_nrt=False)
-def release(t: Tables, node: int, forget: bool) -> None:
+def release(t: Tables, node: Int, forget: bool) -> None:
     """Unlink a node and all behind it, and free those that nobody holds.
 
     Nobody can use these nodes. `forget`: whatever is held of them is dropped as well.
@@ -130,7 +131,7 @@ def release(t: Tables, node: int, forget: bool) -> None:
 
 
 @jit(_nrt=False)
-def refresh(t: Tables, node: int) -> int:
+def refresh(t: Tables, node: Int) -> Int:
     """Divide a linked node's holders anew into those that can use it and those that cannot.
 
     1 if that changed, 0 if not, -1 if there was no room for the sets, so that nothing did.
@@ -163,7 +164,7 @@ def refresh(t: Tables, node: int) -> int:
 
 
 @jit(_nrt=False)
-def settle(t: Tables, top: int) -> None:
+def settle(t: Tables, top: Int) -> None:
     """The usable set of `top` has changed: bring what is behind it in line."""
     node = np.int64(t.nodes[top].child)
     while node != 0:
@@ -181,7 +182,7 @@ def settle(t: Tables, top: int) -> None:
 
 
 @jit(_nrt=False)
-def link(t: Tables, node: int, parent: int) -> bool:
+def link(t: Tables, node: Int, parent: Int) -> bool:
     """Make a node a child of a linked one; its holders can use it now if they can use that.
 
     Whether somebody can.
@@ -198,8 +199,8 @@ def link(t: Tables, node: int, parent: int) -> bool:
 
 @jit(_nrt=False)
 def store(
-    t: Tables, slot: int, known: int, parent_key: int, keys: NDArray[np.uint64], start: int
-) -> int:
+    t: Tables, slot: Int, known: Int, parent_key: Int, keys: NDArray[np.uint64], start: Int
+) -> Int:
     """A slot holds a run of blocks; where the table must grow before it goes on, or the end."""
     me = np.int64(slot + 1)
     above = np.int64(0)
@@ -266,7 +267,7 @@ def store(
 
 
 @jit(_nrt=False)
-def without(t: Tables, node: int, slot: int) -> None:
+def without(t: Tables, node: Int, slot: Int) -> None:
     """Take a slot out of a node's orphans; all of them if there is no room for the rest."""
     orphan = np.int64(t.nodes[node].orphan)
     rest = combine(t, orphan, np.int64(slot + 1), MINUS)
@@ -277,7 +278,7 @@ def without(t: Tables, node: int, slot: int) -> None:
 
 
 @jit(_nrt=False)
-def remove(t: Tables, slot: int, unless: int, keys: NDArray[np.uint64]) -> None:
+def remove(t: Tables, slot: Int, unless: Int, keys: NDArray[np.uint64]) -> None:
     """A slot holds these blocks no longer, except those that the slot `unless` (-1: none) holds."""
     was, becomes = np.int64(0), np.int64(0)
     for i in range(keys.size):
@@ -306,7 +307,7 @@ def remove(t: Tables, slot: int, unless: int, keys: NDArray[np.uint64]) -> None:
 
 
 @jit(_nrt=False)
-def reached(t: Tables, slot: int, key: int) -> int:
+def reached(t: Tables, slot: Int, key: Int) -> Int:
     """0: the slot does not hold the block, 1: behind a hole, 2: it can use it."""
     node = find(t, key)
     if node == 0:
@@ -317,13 +318,13 @@ def reached(t: Tables, slot: int, key: int) -> int:
 
 
 @jit(_nrt=False)
-def usable_at(t: Tables, keys: NDArray[np.uint64], i: int) -> int:
+def usable_at(t: Tables, keys: NDArray[np.uint64], i: Int) -> Int:
     node = find(t, keys[i])
     return np.int64(t.nodes[node].usable) if node != 0 else np.int64(0)
 
 
 @jit(_nrt=False)
-def leave(t: Tables, one: int, rest: int, blocks: int, out: NDArray[np.int32]) -> None:
+def leave(t: Tables, one: Int, rest: Int, blocks: Int, out: NDArray[np.int32]) -> None:
     """Slots that are in a set and not in the rest of it can use so many blocks."""
     for w in range(t.state[WORDS]):
         gone = word_of(t, one, w) & ~word_of(t, rest, w)
@@ -397,7 +398,7 @@ def match(t: Tables, keys: NDArray[np.uint64], out: NDArray[np.int32]) -> None:
 
 
 @jit(_nrt=False)
-def sweep(t: Tables, dead: NDArray[np.uint64], start: int, count: int) -> int:
+def sweep(t: Tables, dead: NDArray[np.uint64], start: Int, count: Int) -> Int:
     """Take dead slots out of so many nodes; where the next sweep goes on."""
     end = min(t.state[NODES], start + count)
     was, becomes = np.int64(0), np.int64(0)
@@ -429,7 +430,7 @@ def sweep(t: Tables, dead: NDArray[np.uint64], start: int, count: int) -> int:
 
 
 @jit(_nrt=False)
-def alive(t: Tables, one: int, dead: NDArray[np.uint64]) -> int:
+def alive(t: Tables, one: Int, dead: NDArray[np.uint64]) -> Int:
     """A set without the dead slots."""
     changed = False
     for w in range(t.state[WORDS]):

@@ -13,13 +13,15 @@ may make an array.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_kvstore.compiled import jit
 
+Int = Any
+"""An integer of numba's: int64, or uint64 for what is a word of bits."""
 SINGLES = 1 << 16
 """Slots are below this."""
 FULL = (1 << 32) - 1
@@ -54,14 +56,14 @@ STATES = 11
 class Tables(NamedTuple):
     """All arrays of a `BlockIndex`."""
 
-    nodes: NDArray[np.void]
-    """NODE rows. Row 1 is the root, which stands before all first blocks."""
+    nodes: Any
+    """NODE rows, an array. Row 1 is the root, which stands before all first blocks."""
     table: NDArray[np.uint64]
     """Open addressing: hash << 32 | node, 0 where empty. Its length is a power of two."""
     old: NDArray[np.uint64]
     """The smaller table before it, as long as entries are still moved."""
-    sets: NDArray[np.void]
-    """SET rows, from 1 on."""
+    sets: Any
+    """SET rows, an array, from 1 on."""
     bits: NDArray[np.uint64]
     """[row, word]: a bit for each slot."""
     set_table: NDArray[np.uint32]
@@ -80,7 +82,7 @@ _HALF = np.uint64(32)
 
 
 @jit(_nrt=False)
-def mixed(word: int, secret: int) -> int:
+def mixed(word: Int, secret: Int) -> Int:
     """64 bits that each depend on all of `word`; not to be foreseen without the secret."""
     x = (np.uint64(word) ^ np.uint64(secret)) * _M1
     x ^= x >> _HALF
@@ -89,7 +91,7 @@ def mixed(word: int, secret: int) -> int:
 
 
 @jit(_nrt=False)
-def popcount(word: int) -> int:
+def popcount(word: Int) -> Int:
     x = np.uint64(word)
     x -= (x >> _ONE) & np.uint64(0x5555555555555555)
     x = (x & np.uint64(0x3333333333333333)) + ((x >> np.uint64(2)) & np.uint64(0x3333333333333333))
@@ -98,7 +100,7 @@ def popcount(word: int) -> int:
 
 
 @jit(_nrt=False)
-def word_of(t: Tables, one: int, w: int) -> int:
+def word_of(t: Tables, one: Int, w: Int) -> Int:
     """64 bits of a set."""
     if one == EVERYONE:
         return ~_ZERO
@@ -110,7 +112,7 @@ def word_of(t: Tables, one: int, w: int) -> int:
 
 
 @jit(_nrt=False)
-def has(t: Tables, one: int, slot: int) -> bool:
+def has(t: Tables, one: Int, slot: Int) -> bool:
     """Whether a set holds a slot."""
     if one > SINGLES:
         return (t.bits[one - SINGLES, slot >> 6] >> np.uint64(slot & 63)) & _ONE != _ZERO
@@ -118,14 +120,14 @@ def has(t: Tables, one: int, slot: int) -> bool:
 
 
 @jit(_nrt=False)
-def size_of(t: Tables, one: int) -> int:
+def size_of(t: Tables, one: Int) -> Int:
     if one > SINGLES:
         return np.int64(t.sets[one - SINGLES].size)
     return np.int64(1) if one != 0 else np.int64(0)
 
 
 @jit(_nrt=False)
-def intern(t: Tables, row: int) -> int:
+def intern(t: Tables, row: Int) -> Int:
     """The number of the set in a row of `scratch`. A new one has no blocks yet."""
     words, size, digest = t.state[WORDS], 0, _ZERO
     last = 0
@@ -172,7 +174,7 @@ def intern(t: Tables, row: int) -> int:
 
 
 @jit(_nrt=False)
-def combine(t: Tables, a: int, b: int, how: int) -> int:
+def combine(t: Tables, a: Int, b: Int, how: Int) -> Int:
     """The union, or what is in `a` only. `FULL` if it is new and there is no room."""
     if a == 0:
         return np.int64(b) if how == OR else np.int64(0)
@@ -185,14 +187,14 @@ def combine(t: Tables, a: int, b: int, how: int) -> int:
 
 
 @jit(_nrt=False)
-def keep(t: Tables, one: int) -> None:
+def keep(t: Tables, one: Int) -> None:
     """One more block has this set."""
     if one > SINGLES:
         t.sets[one - SINGLES].blocks += np.uint32(1)
 
 
 @jit(_nrt=False)
-def drop(t: Tables, one: int) -> None:
+def drop(t: Tables, one: Int) -> None:
     """One block less has this set; the last one frees its row."""
     if one <= SINGLES:
         return
@@ -221,7 +223,7 @@ def drop(t: Tables, one: int) -> None:
 
 
 @jit(_nrt=False)
-def put_usable(t: Tables, node: int, one: int) -> None:
+def put_usable(t: Tables, node: Int, one: Int) -> None:
     """Give a node another set of holders that can use it."""
     before = np.int64(t.nodes[node].usable)
     keep(t, one)
@@ -231,7 +233,7 @@ def put_usable(t: Tables, node: int, one: int) -> None:
 
 
 @jit(_nrt=False)
-def put_orphan(t: Tables, node: int, one: int) -> None:
+def put_orphan(t: Tables, node: Int, one: Int) -> None:
     """Give a node another set of holders that have it behind a hole."""
     before = np.int64(t.nodes[node].orphan)
     keep(t, one)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.blocks.sets import DRAINED, SECRET, Tables, mixed
+from headrace.router.blocks.sets import DRAINED, SECRET, Int, Tables, mixed
 from headrace_kvstore.compiled import jit
 
 _HALF, _LOW, _ZERO = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 
 
 @jit(_nrt=False)
-def look(t: Tables, table: NDArray[np.uint64], key: int, tag: int) -> int:
+def look(t: Tables, table: NDArray[np.uint64], key: Int, tag: Int) -> Int:
     """Where in a table a key's entry is; -1 if it has none."""
     mask = table.size - 1
     at = np.int64(tag) & mask
@@ -26,7 +26,7 @@ def look(t: Tables, table: NDArray[np.uint64], key: int, tag: int) -> int:
 
 
 @jit(_nrt=False)
-def find(t: Tables, key: int) -> int:
+def find(t: Tables, key: Int) -> Int:
     """The node of a key; 0 if there is none."""
     tag = mixed(key, t.state[SECRET]) & _LOW
     at = look(t, t.table, key, tag)
@@ -40,7 +40,7 @@ def find(t: Tables, key: int) -> int:
 
 
 @jit(_nrt=False)
-def enter(t: Tables, node: int) -> None:
+def enter(t: Tables, node: Int) -> None:
     tag = mixed(t.nodes[node].key, t.state[SECRET]) & _LOW
     mask = t.table.size - 1
     at = np.int64(tag) & mask
@@ -50,7 +50,7 @@ def enter(t: Tables, node: int) -> None:
 
 
 @jit(_nrt=False)
-def erase(t: Tables, node: int) -> None:
+def erase(t: Tables, node: Int) -> None:
     """Take a node out of the table. In the old table its entry stays and leads nowhere, since a
     free node has another key."""
     key = t.nodes[node].key
@@ -72,7 +72,7 @@ def erase(t: Tables, node: int) -> None:
 
 
 @jit(_nrt=False)
-def drain(t: Tables, slots: int) -> bool:
+def drain(t: Tables, slots: Int) -> bool:
     """Move so many slots of the old table to the new one; whether that was all."""
     end = min(t.old.size, t.state[DRAINED] + slots)
     for at in range(t.state[DRAINED], end):
