@@ -50,7 +50,8 @@ def record() -> Answers:
 
     from headrace.model import resolve
 
-    path, found = resolve(MODEL), {}
+    path = resolve(MODEL)
+    found: Answers = {}
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.manual_seed(0)
