@@ -51,7 +51,7 @@ def record() -> Answers:
     from headrace.model import resolve
 
     path = resolve(MODEL)
-    found: dict[str, list[tuple[list[int], list[int]]]] = {}
+    found: Answers = {}
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     torch.manual_seed(0)
