@@ -350,6 +350,8 @@ def finish(s: State, e: int, now: float) -> None:
 
 @inner
 def _emit(s: State, e: int, steps: int, now: float) -> None:
+    """Every running request gets its tokens, and the blocks for them before any that ends gives its
+    own back, as vLLM allocates before a step and frees after it."""
     eng, req = s.eng, s.req
     rows, kept, seen = eng[e].running, 0, 0
     for n in range(rows):
@@ -359,13 +361,14 @@ def _emit(s: State, e: int, steps: int, now: float) -> None:
             req[r].first_s = eng[e].begun_s + eng[e].first_s
             seen -= 1
         req[r].emitted += steps
-        tokens = req[r].prompt + req[r].emitted
-        more = blocks_of(s, tokens) - req[r].held_d - req[r].plain_d
+        more = blocks_of(s, req[r].prompt + req[r].emitted) - req[r].held_d - req[r].plain_d
         if more > 0:
             take(s, e, more, now)
             req[r].plain_d += more
+    for n in range(rows):
+        r = s.rows[e, n]
         if req[r].emitted >= req[r].output:
-            eng[e].context -= tokens - steps
+            eng[e].context -= req[r].prompt + req[r].emitted - steps
             end(s, r, now)
         else:
             eng[e].context += steps
