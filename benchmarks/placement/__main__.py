@@ -33,8 +33,10 @@ from headrace.simulate.trace import Trace, multiply, read_trace
 
 TARGETS = Targets(ttft_s=2.0, ttft_token_s=1e-4, itl_s=0.05)
 OURS = "headrace"
-FIGURES = ("goodput", "ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "tpot_mean", "tpot_p99")
-FIGURES += ("itl_p99", "hit_rate", "reachable", "local_share", "prefill_use", "decode_use")
+FIGURES = (
+    *("goodput", "ttft_mean", "ttft_p50", "ttft_p90", "ttft_p99", "tpot_mean", "tpot_p99"),
+    *("itl_p99", "hit_rate", "reachable", "local_share", "prefill_use", "decode_use"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ Results = dict[tuple[int, float, str], list[Outcome]]
 
 def play(trace: Trace, plans: tuple[Plan, ...], policies: list[str]) -> tuple[Results, float]:
     """Outcomes by size, load and policy, one a seed; and the seconds that it took."""
-    hardware, found, begun = Hardware(), {}, time.perf_counter()
+    hardware, begun = Hardware(), time.perf_counter()
+    found: Results = {}
     for plan in plans:
         full = capacity_rate(trace, hardware, plan.engines, plan.seconds, plan.warm_share)
         for load in plan.loads:
@@ -156,7 +159,7 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", help="instead of the loads given")
     parser.add_argument("--seeds", type=int, help="instead of the number of seeds given")
     args = parser.parse_args()
-    plans = QUICK if args.quick else FULL
+    plans: tuple[Plan, ...] = QUICK if args.quick else FULL
     if args.engines:
         plans = tuple(plan for plan in plans if plan.engines in args.engines)
     if args.loads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,9 @@ def _best_case(
     step_tokens: int,
     block: int,
 ) -> tuple[int, int, float]:
-    total, cached, compute_s = 0, 0, 0.0
+    total: Any = 0
+    cached: Any = 0
+    compute_s = 0.0
     for n in range(len(row)):
         r, held = row[n], 0
         first, last = starts[r], starts[r + 1]
@@ -62,7 +64,7 @@ def _best_case(
         for at in range(first + held, last):
             seen[keys[at] + offset[n]] = True
         if arrival_s[n] >= from_s:
-            tokens = np.int64(prompt[r])
+            tokens: Any = np.int64(prompt[r])
             there = min(held, (tokens - 1) // block) * block
             total += tokens
             cached += there

@@ -37,7 +37,7 @@ def calibrated(hardware: Hardware, told: Any) -> Hardware:
     if not isinstance(told, dict):
         raise CalibrationError("not a JSON object")
     found = _from_status(told) if "replicas" in told else told
-    sides = {}
+    sides: dict[str, Any] = {}
     for name in _SIDES:
         side: Engine = getattr(hardware, name)
         if name in found:

@@ -10,6 +10,8 @@ A step whose batch does not change is not simulated alone (`state`, *stretch*).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from headrace.simulate import blocks
@@ -207,17 +209,18 @@ def _make_room(s: State, e: int, now: float) -> bool:
 
 
 @inner
-def _steps_until_change(s: State, e: int) -> int:
+def _steps_until_change(s: State, e: int) -> Any:
     """Steps until the first running request ends or the blocks run out."""
     req, eng = s.req, s.eng
-    steps = np.int64(1) << 40
+    steps: Any = np.int64(1) << 40
     for n in range(eng[e].running):
         r = s.rows[e, n]
         steps = min(steps, np.int64(req[r].output - req[r].emitted))
     have = room(s.kv, e)
     if _growth(s, e, steps) <= have:
         return steps
-    low, high = np.int64(1), steps
+    low: Any = np.int64(1)
+    high = steps
     while high - low > 1:
         middle = (low + high) // 2
         if _growth(s, e, middle) <= have:

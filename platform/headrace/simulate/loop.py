@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.simulate import blocks
 from headrace.simulate.engine import enqueue, expect, finish, nudge
 from headrace.simulate.kv import blocks_of, commit, forget_all, give_back, match
@@ -156,7 +158,8 @@ def send(s: State, r: int, p: int, d: int, guess: int) -> None:
 def fail(s: State, e: int) -> None:
     """An engine dies, with its cache and the requests on it. Those of their KV that are on other
     engines are given back there."""
-    now, eng, req = s.now_s[0], s.eng, s.req
+    now, eng = s.now_s[0], s.eng
+    req: Any = s.req
     eng[e].alive = 0
     for r in range(len(req.phase)):
         phase = req[r].phase

@@ -137,7 +137,7 @@ class Events(NamedTuple):
     heap: NDArray[np.void]
     log: NDArray[np.void]
     lost: NDArray[np.int32]
-    count: NDArray[np.int64]
+    count: NDArray[np.int64]  # type: ignore[assignment]  # not the tuple's method
 
 
 class Limits(NamedTuple):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -94,7 +95,7 @@ def _play(asked: Asked) -> tuple[dict[str, Run], Targets, dict[str, str]]:
         for name, policy in policies.items():
             runs[name] = simulate(
                 *(work, hardware, asked.prefill, asked.decode, policy, settings),
-                progress=lambda share, name=name: advance(name, share),
+                progress=partial(advance, name),
             )
             advance(name, 1.0)
     facts = {
