@@ -99,8 +99,6 @@ def _line(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rates = [math.log(max(rate, 1e-15)) for rate in (1.0, 1.0, context, pair)]
     return {
         "state": [*plain, *plain, *rates],
-        "sd": [0.1] * (2 * len(plain) + len(rates)),
-        "noise": 0.0025,
         "square": 0.01,
         "samples": 1,
         "padded_sizes": [],

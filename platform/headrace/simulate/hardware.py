@@ -56,8 +56,6 @@ def default_steps() -> StepTime:
     return StepTime.from_dict(
         {
             "state": state.tolist(),
-            "sd": [0.01] * len(state),
-            "noise": 0.0025,
             "square": 0.0025,
             "samples": 1000,
             "padded_sizes": [],
