@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,16 +47,8 @@ def ask(
     max_tokens: int,
     timeout_s: float,
     model: str = MODEL,
-    *,
-    client: httpx.Client | None = None,
-    began: Callable[[], object] = lambda: None,
 ) -> Answer:
-    """Stream one completion to its end.
-
-    Args:
-        client: whose connection to use; else a new one.
-        began: called at the first token.
-    """
+    """Stream one completion to its end."""
     answer = Answer(f"load-{uuid.uuid4().hex}", time.monotonic(), which)
     body = {
         "model": model,
@@ -69,7 +61,7 @@ def ask(
         "cache_salt": answer.request_id,
     }
     try:
-        with (client.stream if client else httpx.stream)(
+        with httpx.stream(
             "POST",
             f"{url}/v1/completions",
             json=body,
@@ -80,14 +72,14 @@ def ask(
             if answer.status != 200:
                 answer.error = json.loads(response.read())["error"]
             else:
-                _read(response, answer, began)
+                _read(response, answer)
     except httpx.HTTPError as error:
         answer.broken = repr(error)
     answer.seconds = time.monotonic() - answer.began_s
     return answer
 
 
-def _read(response: httpx.Response, answer: Answer, began: Callable[[], object]) -> None:
+def _read(response: httpx.Response, answer: Answer) -> None:
     for line in response.iter_lines():
         if not line.startswith("data: "):
             continue
@@ -100,7 +92,6 @@ def _read(response: httpx.Response, answer: Answer, began: Callable[[], object])
             continue
         if answer.ttft_s is None:
             answer.ttft_s = time.monotonic() - answer.began_s
-            began()
         for choice in event["choices"]:
             answer.tokens += choice.get("token_ids") or []
 

@@ -162,14 +162,6 @@ class ServedApp:
 
         return until(there, limit_s, "the app runs", lambda: f"{self.status()}{self.logs()}")
 
-    def engines_give_way(self) -> None:
-        """The engines that run leave the cores to those that start, which takes them less time;
-        under load it would take three times as long."""
-        for pid in run.marked(run.MARK, run.begin()):
-            if "EngineCore" in run.command(pid):
-                with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, pid, 19)
-
     def logs(self, lines: int = 25) -> str:
         """The ends of the logs of replicas."""
         out = []
