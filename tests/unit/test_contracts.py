@@ -399,21 +399,6 @@ def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> Non
     validate(tried, None, None, None)  # type: ignore[arg-type]  # without a config: nothing
 
 
-def test_a_long_text_is_tokenised_by_the_renderer_that_is_registered() -> None:
-    from vllm.renderers.hf import HfRenderer
-
-    ours = "headrace_decode/renderer.py"
-    assert_takes("vllm.renderers.hf:HfRenderer.tokenize_prompt_async", ours, "params")
-    for name in ("tokenize_prompts_async", "_tokenize_singleton_prompt_async"):
-        source = inspect.getsource(getattr(HfRenderer, name))
-        wanted = "self.tokenize_prompt_async(" if "prompts" in name else '"prompt_token_ids" not in'
-        assert wanted in source, f"mend {ours}"
-    source = inspect.getsource(find("vllm.v1.engine.async_llm:AsyncLLM.__init__", ours))
-    assert "self.renderer = renderer = renderer_from_config(" in source, f"mend {ours}"
-    source = inspect.getsource(find("vllm.renderers.registry:renderer_from_config", ours))
-    assert "RENDERER_REGISTRY.load_renderer(" in source, f"mend {ours}"
-
-
 # Our own adapters on top of all that
 
 

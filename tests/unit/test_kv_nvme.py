@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import FAILED_READS, FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape, TierEvent
-from headrace_kvstore.nvme.segment import BlockReader, SegmentFiles, plan_pieces
+from headrace_kvstore.nvme.segment import BlockReader, plan_pieces
 from tests.support.kvfiles import SHAPE, Bench, key, sums_at
 
 SEGMENT_BYTES = PAGE_BYTES + 4 * SHAPE.record_bytes
@@ -493,37 +492,3 @@ def test_synced_writes_are_found_again(tmp_path: Path, mover: Mover, bench: Benc
     assert bench.write(tier, 0, 1) == [True, True]
     assert bench.load(tier, 0, 1) == [True, True]
     tier.close()
-
-
-def test_a_file_that_does_not_open_keeps_nobody_else_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, hangs = SegmentFiles(), threading.Event()
-    paths = [str(tmp_path / name) for name in ("hangs", "works")]
-    for path in paths:
-        Path(path).write_bytes(b"x")
-    opens = os.open
-
-    def slow(path: str, *rest: int) -> int:
-        if path == paths[0]:
-            hangs.wait(20)
-        return opens(path, *rest)
-
-    monkeypatch.setattr(os, "open", slow)
-    with ThreadPoolExecutor(2) as threads:
-        stuck = [threads.submit(files.acquire, paths[0]) for _ in range(2)]
-        try:
-            before = len(os.listdir("/proc/self/fd"))
-            for _ in range(3):
-                files.release(files.acquire(paths[1]))
-            files.close()
-            assert not any(each.done() for each in stuck)
-            assert len(os.listdir("/proc/self/fd")) == before
-        finally:
-            hangs.set()
-        one, other = (each.result(20) for each in stuck)
-    assert one is other and one.users == 2
-    files.release(one)
-    files.release(other)
-    files.close()
-    assert len(os.listdir("/proc/self/fd")) == before
