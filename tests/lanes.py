@@ -1,20 +1,21 @@
-"""All tests in two processes at once: those of the running app, and all others.
+"""All tests, in two processes at once: each takes the next part that is left.
 
     python -m tests.lanes [pytest's options]
 
-The app's tests print as they go, the others' log is shown at the end and kept in build/test/. With
-a path among the arguments this is plain pytest.
+The apps' tests print as they go, which are the longest part; the log of another part is shown at its
+end and kept in build/test/. With a path among the arguments this is plain pytest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,10 @@ from tests.support.costs import REPORT, Costs, slowest
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "test"
-LANES = {"app": ["tests/e2e"], "others": ["tests/unit", "tests/property", "tests/integration"]}
+WORKERS = 2
+PARTS = ("e2e", "unit", "integration", "property")
+"""Folders, the longest first."""
+APPS = "e2e"
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 DEFAULTS = ["-m", "not gpu and not soak"]
 
@@ -32,18 +36,27 @@ DEFAULTS = ["-m", "not gpu and not soak"]
 def main(arguments: list[str]) -> int:
     if any(Path(argument.partition("::")[0]).exists() for argument in arguments):
         return subprocess.call([*PYTEST, *DEFAULTS, *arguments], cwd=ROOT)
-    print(f"all tests but the app's write to {log('others')}", flush=True)
-    started_s = time.monotonic()
-    lanes = {name: start(name, paths, arguments) for name, paths in LANES.items()}
-    statuses = {name: wait(lane) for name, lane in lanes.items()}
-    print(log("others").read_text(errors="replace"))
+    started_s, shown = time.monotonic(), threading.Lock()
     KEPT.mkdir(parents=True, exist_ok=True)
-    shutil.copy(log("others"), KEPT)
+    print(f"all tests but the apps' write to {log('*')}", flush=True)
+
+    def test(name: str) -> int:
+        status = run_part(name, arguments)
+        if name != APPS:
+            shutil.copy(log(name), KEPT)
+            with shown:
+                print(log(name).read_text(errors="replace"), flush=True)
+        return status
+
+    with ThreadPoolExecutor(WORKERS) as workers:
+        try:
+            statuses = list(workers.map(test, PARTS))
+        except KeyboardInterrupt:
+            workers.shutdown(cancel_futures=True)
+            return pytest.ExitCode.INTERRUPTED
     print_costs(time.monotonic() - started_s)
-    bad = [
-        code for code in statuses.values() if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
-    ]
-    return bad[0] if bad else min(statuses.values())
+    bad = [code for code in statuses if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED)]
+    return bad[0] if bad else min(statuses)
 
 
 def log(name: str) -> Path:
@@ -54,34 +67,27 @@ def report(name: str) -> Path:
     return run.folder() / f"{name}.json"
 
 
-def start(name: str, paths: list[str], arguments: list[str]) -> subprocess.Popen[bytes]:
-    """Begin a lane; the app's one writes to the terminal, too."""
-    command = [*PYTEST, *DEFAULTS, *arguments, *paths]
+def run_part(name: str, arguments: list[str]) -> int:
+    """The exit status of a part's tests. Control-C reaches them, too; they end in their own way."""
+    command = [*PYTEST, *DEFAULTS, *arguments, f"tests/{name}"]
     environment = {**os.environ, REPORT: str(report(name))}
-    if name != "app":
-        with log(name).open("wb") as out:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
-    return subprocess.Popen(command, cwd=ROOT, env=environment)
-
-
-def wait(lane: subprocess.Popen[bytes]) -> int:
-    """Its exit status. Control-C reaches the lanes, too, which end in their own way."""
-    while True:
-        with contextlib.suppress(KeyboardInterrupt):
-            return lane.wait()
+    if name == APPS:
+        return subprocess.Popen(command, cwd=ROOT, env=environment).wait()
+    with log(name).open("wb") as out:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out).wait()
 
 
 def print_costs(seconds: float) -> None:
     """The end of `make test`: how many tests there were, the slowest ones, engines, time."""
-    lanes = {
+    parts = {
         name: Costs(**json.loads(report(name).read_text()))
-        for name in LANES
+        for name in PARTS
         if report(name).exists()
     }
-    for name, costs in lanes.items():
+    for name, costs in parts.items():
         counts = ", ".join(f"{count} {outcome}" for outcome, count in costs.outcomes.items())
         print(f"{name}: {counts or 'nothing'} in {costs.seconds:.0f} s")
-    tests = [test for costs in lanes.values() for test in costs.tests]
+    tests = [test for costs in parts.values() for test in costs.tests]
     print(*slowest(tests), sep="\n")
     print(f"vLLM engines started: {run.engine_starts()}; all in {seconds / 60:.1f} minutes")
 

@@ -1,5 +1,5 @@
-"""The order of the end-to-end tests, which share one app: faults and its end come last, then an app
-that cannot draft."""
+"""The order of the end-to-end tests, which share one app: faults and its end come last, then apps of
+their own: one that cannot draft, and one of several replicas."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ ORDER = (
     "test_soak",
     "test_down",
     "test_keys",
+    "test_scaling",
 )
 
 

@@ -219,7 +219,11 @@ def test_a_node_that_hangs_is_waited_for_once_and_the_loop_goes_on(
 
 
 @pytest.mark.parametrize("reply", [wire.Failed("the node is busy"), wire.Done(), b"nonsense"])
-def test_another_answer_counts_as_none(mute: Mute, surveyor: Surveyor, reply: Any) -> None:
+def test_another_answer_counts_as_none(mute: Mute, tmp_path: Path, reply: Any) -> None:
+    # Nonsense answers no question, so what ends the wait is the limit.
+    limit_s = 0.2 if isinstance(reply, bytes) else PATIENT_S
+    surveyor = Surveyor("arena", limit_s=limit_s, retry_s=PATIENT_S, socket_folder=tmp_path)
+
     async def answered() -> list[Supply]:
         asking = asyncio.create_task(surveyor.supplies([DIGEST], keys(0), 0.0))
         if isinstance(reply, bytes):
@@ -231,6 +235,7 @@ def test_another_answer_counts_as_none(mute: Mute, surveyor: Surveyor, reply: An
         return await asking
 
     assert asyncio.run(answered()) == []
+    surveyor.close()
 
 
 def test_a_socket_of_another_user_is_not_asked(
