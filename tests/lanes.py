@@ -2,8 +2,8 @@
 
     python -m tests.lanes [pytest's options]
 
-The apps' tests print as they go, which are the longest part; the log of another part is shown at its
-end and kept in build/test/. With a path among the arguments this is plain pytest.
+The longest part, the apps', prints as it goes; the log of another part is shown at its end and kept
+in build/test/. With a path among the arguments this is plain pytest.
 """
 
 from __future__ import annotations

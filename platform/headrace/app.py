@@ -190,6 +190,7 @@ def _relay(
             pd.decode_config.model_id,
             setup,
             tenants_of(section.speculation),
+            section.router.to_settings(),
         )
     )
 

@@ -1,5 +1,5 @@
-"""The order of the end-to-end tests, which share one app: faults and its end come last, then apps of
-their own: one that cannot draft, and one of several replicas."""
+"""The order of the end-to-end tests, which share one app: faults and its end come last. Then come an
+app that cannot draft, and one of several replicas and gateways."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from headrace.model import resolve
 from tests.support.app import MODEL, App
+from tests.support.served import ServedApp, free_port, tiny_args
 
 HERE = Path(__file__).parent
 ORDER = (
@@ -28,6 +29,7 @@ ORDER = (
     "test_soak",
     "test_down",
     "test_keys",
+    "test_placing",
     "test_scaling",
 )
 
@@ -71,3 +73,14 @@ def same_replicas(_running_app: App) -> Iterator[None]:
     before = pids()
     yield
     assert pids() == before, "a replica was lost on the way"
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[ServedApp]:
+    """Two gateways, two decode and two prefill replicas of a tiny model. Tests leave it changed."""
+    args = tiny_args(free_port())
+    args["headrace"]["gateway"]["replicas"] = 2
+    # A redeploy must not wait for its own load to end.
+    args["headrace"]["drain_s"] = 60
+    with ServedApp(args) as app:
+        yield app

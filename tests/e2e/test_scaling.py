@@ -1,19 +1,17 @@
 """Two decode and two prefill replicas of a tiny model under 20 streams: replicas come and go, and
 no stream is lost; Serve's autoscaling follows the load that comes over the gateway's port.
 
-One app for the file; its tests run in order, each from where the one before left it.
+The tests run in order, each from where the one before left the app.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.support.app import until
 from tests.support.load import Answer, Load
-from tests.support.served import MODEL, ServedApp, free_port, tiny_args
+from tests.support.served import MODEL, ServedApp
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -30,15 +28,6 @@ SCALING = {
 }
 """Of the decode replicas after the redeploy; nothing scales up until the last test wants it."""
 PROMPTS = [[(7 * n + i) % 1500 + 300 for i in range(100 + 60 * n)] for n in range(8)]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServedApp]:
-    args = tiny_args(free_port())
-    # A redeploy must not wait for its own load to end.
-    args["headrace"]["drain_s"] = 60
-    with ServedApp(args) as app:
-        yield app
 
 
 def streams(served: ServedApp) -> Load:

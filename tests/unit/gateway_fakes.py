@@ -157,13 +157,16 @@ async def gateway_over(
     backend: Any = None,
     tls: TlsFiles | None = None,
     client_tls: ssl.SSLContext | None = None,
+    make_placer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Bench]:
     """A running gateway over one fake replica for each handler."""
     cluster = FakeCluster()
     for number, handler in enumerate(handlers, 1):
         cluster.members.append(await FakeReplica(handler, f"decode-{number}").start())
-    app = build_gateway_app(GatewayOptions(**options), backend or cluster, MODEL, metrics=metrics)
+    app = build_gateway_app(
+        *(GatewayOptions(**options), backend or cluster, MODEL, metrics), make_placer=make_placer
+    )
     gateway = await serve_gateway(app, "127.0.0.1", 0, tls=tls)
     url = f"{'https' if tls else 'http'}://127.0.0.1:{gateway.port}"
     connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None

@@ -32,6 +32,7 @@ from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes
 from headrace.gateway.pick import affinity_key, draftable_tokens
+from headrace.gateway.placing import Placer
 from headrace.gateway.relay import Call, Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
@@ -40,6 +41,8 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_engine.stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
+
+MakePlacer = Callable[[ReplicaPool, Upstream], Placer]
 
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
 
@@ -50,6 +53,7 @@ def build_gateway_app(
     model_id: str,
     metrics: GatewayMetrics | None = None,
     tenants: Tenants = ALL_ALIKE,
+    make_placer: MakePlacer | None = None,
 ) -> GatewayApp:
     """The gateway for `backend`'s replicas.
 
@@ -59,12 +63,13 @@ def build_gateway_app(
         model_id: the model's name, for documents; the replicas decide what they serve.
         metrics: where to report.
         tenants: which are drafted for.
+        make_placer: makes what plans where requests go; None leaves that to each replica's load.
 
     Raises:
         ValueError: the key file cannot be used.
     """
     options = GatewayOptions.of(settings)
-    return GatewayApp(options, backend, model_id, metrics or NoMetrics(), tenants)
+    return GatewayApp(options, backend, model_id, metrics or NoMetrics(), tenants, make_placer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class _Parts:
     upstream: Upstream
     relay: Relay
     own: OwnRoutes
+    placer: Placer | None
 
 
 class GatewayApp:
@@ -87,8 +93,10 @@ class GatewayApp:
         model_id: str,
         metrics: GatewayMetrics,
         tenants: Tenants,
+        make_placer: MakePlacer | None = None,
     ) -> None:
         self.options = options
+        self._make_placer = make_placer
         self._tenants = tenants
         self._backend = backend
         self._metrics = metrics
@@ -115,7 +123,9 @@ class GatewayApp:
 
     def _state(self) -> dict[str, Any]:
         """Of this gateway, for the status."""
+        placer = None if self._parts is None else self._parts.placer
         return {
+            **({} if placer is None else {"router": placer.stats()}),
             "pid": os.getpid(),
             "relaying": self._relaying,
             "body_bytes": self._intake.held_bytes,
@@ -127,11 +137,14 @@ class GatewayApp:
         if self._parts is None:
             pool = ReplicaPool(self._backend)
             upstream = Upstream(self.options.connect_timeout_s)
-            relay = Relay(pool, upstream, self.options)
+            placer = None if self._make_placer is None else self._make_placer(pool, upstream)
+            relay = Relay(pool, upstream, self.options, placer)
             own = OwnRoutes(self._admin, self._corpora, self._intake, self._place, pool, relay)
-            self._parts = _Parts(pool, upstream, relay, own)
+            self._parts = _Parts(pool, upstream, relay, own, placer)
             self._traced = tracing.tracing_is_configured()
             pool.start()
+            if placer is not None:
+                placer.start()
             self._stall.start()
 
     @property
@@ -149,6 +162,8 @@ class GatewayApp:
         if self._parts is not None:
             parts, self._parts = self._parts, None
             self._stall.stop()
+            if parts.placer is not None:
+                await parts.placer.aclose()
             await parts.pool.aclose()
             await parts.upstream.aclose()
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -22,8 +23,11 @@ from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import ReplicaInfo, build_gateway_app
 from headrace.gateway.asgi import Receive, Scope, Send
+from headrace.gateway.lines import LineInfo
 from headrace.gateway.listen import serve_gateway
+from headrace.gateway.placing import Placer
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
+from headrace.router.plan import RouterSettings
 from headrace_decode.tenants import Tenants
 from headrace_engine.serving._ray_compat import (
     drop_notes,
@@ -71,6 +75,16 @@ class ServeBackend:
             return []
         self._knock = None
         return [ReplicaInfo.of(answer) for answer in answers if answer["url"]]
+
+    async def lines(self) -> dict[str, LineInfo]:
+        """Where each replica tells of itself, those of both roles, by its id."""
+        answers = [
+            answer
+            for handle in (self._decode, self._prefill)
+            for answer in await _broadcast(handle, "headrace_replica")
+        ]
+        told = {answer["replica_id"]: LineInfo.of(answer.get("line")) for answer in answers}
+        return {name: line for name, line in told.items() if line is not None}
 
     def _ask_for_one(self) -> None:
         """Queue a call while requests wait: Serve starts a replica of a deployment that it scaled
@@ -194,6 +208,8 @@ class GatewayServer:
         settings: the `gateway` section of the configuration.
         model_id: the served model's name.
         setup: prepares the process (logs, traces).
+        tenants: which are drafted for.
+        router: how prices are weighed where there are several decode replicas.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -205,6 +221,7 @@ class GatewayServer:
         model_id: str,
         setup: Callable[[str], None],
         tenants: Tenants,
+        router: RouterSettings,
     ):
         setup("gateway")
         backend = ServeBackend(decode, prefill, store)
@@ -214,6 +231,7 @@ class GatewayServer:
             model_id,
             metrics=RayGatewayMetrics(),
             tenants=tenants,
+            make_placer=partial(Placer, router, backend.lines),
         )
         backend.wanted = lambda: self._app.relaying > 0
         loop = asyncio.get_running_loop()

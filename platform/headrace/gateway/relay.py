@@ -29,6 +29,7 @@ from headrace.gateway.backend import GatewayOptions, ReplicaInfo
 from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
+from headrace.gateway.placing import Placed, Placer
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 from headrace_decode.routes import Route
@@ -149,11 +150,19 @@ class Relay:
         pool: the replicas.
         upstream: the connections to them.
         options: limits.
+        placer: plans where a request goes; None leaves that to the pool.
     """
 
-    def __init__(self, pool: ReplicaPool, upstream: Upstream, options: GatewayOptions) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        upstream: Upstream,
+        options: GatewayOptions,
+        placer: Placer | None = None,
+    ) -> None:
         self._pool = pool
         self._upstream = upstream
+        self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
 
     async def run(self, call: Call, send: Send) -> None:
@@ -193,8 +202,13 @@ class Relay:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._queue_timeout_s
         deliveries = 0
+        placed = await self._place(call)
         while True:
-            lease = self._pool.try_lease(call.affinity, call.draftable_tokens)
+            lease = None if placed is None else self._pool.lease_of(placed.plan.decode)
+            if lease is None:
+                self._give_up(placed)
+                placed = None
+                lease = self._pool.try_lease(call.affinity, call.draftable_tokens)
             if lease is None:
                 began = perf_counter()
                 try:
@@ -205,9 +219,11 @@ class Relay:
                     call.waited_s += perf_counter() - began
             call.replica_id = lease.replica.replica_id
             try:
-                return await self._attempt(call, lease)
+                return await self._attempt(call, lease, placed)
             except ReplicaLost as lost:
                 lease.release()
+                self._give_up(placed)
+                placed = None
                 self._pool.failed(lease.replica, dying=lost.dying)
                 if lost.sent:
                     deliveries += 1
@@ -217,9 +233,31 @@ class Relay:
                     until = loop.time() + self._queue_timeout_s
             except BaseException:
                 lease.release()
+                self._give_up(placed)
                 raise
 
-    async def _attempt(self, call: Call, lease: Lease) -> Answer:
+    async def _place(self, call: Call) -> Placed | None:
+        """The plan for a call, where there is something to plan."""
+        if self._placer is None or call.route is None or call.method != "POST":
+            return None
+        began = perf_counter()
+        try:
+            return await self._placer.place(
+                call.route.path,
+                call.body,
+                lambda replica: _introduced(call, replica),
+                call.affinity,
+                call.draftable_tokens,
+            )
+        finally:
+            call.waited_s += perf_counter() - began
+
+    def _give_up(self, placed: Placed | None) -> None:
+        """A plan is not carried out; the pool chooses instead."""
+        if placed is not None and self._placer is not None:
+            self._placer.withdraw(placed)
+
+    async def _attempt(self, call: Call, lease: Lease, placed: Placed | None) -> Answer:
         """Ask one replica.
 
         Raises:
@@ -228,9 +266,9 @@ class Relay:
         url = lease.replica.url
         if call.own_s is None:
             call.own_s = perf_counter() - call.started - call.waited_s
-        headers = call.headers + _proof(lease.replica)
-        if call.tenant is not None:
-            headers.append((TENANT_HEADER, call.tenant.encode()))
+        headers = call.headers + _introduced(call, lease.replica)
+        if placed is not None:
+            headers += placed.headers
         reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
         try:
             streamed = _is_event_stream(reply.headers)
@@ -297,6 +335,13 @@ class Relay:
 def _proof(replica: ReplicaInfo) -> Headers:
     """The header by which a replica knows a gateway."""
     return [(b"x-headrace-internal", replica.token.encode())]
+
+
+def _introduced(call: Call, replica: ReplicaInfo) -> Headers:
+    """The headers by which a replica knows a gateway, and whose request it is."""
+    if call.tenant is None:
+        return _proof(replica)
+    return [*_proof(replica), (TENANT_HEADER, call.tenant.encode())]
 
 
 def _is_event_stream(headers: Headers) -> bool:

@@ -101,15 +101,30 @@ class ReplicaPool:
         self.start()
         if not self._polled:
             await self._changed.wait()
-        down = self._down()
+        down = self.down
         return sum(replica.replica_id not in down for replica in self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
 
     def try_lease(self, affinity: bytes, draftable_tokens: int = 0) -> Lease | None:
         """A place on the best replica, or None when none is ready."""
-        replica = pick(
-            *(self._replicas, self.in_flight, self._down(), affinity, draftable_tokens),
+        replica = self.suggested(affinity, draftable_tokens)
+        return None if replica is None else Lease(self, replica)
+
+    def suggested(self, affinity: bytes, draftable_tokens: int = 0) -> ReplicaInfo | None:
+        """The best replica by load and the prompt's beginning, or None when none is ready."""
+        return pick(
+            *(self._replicas, self.in_flight, self.down, affinity, draftable_tokens),
             others=self._others,
         )
+
+    def lease_of(self, replica_id: str) -> Lease | None:
+        """A place on this replica, or None when it is not ready."""
+        if replica_id in self.down:
+            return None
+        named = (each for each in self._replicas if each.replica_id == replica_id)
+        replica = next(named, None)
         return None if replica is None else Lease(self, replica)
 
     async def lease(
@@ -180,7 +195,9 @@ class ReplicaPool:
         )
         self._wake.set()
 
-    def _down(self) -> dict[str, float]:
+    @property
+    def down(self) -> dict[str, float]:
+        """Replicas that failed a moment ago, and until when they are left alone."""
         if self._down_until:
             now = asyncio.get_running_loop().time()
             self._down_until = {key: at for key, at in self._down_until.items() if at > now}

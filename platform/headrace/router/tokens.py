@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 _PRIOR_TESTED, _PRIOR_RIGHT = 4.0, 1.0
 """Drafted tokens that count as seen, so that a cluster without any yet expects something."""
@@ -47,7 +48,16 @@ class TokenPrices:
         return self.draft_tokens[min(rows.bit_length(), len(self.draft_tokens)) - 1]
 
 
-def acceptance(replicas: Sequence[TokenPrices]) -> float:
+class Tested(Protocol):
+    """What a replica tells of its drafts, as in `TokenPrices`."""
+
+    @property
+    def tested_tokens(self) -> float: ...
+    @property
+    def right_tokens(self) -> float: ...
+
+
+def acceptance(replicas: Sequence[Tested]) -> float:
     """Chance that a drafted token is accepted behind accepted ones, 0 to 1; all replicas' together,
     since it lies in what is asked for and not in who answers."""
     tested = sum(prices.tested_tokens for prices in replicas) + _PRIOR_TESTED

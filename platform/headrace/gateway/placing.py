@@ -1,0 +1,238 @@
+"""Places a request before it is sent: has its prompt's blocks named, and asks `Cluster` for a plan.
+
+Only the engine's own software knows a prompt's tokens, so a replica is asked for the keys of its
+blocks: the one that load and the prompt's first characters suggest, since that one most likely
+answers it, too. The plan goes to the replica that it names, in a header.
+
+Nothing is asked where there is nothing to choose: fewer than two decode replicas that have told how
+they stand. A prompt whose keys are not known, or not in `KEYS_LIMIT_S`, is placed by load and its
+first characters (`pick`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from headrace.gateway.backend import ReplicaInfo
+from headrace.gateway.errors import Headers
+from headrace.gateway.lines import LineInfo, Lines
+from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace.router.cluster import Cluster, Prompt, warm
+from headrace.router.place import NobodyAnswersError
+from headrace.router.plan import Plan, RouterSettings
+from headrace.router.wire import encode
+from headrace_engine.reporting.report import Report
+from headrace_kvstore.supply import MEDIA, Supply
+
+logger = logging.getLogger("headrace.gateway")
+
+KEYS_TARGET = "/headrace/internal/keys"
+KEYS_LIMIT_S = 0.5
+PLAN_HEADER = b"x-headrace-plan"
+PLACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+"""Routes whose requests are prompts."""
+MOST_KEYS_BYTES = 4 * 2**20
+LOOK_S = 1.0
+
+Text = Annotated[str, Meta(max_length=400)]
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+
+
+class _Keys(msgspec.Struct):
+    """What a replica answers (`headrace_decode.keys`)."""
+
+    keys: str | None
+    prompt_tokens: Count = 0
+    max_tokens: Count = 0
+    local_only: Text | None = None
+    machine: Text = ""
+    stored: Annotated[
+        list[tuple[Text, Count, Annotated[float, Meta(ge=0)]]], Meta(max_length=64)
+    ] = []
+
+
+_decode_keys = msgspec.json.Decoder(_Keys).decode
+
+
+class Placed(NamedTuple):
+    """A plan, and the headers by which the replica gets it."""
+
+    plan: Plan
+    headers: Headers
+
+
+class Placer:
+    """One gateway's. Call it from its event loop.
+
+    Args:
+        settings: how prices are weighed.
+        lines: where each replica, decode and prefill, tells of itself; by its id.
+        pool: the decode replicas. upstream: the connections to them.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        lines: Callable[[], Awaitable[Mapping[str, LineInfo]]],
+        pool: ReplicaPool,
+        upstream: Upstream,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.cluster = Cluster(settings)
+        self._ask_lines, self._pool, self._upstream = lines, pool, upstream
+        self._clock = clock
+        self._lines = Lines(self.cluster.feed, self._report, clock)
+        self._task: asyncio.Task[None] | None = None
+        self._known: set[str] = set()
+
+    def start(self) -> None:
+        """Begin to follow the replicas; call it in the event loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._follow())
+
+    async def aclose(self) -> None:
+        """Follow nobody any more."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._lines.close()
+
+    async def place(
+        self,
+        target: str,
+        body: bytes,
+        headers: Callable[[ReplicaInfo], Headers],
+        affinity: bytes,
+        draftable_tokens: int = 0,
+    ) -> Placed | None:
+        """The plan for a request; None where the pool should choose.
+
+        Args:
+            target, body: of the request.
+            headers: by which a replica knows a gateway, and whose request it is.
+            affinity, draftable_tokens: as for `pick`.
+        """
+        down = self._pool.down
+        if target not in PLACED or self.cluster.choices(down) < 2:
+            return None
+        replica = self._pool.suggested(affinity, draftable_tokens)
+        if replica is None:
+            return None
+        try:
+            async with asyncio.timeout(KEYS_LIMIT_S):
+                prompt = await self._prompt(replica, target, body, headers(replica))
+        except TimeoutError:
+            self.cluster.counts["keys_late"] += 1
+            return None
+        except (ReplicaLost, ValueError) as error:
+            self.cluster.counts["keys_failed"] += 1
+            logger.debug("no keys from %s: %r", replica.replica_id, error)
+            return None
+        if prompt is None:
+            self.cluster.counts["no_keys"] += 1
+            return None
+        try:
+            plan = self.cluster.plan(prompt, self._clock(), self._pool.down)
+        except NobodyAnswersError:
+            return None
+        return Placed(plan, [(PLAN_HEADER, encode(plan))])
+
+    def withdraw(self, placed: Placed) -> None:
+        """The replica that a plan names did not take the request."""
+        self.cluster.withdraw(placed.plan, self._clock())
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able state."""
+        return {**self.cluster.stats(self._clock()), "lines": self._lines.stats()}
+
+    async def _prompt(
+        self, replica: ReplicaInfo, target: str, body: bytes, headers: Headers
+    ) -> Prompt | None:
+        """The prompt of a request; None where a replica cannot name its blocks.
+
+        Raises:
+            ReplicaLost: it gave no answer. ValueError: its answer makes no sense.
+        """
+        asked = b'{"target":"%s","body":%s}' % (target.encode(), body)
+        headers = [*headers, (b"content-type", b"application/json")]
+        reply = await self._upstream.send(replica.url, "POST", KEYS_TARGET, headers, asked)
+        try:
+            told = _decode_keys(await _whole(reply))
+        finally:
+            reply.close()
+        if told.keys is None:
+            return None
+        stored = [Supply(*run) for run in told.stored]
+        if not {supply.medium for supply in stored} <= set(MEDIA):
+            raise ValueError("stored: there is no such medium")
+        return Prompt(
+            np.frombuffer(base64.b64decode(told.keys, validate=True), "<u8").astype(np.uint64),
+            told.prompt_tokens,
+            told.max_tokens,
+            told.local_only,
+            told.machine,
+            stored,
+        )
+
+    def _report(self, report: Report) -> None:
+        try:
+            self.cluster.report(report, self._clock())
+        except ValueError as error:
+            if not self.cluster.counts["bad_reports"]:
+                logger.warning("a replica's report is left out: %s", error)
+            self.cluster.counts["bad_reports"] += 1
+
+    async def _follow(self) -> None:
+        """Learn who there is, for ever, once there is more than one to choose."""
+        while len(self._pool) < 2:
+            await asyncio.sleep(LOOK_S)
+        await _compile()
+        while True:
+            try:
+                lines = await self._ask_lines()
+                self._lines.follow(lines)
+                for gone in self._known - lines.keys():
+                    self.cluster.gone(gone)
+                self._known = set(lines)
+                self.cluster.tend(self._clock())
+            except Exception as error:
+                logger.warning("cannot ask where the replicas tell of themselves: %r", error)
+            await asyncio.sleep(LOOK_S)
+
+
+async def _compile() -> None:
+    """Have another process compile what placing takes, so that no request waits; then load it."""
+    command = sys.executable, "-c", "from headrace.router.cluster import warm; warm()"
+    child = await asyncio.create_subprocess_exec(*command)
+    try:
+        await child.wait()
+    finally:
+        if child.returncode is None:
+            child.kill()
+    await asyncio.to_thread(warm)
+
+
+async def _whole(reply: Reply) -> bytes:
+    """Raises ValueError: it is an error, or too long."""
+    if reply.status != 200:
+        raise ValueError(f"answered {reply.status}")
+    parts, size = [await reply.read_some()], 0
+    while parts[-1]:
+        size += len(parts[-1])
+        if size > MOST_KEYS_BYTES:
+            raise ValueError(f"more than {MOST_KEYS_BYTES} bytes")
+        parts.append(await reply.read_some())
+    return b"".join(parts)

@@ -1,0 +1,339 @@
+"""What a gateway knows of all replicas, and the plans that it makes by it.
+
+A replica's report says what is queued and runs there, and what its steps, loads and transfers cost.
+Between two reports, what this gateway has placed there is added: it is *booked* until a report says
+that the replica has heard of the plan. So neither a burst nor a late report makes several requests
+see the same idle replica, and nothing counts twice. A plan that a replica has not heard of within
+`BOOKED_S` is taken off again. Other gateways' requests show in the reports.
+
+Blocks that replicas hold come from their KV events (`blocks`); those that plans will make count as
+coming (`blocks.Expected`).
+
+Pure: no I/O, no clocks. One thread owns it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.router.blocks.expected import Expected
+from headrace.router.blocks.feed import GPU, Feed
+from headrace.router.blocks.index import BlockIndex
+from headrace.router.blocks.index import warm as warm_index
+from headrace.router.choose import Ages
+from headrace.router.place import NobodyAnswersError, PlaceRequest, place
+from headrace.router.plan import Plan, RouterSettings
+from headrace.router.tokens import acceptance
+from headrace.router.view import ELSEWHERE, WITHIN, View
+from headrace_engine.reporting.report import Report
+from headrace_engine.steptime import StepTime, pairs_of
+from headrace_kvstore.supply import Supply
+
+BOOKED_S = 5.0
+SILENT_S = 2.0
+"""A replica that has not reported for so long is not placed on; ten reports are missing then."""
+COMING_S = 30.0
+"""How long a plan's blocks may take to come, beyond three times what was predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that is to be placed.
+
+    Attributes:
+        keys: of its full blocks, [blocks] u64.
+        tokens: its length.
+        output_tokens_max: most that its answer may have.
+        local_only: why the replica that answers must prefill it, or None.
+        machine: whose store was asked; empty for none. stored: what that can supply.
+    """
+
+    keys: NDArray[np.uint64]
+    tokens: int
+    output_tokens_max: int = 1 << 20
+    local_only: str | None = None
+    machine: str = ""
+    stored: Sequence[Supply] = ()
+
+
+class _Booked(NamedTuple):
+    """A plan's share of an engine's work, until the engine's reports have it."""
+
+    at_s: float
+    tokens: int = 0
+    """Prompt tokens that the engine is to compute, and what they attend to."""
+    pairs: int = 0
+    context: int = 0
+    """Tokens of KV that its answer begins with, where it decodes."""
+    decodes: bool = False
+
+
+class Cluster:
+    """The replicas of one app.
+
+    Args:
+        settings: how prices are weighed.
+        rng: names plans, and spreads when the dearer kind is measured again.
+    """
+
+    def __init__(self, settings: RouterSettings, rng: random.Random | None = None) -> None:
+        self.index = BlockIndex()
+        self.feed = Feed(self.index)
+        self.counts: Counter[str] = Counter()
+        self._settings = settings
+        self._rng = rng or random.Random()
+        self._expected = Expected(self.index)
+        self._view: View | None = None
+        self._reports: dict[str, Report] = {}
+        self._booked: dict[str, dict[str, _Booked]] = {}
+        self._down: frozenset[str] = frozenset()
+        self._measured_s: dict[str, float] = {}
+
+    # What came
+
+    def report(self, report: Report, now_s: float) -> None:
+        """A replica has told how it stands; an earlier report than the last one is skipped.
+
+        Raises:
+            ValueError: its blocks are not those of the other replicas.
+        """
+        name, last, view = report.replica, self._reports.get(report.replica), self._view
+        if view is None:
+            view = self._view = View(report.block_tokens, report.token_bytes, self._settings)
+        if (report.block_tokens, report.token_bytes) != (view.block_tokens, view.token_bytes):
+            raise ValueError(
+                f"{name}: blocks of {report.block_tokens} tokens of {report.token_bytes} bytes; "
+                f"other replicas have {view.block_tokens} of {view.token_bytes}"
+            )
+        if last is not None and report.seq <= last.seq:
+            return
+        node = view.node(report.machine)
+        if last is None:
+            view.add(name, report.role, node, step_tokens=report.step_tokens)
+            self._booked[name] = {}
+        row = view.row(name)
+        if report.steps is not None and (last is None or report.steps != last.steps):
+            view.set_steps(row, StepTime.from_dict(report.steps))
+        self._reports[name] = report
+        for medium, (fixed_s, byte_s) in report.loads.items():
+            view.set_load(node, medium, fixed_s, byte_s)
+        engine = view.engines[row]
+        engine["node"], engine["hbm"] = node, self._holder(name)
+        engine["cold"] = False  # the replica that asks knows whether it has asked before
+        engine["share"], engine["draft_tokens"] = report.share, report.draft_tokens
+        if report.handoff is not None:
+            engine["handoff_s"], engine["handoff_error_s"] = report.handoff
+        if report.transfer is not None:
+            for link in (WITHIN, ELSEWHERE):
+                view.set_fit(link, *report.transfer)
+        booked = self._booked[name]
+        for plan in report.heard:
+            booked.pop(plan, None)
+        ahead = booked.values()
+        engine["running"], engine["context"] = report.running, report.context
+        engine["free_blocks"] = report.free_blocks
+        view.set_queue(
+            row,
+            report.queued_tokens + sum(each.tokens for each in ahead),
+            report.queued_pairs + sum(each.pairs for each in ahead),
+            now_s,
+        )
+        for each in ahead:
+            self._answers(row, each, 1)
+        self._judge(name, now_s)
+
+    def gone(self, replica: str) -> None:
+        """A replica is no longer there."""
+        if replica not in self._reports:
+            return
+        view = self._seen
+        holder = int(view.engines[view.row(replica)]["hbm"])
+        if holder >= 0:
+            self._expected.gone(holder)
+        view.remove(replica)
+        del self._reports[replica], self._booked[replica]
+
+    def tend(self, now_s: float) -> None:
+        """Notice what is over. To be called about once a second."""
+        self._expected.check(now_s)
+        self.index.tend()
+        for name, booked in self._booked.items():
+            for plan in [one for one, each in booked.items() if now_s - each.at_s > BOOKED_S]:
+                self._take_off(name, plan, now_s)
+                self.counts["unheard"] += 1
+            self._judge(name, now_s)
+        if self._view is None:
+            return
+        # All decode replicas measure these two for everybody.
+        self._view.acceptance = acceptance(list(self._reports.values()))
+        calls = [report.call for report in self._reports.values() if report.call is not None]
+        if calls:
+            engines = self._view.engines
+            engines["call_s"], engines["call_error_s"] = np.mean(calls, axis=0)
+
+    # Plans
+
+    def choices(self, down: Collection[str] = ()) -> int:
+        """Decode replicas that may answer.
+
+        Args:
+            down: replicas that may not be asked now.
+        """
+        if self._view is None:
+            return 0
+        changed = self._down ^ frozenset(down)
+        self._down = frozenset(down)
+        for name in changed & self._reports.keys():
+            engine = self._view.engines[self._view.row(name)]
+            engine[self._reports[name].role] = name not in self._down
+        return int(np.count_nonzero(self._view.engines["decode"]))
+
+    def plan(self, prompt: Prompt, now_s: float, down: Collection[str] = ()) -> Plan:
+        """Where to send a request; it is booked there.
+
+        Raises:
+            NobodyAnswersError: no decode replica may be asked.
+        """
+        if not self.choices(down):
+            raise NobodyAnswersError("no decode replica may be asked")
+        view = self._seen
+        keys = prompt.keys
+        held = np.maximum(self.index.match(keys), self._expected.match(keys))
+        plan = place(
+            view,
+            PlaceRequest(
+                # A name that no other gateway gives, and no client chose.
+                f"{self._rng.getrandbits(64):016x}",
+                prompt.tokens,
+                now_s,
+                held,
+                supplies=self._supplies(view, prompt),
+                affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
+                output_tokens_max=prompt.output_tokens_max,
+                local_only=prompt.local_only,
+                ages=self._ages(now_s),
+            ),
+        )
+        self._book(plan, prompt, now_s)
+        return plan
+
+    def withdraw(self, plan: Plan, now_s: float) -> None:
+        """A plan will not be carried out."""
+        self._expected.withdraw(plan.request_id)
+        for name in (plan.decode, plan.replica):
+            self._take_off(name, plan.request_id, now_s)
+        self.counts["withdrawn"] += 1
+
+    def stats(self, now_s: float) -> dict[str, Any]:
+        """JSON-able state."""
+        heard_s = [] if self._view is None else self._view.engines["heard_s"][self._rows()]
+        return {
+            "replicas": len(self._reports),
+            "oldest_report_s": round(now_s - min(heard_s, default=now_s), 3),
+            "booked": sum(map(len, self._booked.values())),
+            "plans": dict(self.counts),
+            "index": self.index.stats(),
+            "events": self.feed.stats(),
+            "coming": self._expected.stats(),
+        }
+
+    # Inside
+
+    @property
+    def _seen(self) -> View:
+        assert self._view is not None
+        return self._view
+
+    def _rows(self) -> list[int]:
+        return [self._seen.row(name) for name in self._reports]
+
+    def _holder(self, replica: str) -> int:
+        try:
+            return self.feed.holders(replica)[GPU]
+        except KeyError:
+            return -1
+
+    def _judge(self, name: str, now_s: float) -> None:
+        """Whether a replica may be asked."""
+        report, engine = self._reports[name], self._seen.engines[self._seen.row(name)]
+        fresh = now_s - float(engine["heard_s"]) <= SILENT_S
+        engine[report.role] = fresh and not report.draining and name not in self._down
+
+    def _supplies(self, view: View, prompt: Prompt) -> list[Sequence[Supply]] | None:
+        if not prompt.stored:
+            return None
+        supplies: list[Sequence[Supply]] = [()] * len(view.dram)
+        supplies[view.node(prompt.machine)] = prompt.stored
+        return supplies
+
+    def _ages(self, now_s: float) -> Ages:
+        never = now_s - self._settings.remeasure_s
+        return Ages(*(now_s - self._measured_s.get(kind, never) for kind in ("local", "remote")))
+
+    def _book(self, plan: Plan, prompt: Prompt, now_s: float) -> None:
+        self.counts[plan.kind] += 1
+        self.counts["prompt_tokens"] += prompt.tokens
+        self.counts["held_tokens"] += prompt.tokens - plan.compute_tokens
+        measured_s = now_s
+        if plan.explores:
+            # Not all gateways at once: the next look comes 0 to half a period later.
+            self.counts["explored"] += 1
+            measured_s += 0.5 * self._settings.remeasure_s * self._rng.random()
+        self._measured_s[plan.kind] = measured_s
+        tokens = plan.compute_tokens
+        work = _Booked(now_s, tokens, pairs_of(prompt.tokens - tokens, prompt.tokens))
+        answers = _Booked(now_s) if plan.replica else work
+        self._put(plan.decode, plan, answers._replace(context=prompt.tokens, decodes=True), now_s)
+        if plan.replica:
+            self._put(plan.replica, plan, work, now_s)
+        view = self._seen
+        rows = [view.row(name) for name in (plan.replica, plan.decode) if name]
+        holders = [int(view.engines[row]["hbm"]) for row in rows]
+        until_s = now_s + 3.0 * plan.predicted_ttft_s + COMING_S
+        self._expected.add(
+            plan.request_id, [one for one in holders if one >= 0], prompt.keys, until_s
+        )
+
+    def _put(self, name: str, plan: Plan, booked: _Booked, now_s: float) -> None:
+        self._booked[name][plan.request_id] = booked
+        row = self._seen.row(name)
+        self._seen.reserve(row, booked.tokens, booked.pairs, now_s)
+        self._answers(row, booked, 1)
+
+    def _take_off(self, name: str, plan: str, now_s: float) -> None:
+        booked = self._booked.get(name, {}).pop(plan, None)
+        if booked is not None:
+            row = self._seen.row(name)
+            self._seen.reserve(row, -booked.tokens, -booked.pairs, now_s)
+            self._answers(row, booked, -1)
+
+    def _answers(self, row: int, booked: _Booked, sign: int) -> None:
+        """Count a request among those that an engine decodes, or no more."""
+        if not booked.decodes:
+            return
+        view, engine = self._seen, self._seen.engines[row]
+        blocks = -(-booked.context // view.block_tokens)
+        engine["running"] += sign
+        engine["context"] += sign * booked.context
+        engine["free_blocks"] = max(0, engine["free_blocks"] - sign * blocks)
+
+
+def warm() -> None:
+    """Compile what placing takes, so that no request waits for it: a minute where it is not kept on
+    disk. Blocks."""
+    warm_index()
+    view = View(1, 1.0)
+    view.add("decode", "decode", view.node("here"))
+    view.reserve(0, 1, 1.0, 0.0)
+    place(view, PlaceRequest("", 1))
+    index = BlockIndex(2**20)
+    expected, keys = Expected(index), np.arange(2, dtype=np.uint64)
+    expected.add("", [index.open()], keys, 1.0)
+    expected.match(keys)

@@ -1,0 +1,125 @@
+"""Two gateways place requests on two decode and two prefill replicas: prompts go where their blocks
+are, through whichever gateway they come, and again after a gateway was killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.support.app import until
+from tests.support.served import MODEL, ServedApp
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
+
+CONVERSATIONS, TURNS = 8, 4
+HITS = 0.95
+"""Of the turns behind the first."""
+
+
+@pytest.fixture
+def client(served: ServedApp) -> Iterator[openai.OpenAI]:
+    """Sends again what a killed gateway took with it."""
+    # Each request comes over a connection of its own, so that both gateways get some.
+    http = httpx.Client(headers={"connection": "close"})
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=3, timeout=60, http_client=http
+    ) as client:
+        yield client
+
+
+class Conversation:
+    """Asks on with all that was said so far.
+
+    Attributes:
+        plans: of its turns.
+    """
+
+    def __init__(self, served: ServedApp, client: openai.OpenAI, seed: int) -> None:
+        self._served, self._client = served, client
+        self._random = random.Random(seed)
+        self._tokens: list[int] = self._words(400)
+        self.plans: list[dict[str, object]] = []
+
+    def turn(self) -> None:
+        self._tokens += self._words(100)
+        name = f"placing-{self._random.getrandbits(64):x}"
+        self._client.completions.create(
+            model=MODEL,
+            prompt=self._tokens,
+            max_tokens=8,
+            temperature=0,
+            extra_headers={"x-request-id": name},
+        )
+        plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=20).json()
+        self.plans.append({**plan, "prompt": len(self._tokens)})
+
+    def hits(self) -> list[bool]:
+        """Of each turn behind the first, whether the engine that prefilled had all blocks of the
+        turn before."""
+        return [
+            int(str(plan["cached_prefill_tokens" if plan["replica"] else "cached_decode_tokens"]))
+            >= int(str(before["prompt"])) // 16 * 16 - 16
+            for before, plan in zip(self.plans, self.plans[1:], strict=False)
+        ]
+
+    def _words(self, count: int) -> list[int]:
+        return [self._random.randrange(300, 1800) for _ in range(count)]
+
+
+def gateways(served: ServedApp) -> dict[int, dict[str, object]]:
+    """What each gateway knows of the replicas, by its process; asked until both have answered."""
+    found: dict[int, dict[str, object]] = {}
+    for _ in range(60):
+        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["gateway"]
+        found[status["pid"]] = status["router"]
+    return found
+
+
+def know_all(served: ServedApp) -> bool:
+    known = gateways(served)
+    return len(known) == 2 and all(each["replicas"] == 4 for each in known.values())
+
+
+def test_prompts_go_where_their_blocks_are(served: ServedApp, client: openai.OpenAI) -> None:
+    until(lambda: know_all(served), 180, "both gateways know of all replicas")
+    talks = [Conversation(served, client, seed) for seed in range(CONVERSATIONS)]
+    for _ in range(TURNS):
+        for talk in talks:
+            talk.turn()
+    plans = [plan for talk in talks for plan in talk.plans]
+    hits = [hit for talk in talks for hit in talk.hits()]
+    assert sum(hits) >= HITS * len(hits), [talk.hits() for talk in talks]
+    assert {plan["decode"] for plan in plans} == decode_replicas(served), "all work on one replica"
+    known = gateways(served).values()
+    assert all(each["plans"].get("local") or each["plans"].get("remote") for each in known)
+
+
+def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
+    served: ServedApp, client: openai.OpenAI
+) -> None:
+    talks = [Conversation(served, client, 100 + seed) for seed in range(CONVERSATIONS)]
+    for talk in talks:
+        talk.turn()
+    killed = min(gateways(served))
+    os.kill(killed, signal.SIGKILL)
+    for talk in talks:
+        talk.turn()
+    until(lambda: killed not in gateways(served) and know_all(served), 180, "there are two again")
+    time.sleep(1.0)  # for the snapshots
+    for _ in range(2):
+        for talk in talks:
+            talk.turn()
+    hits = [hit for talk in talks for hit in talk.hits()[-2:]]
+    assert sum(hits) >= HITS * len(hits), [talk.hits() for talk in talks]
+
+
+def decode_replicas(served: ServedApp) -> set[str]:
+    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
+    return {each["replica_id"] for each in status["replicas"] if each["role"] == "decode"}

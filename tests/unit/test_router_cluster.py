@@ -1,0 +1,180 @@
+"""What a gateway makes of the replicas' reports: nothing counts twice, nothing is forgotten."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.router.blocks.feed import GPU, Kind
+from headrace.router.cluster import BOOKED_S, SILENT_S, Cluster, Prompt
+from headrace.router.place import NobodyAnswersError
+from headrace.router.plan import RouterSettings
+from headrace_engine.reporting.report import Report
+from headrace_engine.steptime import StepTime
+from headrace_kvstore.supply import Supply
+
+BLOCK = 16
+KEYS = np.arange(1, 41, dtype=np.uint64)
+PROMPT = Prompt(KEYS, 40 * BLOCK + 3)
+
+
+def report(replica: str, seq: int = 0, **more: Any) -> Report:
+    told: dict[str, Any] = {
+        "role": "decode" if replica.startswith("d") else "prefill",
+        "machine": f"of {replica}",
+        "block_tokens": BLOCK,
+        "token_bytes": 1000.0,
+        "step_tokens": 2048,
+        "free_blocks": 10_000,
+        "steps": StepTime().to_dict(),
+    }
+    return Report(replica=replica, seq=seq, **{**told, **more})
+
+
+def cluster(*replicas: str, **settings: Any) -> Cluster:
+    """These replicas, each heard of at 0 s, each with an empty cache."""
+    made = Cluster(RouterSettings(**settings), random.Random(1))
+    for replica in replicas:
+        made.feed.join(replica, "e", Kind((GPU,), ownership=""), 0.0)
+        made.report(report(replica), 0.0)
+    return made
+
+
+def row(of: Cluster, replica: str) -> Any:
+    return of._seen.engines[of._seen.row(replica)]
+
+
+def hold(of: Cluster, replica: str, keys: np.ndarray) -> None:
+    of.index.stored(of.feed.holders(replica)[GPU], None, keys)
+
+
+# Where
+
+
+def test_without_a_decode_replica_nobody_answers() -> None:
+    for empty in (Cluster(RouterSettings()), cluster("p1")):
+        assert empty.choices() == 0
+        with pytest.raises(NobodyAnswersError):
+            empty.plan(PROMPT, 0.0)
+
+
+def test_a_prompt_goes_where_its_blocks_are() -> None:
+    two = cluster("d1", "d2")
+    hold(two, "d2", KEYS)
+    plan = two.plan(PROMPT, 0.0)
+    assert (plan.decode, plan.cached_decode_tokens) == ("d2", 40 * BLOCK)
+    assert two.stats(0.0)["plans"]["held_tokens"] == 40 * BLOCK
+
+
+def test_the_next_prompt_already_sees_what_a_plan_will_make() -> None:
+    two = cluster("d1", "d2")
+    first = two.plan(PROMPT, 0.0)
+    again = two.plan(PROMPT, 0.0)
+    assert again.decode == first.decode
+    assert again.cached_decode_tokens == 40 * BLOCK
+
+
+def test_prompts_that_have_nothing_in_common_are_spread() -> None:
+    four = cluster("d1", "d2", "d3", "d4")
+    plans = [four.plan(Prompt(KEYS + np.uint64(100 * n), 643), 0.0) for n in range(4)]
+    assert {plan.decode for plan in plans} == {"d1", "d2", "d3", "d4"}
+
+
+def test_what_a_machines_store_supplies_is_loaded_there() -> None:
+    one = cluster("d1")
+    stored = [Supply("dram", 40 * BLOCK)]
+    plan = one.plan(Prompt(KEYS, PROMPT.tokens, machine="of d1", stored=stored), 0.0)
+    assert plan.loaded_from == {"dram": 40 * BLOCK}
+
+
+def test_a_replica_that_may_not_be_asked_gets_nothing() -> None:
+    two = cluster("d1", "d2")
+    hold(two, "d2", KEYS)
+    assert two.plan(PROMPT, 0.0, down=["d2"]).decode == "d1"
+    assert two.choices() == 2, "it may be asked again"
+    two.report(report("d2", 1, draining=True), 0.1)
+    assert two.choices() == 1
+    two.report(report("d2", 2), 0.2)
+    two.report(report("d1", 1), SILENT_S + 0.1)
+    two.tend(SILENT_S + 0.3)
+    assert two.plan(PROMPT, SILENT_S + 0.3).decode == "d1", "d2 is silent"
+    two.gone("d1")
+    two.report(report("d2", 3), SILENT_S + 0.4)
+    assert two.plan(PROMPT, SILENT_S + 0.4).decode == "d2"
+
+
+# What counts
+
+
+def test_a_plan_counts_until_a_report_has_heard_of_it_and_never_twice() -> None:
+    one = cluster("d1")
+    plan = one.plan(PROMPT, 0.0)
+    assert (row(one, "d1")["queued_tokens"], row(one, "d1")["running"]) == (643, 1)
+    one.report(report("d1", 1), 0.0)
+    assert (row(one, "d1")["queued_tokens"], row(one, "d1")["running"]) == (643, 1)
+    assert row(one, "d1")["free_blocks"] == 10_000 - 41
+    told = {"queued_tokens": 643, "running": 1, "free_blocks": 9_959}
+    one.report(report("d1", 2, heard=(plan.request_id,), **told), 0.0)
+    assert {name: row(one, "d1")[name] for name in told} == told
+    one.report(report("d1", 3, **{**told, "queued_tokens": 0}), 0.1)
+    assert row(one, "d1")["queued_tokens"] == 0
+
+
+def test_a_plan_that_nobody_hears_of_is_taken_off() -> None:
+    one = cluster("d1")
+    one.plan(PROMPT, 0.0)
+    one.tend(BOOKED_S + 0.1)
+    assert (row(one, "d1")["queued_tokens"], row(one, "d1")["running"]) == (0, 0)
+    assert one.counts["unheard"] == 1
+
+
+def test_a_plan_that_is_withdrawn_leaves_nothing() -> None:
+    one = cluster("d1")
+    plan = one.plan(PROMPT, 0.0)
+    one.withdraw(plan, 0.0)
+    assert (row(one, "d1")["queued_tokens"], row(one, "d1")["running"]) == (0, 0)
+    assert one.plan(PROMPT, 0.0).cached_decode_tokens == 0
+
+
+def test_a_remote_plan_is_booked_where_it_computes_and_where_it_answers() -> None:
+    both = cluster("d1", "p1", policy="remote")
+    plan = both.plan(PROMPT, 0.0)
+    assert (plan.decode, plan.replica) == ("d1", "p1")
+    assert (row(both, "p1")["queued_tokens"], row(both, "p1")["running"]) == (643, 0)
+    assert (row(both, "d1")["queued_tokens"], row(both, "d1")["running"]) == (0, 1)
+
+
+def test_reports_out_of_order_and_of_other_blocks_are_left_out() -> None:
+    one = cluster("d1")
+    one.report(report("d1", 5, running=7), 0.1)
+    one.report(report("d1", 4, running=3), 0.2)
+    assert row(one, "d1")["running"] == 7
+    with pytest.raises(ValueError, match="blocks of 32 tokens"):
+        one.report(report("d2", block_tokens=32), 0.2)
+    assert one.choices() == 1
+
+
+def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() -> None:
+    four = cluster("d1", "d2", "p1", "p2")
+    four.report(report("d1", 1, call=(0.2, 0.1)), 0.1)
+    four.report(report("d2", 1, call=(0.4, 0.1)), 0.1)
+    four.tend(0.2)
+    assert row(four, "p1")["call_s"] == pytest.approx(0.3)
+    assert row(four, "p2")["call_error_s"] == pytest.approx(0.1)
+
+
+def test_a_kind_that_was_not_measured_for_long_is_measured_again() -> None:
+    both = cluster("d1", "p1", remeasure_s=1.0)
+    kinds = set[str]()
+    for second in range(0, 400, 2):
+        now_s = float(second)
+        for name in ("d1", "p1"):
+            both.report(report(name, second + 1), now_s)
+        plan = both.plan(Prompt(KEYS + np.uint64(100 * second), 643), now_s)
+        kinds.add(plan.kind)
+        both.withdraw(plan, now_s)
+    assert kinds == {"local", "remote"}
+    assert both.counts["explored"] > 0
