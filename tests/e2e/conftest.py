@@ -1,5 +1,5 @@
-"""The order of the end-to-end tests, which share one app: faults and its end come last. Then come an
-app that cannot draft, and one of several replicas and gateways."""
+"""The order of the end-to-end tests, which share one app. Faults and its end come last, and behind
+them an app that cannot draft and one of several replicas and gateways."""
 
 from __future__ import annotations
 
