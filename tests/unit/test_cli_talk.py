@@ -1,4 +1,4 @@
-"""`headrace chat` and `headrace status`, without an endpoint."""
+"""`headrace chat`, `headrace status` and `headrace explain`, without an endpoint."""
 
 import io
 from collections.abc import Iterable
@@ -6,12 +6,14 @@ from collections.abc import Iterable
 import pytest
 from rich.console import Console
 
-from headrace.cli import state
+from headrace.cli import explain, state
 from headrace.cli.chat import Conversation
 from headrace.cli.console import CliError, human_bytes, human_seconds
 from headrace.cli.deploy import DeploymentProgress, Progress, cause, failure
 from headrace.cli.display import Display
 from headrace.cli.status import render
+from headrace.router.place import PlaceRequest, place
+from headrace.router.view import View
 
 
 def test_a_conversation_remembers_what_was_said() -> None:
@@ -81,6 +83,13 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
         ],
         "plans": {"local": 7, "remote": 3},
         "nixl_bytes": 3 * 2**20,
+        "gateway": {
+            "router": {
+                "plans": {"local": 5, "prompt_tokens": 1000, "held_tokens": 250},
+                "replicas": 2,
+                "oldest_report_s": 0.21,
+            }
+        },
     }
     out = io.StringIO()
     instance = state.Instance("default", "t", endpoint="http://127.0.0.1:8000", model="smollm2")
@@ -94,8 +103,31 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
         "3.0 MiB, 1 failed",
         "plans: 7 local, 3 remote",
         "moved over NIXL: 3.0 MiB",
+        "placed by this gateway: 5 local, 0 remote; 25% of their prompt tokens were held; "
+        "2 replicas known, oldest report 0.2 s",
         "base_s 0.0218, samples 40",
         'remote prefill at abcdefgh is off: {"state": "open", "reason": "timed out"}',
+    ):
+        assert part in text, text
+
+
+def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:
+    view = View(16, 1000.0)
+    for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode")):
+        view.add(name, role, view.node("here"))  # type: ignore[arg-type]
+    plan = place(view, PlaceRequest("cmpl-1", 2000, output_tokens_max=8, ttft_target_s=1e-3))
+    out = io.StringIO()
+    explain.render(plan.to_dict(), Console(file=out, width=160))
+    text = out.getvalue()
+    chosen, (other, *_) = plan.decode, plan.runners_up
+    for part in (
+        f"cmpl-1: local: answered by {chosen}",
+        "prompt: 2000 tokens: 2000 compute",
+        f"{plan.predicted['local.compute']:.4f}",
+        f"{plan.predicted['remote.total']:.4f}",
+        f"because {plan.reasons[0]}",
+        f"next: {other.total_s:.3f} s on {other.decode}, ",
+        "no choice keeps every target: this breaks the TTFT target",
     ):
         assert part in text, text
 

@@ -200,6 +200,20 @@ def status(name: NameOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+def explain(
+    request_id: Annotated[
+        str, typer.Argument(help="The request's id: x-request-id of its answer.", metavar="REQUEST")
+    ],
+    name: NameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the plan of a request: where it went, at what predicted price, and why."""
+    from headrace.cli import explain as command
+
+    command.explain(request_id, name, as_json=as_json)
+
+
+@app.command()
 def chat(
     message: Annotated[
         str | None, typer.Argument(help="Question to ask. Without it, a conversation starts.")

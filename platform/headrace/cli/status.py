@@ -57,6 +57,9 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
     moved = data.get("nixl_bytes")
     words = ", ".join(f"{count} {kind}" for kind, count in plans.items()) or "none yet"
     out.print(f"plans: {words}", markup=False)
+    placed = (data.get("gateway") or {}).get("router")
+    if placed:
+        out.print(f"placed by this gateway: {placement(placed)}", markup=False)
     if moved is not None:
         out.print(f"moved over NIXL: {human_bytes(moved)}", markup=False)
     for replica in replicas:
@@ -69,6 +72,17 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
                     where = name[:8] or "any replica"
                     text = f"remote prefill at {where} is off: {json.dumps(breaker)}"
                     out.print(text, markup=False)
+
+
+def placement(router: dict[str, Any]) -> str:
+    """What a gateway knows of the replicas, and how it has placed requests."""
+    plans = router["plans"]
+    kinds = ", ".join(f"{plans.get(kind, 0)} {kind}" for kind in ("local", "remote"))
+    held = plans.get("held_tokens", 0) / max(1, plans.get("prompt_tokens", 0))
+    return (
+        f"{kinds}; {held:.0%} of their prompt tokens were held; "
+        f"{router['replicas']} replicas known, oldest report {router['oldest_report_s']:.1f} s"
+    )
 
 
 def replica_table(replicas: list[dict[str, Any]]) -> Table:

@@ -1,0 +1,56 @@
+"""`headrace explain`: prints the plan of one request, `GET /headrace/v1/plans/{request_id}`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli import client
+from headrace.cli.console import stdout
+
+
+def explain(request_id: str, name: str | None, *, as_json: bool) -> None:
+    """Print a plan. Raises CliError if no instance runs, or none remembers the request."""
+    instance = client.running_instance(name)
+    plan = client.get_json(instance, f"/headrace/v1/plans/{quote(request_id, safe='')}")
+    if as_json:
+        print(json.dumps(plan, indent=2))
+    else:
+        render(plan, stdout())
+
+
+def render(plan: dict[str, Any], out: Console) -> None:
+    """Print a plan: what was chosen, from where the KV comes, and the arithmetic."""
+
+    def say(text: str) -> None:
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    where = f"prefilled by {plan['replica'] or plan['prefill']}, " if plan["prefill"] else ""
+    say(f"{plan['request_id']}: {plan['kind']}: {where}answered by {plan['decode']}")
+    runs = ", ".join(f"{run['tokens']} {run['source']}" for run in plan["runs"])
+    say(f"prompt: {plan['prompt_tokens']} tokens: {runs}")
+    out.print(price_table(plan["predicted"]))
+    say(f"because {plan['reasons'][0]}")
+    for other in plan["runners_up"]:
+        by = f"prefilled by {other['prefill']}" if other["prefill"] else "prefilled there"
+        say(f"next: {other['total_s']:.3f} s on {other['decode']}, {by}")
+    if plan["refusal"]:
+        say(f"no choice keeps every target: this {' and '.join(plan['refusal']['reasons'])}")
+
+
+def price_table(predicted: dict[str, float]) -> Table:
+    """One row per part of the price: seconds of the best local and the best remote choice."""
+    table = Table(title="predicted seconds", title_justify="left")
+    table.add_column("part")
+    parts = list(dict.fromkeys(part.partition(".")[2] for part in predicted))
+    parts.sort(key=lambda part: part == "total")
+    for kind in ("local", "remote"):
+        table.add_column(kind, justify="right")
+    for part in parts:
+        told = (predicted.get(f"{kind}.{part}") for kind in ("local", "remote"))
+        table.add_row(part.replace("_", " "), *("" if s is None else f"{s:.4f}" for s in told))
+    return table
