@@ -43,6 +43,7 @@ logger = logging.getLogger("headrace.kvstore")
 
 DRAM, NVME, OBJECT = "DRAM", "NVME", "OBJECT"
 LOCAL = "LOCAL"
+BLOCKS_TOPIC, REPORT_TOPIC = b"", b"report"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 BATCH_BLOCKS = 4096
 KEPT_BYTES = 64 * 2**20
