@@ -79,6 +79,17 @@ class Replica:
         return info
 
 
+class Timed(Lines):
+    """Knows how much processor time each of its turns takes."""
+
+    longest_s = 0.0
+
+    def _turn(self) -> None:
+        began_s = time.thread_time()
+        super()._turn()
+        self.longest_s = max(self.longest_s, time.thread_time() - began_s)
+
+
 class Gateway:
     """A feed, and the lines that fill it."""
 
@@ -86,7 +97,7 @@ class Gateway:
         self.index = BlockIndex(2**24)
         self.feed = Feed(self.index, silent_s=silent_s)
         self.reports: list[Report] = []
-        self.lines = Lines(self.feed, self.reports.append)
+        self.lines = Timed(self.feed, self.reports.append)
 
     def follow(self, *replicas: Replica) -> None:
         self.lines.follow({replica.name: replica.info for replica in replicas})
@@ -441,7 +452,7 @@ async def test_a_flood_of_blocks_leaves_the_loop_its_turns(
     replica.change(True, *range(64))
     gateway.follow(replica)
     await until(lambda: gateway.has("a", *range(64)))
-    gateway.lines.longest_turn_s = 0.0
+    gateway.lines.longest_s = 0.0
     turns = 0
     numbers = list(range(64, 100_000))
     flood = threading.Thread(
@@ -457,8 +468,8 @@ async def test_a_flood_of_blocks_leaves_the_loop_its_turns(
         await asyncio.sleep(0)
     flood.join()
     assert turns > 50
-    # A turn ends 4 ms after it began, with the message that is being read; then comes noise.
-    assert gateway.lines.longest_turn_s < 0.05
+    # A turn ends 4 ms after it began, with the message that is being read.
+    assert 0.0 < gateway.lines.longest_s < 0.01
     assert gateway.lines.stats()["longest_turn_s"] > 0.0
 
 
@@ -468,8 +479,14 @@ async def test_the_whole_state_of_a_large_engine_comes_in_pages(
     replica.held = {block(number): None for number in range(100_000)}
     replica.line.resync()
     await until(lambda: replica.line.stats()["batches"] >= 25)
+    small = Replica("b", "another-token-of-its-own")
+    small.change(True, 0)
+    gateway.follow(small)
+    await until(lambda: gateway.has("b", 0))  # compiled by now
+    gateway.lines.longest_s = 0.0
     gateway.follow(replica)
     await until(lambda: gateway.index.entries == 100_000)
+    small.line.close()
     match = gateway.index.match(keys(*range(1000)))
     assert match[gateway.lines.holder("a")] == 1000
-    assert gateway.lines.longest_turn_s < 0.05
+    assert gateway.lines.longest_s < 0.02
