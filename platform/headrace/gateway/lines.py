@@ -155,7 +155,9 @@ class Lines:
             if known is not None:
                 self._drop(self._sources.pop(name))
             if len(self._sources) >= MOST_LINES:
-                self._complain(known or _Source(name, info), "refused", "too many lines")
+                if not self.counts["refused"]:
+                    logger.warning("more than %d lines: the others are not followed", MOST_LINES)
+                self.counts["refused"] += 1
                 continue
             source = _Source(name, info)
             self._sources[name] = source
