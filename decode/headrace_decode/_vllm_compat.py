@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
-from headrace_decode.internal import TENANT
+from headrace_decode.internal import PLAN, TENANT
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.speculation.request import request_arguments
@@ -213,6 +213,7 @@ class PlannedLLM(AsyncLLM):
                         salt=salt,
                         priority=kwargs.get("priority", 0),
                         trace_headers=trace_headers,
+                        plan_id=plan.plan_id,
                     )
                 )
 
@@ -226,6 +227,7 @@ class PlannedLLM(AsyncLLM):
             token_ids=token_ids or (),
             salt=salt or "",
             local_only=why_local(prompt, token_ids, params, kwargs),
+            plan=PLAN.get(),
             submit=submit,
             prefill=prefill,
             release=release,
