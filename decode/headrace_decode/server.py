@@ -32,7 +32,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
+from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning, keys_route
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.internal import InternalOnly
@@ -171,7 +171,7 @@ class DecodeServer(PDDecodeServer):
         self._tasks.append(asyncio.create_task(self._keep_obeying()))
         if wiring.listen is not None:
             self._port = InFlight(app, max_ongoing_requests)
-            guarded = InternalOnly(self._port, self._token)
+            guarded = InternalOnly(keys_route(self._port, app, self.engine.llm), self._token)
             self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
             self._line = self._open_line()
         self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
