@@ -106,29 +106,31 @@ class ReplicaPlanner:
             given: a gateway's plan (`router.wire`), which is checked.
         """
         started = time.perf_counter()
-        plan, stale = None, None
-        if given is not None:
-            plan, stale = self._adopted(given, PlanRequest(request_id, token_ids, salt, local_only))
-        if plan is None:
+        request = PlanRequest(request_id, token_ids, salt, local_only)
+        came, stale = self._read(given) if given is not None else (None, None)
+        if came is not None:
+            stale = self.router.why_stale(came, request)
+        if came is not None and stale is None:
+            plan = self.router.adopt(came, request)
+        else:
             stored = await self._stored(token_ids, salt, local_only)
-            request = PlanRequest(request_id, token_ids, salt, local_only, stored)
-            plan = self.router.plan(request, stale)
+            plan = self.router.plan(replace(request, stored_decode=stored), stale)
+        if came is not None:
+            self.router.heard(came)
         self._plans[request_id] = plan
         self.metrics.planned(plan.kind, time.perf_counter() - started)
         self._changed()
         return plan
 
-    def _adopted(self, given: bytes, request: PlanRequest) -> tuple[Plan | None, str | None]:
-        """The plan that came, taken up; or why it is not."""
+    def _read(self, given: bytes) -> tuple[Plan | None, str | None]:
+        """The plan that came, or why there is none."""
         try:
-            came = wire.decode(given)
+            return wire.decode(given), None
         except ValueError as error:
             if not self._unreadable_logged:
                 self._unreadable_logged = True
                 logger.warning("a gateway sends plans that cannot be read: %s", error)
             return None, str(error)
-        stale = self.router.why_stale(came, request)
-        return (self.router.adopt(came, request), None) if stale is None else (None, stale)
 
     async def _stored(
         self, token_ids: Sequence[int], salt: str, local_only: str | None

@@ -62,7 +62,7 @@ def test_a_stale_plan_is_replaced_and_the_reasons_say_so() -> None:
     made = plan(mine, gateways(decode="d2"))
     assert made.reasons[0] == "the gateway's plan is stale: it is for d2"
     assert (made.plan_id, store.asked) == ("", 1)
-    assert mine.report_fields()["heard"] == ()
+    assert mine.report_fields()["heard"] == ("g-1",), "its gateway may forget it"
     plans = mine.snapshot()["plans"]
     assert (plans["adopted"], plans["stale"]) == (0, 1)
 

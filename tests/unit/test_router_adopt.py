@@ -139,10 +139,10 @@ def test_a_report_names_the_plans_of_the_last_two_seconds_by_the_gateways_ids(
     router: Router, clock: Clock
 ) -> None:
     for number in range(300):
-        router.adopt(replace(LOCAL, request_id=f"g-{number}"), request(f"r{number}"))
+        router.heard(replace(LOCAL, request_id=f"g-{number}"))
     assert router.report_fields()["heard"] == tuple(f"g-{n}" for n in range(44, 300))
     clock.now_s += 2.1
-    router.adopt(REMOTE, request())
+    router.heard(REMOTE)
     assert router.report_fields()["heard"] == ("g-1",)
 
 

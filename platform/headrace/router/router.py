@@ -42,7 +42,7 @@ from headrace_engine.steptime import StepTime, pairs_of
 
 _PLANS_KEPT = 1_000
 HEARD_S, MOST_HEARD = 2.0, 256
-"""Of the gateways' plans that a replica says it has taken up: for how long, and how many."""
+"""Of the gateways' plans that a replica says it has heard of: for how long, and how many."""
 
 
 class Router:
@@ -82,8 +82,8 @@ class Router:
         self._counts = dict.fromkeys(
             ("local", "remote", "explored", "fell_back", "adopted", "stale"), 0
         )
-        #: When which gateway's plan was taken up.
-        self._adopted: deque[tuple[float, str]] = deque(maxlen=MOST_HEARD)
+        #: When which gateway's plan was heard of.
+        self._heard: deque[tuple[float, str]] = deque(maxlen=MOST_HEARD)
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
         self._prefill_steps_seen = False
         # Never measured counts as just stale: the dearer side is tried below twice the price.
@@ -127,7 +127,6 @@ class Router:
         if request.request_id in self._active:
             self.finished(request.request_id)
         self._counts["adopted"] += 1
-        self._adopted.append((now, plan.request_id))
         mine = replace(
             plan,
             request_id=request.request_id,
@@ -135,6 +134,11 @@ class Router:
             prefill=None if plan.prefill is None else self._prefill,
         )
         return self._start(mine, request, hashes, now)
+
+    def heard(self, plan: Plan) -> None:
+        """A gateway's plan has been taken up or replaced: what became of it is in the next report,
+        so the gateway need not reckon with the plan any more."""
+        self._heard.append((self._clock(), plan.request_id))
 
     def _hashes(self, request: PlanRequest) -> list[bytes]:
         seed = chain_seed(request.salt)
@@ -441,7 +445,7 @@ class Router:
                 max(0.0, now - self._local_measured_s),
                 max(0.0, now - self._remote_measured_s),
             ),
-            "heard": tuple(plan_id for at, plan_id in self._adopted if now - at <= HEARD_S),
+            "heard": tuple(plan_id for at, plan_id in self._heard if now - at <= HEARD_S),
         }
 
     def snapshot(self) -> dict[str, Any]:
