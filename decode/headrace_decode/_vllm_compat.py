@@ -26,7 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import PLAN, TENANT, ASGIApp
-from headrace_decode.keys import RENDER_ONLY, KeysRoute, Prompt, Rendered
+from headrace_decode.keys import RENDER_ONLY, KeysRoute, Prompt, Rendered, Supplies
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.speculation.request import request_arguments
@@ -300,15 +300,22 @@ def application_without_engine() -> Any:
     return build_app(args, supported_tasks=("generate",))
 
 
-def keys_route(behind: ASGIApp, app: Any, llm: PlannedLLM) -> KeysRoute:
+def keys_route(
+    behind: ASGIApp,
+    app: Any,
+    llm: PlannedLLM,
+    supplies: Supplies | None = None,
+    machine: str = "",
+) -> KeysRoute:
     """Answers which blocks a prompt has, in front of `behind`.
 
     Args:
         app: vLLM's application over the engine; its handlers render the prompts.
+        supplies, machine: as for `KeysRoute`.
     """
     cache = llm.vllm_config.cache_config
     hasher = BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
-    return KeysRoute(behind, partial(rendered, app.state), hasher)
+    return KeysRoute(behind, partial(rendered, app.state), hasher, supplies, machine)
 
 
 async def rendered(state: Any, target: str, body: dict[str, Any]) -> Prompt | None:

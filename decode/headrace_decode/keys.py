@@ -13,7 +13,8 @@ The route is part of the replica's own port and not of its application, so no cl
 
     POST /headrace/internal/keys  {"target": "/v1/chat/completions", "body": {...}}
     {"prompt_tokens": 300, "keys": base64 of u64 little-endian [blocks], "max_tokens": 64,
-     "local_only": null or why only a decode replica can prefill it}
+     "local_only": null or why only a decode replica can prefill it,
+     "machine": Ray's id of this node, "stored": [[medium, tokens, seconds to wait], ...]}
     {"keys": null, "why": "..."}
 """
 
@@ -30,12 +31,15 @@ from typing import Any
 
 from headrace_decode.internal import ASGIApp
 from headrace_kvstore.prompt_hash import keys_of
+from headrace_kvstore.supply import Supply
 
 logger = logging.getLogger("headrace.decode")
 
 PATH = "/headrace/internal/keys"
 RENDER_ONLY: ContextVar[bool] = ContextVar("headrace_render_only", default=False)
 """Whether this task wants a prompt rendered and not computed."""
+
+Supplies = Callable[[Sequence[int], str], Awaitable[Sequence[Supply]]]
 
 _TEXT = frozenset(
     [
@@ -80,6 +84,8 @@ class KeysRoute:
         app: what answers everything else.
         render: (target, body) -> the prompt of a client's request; None if there is not one.
         hashes: (token ids, salt) -> the engine's hashes of the prompt's full blocks.
+        supplies: (token ids, salt) -> what this machine's store could supply, in tokens.
+        machine: its id.
     """
 
     def __init__(
@@ -87,8 +93,11 @@ class KeysRoute:
         app: ASGIApp,
         render: Callable[[str, dict[str, Any]], Awaitable[Prompt | None]],
         hashes: Callable[[Sequence[int], str], list[bytes]],
+        supplies: Supplies | None = None,
+        machine: str = "",
     ) -> None:
         self._app, self._render, self._hashes = app, render, hashes
+        self._supplies, self._machine = supplies, machine
         self._logged: set[type] = set()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
@@ -123,19 +132,28 @@ class KeysRoute:
             prompt = await self._render(target, body)
             if prompt is None or not prompt.token_ids:
                 return {"keys": None, "why": "there is no prompt of tokens"}
-            hashes = self._hashes(prompt.token_ids, prompt.salt) if prompt.plain else []
-            return {
-                "prompt_tokens": len(prompt.token_ids),
-                "keys": base64.b64encode(keys_of(hashes).astype("<u8").tobytes()).decode(),
-                "max_tokens": prompt.max_tokens,
-                "local_only": prompt.local_only,
-            }
+            return await self._told(prompt)
         except Exception as error:
             # Mostly the client's fault, of which the request itself will tell.
             level = logging.DEBUG if type(error) in self._logged else logging.INFO
             self._logged.add(type(error))
             logger.log(level, "a prompt was not rendered for a gateway: %r", error)
             return {"keys": None, "why": type(error).__name__}
+
+    async def _told(self, prompt: Prompt) -> dict[str, Any]:
+        named = (prompt.token_ids, prompt.salt)
+        hashes = self._hashes(*named) if prompt.plain else []
+        stored: Sequence[Supply] = ()
+        if self._supplies is not None and prompt.plain and prompt.local_only is None:
+            stored = await self._supplies(*named)
+        return {
+            "prompt_tokens": len(prompt.token_ids),
+            "keys": base64.b64encode(keys_of(hashes).astype("<u8").tobytes()).decode(),
+            "max_tokens": prompt.max_tokens,
+            "local_only": prompt.local_only,
+            "machine": self._machine,
+            "stored": [list(run) for run in stored],
+        }
 
 
 def why_not(body: dict[str, Any]) -> str | None:

@@ -57,6 +57,7 @@ class ReplicaPlanner:
     """A `Router` as a decode replica uses it (`headrace_decode.server.PrefillAwarePlanner`).
 
     Attributes:
+        machine: Ray's id of the node, whose store this is.
         on_change: called on the event loop when a request begins, gets on or ends, so that
             `report_fields` say something new.
     """
@@ -74,7 +75,7 @@ class ReplicaPlanner:
         self.metrics = RayPlanMetrics()
         self._meter = meter
         self._store = store
-        self._machine = machine
+        self.machine = machine
         self._plans: dict[str, Plan] = {}
         self.on_change: list[Callable[[], None]] = []
         self._unreadable_logged = False
@@ -113,7 +114,7 @@ class ReplicaPlanner:
         if came is not None and stale is None:
             plan = self.router.adopt(came, request)
         else:
-            stored = await self._stored(token_ids, salt, local_only)
+            stored = () if local_only is not None else await self.supplies(token_ids, salt)
             plan = self.router.plan(replace(request, stored_decode=stored), stale)
         if came is not None:
             self.router.heard(came)
@@ -132,15 +133,14 @@ class ReplicaPlanner:
                 logger.warning("a gateway sends plans that cannot be read: %s", error)
             return None, str(error)
 
-    async def _stored(
-        self, token_ids: Sequence[int], salt: str, local_only: str | None
-    ) -> Sequence[Supply]:
-        if self._store is None or local_only is not None:
+    async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]:
+        """Leading tokens of a prompt that this machine's store could supply, by medium."""
+        if self._store is None:
             return ()
-        stored = await self._store.supplies(token_ids, salt, self.router.block_compute_s)
+        found = await self._store.supplies(token_ids, salt, self.router.block_compute_s)
         if self._store.survey_failures:
             self.metrics.surveys_failed(self._store.survey_failures)
-        return stored
+        return found
 
     def remote_failed(self, request_id: str, why: str) -> Plan:
         self.metrics.failed()
@@ -166,7 +166,7 @@ class ReplicaPlanner:
                 cached_tokens=result.cached_tokens,
                 computed_tokens=result.computed_tokens,
                 replica=result.replica,
-                shares_store=result.machine == self._machine,
+                shares_store=result.machine == self.machine,
             ),
         )
         self._changed()

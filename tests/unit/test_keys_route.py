@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headrace_decode.keys import PATH, KeysRoute, Prompt, why_not
+from headrace_kvstore.supply import Supply
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -79,13 +80,33 @@ async def test_the_keys_of_a_prompts_blocks_are_told_as_numbers_of_64_bits() -> 
     told = await ask(behind, question())
     keys = np.frombuffer(base64.b64decode(told.pop("keys")), "<u8")
     assert keys.tolist() == [5, 2**40]
-    assert told == {"prompt_tokens": 2, "max_tokens": 64, "local_only": "n > 1"}
+    assert told == {
+        "prompt_tokens": 2,
+        "max_tokens": 64,
+        "local_only": "n > 1",
+        "machine": "",
+        "stored": [],
+    }
     assert behind.rendered == [("/v1/chat/completions", CHAT)]
 
 
 async def test_a_prompt_whose_hashes_need_more_than_its_tokens_has_no_keys_but_a_length() -> None:
     told = await ask(Behind(Prompt([5, 6], "", 64, "an adapter", plain=False)), question())
     assert (told["prompt_tokens"], told["keys"]) == (2, "")
+
+
+async def test_what_the_machines_store_could_supply_is_told_where_it_would_be_used() -> None:
+    async def supplies(token_ids: Sequence[int], salt: str) -> list[Supply]:
+        return [Supply("dram", len(token_ids)), Supply("nvme", 16, 0.5)]
+
+    for prompt, stored in (
+        (Prompt([5, 6], "", 64), [["dram", 2, 0.0], ["nvme", 16, 0.5]]),
+        (Prompt([5, 6], "", 64, "n > 1"), []),
+        (Prompt([5, 6], "", 64, plain=False), []),
+    ):
+        behind = Behind(prompt)
+        told = await KeysRoute(behind, behind.render, hashes, supplies, "a").answer(question())
+        assert (told["machine"], json.loads(json.dumps(told["stored"]))) == ("a", stored)
 
 
 @pytest.mark.parametrize("answer", [None, Prompt((), "", 0), ValueError("bad"), RuntimeError("x")])

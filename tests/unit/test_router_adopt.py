@@ -33,12 +33,23 @@ def test_a_plan_for_this_replica_and_prompt_is_carried_out(router: Router) -> No
     for given in (LOCAL, REMOTE):
         assert router.why_stale(given, request()) is None
         mine = router.adopt(given, request(given.kind))
-        assert mine == replace(given, request_id=given.kind, plan_id="g-1")
+        assert replace(mine, timeout_s=given.timeout_s) == replace(
+            given, request_id=given.kind, plan_id="g-1"
+        )
         assert router.explain(given.kind) == mine
         told = mine.to_dict()
         assert (told["made_by"], told["plan_id"]) == ("gateway", "g-1")
     plans = router.snapshot()["plans"]
     assert (plans["adopted"], plans["local"], plans["remote"], plans["stale"]) == (2, 1, 1, 0)
+
+
+def test_a_prefill_replica_that_was_never_asked_gets_the_time_that_the_first_call_takes(
+    router: Router,
+) -> None:
+    assert router.adopt(REMOTE, request("a")).timeout_s == router.settings.timeout_cold_s
+    router.prefill_done("a", PrefillReport(0.5, 0.0, 0.4, 0, TOKENS, "x"))
+    router.first_token("a", 1.0, 0)
+    assert router.adopt(REMOTE, request("b")).timeout_s == REMOTE.timeout_s
 
 
 def test_a_plan_of_the_routers_own_says_so(router: Router) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,11 +38,10 @@ from headrace.router.plan import (
     RouterSettings,
 )
 from headrace.router.sides import ANY, PrefillSide, PrefillSides
+from headrace_engine.reporting.ahead import HeardPlans
 from headrace_engine.steptime import StepTime, pairs_of
 
 _PLANS_KEPT = 1_000
-HEARD_S, MOST_HEARD = 2.0, 256
-"""Of the gateways' plans that a replica says it has heard of: for how long, and how many."""
 
 
 class Router:
@@ -82,8 +81,7 @@ class Router:
         self._counts = dict.fromkeys(
             ("local", "remote", "explored", "fell_back", "adopted", "stale"), 0
         )
-        #: When which gateway's plan was heard of.
-        self._heard: deque[tuple[float, str]] = deque(maxlen=MOST_HEARD)
+        self._heard = HeardPlans()
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
         self._prefill_steps_seen = False
         # Never measured counts as just stale: the dearer side is tried below twice the price.
@@ -127,18 +125,18 @@ class Router:
         if request.request_id in self._active:
             self.finished(request.request_id)
         self._counts["adopted"] += 1
-        mine = replace(
-            plan,
-            request_id=request.request_id,
-            plan_id=plan.request_id,
-            prefill=None if plan.prefill is None else self._prefill,
-        )
+        mine = replace(plan, request_id=request.request_id, plan_id=plan.request_id)
+        if plan.prefill is not None:
+            # Only who asks knows whether it has asked there before.
+            cold_s = self.settings.timeout_cold_s if self.sides[plan.replica].cold else 0.0
+            timeout_s = max(plan.timeout_s, cold_s)
+            mine = replace(mine, prefill=self._prefill, timeout_s=timeout_s)
         return self._start(mine, request, hashes, now)
 
     def heard(self, plan: Plan) -> None:
         """A gateway's plan has been taken up or replaced: what became of it is in the next report,
         so the gateway need not reckon with the plan any more."""
-        self._heard.append((self._clock(), plan.request_id))
+        self._heard.add(plan.request_id, self._clock())
 
     def _hashes(self, request: PlanRequest) -> list[bytes]:
         seed = chain_seed(request.salt)
@@ -445,7 +443,7 @@ class Router:
                 max(0.0, now - self._local_measured_s),
                 max(0.0, now - self._remote_measured_s),
             ),
-            "heard": tuple(plan_id for at, plan_id in self._heard if now - at <= HEARD_S),
+            "heard": self._heard.recent(now),
         }
 
     def snapshot(self) -> dict[str, Any]:
