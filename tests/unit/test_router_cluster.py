@@ -168,7 +168,7 @@ def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() 
 
 
 def test_a_kind_that_was_not_measured_for_long_is_measured_again() -> None:
-    both = cluster("d1", "p1", remeasure_s=1.0)
+    both = cluster("d1", "p1", remeasure_s=20.0)
     kinds = set[str]()
     for second in range(0, 400, 2):
         now_s = float(second)

@@ -233,7 +233,7 @@ class Cluster:
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """JSON-able state."""
-        heard_s = [] if self._view is None else self._view.engines["heard_s"][self._rows()]
+        heard_s: Any = () if self._view is None else self._view.engines["heard_s"][self._rows()]
         return {
             "replicas": len(self._reports),
             "oldest_report_s": round(now_s - min(heard_s, default=now_s), 3),
