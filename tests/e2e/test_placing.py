@@ -99,9 +99,6 @@ def test_prompts_go_where_their_blocks_are(served: ServedApp, client: openai.Ope
     hits = [hit for talk in talks for hit in talk.hits()]
     assert sum(hits) >= HITS * len(hits), [talk.plans for talk in talks]
     assert all(plan["plan_id"] for plan in plans), "a gateway has made each plan"
-    assert {plan["decode"] for plan in plans} == decode_replicas(served), "all work on one replica"
-    known = gateways(served).values()
-    assert all(each["plans"].get("local") or each["plans"].get("remote") for each in known)
 
 
 def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
@@ -122,7 +119,3 @@ def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
     hits = [hit for talk in talks for hit in talk.hits()[-2:]]
     assert sum(hits) >= HITS * len(hits), [talk.plans for talk in talks]
 
-
-def decode_replicas(served: ServedApp) -> set[str]:
-    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
-    return {each["replica_id"] for each in status["replicas"] if each["role"] == "decode"}
