@@ -82,8 +82,8 @@ class MeteredVLLMEngine(VLLMEngine):
     async def shutdown(self) -> None:
         """End the engine's processes, so that they take their shared memory with them."""
         await super().shutdown()
-        if getattr(self, "events", None) is not None:
-            await asyncio.to_thread(self.events.close)
+        if (events := getattr(self, "events", None)) is not None:
+            await asyncio.to_thread(events.close)
         if getattr(self, "llm", None) is not None:
             await asyncio.to_thread(self.llm.shutdown)
 

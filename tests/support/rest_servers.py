@@ -21,7 +21,7 @@ from tests.support.program import ROOT, engine_environment, say
 
 NAME = "smollm2"
 TOKEN = "of the replica's port"
-BLOCK_TOKENS = 32
+BLOCK_TOKENS = 128
 
 
 @contextlib.contextmanager

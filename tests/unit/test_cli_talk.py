@@ -6,12 +6,13 @@ from collections.abc import Iterable
 import pytest
 from rich.console import Console
 
-from headrace.cli import explain, state
+from headrace.cli import state
 from headrace.cli.chat import Conversation
 from headrace.cli.console import CliError, human_bytes, human_seconds
 from headrace.cli.deploy import DeploymentProgress, Progress, cause, failure
 from headrace.cli.display import Display
-from headrace.cli.status import render
+from headrace.cli.show import explain
+from headrace.cli.show.status import render
 from headrace.router.place import PlaceRequest, place
 from headrace.router.view import View
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.serve._private.common import RUNNING_REQUESTS_KEY
+from vllm import SamplingParams
 
+from headrace_decode._vllm_compat import PlannedLLM
+from headrace_decode.internal import PLAN
 from headrace_decode.server import DecodeServer
 from headrace_engine.handoff import PrefillRequest
 from headrace_engine.serving.orders import Notes, Obedience
+from tests.support.orchestrated import FakePlan
 
 
 class Call:
@@ -65,6 +69,34 @@ async def test_a_prompt_is_sent_to_the_replica_that_the_plan_names() -> None:
     request = PrefillRequest("r", b"", replica="y")
     assert await DecodeServer._prefill(server, request) == "done"
     assert server._prefills.asked == [((request,), {"replica": "y"})]
+
+
+async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() -> None:
+    asked: list[PrefillRequest] = []
+
+    async def prefill(request: PrefillRequest) -> None:
+        asked.append(request)
+
+    planning: Any = SimpleNamespace(
+        prefill_call=prefill, gate=SimpleNamespace(turn=None), meter=SimpleNamespace()
+    )
+    token = PLAN.set(b"as it came")
+    try:
+        work = PlannedLLM._work(
+            cast(Any, None),
+            planning,
+            cast(Any, None),
+            {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"},
+            SamplingParams(),
+            "r",
+            {},
+        )
+    finally:
+        PLAN.reset(token)
+    assert work.plan == b"as it came"
+    await work.prefill(FakePlan("prefill", replica="x", plan_id="g-1"))
+    [request] = asked
+    assert (request.plan_id, request.replica, request.salt) == ("g-1", "x", "s")
 
 
 async def test_orders_in_force_are_carried_out_once() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace.gateway.lines import MOST_MESSAGE_BYTES, LineInfo, Lines
+from headrace.gateway.placing.lines import MOST_MESSAGE_BYTES, LineInfo, Lines
 from headrace.router.blocks.feed import Feed
 from headrace.router.blocks.hashing import key_of
 from headrace.router.blocks.index import BlockIndex, warm
@@ -417,7 +417,7 @@ async def test_garbage_is_counted_and_costs_nothing_else(
 async def test_a_replay_that_is_garbage_or_never_ends_is_given_up(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.gateway.lines.REPLAY_S", 0.3)
+    monkeypatch.setattr("headrace.gateway.placing.lines.REPLAY_S", 0.3)
     member = Member()
     gateway.lines.follow({"bad": member.info})
     router = member.sockets[1]

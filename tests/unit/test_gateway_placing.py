@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from headrace.gateway import placing
-from headrace.gateway.lines import LineInfo
-from headrace.gateway.placing import KEYS_TARGET, Placer
+from headrace.gateway.placing import placer as placing
+from headrace.gateway.placing.lines import LineInfo
+from headrace.gateway.placing.placer import KEYS_TARGET, Placer
 from headrace.router.blocks.feed import GPU, Kind
 from headrace.router.plan import RouterSettings
 from headrace.router.wire import decode

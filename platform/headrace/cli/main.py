@@ -194,7 +194,7 @@ def _to_stop(name: str | None, everything: bool) -> list[Instance]:
 @app.command()
 def status(name: NameOption = None, as_json: JsonOption = False) -> None:
     """Show replicas, queues, KV cache use, transfers, plans and fitted cost models."""
-    from headrace.cli import status as command
+    from headrace.cli.show import status as command
 
     command.status(name, as_json=as_json)
 
@@ -208,7 +208,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Show the plan of a request: where it went, at what predicted price, and why."""
-    from headrace.cli import explain as command
+    from headrace.cli.show import explain as command
 
     command.explain(request_id, name, as_json=as_json)
 

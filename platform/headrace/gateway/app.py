@@ -32,7 +32,7 @@ from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes
 from headrace.gateway.pick import affinity_key, draftable_tokens
-from headrace.gateway.placing import Placer
+from headrace.gateway.placing.placer import Placer
 from headrace.gateway.relay import Call, Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream

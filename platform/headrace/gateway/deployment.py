@@ -23,9 +23,9 @@ from ray.serve.schema import ApplicationStatus
 
 from headrace.gateway import ReplicaInfo, build_gateway_app
 from headrace.gateway.asgi import Receive, Scope, Send
-from headrace.gateway.lines import LineInfo
 from headrace.gateway.listen import serve_gateway
-from headrace.gateway.placing import Placer
+from headrace.gateway.placing.lines import LineInfo
+from headrace.gateway.placing.placer import Placer
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
 from headrace_decode.tenants import Tenants

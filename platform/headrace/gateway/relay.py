@@ -29,7 +29,7 @@ from headrace.gateway.backend import GatewayOptions, ReplicaInfo
 from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
-from headrace.gateway.placing import Placed, Placer
+from headrace.gateway.placing.placer import Placed, Placer
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 from headrace_decode.routes import Route

@@ -233,7 +233,7 @@ class Cluster:
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """JSON-able state."""
-        heard_s = [] if self._view is None else self._view.engines["heard_s"][self._rows()]
+        heard_s: Any = () if self._view is None else self._view.engines["heard_s"][self._rows()]
         return {
             "replicas": len(self._reports),
             "oldest_report_s": round(now_s - min(heard_s, default=now_s), 3),
@@ -274,8 +274,10 @@ class Cluster:
         return supplies
 
     def _ages(self, now_s: float) -> Ages:
-        never = now_s - self._settings.remeasure_s
-        return Ages(*(now_s - self._measured_s.get(kind, never) for kind in ("local", "remote")))
+        # What was never measured counts as just stale when the first plan is made.
+        stale_s = now_s - self._settings.remeasure_s
+        kinds = ("local", "remote")
+        return Ages(*(now_s - self._measured_s.setdefault(kind, stale_s) for kind in kinds))
 
     def _book(self, plan: Plan, prompt: Prompt, now_s: float) -> None:
         self.counts[plan.kind] += 1

@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.errors import Headers
-from headrace.gateway.lines import LineInfo, Lines
+from headrace.gateway.placing.lines import LineInfo, Lines
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 from headrace.router.cluster import Cluster, Prompt, warm

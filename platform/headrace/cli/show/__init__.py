@@ -1,0 +1,1 @@
+"""What a running instance tells, as tables."""
