@@ -129,6 +129,16 @@ def test_a_gap_is_asked_for_once_and_what_came_meanwhile_is_taken_in_order(bench
     assert bench.feed.complete("e") and bench.asked() == []
 
 
+def test_a_batch_that_none_followed_is_asked_for_once_its_number_is_known(bench: Bench) -> None:
+    bench.hear(1, stored(0, 2))
+    bench.feed.alive("e", 0.0, 2)
+    assert bench.asked() == []
+    bench.feed.alive("e", 0.0, 3)
+    assert bench.asked() == [2]
+    bench.answer((2, (stored(2, 4),)))
+    assert bench.blocks() == 4 and bench.asked() == []
+
+
 def test_a_replay_that_brings_a_part_is_asked_to_go_on(bench: Bench) -> None:
     bench.hear(4, stored(3, 4))
     assert bench.asked() == [1]

@@ -220,7 +220,7 @@ class Source:
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Source]:
     source = Source(tmp_path, kept_bytes=6000)
-    sent(source, 1)  # the whole state comes first; changes before that would go into it
+    until(lambda: source.publisher.resyncs == 1)  # changes before that would go into the state
     yield source
     source.close()
 

@@ -5,7 +5,8 @@ The structs are field for field those of `vllm.distributed.kv_events` (0.29), so
 the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEventPublisher`:
 
     PUB    ("", sequence number: 8 bytes big-endian, batch)
-           ("report", number, report) where reports are published, too; an empty one is a beat
+           ("report", number, number of the next batch, report) where reports are published, too;
+           an empty one is a beat
     replay  REQ or DEALER sends ("", first number wanted), ROUTER answers with
             ("", "", number, batch) for each batch, and ("", "", -1, "") in the end
 
@@ -25,7 +26,8 @@ for a batch that is gone, or that was never sent because the node was restarted,
 its beginning. A block may be published twice; an index of hashes does not mind.
 
 Reports are bytes to this module. They are numbered by themselves, and only the newest is sent: a
-subscriber that misses some loses nothing.
+subscriber that misses some loses nothing. From the number of the next batch it learns that it has
+missed the last one.
 """
 
 from __future__ import annotations
@@ -355,8 +357,8 @@ class EventPublisher:
         report = self._report.popleft() if self._report else b""
         self._reported_s = time.monotonic()
         if zmq.PUB in self._sockets:
-            number = self.reports.to_bytes(8, "big")
-            self._sockets[zmq.PUB].send_multipart((REPORT_TOPIC, number, report))
+            numbers = [each.to_bytes(8, "big") for each in (self.reports, self.log.next_seq)]
+            self._sockets[zmq.PUB].send_multipart((REPORT_TOPIC, *numbers, report))
         self.reports += 1
         return min(REPORT_GAP_S, POLL_S)
 

@@ -10,6 +10,7 @@ that it belongs to the app. What comes goes three ways:
 
 A source is named by its replica's id and has one holder, the engine's own KV cache. A source that
 is silent for as long as the feed allows loses its holder; it gets a new one when it is heard again.
+Before that its connection is made anew: ZeroMQ does not do so after all errors.
 
 All work is done on the event loop, in pieces: after `TURN_S` the rest waits for the loop's next
 turn, one source after the other. What a source sends faster than it is read is dropped at
@@ -53,6 +54,8 @@ REPLAY_S = 5.0
 """Without a message a replay is over by then."""
 LARGE_REPLAY = 100
 """Batches in an answer behind which more is asked for at once: it was one part of many."""
+SILENT_S = 2.0
+"""After that a connection is made anew: ten beats are missing."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
 """So that a connection to a machine that vanished is made anew."""
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
@@ -105,6 +108,8 @@ class _Source:
         self.replayed = 0
         """Batches of the present replay."""
         self.joined = False
+        self.heard_s = 0.0
+        """When it was heard last, or connected."""
         self.last_report = -1
         self.complained = False
 
@@ -239,6 +244,8 @@ class Lines:
             stream.socket.close(0)
 
     def _connect(self, source: _Source) -> None:
+        self._close(source.events)
+        source.heard_s = self._clock()
         source.events = self._open(source, zmq.SUB, source.info.events)
         if source.events is not None:
             self._wake(source.events)
@@ -266,7 +273,8 @@ class Lines:
                 self.counts["replays_given_up"] += 1
                 self._end_replay(source)
         for source in self._sources.values():
-            if source.events is None:
+            if source.events is None or now_s - source.heard_s > SILENT_S:
+                self.counts["connected_anew"] += 1
                 self._connect(source)
             else:  # an event of the socket's descriptor may stand for several messages
                 self._wake(source.events)
@@ -353,26 +361,29 @@ class Lines:
 
     def _take(self, source: _Source, frames: list[bytes]) -> bytes:
         """Take a message of the line; a report's bytes if it is one that counts."""
-        if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
+        source.heard_s = self._clock()
+        topic, *numbers, payload = frames if len(frames) > 1 else (b"", b"")
+        expected = {BLOCKS_TOPIC: 1, REPORT_TOPIC: 2}.get(topic)
+        if expected is None:
+            self.counts["unknown_topics"] += 1  # of a later version
+            return b""
+        if len(numbers) != expected or any(len(each) != _NUMBER_BYTES for each in numbers):
             self._complain(source, "malformed", f"a message of {len(frames)} frames")
             return b""
-        topic, number, payload = frames
-        seq = int.from_bytes(number, "big", signed=True)
+        seq, *next_seq = (int.from_bytes(number, "big", signed=True) for number in numbers)
         if topic == BLOCKS_TOPIC:
             self._hear(source, seq, payload)
-        elif topic == REPORT_TOPIC:
-            self._feed_alive(source)
+        else:
+            self._alive(source, *next_seq)
             if seq > source.last_report:
                 source.last_report = seq
                 return payload
-        else:
-            self.counts["unknown_topics"] += 1  # of a later version
         return b""
 
-    def _feed_alive(self, source: _Source) -> None:
+    def _alive(self, source: _Source, next_seq: int) -> None:
         if not source.joined:
             self._join(source)
-        self._feed.alive(source.name, self._clock())
+        self._feed.alive(source.name, self._clock(), next_seq)
 
     def _take_report(self, source: _Source, payload: bytes) -> None:
         try:

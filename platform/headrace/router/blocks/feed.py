@@ -258,10 +258,17 @@ class Feed:
 
     # What came
 
-    def alive(self, source: str, now_s: float) -> None:
-        """A source has shown itself otherwise."""
-        if source in self._sources:
-            self._sources[source].heard_s = now_s
+    def alive(self, source: str, now_s: float, next_seq: int = 0) -> None:
+        """A source has shown itself otherwise.
+
+        Args:
+            next_seq: number that its next batch will have, if it said so: those before it that have
+                not come are missing.
+        """
+        known = self._sources.get(source)
+        if known is not None:
+            known.heard_s = now_s
+            known.end = max(known.end, next_seq)
 
     def heard(
         self, source: str, epoch: str, seq: int, payload: bytes, now_s: float, replay: bool = False
