@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("headrace.router")
+
+MEASURED_KEPT = 1_000
+"""Requests whose first token is remembered, as the router remembers plans."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class ReplicaPlanner:
         self._store = store
         self.machine = machine
         self._plans: dict[str, Plan] = {}
+        self._measured: OrderedDict[str, dict[str, float]] = OrderedDict()
         self.on_change: list[Callable[[], None]] = []
         self._unreadable_logged = False
         meter.alone_s = router.step_alone_s
@@ -173,6 +178,10 @@ class ReplicaPlanner:
 
     def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
         self.router.first_token(request_id, seconds_from_plan, cached_tokens)
+        told = {"ttft_s": seconds_from_plan, "cached_tokens": cached_tokens}
+        self._measured[request_id] = told
+        while len(self._measured) > MEASURED_KEPT:
+            self._measured.popitem(last=False)
         plan = self._plans.get(request_id)
         if plan is not None and plan.predicted_ttft_s > 0:
             self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
@@ -196,8 +205,13 @@ class ReplicaPlanner:
         return self.router.sides.in_doubt(time.monotonic())
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
+        """The plan of a request that is remembered, and what became of it: `measured` has seconds
+        from the plan to the first token, and prompt tokens that the engine found in its cache or
+        got from elsewhere; None before the first token."""
         plan = self.router.explain(request_id)
-        return plan.to_dict() if plan is not None else None
+        if plan is None:
+            return None
+        return {**plan.to_dict(), "measured": self._measured.get(request_id)}
 
     def snapshot(self) -> dict[str, Any]:
         return self.router.snapshot()

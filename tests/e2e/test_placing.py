@@ -118,4 +118,3 @@ def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
             talk.turn()
     hits = [hit for talk in talks for hit in talk.hits()[-2:]]
     assert sum(hits) >= HITS * len(hits), [talk.plans for talk in talks]
-

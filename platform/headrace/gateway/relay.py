@@ -37,6 +37,7 @@ from headrace_decode.routes import Route
 TENANT_HEADER = b"x-headrace-tenant"
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
+MOST_PLACED_HEAD_BYTES = 32 * 1024
 
 _DYING = frozenset({500, 502, 503})
 # Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
@@ -240,6 +241,8 @@ class Relay:
         """The plan for a call, where there is something to plan."""
         if self._placer is None or call.route is None or call.method != "POST":
             return None
+        if sum(len(name) + len(value) for name, value in call.headers) > MOST_PLACED_HEAD_BYTES:
+            return None  # with the plan, the head might be too long for the replica
         began = perf_counter()
         try:
             return await self._placer.place(

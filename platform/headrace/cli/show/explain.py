@@ -34,7 +34,13 @@ def render(plan: dict[str, Any], out: Console) -> None:
     runs = ", ".join(f"{run['tokens']} {run['source']}" for run in plan["runs"])
     say(f"prompt: {plan['prompt_tokens']} tokens: {runs}")
     out.print(price_table(plan["predicted"]))
-    say(f"because {plan['reasons'][0]}")
+    say(f"planned by a {plan['made_by']}, because {plan['reasons'][0]}")
+    measured = plan.get("measured")
+    if measured:
+        say(
+            f"measured: first token after {measured['ttft_s']:.3f} s, "
+            f"{measured['cached_tokens']:.0f} prompt tokens from a cache or elsewhere"
+        )
     for other in plan["runners_up"]:
         by = f"prefilled by {other['prefill']}" if other["prefill"] else "prefilled there"
         say(f"next: {other['total_s']:.3f} s on {other['decode']}, {by}")
