@@ -20,6 +20,7 @@ class Line:
 
     def __init__(self) -> None:
         self.reports: list[Report] = []
+        self.followed = True
 
     def report(self, report: Report) -> None:
         self.reports.append(report)
@@ -85,6 +86,19 @@ async def test_a_replica_where_nothing_happens_reports_all_the_same() -> None:
     reporter = Reporter(line, lambda: IDENTITY, facts())
     await asyncio.sleep(3.5 * EVERY_S)
     assert 3 <= len(line.reports) <= 4
+    reporter.close()
+
+
+async def test_nothing_is_reported_while_nobody_listens() -> None:
+    line: Any = Line()
+    line.followed = False
+    reporter = Reporter(line, lambda: IDENTITY, facts())
+    reporter.changed()
+    await asyncio.sleep(0.05)
+    assert line.reports == []
+    line.followed = True
+    await asyncio.sleep(1.5 * EVERY_S)
+    assert line.reports
     reporter.close()
 
 

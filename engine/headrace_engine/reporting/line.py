@@ -61,6 +61,11 @@ class Line:
             "token": self._token,
         }
 
+    @property
+    def followed(self) -> bool:
+        """Whether a gateway listens."""
+        return self._publisher.followed
+
     def report(self, report: Report) -> None:
         """Tell how the replica stands. Sent at once, or 20 ms after the report before; of those
         that wait only the newest is sent. Its `seq` is set here.

@@ -71,8 +71,8 @@ class EngineFacts:
 
 
 class Reporter:
-    """Reports at each change, at most every 20 ms, and every `EVERY_S` without one. Made and used
-    on the replica's event loop.
+    """Reports at each change, at most every 20 ms, and every `EVERY_S` without one, while anybody
+    listens. Made and used on the replica's event loop.
 
     Args:
         line: where reports go.
@@ -114,6 +114,8 @@ class Reporter:
     def _report(self) -> None:
         self._reported_s = self._loop.time()
         self._arm(self._reported_s + EVERY_S)
+        if not self._line.followed:
+            return
         try:
             fields: dict[str, Any] = {}
             for fact in self._facts:

@@ -223,14 +223,14 @@ class EventPublisher:
     ) -> None:
         self._contents, self._beats = contents, beats
         self._context = zmq.Context()
-        ends = {zmq.PUB: endpoint, zmq.ROUTER: replay_endpoint}
+        ends = {zmq.XPUB: endpoint, zmq.ROUTER: replay_endpoint}
         self._sockets: dict[int, zmq.Socket[bytes]] = {
             kind: self._context.socket(kind) for kind, end in ends.items() if end is not None
         }
         self._guard = None if members is None else members.guard(*self._sockets.values())
         self.log = EventLog(kept_bytes)
         try:
-            self.endpoint = self._bind(zmq.PUB, endpoint)
+            self.endpoint = self._bind(zmq.XPUB, endpoint)
             self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint)
         except BaseException:
             self._destroy(0)
@@ -242,6 +242,8 @@ class EventPublisher:
         self._report: deque[bytes] = deque(maxlen=1)
         self._reported_s = -BEAT_S
         self.resyncs = self.dropped_batches = self.replays = self.reports = 0
+        self.followed = False
+        """Whether there is a subscriber. Reports and beats are sent to nobody else."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -316,9 +318,12 @@ class EventPublisher:
                 return
 
     def _turn(self) -> None:
-        replay = self._sockets.get(zmq.ROUTER)
+        replay, subscribers = self._sockets.get(zmq.ROUTER), self._sockets.get(zmq.XPUB)
         if replay is not None and replay.poll(0):
             self._answer(replay)
+        if subscribers is not None and subscribers.poll(0):
+            # ZeroMQ says when the first one has come, and when the last one has gone.
+            self.followed = subscribers.recv()[:1] == b"\1"
         if self._behind.is_set() or self.log.full:
             # What waits was made before the state is taken, and later changes to the same blocks
             # may have been dropped: it goes. What comes and is not dropped from here on is told
@@ -332,7 +337,9 @@ class EventPublisher:
                 self._send(events)
             self.log.forget_before(first)
             self.resyncs += 1
-        wait_s = self._send_report() if self._beats else POLL_S
+        wait_s = POLL_S
+        if self._beats:
+            wait_s = self._send_report() if self.followed else BEAT_S
         try:
             changes = self._queue.get(timeout=wait_s)
         except queue.Empty:
@@ -343,8 +350,8 @@ class EventPublisher:
     def _send(self, events: list[Any]) -> int:
         payload = self._encoder.encode(EventBatch(time.time(), events, 0))
         seq = self.log.add(payload)
-        if zmq.PUB in self._sockets:
-            self._sockets[zmq.PUB].send_multipart((BLOCKS_TOPIC, seq.to_bytes(8, "big"), payload))
+        if zmq.XPUB in self._sockets:
+            self._sockets[zmq.XPUB].send_multipart((BLOCKS_TOPIC, seq.to_bytes(8, "big"), payload))
         return seq
 
     def _send_report(self) -> float:
@@ -356,9 +363,9 @@ class EventPublisher:
             return min(due_s - silent_s, POLL_S)
         report = self._report.popleft() if self._report else b""
         self._reported_s = time.monotonic()
-        if zmq.PUB in self._sockets:
+        if zmq.XPUB in self._sockets:
             numbers = [each.to_bytes(8, "big") for each in (self.reports, self.log.next_seq)]
-            self._sockets[zmq.PUB].send_multipart((REPORT_TOPIC, *numbers, report))
+            self._sockets[zmq.XPUB].send_multipart((REPORT_TOPIC, *numbers, report))
         self.reports += 1
         return min(REPORT_GAP_S, POLL_S)
 
