@@ -101,6 +101,9 @@ class NeighbourProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Linux shares processors among sessions first: in that of the hostile client, its
+            # clock would wait for what the client does.
+            start_new_session=True,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         print(self._asked, file=self._process.stdin, flush=True)
