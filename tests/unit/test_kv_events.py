@@ -345,6 +345,19 @@ def test_a_publisher_that_cannot_keep_up_tells_everything_anew(tmp_path: Path) -
     source.close()
 
 
+def test_a_publisher_knows_whether_anybody_listens(source: Source) -> None:
+    publisher = source.publisher
+    assert not publisher.followed
+    first, second = source.subscribe(), source.subscribe()
+    second.socket.setsockopt(zmq.SUBSCRIBE, b"one of two topics")
+    until(lambda: len(publisher._topics) == 2)
+    second.context.destroy(0)
+    until(lambda: len(publisher._topics) == 1)
+    assert publisher.followed, "the first one listens"
+    first.context.destroy(0)
+    until(lambda: not publisher.followed)
+
+
 def test_replay_requests_that_are_none_are_ignored(source: Source) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)

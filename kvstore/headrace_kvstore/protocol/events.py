@@ -63,6 +63,8 @@ SEND_QUEUE = 1000
 """Batches that wait for one subscriber; it replays what is beyond."""
 REPLAYED_BATCHES = SEND_QUEUE // 2
 POLL_S = 0.02
+MOST_TOPICS = 64
+"""That are remembered; a subscriber needs one."""
 MOST_REQUEST_BYTES = 4096
 """Of a request for replay."""
 REPORT_GAP_S = 0.02
@@ -242,8 +244,8 @@ class EventPublisher:
         self._report: deque[bytes] = deque(maxlen=1)
         self._reported_s = -BEAT_S
         self.resyncs = self.dropped_batches = self.replays = self.reports = 0
-        self.followed = False
-        """Whether there is a subscriber. Reports and beats are sent to nobody else."""
+        self._topics: set[bytes] = set()
+        """That somebody has subscribed to."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -271,6 +273,11 @@ class EventPublisher:
     def resync(self) -> None:
         """Publish the whole state: a subscriber may have missed changes."""
         self._behind.set()
+
+    @property
+    def followed(self) -> bool:
+        """Whether there is a subscriber. Reports and beats are sent to nobody else."""
+        return bool(self._topics)
 
     def report(self, report: bytes) -> None:
         """Publish a report: at once, or `REPORT_GAP_S` after the one before, unless a newer one has
@@ -322,8 +329,7 @@ class EventPublisher:
         if replay is not None and replay.poll(0):
             self._answer(replay)
         if subscribers is not None and subscribers.poll(0):
-            # ZeroMQ says when the first one has come, and when the last one has gone.
-            self.followed = subscribers.recv()[:1] == b"\1"
+            self._subscribed(subscribers.recv())
         if self._behind.is_set() or self.log.full:
             # What waits was made before the state is taken, and later changes to the same blocks
             # may have been dropped: it goes. What comes and is not dropped from here on is told
@@ -346,6 +352,16 @@ class EventPublisher:
             return
         for events in batches(changes):
             self._send(events)
+
+    def _subscribed(self, message: bytes) -> None:
+        """ZeroMQ says that a topic has its first subscriber, or has none any more."""
+        kind, topic = message[:1], message[1:]
+        if kind == b"\1" and len(self._topics) < MOST_TOPICS:
+            self._topics.add(topic)
+        elif kind == b"\0":
+            self._topics.discard(topic)
+        if not self._topics:
+            self._report.clear()  # it would be old news to the next one
 
     def _send(self, events: list[Any]) -> int:
         payload = self._encoder.encode(EventBatch(time.time(), events, 0))

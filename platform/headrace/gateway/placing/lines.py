@@ -302,7 +302,11 @@ class Lines:
             self._replaying[source] = None
             source.replayed, source.replay_until_s = 0, now_s + REPLAY_S
             wanted = ask.seq.to_bytes(_NUMBER_BYTES, "big")
-            source.replay.socket.send_multipart((b"", wanted), zmq.NOBLOCK)
+            try:
+                source.replay.socket.send_multipart((b"", wanted), zmq.NOBLOCK)
+            except zmq.ZMQError:  # refused already; the feed asks again
+                self.counts["replays_given_up"] += 1
+                self._end_replay(source)
 
     def _end_replay(self, source: _Source) -> None:
         self._close(source.replay)
