@@ -19,6 +19,23 @@ FRESH_S = 5.0
 """Prices that are older are not told: an engine whose steps take that long has others by now."""
 
 
+def drafting_facts(prices: Mapping[str, Any] | None, running: int) -> dict[str, Any]:
+    """What a replica's report tells of drafting.
+
+    Args:
+        prices: of `DraftingReports`.
+        running: requests that the engine runs; the next one is counted beside them.
+    """
+    if prices is None:
+        return {}
+    depths = prices["draft_tokens"]
+    return {
+        "draft_tokens": depths[min((running + 1).bit_length(), len(depths)) - 1],
+        "tested_tokens": prices["tested_tokens"],
+        "right_tokens": prices["right_tokens"],
+    }
+
+
 class DraftingReports:
     """Asks for a report every `INTERVAL_S`, for ever."""
 

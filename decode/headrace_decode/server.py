@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from ray import serve
+from ray import get_runtime_context, serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
@@ -37,13 +37,14 @@ from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.internal import InternalOnly
 from headrace_decode.orchestrate import Orchestrator, Planner
-from headrace_decode.report import DraftingReports
+from headrace_decode.report import DraftingReports, drafting_facts
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
-from headrace_engine._vllm_compat import compute_gate
+from headrace_engine._vllm_compat import compute_gate, engine_facts
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
+from headrace_engine.reporting.replica import ReplicaLine
 from headrace_engine.serving._ray_compat import (
     max_ongoing_requests,
     ongoing_requests,
@@ -136,6 +137,7 @@ class DecodeServer(PDDecodeServer):
         self._prefills = prefill_server
         self._listener: Listener | None = None
         self._port: InFlight | None = None
+        self._line: ReplicaLine | None = None
         self._token = secrets.token_urlsafe(32)
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
@@ -171,6 +173,7 @@ class DecodeServer(PDDecodeServer):
             self._port = InFlight(app, max_ongoing_requests)
             guarded = InternalOnly(self._port, self._token)
             self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
+            self._line = self._open_line()
         self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
 
     # Orchestration happens below vLLM's OpenAI layer, so both entrances are the plain server's.
@@ -211,6 +214,26 @@ class DecodeServer(PDDecodeServer):
         except asyncio.CancelledError:
             response.cancel()  # or the prefill engine would go on computing for nobody
             raise
+
+    def _open_line(self) -> ReplicaLine:
+        """Have gateways know at all times how this replica stands, and what its engine holds."""
+        line = ReplicaLine(
+            serve.get_replica_context().replica_id.unique_id,
+            "decode",
+            get_runtime_context().get_node_id(),
+            token=self._token,
+            host=get_node_ip_address(),
+            events=self.engine.events,
+            engine=engine_facts(self.engine.vllm_config, self.engine.meter),
+            facts=self._facts,
+        )
+        getattr(self._planner, "on_change", []).append(line.changed)
+        return line
+
+    def _facts(self) -> dict[str, Any]:
+        rows = self.engine.meter.running
+        planned: dict[str, Any] = getattr(self._planner, "report_fields", dict)()
+        return {**planned, **drafting_facts(self._drafting.prices, rows)}
 
     def _watch_members(self) -> None:
         """Have the planner know which prefill replicas run."""
@@ -263,6 +286,9 @@ class DecodeServer(PDDecodeServer):
 
     async def __del__(self) -> None:
         """Finish the requests of the own port, then end; see `serving.draining`."""
+        line = getattr(self, "_line", None)
+        if line is not None:
+            line.drains()
         listener = getattr(self, "_listener", None)
         if listener is not None:
             # Requests of a dead engine end by themselves, and its place is wanted.
@@ -271,6 +297,8 @@ class DecodeServer(PDDecodeServer):
                 await listener.stop(grace)
         for task in getattr(self, "_tasks", ()):
             task.cancel()
+        if line is not None:
+            await line.close()
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -280,7 +308,8 @@ class DecodeServer(PDDecodeServer):
 
     async def headrace_replica(self) -> dict[str, Any]:
         """What this replica offers, its load, and what its port asks for: gateways pick by it."""
-        return {**self._load(), "routes": self._routes, "token": self._token}
+        line = {} if self._line is None else self._line.info()
+        return {**self._load(), **line, "routes": self._routes, "token": self._token}
 
     def _load(self) -> dict[str, Any]:
         """Where this replica listens and how busy it is.

@@ -22,10 +22,11 @@ from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from headrace_engine._vllm_compat import start_engine
+from headrace_engine._vllm_compat import engine_events, start_engine
 from headrace_engine.meter import EngineMeter
 from headrace_engine.ports import free_port_block
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
+from headrace_engine.reporting.engine_events import EngineEvents
 
 IN_PROCESS_KEY = "headrace_in_process"
 """`LLMConfig.experimental_configs`: whether a CPU engine's worker shares its process (default)."""
@@ -45,6 +46,7 @@ class MeteredVLLMEngine(VLLMEngine):
         self._choose_side_channel(llm_config)
         super().__init__(llm_config)
         self.meter = EngineMeter()
+        self.events: EngineEvents | None = None
         self.make_llm: Callable[..., AsyncLLM] = AsyncLLM
 
     @staticmethod
@@ -80,6 +82,8 @@ class MeteredVLLMEngine(VLLMEngine):
     async def shutdown(self) -> None:
         """End the engine's processes, so that they take their shared memory with them."""
         await super().shutdown()
+        if getattr(self, "events", None) is not None:
+            await asyncio.to_thread(self.events.close)
         if getattr(self, "llm", None) is not None:
             await asyncio.to_thread(self.llm.shutdown)
 
@@ -89,11 +93,19 @@ class MeteredVLLMEngine(VLLMEngine):
         vllm_engine_config.parallel_config.placement_group = placement_group
         _clear_current_platform_cache()
         self.vllm_config = vllm_engine_config
-        self.llm = start_engine(
-            self.make_llm,
-            vllm_engine_config,
-            self.meter,
-            in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
-            log_requests=vllm_engine_args.enable_log_requests,
-        )
+        self.events = engine_events(vllm_engine_config)
+        try:
+            self.llm = start_engine(
+                self.make_llm,
+                vllm_engine_config,
+                self.meter,
+                in_process=self.llm_config.experimental_configs.get(IN_PROCESS_KEY, True),
+                log_requests=vllm_engine_args.enable_log_requests,
+            )
+        except BaseException:
+            if self.events is not None:
+                self.events.close()
+            raise
+        if self.events is not None:
+            self.events.start()
         return self.llm

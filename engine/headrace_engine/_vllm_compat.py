@@ -7,12 +7,13 @@ in `StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -29,7 +30,15 @@ from headrace_engine.meter import (
     StoreLoad,
     Transfer,
 )
+from headrace_engine.reporting.engine_events import (
+    REPLAYED_STEPS,
+    WAITING_BATCHES,
+    EngineEvents,
+)
+from headrace_engine.reporting.reporter import EngineFacts
 from headrace_engine.steptime import StepTime
+
+logger = logging.getLogger("headrace.engine")
 
 SPARE_SHARE = 16
 """One of so many tokens of a step is kept from a prompt that could take them all (`gate`)."""
@@ -183,6 +192,57 @@ def leave_room(vllm_config: VllmConfig) -> None:
     given, longest = scheduler.long_prefill_token_threshold, vllm_config.model_config.max_model_len
     if scheduler.enable_chunked_prefill and not given and most < longest:
         scheduler.long_prefill_token_threshold = most
+
+
+def engine_events(vllm_config: VllmConfig) -> EngineEvents | None:
+    """Have an engine that is about to start publish its KV events to this process alone.
+
+    Returns:
+        What follows them once it is started; None if nobody can: they go elsewhere already, the
+        engine keeps no finished blocks, or it is one rank of several (vLLM numbers ranks by ports,
+        and the sockets have none).
+    """
+    why = None
+    if vllm_config.kv_events_config is not None:
+        why = "kv_events_config is set"
+    elif not vllm_config.cache_config.enable_prefix_caching:
+        why = "prefix caching is off"
+    elif vllm_config.parallel_config.data_parallel_size > 1:
+        why = "data_parallel_size is above 1"
+    if why is not None:
+        logger.info("gateways are not told which KV blocks this engine holds: %s", why)
+        return None
+    events = EngineEvents()
+    vllm_config.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=events.events,
+        replay_endpoint=events.replay,
+        buffer_steps=REPLAYED_STEPS,
+        hwm=WAITING_BATCHES,
+    )
+    return events
+
+
+def kv_token_bytes(vllm_config: VllmConfig) -> int:
+    """KV bytes of one token, in all layers and on all ranks."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    layers = model.get_num_layers(vllm_config.parallel_config)
+    width = model.get_total_num_kv_heads() * model.get_head_size()
+    each = model.dtype.itemsize if cache.cache_dtype == "auto" else 1
+    return int(2 * layers * width * each)
+
+
+def engine_facts(vllm_config: VllmConfig, meter: EngineMeter) -> EngineFacts:
+    """A started engine's part of its replica's reports."""
+    cache = vllm_config.cache_config
+    return EngineFacts(
+        meter,
+        block_tokens=cache.block_size,
+        token_bytes=kv_token_bytes(vllm_config),
+        step_tokens=prompt_step_tokens(vllm_config),
+        blocks=cache.num_gpu_blocks or 0,
+    )
 
 
 def prompt_step_tokens(vllm_config: VllmConfig) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,12 @@ import numpy as np
 from ray import get_runtime_context, serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, PDPrefillServer
+from ray.util import get_node_ip_address
 from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
 from headrace_engine._ray_compat import MeteredVLLMEngine
-from headrace_engine._vllm_compat import compute_gate
+from headrace_engine._vllm_compat import compute_gate, engine_facts
 from headrace_engine.handoff import (
     PARAMS_KEY,
     PrefillError,
@@ -30,6 +32,9 @@ from headrace_engine.handoff import (
     PrefillResult,
     produce_params,
 )
+from headrace_engine.meter import Step
+from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
+from headrace_engine.reporting.replica import ReplicaLine
 from headrace_kvstore.cluster.keeper import join_store
 
 logger = logging.getLogger("headrace.prefill")
@@ -58,6 +63,18 @@ class PrefillServer(PDPrefillServer):
         self._gate = compute_gate(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._ahead, self._heard = PromptsAhead(), HeardPlans()
+        self.engine.meter.on_step.append(self._on_step)
+        self._line = ReplicaLine(
+            self._replica_id,
+            "prefill",
+            self._machine,
+            token=secrets.token_urlsafe(32),
+            host=get_node_ip_address(),
+            events=self.engine.events,
+            engine=engine_facts(self.engine.vllm_config, self.engine.meter),
+            facts=self._facts,
+        )
         self._joining = asyncio.create_task(join_store(store)) if store is not None else None
 
     async def prefill(self, request: PrefillRequest, replica: str = "") -> PrefillResult:
@@ -72,9 +89,15 @@ class PrefillServer(PDPrefillServer):
         """
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").tolist()
         arrived = time.perf_counter()
-        async with self._gate.turn(request.compute_tokens or len(token_ids)):
-            waited_s = time.perf_counter() - arrived
-            output = await self._compute(request, token_ids)
+        compute_tokens = request.compute_tokens or len(token_ids)
+        self._arrived(request, len(token_ids), compute_tokens)
+        try:
+            async with self._gate.turn(compute_tokens):
+                waited_s = time.perf_counter() - arrived
+                output = await self._compute(request, token_ids)
+        finally:
+            self._ahead.ended(request.request_id)
+            self._line.changed()
         if output is None or not output.kv_transfer_params:
             raise PrefillError(f"{request.request_id}: the prefill engine left no KV to pull")
         times, cached = output.metrics, output.num_cached_tokens or 0
@@ -114,7 +137,28 @@ class PrefillServer(PDPrefillServer):
             output = step_output
         return output
 
+    def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
+        """Have gateways know of a prompt at once."""
+        if plan_id := getattr(request, "plan_id", ""):
+            self._heard.add(plan_id, time.monotonic())
+        self._ahead.arrived(request.request_id, prompt_tokens, compute_tokens)
+        self._line.changed()
+
+    def _on_step(self, step: Step) -> None:
+        self._ahead.computed(step.prompt, step.pairs)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "queued_tokens": self._ahead.tokens,
+            "queued_pairs": self._ahead.pairs,
+            "heard": self._heard.recent(time.monotonic()),
+        }
+
     async def __del__(self) -> None:
+        line = getattr(self, "_line", None)
+        if line is not None:
+            line.drains()
+            await line.close()
         joining = getattr(self, "_joining", None)
         if joining is not None:
             joining.cancel()
@@ -131,6 +175,10 @@ class PrefillServer(PDPrefillServer):
         """
         await self.check_health()
         return self._replica_id
+
+    async def headrace_replica(self) -> dict[str, Any]:
+        """What gateways need to follow this replica's reports and blocks."""
+        return self._line.info()
 
     async def headrace_status(self) -> dict[str, Any]:
         """JSON-able state of this replica."""

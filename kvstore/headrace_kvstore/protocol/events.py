@@ -1,13 +1,15 @@
-"""What the store holds, published as vLLM publishes its KV cache: its subscribers can follow both.
+"""What a store or an engine holds, published as vLLM publishes its KV cache: subscribers can follow
+both.
 
 The structs are field for field those of `vllm.distributed.kv_events` (0.29), so that both encode to
 the same msgpack; vLLM itself is not imported. Frames are those of vLLM's `ZmqEventPublisher`:
 
     PUB    ("", sequence number: 8 bytes big-endian, batch)
+           ("report", number, report) where reports are published, too; an empty one is a beat
     replay  REQ or DEALER sends ("", first number wanted), ROUTER answers with
             ("", "", number, batch) for each batch, and ("", "", -1, "") in the end
 
-What the fields hold here:
+What the fields hold here, of a store:
 - `medium`: "DRAM" or "NVME". `locality`: "LOCAL". `ownership`: the namespace's digest in
   hex, since equal hashes in two namespaces are different blocks.
 - `token_ids`: empty, `block_size`: 0, as the store knows blocks by hash only. The hashes suffice:
@@ -21,6 +23,9 @@ fell behind, and when the batches since the last one take more than `KEPT_BYTES`
 are then forgotten, so the log is never longer than a state and `KEPT_BYTES`. A subscriber that asks
 for a batch that is gone, or that was never sent because the node was restarted, gets the log from
 its beginning. A block may be published twice; an index of hashes does not mind.
+
+Reports are bytes to this module. They are numbered by themselves, and only the newest is sent: a
+subscriber that misses some loses nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby, islice
@@ -37,12 +43,14 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from headrace_kvstore.protocol.membership import Membership
 from headrace_kvstore.table import HASH_BYTES
 
 logger = logging.getLogger("headrace.kvstore")
 
 DRAM, NVME, OBJECT = "DRAM", "NVME", "OBJECT"
 LOCAL = "LOCAL"
+BLOCKS_TOPIC, REPORT_TOPIC = b"", b"report"
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 BATCH_BLOCKS = 4096
 KEPT_BYTES = 64 * 2**20
@@ -53,6 +61,12 @@ SEND_QUEUE = 1000
 """Batches that wait for one subscriber; it replays what is beyond."""
 REPLAYED_BATCHES = SEND_QUEUE // 2
 POLL_S = 0.02
+MOST_REQUEST_BYTES = 4096
+"""Of a request for replay."""
+REPORT_GAP_S = 0.02
+"""Between two reports."""
+BEAT_S = 0.2
+"""Of silence, where reports are published; then comes a beat."""
 _SHORT_HASH = 16
 
 
@@ -185,6 +199,9 @@ class EventPublisher:
         endpoint: to bind the PUB socket to, such as `tcp://*:5557`; None for `log` alone.
         replay_endpoint: to bind the ROUTER socket to; None for no replay.
         contents: everything that is held now, as changes; called on the publisher's thread.
+        members: who is let in; None for everybody who reaches the sockets.
+        beats: whether reports are published, and beats when there is none.
+        name: of the thread.
 
     Raises:
         zmq.ZMQError: an endpoint cannot be bound.
@@ -198,31 +215,42 @@ class EventPublisher:
         *,
         kept_bytes: int = KEPT_BYTES,
         queued_batches: int = QUEUED_BATCHES,
+        members: Membership | None = None,
+        beats: bool = False,
+        name: str = "kv-events",
     ) -> None:
-        self._contents = contents
+        self._contents, self._beats = contents, beats
         self._context = zmq.Context()
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        ends = {zmq.PUB: endpoint, zmq.ROUTER: replay_endpoint}
+        self._sockets: dict[int, zmq.Socket[bytes]] = {
+            kind: self._context.socket(kind) for kind, end in ends.items() if end is not None
+        }
+        self._guard = None if members is None else members.guard(*self._sockets.values())
         self.log = EventLog(kept_bytes)
         try:
             self.endpoint = self._bind(zmq.PUB, endpoint)
             self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint)
         except BaseException:
-            self._context.destroy(0)
+            self._destroy(0)
             raise
         self._queue: queue.Queue[list[Change]] = queue.Queue(queued_batches)
         self._behind = threading.Event()
         self._behind.set()
         self._encoder = msgspec.msgpack.Encoder()
-        self.resyncs = self.dropped_batches = self.replays = 0
+        self._report: deque[bytes] = deque(maxlen=1)
+        self._reported_s = -BEAT_S
+        self.resyncs = self.dropped_batches = self.replays = self.reports = 0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _bind(self, kind: int, endpoint: str | None) -> str | None:
         if endpoint is None:
             return None
-        socket = self._sockets[kind] = self._context.socket(kind)
+        socket = self._sockets[kind]
         socket.set_hwm(SEND_QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         socket.bind(endpoint)
         return str(socket.get_string(zmq.LAST_ENDPOINT))
 
@@ -240,6 +268,13 @@ class EventPublisher:
         """Publish the whole state: a subscriber may have missed changes."""
         self._behind.set()
 
+    def report(self, report: bytes) -> None:
+        """Publish a report: at once, or `REPORT_GAP_S` after the one before, unless a newer one has
+        come by then."""
+        self._report.append(report)
+        with suppress(queue.Full):  # else the thread is awake
+            self._queue.put_nowait([])
+
     def stats(self) -> dict[str, Any]:
         """JSON-able counts."""
         return {
@@ -250,6 +285,7 @@ class EventPublisher:
             "dropped_batches": self.dropped_batches,
             "resyncs": self.resyncs,
             "replays": self.replays,
+            "reports": self.reports,
         }
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -257,7 +293,12 @@ class EventPublisher:
         self._stop.set()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            self._context.destroy(int(1e3 * min(timeout_s, 0.2)))
+            self._destroy(int(1e3 * min(timeout_s, 0.2)))
+
+    def _destroy(self, linger_ms: int) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.destroy(linger_ms)
 
     # The thread
 
@@ -289,8 +330,9 @@ class EventPublisher:
                 self._send(events)
             self.log.forget_before(first)
             self.resyncs += 1
+        wait_s = self._send_report() if self._beats else POLL_S
         try:
-            changes = self._queue.get(timeout=POLL_S)
+            changes = self._queue.get(timeout=wait_s)
         except queue.Empty:
             return
         for events in batches(changes):
@@ -300,8 +342,23 @@ class EventPublisher:
         payload = self._encoder.encode(EventBatch(time.time(), events, 0))
         seq = self.log.add(payload)
         if zmq.PUB in self._sockets:
-            self._sockets[zmq.PUB].send_multipart((b"", seq.to_bytes(8, "big"), payload))
+            self._sockets[zmq.PUB].send_multipart((BLOCKS_TOPIC, seq.to_bytes(8, "big"), payload))
         return seq
+
+    def _send_report(self) -> float:
+        """Send a report or a beat if one is due; seconds for which none will be, at most
+        `POLL_S`."""
+        silent_s = time.monotonic() - self._reported_s
+        due_s = REPORT_GAP_S if self._report else BEAT_S
+        if silent_s < due_s:
+            return min(due_s - silent_s, POLL_S)
+        report = self._report.popleft() if self._report else b""
+        self._reported_s = time.monotonic()
+        if zmq.PUB in self._sockets:
+            number = self.reports.to_bytes(8, "big")
+            self._sockets[zmq.PUB].send_multipart((REPORT_TOPIC, number, report))
+        self.reports += 1
+        return min(REPORT_GAP_S, POLL_S)
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()

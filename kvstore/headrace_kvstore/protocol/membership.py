@@ -33,15 +33,17 @@ class Membership:
         """32 bytes that only members can derive, different for each purpose."""
         return hashlib.blake2b(self._secret, digest_size=32, person=purpose).digest()
 
-    def guard(self, socket: zmq.Socket[bytes]) -> ThreadAuthenticator:
-        """Let only members in, until the authenticator is stopped; call it before `bind`."""
-        guard = ThreadAuthenticator(socket.context)
+    def guard(self, *sockets: zmq.Socket[bytes]) -> ThreadAuthenticator:
+        """Let only members in, until the authenticator is stopped; call it before `bind`, once for
+        all sockets of a context."""
+        guard = ThreadAuthenticator(sockets[0].context)
         guard.configure_curve_callback(_DOMAIN, credentials_provider=self)
         guard.start()
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        for socket in sockets:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._private)
+            socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN.encode())
+            socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         return guard
 
     def callback(self, domain: str, key: bytes) -> bool:

@@ -1,0 +1,127 @@
+"""When a replica reports, and what its engine's part of a report says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from headrace_engine.meter import EngineMeter, Step
+from headrace_engine.reporting.line import Line
+from headrace_engine.reporting.report import Report
+from headrace_kvstore.protocol.events import REPORT_GAP_S
+
+logger = logging.getLogger("headrace.engine")
+
+EVERY_S = 0.15
+"""Between two reports if nothing changes. It leaves the timer room to be late: the line sends beats
+after 0.2 s, which say less."""
+
+
+class EngineFacts:
+    """An engine's part of its replica's reports.
+
+    Args:
+        meter: of the engine; its steps are watched.
+        block_tokens, token_bytes, step_tokens, blocks: as `Report`; `blocks`: of the engine's KV
+            cache.
+    """
+
+    def __init__(
+        self,
+        meter: EngineMeter,
+        *,
+        block_tokens: int,
+        token_bytes: float,
+        step_tokens: int,
+        blocks: int,
+    ) -> None:
+        self._meter, self._blocks = meter, blocks
+        self._sizes = {
+            "block_tokens": block_tokens,
+            "token_bytes": token_bytes,
+            "step_tokens": step_tokens,
+        }
+        self._rows, self._context = 0, 0
+        self.on_rows: list[Callable[[], None]] = []
+        """Called when another number of requests decodes than before."""
+        meter.on_step.append(self._on_step)
+
+    def __call__(self) -> dict[str, Any]:
+        meter = self._meter
+        idle = not meter.running  # the last step is of another time
+        free = round((1.0 - meter.kv_usage) * self._blocks)
+        return {
+            **self._sizes,
+            "running": 0 if idle else self._rows,
+            "context": 0 if idle else self._context,
+            "free_blocks": min(max(free, 0), self._blocks),
+            "steps": meter.step_time.to_dict(),
+        }
+
+    def _on_step(self, step: Step) -> None:
+        before, self._rows = self._rows, int(step.rows)
+        self._context = int(step.context) if step.rows else 0
+        if before != self._rows:
+            for tell in self.on_rows:
+                tell()
+
+
+class Reporter:
+    """Reports at each change, at most every 20 ms, and every `EVERY_S` without one. Made and used
+    on the replica's event loop.
+
+    Args:
+        line: where reports go.
+        facts: give the fields of a report; where two give the same, the later counts.
+    """
+
+    def __init__(self, line: Line, *facts: Callable[[], Mapping[str, Any]]) -> None:
+        self._line, self._facts = line, facts
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._reported_s = self._due_s = 0.0
+        self._closed = self._complained = False
+        self.reports = self.failures = 0
+        self._report()
+
+    def changed(self) -> None:
+        """Something that a report tells has changed; takes no time."""
+        due_s = max(self._loop.time(), self._reported_s + REPORT_GAP_S)
+        if due_s < self._due_s and not self._closed:
+            self._arm(due_s)
+
+    def now(self) -> None:
+        """Report at once."""
+        if not self._closed:
+            self._report()
+
+    def close(self) -> None:
+        """Report no more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, due_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s = due_s
+        self._timer = self._loop.call_at(due_s, self._report)
+
+    def _report(self) -> None:
+        self._reported_s = self._loop.time()
+        self._arm(self._reported_s + EVERY_S)
+        try:
+            fields: dict[str, Any] = {}
+            for fact in self._facts:
+                fields.update(fact())
+            self._line.report(msgspec.convert(fields, Report))
+            self.reports += 1
+        except Exception:
+            self.failures += 1
+            if not self._complained:
+                self._complained = True
+                logger.exception("this replica cannot report how it stands; this is said once")

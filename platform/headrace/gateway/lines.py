@@ -1,0 +1,430 @@
+"""The gateway's end of every replica's line: reports as they come, and blocks into the index.
+
+A replica's line (`headrace_engine.reporting.line`) has two sockets. One publishes batches of block
+events and reports; the other replays batches. Who follows a line proves with the replica's token
+that it belongs to the app. What comes goes three ways:
+
+- batches to the `Feed`, which says what is missing; that is asked for on the replay socket.
+- reports, one at a time, to `on_report`. Of those that waited together, only the last counts.
+- an empty report, a beat: the source is alive and has nothing new.
+
+A source is named by its replica's id and has one holder, the engine's own KV cache. A source that
+is silent for as long as the feed allows loses its holder; it gets a new one when it is heard again.
+
+All work is done on the event loop, in pieces: after `TURN_S` the rest waits for the loop's next
+turn, one source after the other. What a source sends faster than it is read is dropped at
+`WAITING` messages, and replayed later. What cannot be read is counted, and logged once a source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from headrace.router.blocks.feed import GPU, Ask, Feed, FeedError, Kind
+from headrace_engine.reporting import report as reports
+from headrace_engine.reporting.report import Report
+from headrace_kvstore.protocol.events import BLOCKS_TOPIC, END_SEQ, REPORT_TOPIC
+from headrace_kvstore.protocol.membership import LEAST_SECRET_CHARACTERS, Membership
+
+logger = logging.getLogger("headrace.gateway")
+
+ENGINE = Kind((GPU,), ownership="")
+"""What a line tells of: one engine's cache, and no store's namespace."""
+TURN_S = 0.004
+"""Longest work in one turn of the loop; the message that is being read when it is over is ended."""
+MESSAGES = 8
+"""Of one source, before the next one's turn."""
+TICK_S = 0.2
+WAITING = 1000
+"""Messages of one source that wait for the loop."""
+MOST_MESSAGE_BYTES = 256 * 1024
+MOST_LINES = 4096
+MOST_REPLAYS = 64
+"""That are under way at a time; the others are asked for later."""
+REPLAY_S = 5.0
+"""Without a message a replay is over by then."""
+LARGE_REPLAY = 100
+"""Batches in an answer behind which more is asked for at once: it was one part of many."""
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
+"""So that a connection to a machine that vanished is made anew."""
+RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
+_NUMBER_BYTES = 8
+_MOST_ENDPOINT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LineInfo:
+    """Where a replica's line is.
+
+    Attributes:
+        events, replay: endpoints of its sockets.
+        epoch: another one after each start.
+        token: what proves membership.
+    """
+
+    events: str
+    replay: str
+    epoch: str
+    token: str
+
+    @classmethod
+    def of(cls, told: Any) -> LineInfo | None:
+        """From `line` in what a replica answers to `headrace_replica`; None if it has no line."""
+        if not isinstance(told, Mapping):
+            return None
+        parts = [told.get(name) for name in ("events", "replay", "epoch", "token")]
+        if not all(isinstance(part, str) and len(part) <= _MOST_ENDPOINT_CHARS for part in parts):
+            return None
+        info = cls(*parts)  # type: ignore[arg-type]
+        return info if len(info.token) >= LEAST_SECRET_CHARACTERS else None
+
+
+class _Stream:
+    """A socket that is read a few messages at a time."""
+
+    def __init__(self, source: _Source, socket: zmq.Socket[bytes]) -> None:
+        self.source, self.socket = source, socket
+        self.fd = int(socket.getsockopt(zmq.FD))
+
+
+class _Source:
+    def __init__(self, name: str, info: LineInfo) -> None:
+        self.name, self.info = name, info
+        self.members = Membership(info.token)
+        self.events: _Stream | None = None
+        self.replay: _Stream | None = None
+        self.replay_until_s = 0.0
+        self.replayed = 0
+        """Batches of the present replay."""
+        self.joined = False
+        self.last_report = -1
+        self.complained = False
+
+
+class Lines:
+    """All lines that a gateway follows. Used from one event loop only.
+
+    Args:
+        feed: gets the batches; nobody else may have sources in it named like replicas.
+        on_report: gets each report, on the loop. It should take well below a millisecond.
+        clock: the feed's, in seconds.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        on_report: Callable[[Report], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._feed, self._on_report, self._clock = feed, on_report, clock
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._sources: dict[str, _Source] = {}
+        self._replaying: dict[_Source, None] = {}
+        self._due: dict[_Stream, None] = {}
+        """Streams that may have a message, in the order of their turns."""
+        self._woken = False
+        self.counts: Counter[str] = Counter()
+        self.longest_turn_s = 0.0
+
+    # Who is followed
+
+    def follow(self, sources: Mapping[str, LineInfo]) -> None:
+        """Follow these lines and no others; call it in the event loop, as often as you like.
+
+        Args:
+            sources: by replica id. A line that is known under another epoch begins anew.
+        """
+        self._start()
+        for name in [name for name in self._sources if name not in sources]:
+            self._drop(self._sources.pop(name))
+            self._feed.leave(name)
+        for name, info in sources.items():
+            known = self._sources.get(name)
+            if known is not None and known.info == info:
+                continue
+            if known is not None:
+                self._drop(self._sources.pop(name))
+            if len(self._sources) >= MOST_LINES:
+                if not self.counts["refused"]:
+                    logger.warning("more than %d lines: the others are not followed", MOST_LINES)
+                self.counts["refused"] += 1
+                continue
+            source = _Source(name, info)
+            self._sources[name] = source
+            self._join(source)
+            self._connect(source)
+
+    def holder(self, replica_id: str) -> int | None:
+        """Number of a replica's cache in the feed's index; None while nothing is known of it. It
+        changes when the replica was silent for long."""
+        try:
+            return self._feed.holders(replica_id)[GPU]
+        except KeyError:
+            return None
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able counts."""
+        return {
+            "lines": len(self._sources),
+            "replaying": len(self._replaying),
+            "longest_turn_s": round(self.longest_turn_s, 6),
+            **self.counts,
+        }
+
+    def close(self) -> None:
+        """Follow nothing any more; the feed keeps no source of a line."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for source in self._sources.values():
+            self._drop(source)
+            self._feed.leave(source.name)
+        self._sources.clear()
+        if self._context is not None:
+            self._context.destroy(0)
+            self._context = None
+
+    # Connections
+
+    def _start(self) -> None:
+        if self._context is None:
+            self._loop = asyncio.get_running_loop()
+            self._context = zmq.Context()
+            limit = int(self._context.get(zmq.SOCKET_LIMIT))
+            self._context.set(zmq.MAX_SOCKETS, min(limit, MOST_LINES + MOST_REPLAYS + 64))
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _open(self, source: _Source, kind: int, endpoint: str) -> _Stream | None:
+        """A socket to the source; None if there can be none."""
+        assert self._context is not None and self._loop is not None
+        socket = None
+        try:
+            socket = self._context.socket(kind)
+            source.members.enter(socket)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.RCVHWM, WAITING)
+            socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            if kind == zmq.SUB:
+                socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(endpoint)
+            stream = _Stream(source, socket)
+            self._loop.add_reader(stream.fd, self._wake, stream)
+        except (zmq.ZMQError, OSError) as error:
+            if socket is not None:
+                socket.close(0)
+            self._complain(source, "unconnected", f"cannot connect to {endpoint}: {error}")
+            return None
+        return stream
+
+    def _close(self, stream: _Stream | None) -> None:
+        if stream is not None:
+            assert self._loop is not None
+            self._loop.remove_reader(stream.fd)
+            self._due.pop(stream, None)
+            stream.socket.close(0)
+
+    def _connect(self, source: _Source) -> None:
+        source.events = self._open(source, zmq.SUB, source.info.events)
+        if source.events is not None:
+            self._wake(source.events)
+
+    def _drop(self, source: _Source) -> None:
+        self._end_replay(source)
+        self._close(source.events)
+        source.events = None
+
+    def _join(self, source: _Source) -> None:
+        try:
+            self._feed.join(source.name, source.info.epoch, ENGINE, self._clock())
+            source.joined = True
+        except OverflowError as error:
+            self._complain(source, "refused", str(error))
+
+    # Time
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        now_s = self._clock()
+        for source in list(self._replaying):
+            if now_s > source.replay_until_s:
+                self.counts["replays_given_up"] += 1
+                self._end_replay(source)
+        for source in self._sources.values():
+            if source.events is None:
+                self._connect(source)
+            else:  # an event of the socket's descriptor may stand for several messages
+                self._wake(source.events)
+        self._ask(now_s)
+
+    def _ask(self, now_s: float) -> None:
+        asks, expired = self._feed.turn(now_s)
+        for name in expired:
+            if name in self._sources:
+                self._sources[name].joined = False
+        for ask in asks:
+            source = self._sources.get(ask.source)
+            if source is None or source.info.epoch != ask.epoch:
+                continue
+            self._end_replay(source)
+            if len(self._replaying) < MOST_REPLAYS:
+                self._begin_replay(source, ask, now_s)
+            else:
+                self.counts["replays_put_off"] += 1
+
+    def _begin_replay(self, source: _Source, ask: Ask, now_s: float) -> None:
+        source.replay = self._open(source, zmq.DEALER, source.info.replay)
+        if source.replay is not None:
+            self.counts["replays"] += 1
+            self._replaying[source] = None
+            source.replayed, source.replay_until_s = 0, now_s + REPLAY_S
+            wanted = ask.seq.to_bytes(_NUMBER_BYTES, "big")
+            source.replay.socket.send_multipart((b"", wanted), zmq.NOBLOCK)
+
+    def _end_replay(self, source: _Source) -> None:
+        self._close(source.replay)
+        source.replay = None
+        self._replaying.pop(source, None)
+
+    # What comes
+
+    def _wake(self, stream: _Stream) -> None:
+        """A stream may have a message."""
+        self._due.setdefault(stream)
+        if not self._woken:
+            assert self._loop is not None
+            self._woken = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Read, one source after the other, for `TURN_S`."""
+        self._woken = False
+        began_s = time.perf_counter()
+        until_s = began_s + TURN_S
+        while self._due:
+            stream = next(iter(self._due))
+            del self._due[stream]
+            if self._read(stream, until_s):
+                self._due[stream] = None
+            if time.perf_counter() >= until_s:
+                break
+        self.longest_turn_s = max(self.longest_turn_s, time.perf_counter() - began_s)
+        if self._due:
+            self._wake(next(iter(self._due)))
+
+    def _read(self, stream: _Stream, until_s: float) -> bool:
+        """Take a few messages of a stream. Whether there may be more."""
+        source, last_report, more = stream.source, b"", True
+        for _ in range(MESSAGES):
+            try:
+                frames = stream.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                more = False
+                break
+            except zmq.ZMQError as error:
+                self._complain(source, "unread", str(error))
+                more = False
+                break
+            if stream is source.replay:
+                if not self._take_replayed(source, frames):
+                    return False
+            else:
+                last_report = self._take(source, frames) or last_report
+            if time.perf_counter() >= until_s:
+                break
+        if last_report:
+            self._take_report(source, last_report)
+        return more and not stream.socket.closed
+
+    def _take(self, source: _Source, frames: list[bytes]) -> bytes:
+        """Take a message of the line; a report's bytes if it is one that counts."""
+        if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
+            self._complain(source, "malformed", f"a message of {len(frames)} frames")
+            return b""
+        topic, number, payload = frames
+        seq = int.from_bytes(number, "big", signed=True)
+        if topic == BLOCKS_TOPIC:
+            self._hear(source, seq, payload)
+        elif topic == REPORT_TOPIC:
+            self._feed_alive(source)
+            if seq > source.last_report:
+                source.last_report = seq
+                return payload
+        else:
+            self.counts["unknown_topics"] += 1  # of a later version
+        return b""
+
+    def _feed_alive(self, source: _Source) -> None:
+        if not source.joined:
+            self._join(source)
+        self._feed.alive(source.name, self._clock())
+
+    def _take_report(self, source: _Source, payload: bytes) -> None:
+        try:
+            report = reports.decode(payload)
+            if report.replica != source.name:
+                raise ValueError(f"it is of {report.replica!r} - at `$.replica`")
+        except ValueError as error:
+            self._complain(source, "bad_reports", f"a report that cannot be: {error}")
+            return
+        self.counts["reports"] += 1
+        try:
+            self._on_report(report)
+        except Exception:
+            self.counts["failed_reports"] += 1
+            if not source.complained:
+                source.complained = True
+                logger.exception("a report of %s could not be used; this is said once", source.name)
+
+    def _take_replayed(self, source: _Source, frames: list[bytes]) -> bool:
+        """Take a message of a replay. Whether more is to come."""
+        now_s = self._clock()
+        good = len(frames) == 4 and len(frames[2]) == _NUMBER_BYTES
+        if good and frames[2] != END_SEQ:
+            source.replay_until_s = now_s + REPLAY_S
+            source.replayed += 1
+            seq = int.from_bytes(frames[2], "big", signed=True)
+            self._hear(source, seq, frames[3], replay=True)
+            return source.replay is not None
+        self._end_replay(source)
+        if not good:
+            self._complain(source, "malformed", f"a replayed message of {len(frames)} frames")
+            return False
+        self._feed.replayed(source.name, source.info.epoch, now_s)
+        if source.replayed >= LARGE_REPLAY:
+            self._ask(now_s)
+        return False
+
+    def _hear(self, source: _Source, seq: int, payload: bytes, *, replay: bool = False) -> None:
+        if not source.joined:
+            self._join(source)
+            if not source.joined:
+                return
+        try:
+            self._feed.heard(
+                source.name, source.info.epoch, seq, payload, self._clock(), replay=replay
+            )
+        except (FeedError, KeyError) as error:
+            self._complain(source, "bad_batches", str(error))
+
+    def _complain(self, source: _Source, kind: str, why: str) -> None:
+        """Count what is wrong with a source, and log the first time."""
+        self.counts[kind] += 1
+        if not source.complained:
+            source.complained = True
+            logger.warning("the line of %s: %s; this is said once", source.name, why)
