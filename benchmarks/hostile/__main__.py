@@ -23,7 +23,7 @@ the other sends everything of `attacks` and guesses keys and salts.
     cpu_s.PART                  processor seconds of each part meanwhile
     rss_growth_mb.PART          `rss_growth_mb` by part
 
-The neighbour's clock is a process of its own. The hostile client has niceness 19. It would
+The neighbour is a process of its own. The threads of the hostile client have niceness 19. It would
 be on another machine; with niceness 0 it takes 28 times an engine's share of a core, since Ray
 gives its workers niceness 15. `--client-niceness 0` measures that.
 """
@@ -194,19 +194,18 @@ def main() -> int:
 def measure(target: Target, client_niceness: int) -> dict[str, float]:
     """All figures."""
     sent, parts = list(requests(target.model)), target.parts()
-    os.nice(client_niceness)
     time.sleep(SETTLE_S)
     with neighbour_of(target) as quiet:
         time.sleep(QUIET_S)
         quiet_stall = target.stall_s()
     held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
     with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
-        wrong = attack(target, sent)
+        wrong = attack(target, sent, client_niceness)
     took_s = time.monotonic() - began
     cpu_s = {part: after - used[part] for part, after in parts.cpu_s().items()}
     grown = {part: after - held[part] for part, after in parts.resident_bytes().items()}
     once_bytes = sum(parts.resident_bytes().values())
-    wrong += attack(target, sent)
+    wrong += attack(target, sent, client_niceness)
     again_bytes = sum(parts.resident_bytes().values()) - once_bytes
     itl_s, quiet_s = percentile(neighbour.itl_s, 0.99), percentile(quiet.itl_s, 0.99)
     for each in [*wrong, *neighbour.failures]:
@@ -237,8 +236,18 @@ def neighbour_of(target: Target) -> NeighbourProcess:
     return NeighbourProcess(target.url, target.model, target.bearer("good"))
 
 
-def attack(target: Target, sent: Sequence[Request]) -> list[str]:
-    """Send everything; what was answered wrongly, in words."""
+def attack(target: Target, sent: Sequence[Request], niceness: int) -> list[str]:
+    """Send everything, from threads of this niceness; what was answered wrongly, in words."""
+
+    def begin() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+    # A thread that this one starts has its niceness.
+    with ThreadPoolExecutor(1, initializer=begin) as client:
+        return client.submit(_attack, target, sent).result()
+
+
+def _attack(target: Target, sent: Sequence[Request]) -> list[str]:
     slow = SlowHeads(target.connect, SLOW_HEADS)
     wrong: list[str] = []
     try:

@@ -99,6 +99,7 @@ def _shapes(model: str) -> Iterator[Request]:
     yield Request("one field 200,000 times", head + b', "x": 1' * 200_000 + b"}", ANSWERED)
     yield Request("many messages", _json({"model": model, "messages": [{}] * 500_000}), path=CHAT)
     yield Request("many prompts", _json({**asked, "prompt": ["a"] * 500_000}))
+    yield Request("1,024 prompts", _json({**asked, "prompt": ["a"] * 1_024}), ANSWERED)
     yield Request("many stops", _json({**asked, "stop": ["ab"] * 500_000}), ANSWERED)
     bias = {str(n): 1 for n in range(400_000)}
     yield Request("many biases", _json({**asked, "logit_bias": bias}), ANSWERED)

@@ -25,7 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
-from headrace_decode.internal import TENANT
+from headrace_decode.internal import PLAN, TENANT, ASGIApp
+from headrace_decode.keys import RENDER_ONLY, KeysRoute, Prompt, Rendered, Supplies
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.speculation.request import request_arguments
@@ -35,6 +36,7 @@ from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.tracing import span
+from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.salts import salt_of, tenant_of
 
 CLIENT_TRANSFERS = frozenset({PARAMS_KEY, "ec_transfer_params"})
@@ -45,6 +47,15 @@ GRAMMAR_FIELDS = (
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
 )
 """Of vLLM's `StructuredOutputsParams`: what a grammar is made of."""
+
+HANDLERS = {
+    "/v1/chat/completions": ("openai_serving_chat", "create_chat_completion"),
+    "/v1/completions": ("openai_serving_completion", "create_completion"),
+    "/v1/responses": ("openai_serving_responses", "create_responses"),
+    "/v1/messages": ("anthropic_serving_messages", "create_messages"),
+}
+"""Endpoints whose prompts can be had without an answer: attribute of the application's state, and
+its method, which takes the request and needs no HTTP request."""
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
@@ -96,10 +107,16 @@ class PlannedLLM(AsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `AsyncLLM.generate`, under the tenant's salt, and less the transfer parameters that a
-        client sends: they name memory."""
+        client sends: they name memory.
+
+        Raises:
+            Rendered: the prompt is wanted and not the answer.
+        """
         sampling_params = without_transfer_params(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         self._refuse(prompt, sampling_params)
+        if RENDER_ONLY.get():
+            raise Rendered(self._prompt(prompt, sampling_params, kwargs))
         if sampling_params.structured_outputs is not None:
             sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
@@ -180,6 +197,19 @@ class PlannedLLM(AsyncLLM):
             ) from None
         return with_grammar(params, found)
 
+    def _prompt(self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]) -> Prompt:
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if not token_ids:
+            return Prompt((), "", 0)
+        plain = prompt.get("type", "token") == "token" and kwargs.get("lora_request") is None
+        return Prompt(
+            token_ids=token_ids,
+            salt=prompt.get("cache_salt") or "",
+            max_tokens=params.max_tokens or self.model_config.max_model_len - len(token_ids),
+            local_only=why_local(prompt, token_ids, params, kwargs),
+            plain=plain,
+        )
+
     def _work(
         self,
         planning: Planning,
@@ -213,6 +243,7 @@ class PlannedLLM(AsyncLLM):
                         salt=salt,
                         priority=kwargs.get("priority", 0),
                         trace_headers=trace_headers,
+                        plan_id=plan.plan_id,
                     )
                 )
 
@@ -226,6 +257,7 @@ class PlannedLLM(AsyncLLM):
             token_ids=token_ids or (),
             salt=salt or "",
             local_only=why_local(prompt, token_ids, params, kwargs),
+            plan=PLAN.get(),
             submit=submit,
             prefill=prefill,
             release=release,
@@ -266,6 +298,65 @@ def application_without_engine() -> Any:
 
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     return build_app(args, supported_tasks=("generate",))
+
+
+def keys_route(
+    behind: ASGIApp,
+    app: Any,
+    llm: PlannedLLM,
+    supplies: Supplies | None = None,
+    machine: str = "",
+) -> KeysRoute:
+    """Answers which blocks a prompt has, in front of `behind`.
+
+    Args:
+        app: vLLM's application over the engine; its handlers render the prompts.
+        supplies, machine: as for `KeysRoute`.
+    """
+    cache = llm.vllm_config.cache_config
+    hasher = BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
+    return KeysRoute(behind, partial(rendered, app.state), hasher, supplies, machine)
+
+
+async def rendered(state: Any, target: str, body: dict[str, Any]) -> Prompt | None:
+    """The prompt of a client's request as the engine would get it; None if its handler does not ask
+    the engine, or there is none of `HANDLERS`.
+
+    Args:
+        state: of vLLM's application.
+        target: the endpoint. body: the client's.
+
+    Raises:
+        Exception: whatever vLLM makes of a body that it refuses.
+    """
+    name, method = HANDLERS.get(target, ("", ""))
+    handler = getattr(state, name, None) if name else None
+    if handler is None:
+        return None
+    whole = {field: v for field, v in body.items() if field not in ("stream", "stream_options")}
+    before = RENDER_ONLY.set(True)
+    try:
+        await getattr(handler, method)(request_form(target).model_validate(whole))
+    except Rendered as found:
+        return found.prompt
+    finally:
+        RENDER_ONLY.reset(before)
+    return None
+
+
+def request_form(target: str) -> Any:
+    """vLLM's model of an endpoint's body. KeyError for an endpoint that is not in `HANDLERS`."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    return {
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/responses": ResponsesRequest,
+        "/v1/messages": AnthropicMessagesRequest,
+    }[target]
 
 
 def with_tenant(prompt: Any, tenant: str | None) -> Any:

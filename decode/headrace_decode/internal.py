@@ -1,4 +1,5 @@
-"""The replica's own port: only gateways may use it, and they say whose request it is.
+"""The replica's own port: only gateways may use it, and they say whose request it is and how they
+planned it.
 
 The port is open to the cluster's network. API keys and limits are checked by the gateway, so
 nobody else may talk to the replica. A gateway proves itself with the app's token.
@@ -14,6 +15,7 @@ from typing import Any
 
 INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
+PLAN_HEADER = b"x-headrace-plan"
 GATEWAY_ONLY = {
     "message": "This port is for the gateway only.",
     "type": "forbidden",
@@ -23,6 +25,8 @@ GATEWAY_ONLY = {
 
 TENANT: ContextVar[str | None] = ContextVar("headrace_tenant", default=None)
 """Whose request this task answers; None where no API keys are configured."""
+PLAN: ContextVar[bytes | None] = ContextVar("headrace_plan", default=None)
+"""The plan that a gateway made for the request that this task answers, as it came: not checked."""
 
 ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
@@ -44,20 +48,23 @@ class InternalOnly:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _http(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        token, tenant = b"", None
+        token, tenant, plan = b"", None, None
         for name, value in scope["headers"]:
             if name == INTERNAL_HEADER:
                 token = value
             elif name == TENANT_HEADER:
                 tenant = value.decode("latin-1")
+            elif name == PLAN_HEADER:
+                plan = value
         if not hmac.compare_digest(token, self._token):
             headers = [(b"content-type", b"application/json")]
             body = json.dumps({"error": GATEWAY_ONLY}).encode()
             await send({"type": "http.response.start", "status": 403, "headers": headers})
             await send({"type": "http.response.body", "body": body})
             return
-        before = TENANT.set(tenant)
+        tenant_before, plan_before = TENANT.set(tenant), PLAN.set(plan)
         try:
             await self._app(scope, receive, send)
         finally:
-            TENANT.reset(before)
+            TENANT.reset(tenant_before)
+            PLAN.reset(plan_before)

@@ -45,13 +45,20 @@ class Plan(Protocol):
     def timeout_s(self) -> float: ...
     @property
     def compute_tokens(self) -> int: ...
+    @property
+    def plan_id(self) -> str: ...
 
 
 class Planner(Protocol):
     """Makes plans and learns from what came of them (`headrace.router`, bound by the app)."""
 
     async def plan(
-        self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        salt: str,
+        local_only: str | None,
+        given: bytes | None,
     ) -> Plan: ...
     def remote_failed(self, request_id: str, why: str) -> Plan: ...
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None: ...
@@ -79,6 +86,8 @@ class Work(Generic[Output]):
     cached_tokens: Callable[[Output], int]
     new_tokens: Callable[[Output], Sequence[int]]
     """The tokens of one output: those that it adds (streams yield deltas)."""
+    plan: bytes | None = None
+    """The plan that came with the request, if one did; the planner checks it."""
     turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
     """Held while the own engine computes a prompt of so many tokens."""
     engine_steps: Callable[[], int] = lambda: 0
@@ -110,7 +119,9 @@ class Orchestrator:
         stream: AsyncGenerator[Output, None] | None = None
         answered: list[int] = []
         try:
-            plan = await planner.plan(work.request_id, work.token_ids, work.salt, work.local_only)
+            plan = await planner.plan(
+                work.request_id, work.token_ids, work.salt, work.local_only, work.plan
+            )
             self.own_seconds_total += time.perf_counter() - started
             kv_params = None
             if plan.prefill is not None:

@@ -32,10 +32,11 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
+from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning, keys_route
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.internal import InternalOnly
+from headrace_decode.keys import KeysRoute
 from headrace_decode.orchestrate import Orchestrator, Planner
 from headrace_decode.report import DraftingReports, drafting_facts
 from headrace_decode.routes import keep_public_routes, public_routes
@@ -58,6 +59,7 @@ from headrace_engine.serving.members import MEMBERS
 from headrace_engine.serving.orders import Notes, Obedience
 from headrace_engine.stall import LoopStall
 from headrace_kvstore.cluster.keeper import join_store
+from headrace_kvstore.supply import Supply
 
 logger = logging.getLogger("headrace.decode")
 
@@ -86,6 +88,8 @@ class PrefillAwarePlanner(Planner, Protocol):
     """A planner that can be looked into, and is told when the prefill side goes and comes."""
 
     policy: str
+    machine: str
+    on_change: list[Callable[[], None]]
 
     @property
     def block_tokens(self) -> int: ...
@@ -96,6 +100,8 @@ class PrefillAwarePlanner(Planner, Protocol):
     def prefill_down(self, why: str, replica: str) -> None: ...
     def prefills_in_doubt(self) -> list[str]: ...
     def explain(self, request_id: str) -> dict[str, Any] | None: ...
+    async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]: ...
+    def report_fields(self) -> dict[str, Any]: ...
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
     def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
@@ -171,7 +177,7 @@ class DecodeServer(PDDecodeServer):
         self._tasks.append(asyncio.create_task(self._keep_obeying()))
         if wiring.listen is not None:
             self._port = InFlight(app, max_ongoing_requests)
-            guarded = InternalOnly(self._port, self._token)
+            guarded = InternalOnly(self._with_keys(self._port), self._token)
             self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
             self._line = self._open_line()
         self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
@@ -215,6 +221,11 @@ class DecodeServer(PDDecodeServer):
             response.cancel()  # or the prefill engine would go on computing for nobody
             raise
 
+    def _with_keys(self, port: InFlight) -> KeysRoute:
+        """The port, with a route that tells which blocks a prompt has."""
+        planner = self._planner
+        return keys_route(port, self._app, self.engine.llm, planner.supplies, planner.machine)
+
     def _open_line(self) -> ReplicaLine:
         """Have gateways know at all times how this replica stands, and what its engine holds."""
         line = ReplicaLine(
@@ -227,13 +238,15 @@ class DecodeServer(PDDecodeServer):
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
             facts=self._facts,
         )
-        getattr(self._planner, "on_change", []).append(line.changed)
+        self._planner.on_change.append(line.changed)
         return line
 
     def _facts(self) -> dict[str, Any]:
         rows = self.engine.meter.running
-        planned: dict[str, Any] = getattr(self._planner, "report_fields", dict)()
-        return {**planned, **drafting_facts(self._drafting.prices, rows)}
+        return {
+            **self._planner.report_fields(),
+            **drafting_facts(self._drafting.prices, rows),
+        }
 
     def _watch_members(self) -> None:
         """Have the planner know which prefill replicas run."""

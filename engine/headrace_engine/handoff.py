@@ -43,6 +43,8 @@ class PrefillRequest:
     """The tenant's cache salt: equal tokens under different salts share no block."""
     priority: int = 0
     trace_headers: dict[str, str] | None = None
+    plan_id: str = ""
+    """The id of the gateway's plan that this carries out; empty for a plan of the caller's own."""
 
 
 @dataclass(frozen=True, slots=True)

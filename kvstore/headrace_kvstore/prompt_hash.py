@@ -8,12 +8,15 @@ where the first block's parent is the hash of a seed, and the extra keys are nul
 LoRA adapter's name in every block, the cache salt in the first. Only the tokens change in length,
 so they are encoded for the whole prompt at once, and what stands around them is the same for all
 blocks. `tests/unit/test_prompt_hash.py` compares with vLLM.
+
+Routers know a block by its *key*: the low 64 bits of its hash. vLLM's events carry hashes like
+this, too, unless they are told otherwise (`VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from headrace_kvstore.compiled import jit
 
 DIGEST_BYTES = 32
+KEY_BYTES = 8
 _BYTES, _TEXT, _ARRAY, _NULL = 2, 3, 4, b"\xf6"
 _LONGEST_HEAD = 5
 """Bytes of a 32-bit number in CBOR."""
@@ -33,7 +37,7 @@ def root_hash(seed: str) -> bytes:
 
 
 def hash_prompt(
-    tokens: Tokens[int] | NDArray[np.integer],
+    tokens: Sequence[int] | NDArray[np.integer],
     block_tokens: int,
     root: bytes,
     salt: str = "",
@@ -72,7 +76,30 @@ def hash_prompt(
     return hashes
 
 
-def _as_u32(tokens: Tokens[int] | NDArray[np.integer], count: int) -> NDArray[np.uint32]:
+def key_of(block_hash: bytes | int) -> int:
+    """The key of one block."""
+    if isinstance(block_hash, int):
+        return block_hash & (1 << 8 * KEY_BYTES) - 1
+    return int.from_bytes(block_hash[-KEY_BYTES:], "big")
+
+
+def keys_of(hashes: Sequence[bytes | int]) -> NDArray[np.uint64]:
+    """Keys of blocks, [blocks] u64. Hashes in bytes must have at least 8."""
+    if not hashes:
+        return np.zeros(0, np.uint64)
+    try:
+        if isinstance(hashes[0], int):
+            return np.array(hashes, np.uint64)
+        width = len(hashes[0])
+        if width % KEY_BYTES == 0 and all([len(one) == width for one in hashes]):  # type: ignore[arg-type]
+            words = np.frombuffer(b"".join(hashes), ">u8")  # type: ignore[arg-type]
+            return words[width // KEY_BYTES - 1 :: width // KEY_BYTES].astype(np.uint64)
+    except (TypeError, OverflowError, ValueError):
+        pass  # both forms in one list
+    return np.array([key_of(one) for one in hashes], np.uint64)
+
+
+def _as_u32(tokens: Sequence[int] | NDArray[np.integer], count: int) -> NDArray[np.uint32]:
     if isinstance(tokens, np.ndarray):
         part = tokens[:count]
         if part.dtype != np.uint32 and (part.min() < 0 or part.max() >= 2**32):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from headrace.router import (
     PrefillReport,
     Router,
     RouterSettings,
+    wire,
 )
 from headrace_engine.steptime import StepTime
 from headrace_kvstore.supply import Supply
@@ -53,7 +54,13 @@ class RouterPlanner:
 
 
 class ReplicaPlanner:
-    """A `Router` as a decode replica uses it (`headrace_decode.server.PrefillAwarePlanner`)."""
+    """A `Router` as a decode replica uses it (`headrace_decode.server.PrefillAwarePlanner`).
+
+    Attributes:
+        machine: Ray's id of the node, whose store this is.
+        on_change: called on the event loop when a request begins, gets on or ends, so that
+            `report_fields` say something new.
+    """
 
     def __init__(
         self,
@@ -68,8 +75,10 @@ class ReplicaPlanner:
         self.metrics = RayPlanMetrics()
         self._meter = meter
         self._store = store
-        self._machine = machine
+        self.machine = machine
         self._plans: dict[str, Plan] = {}
+        self.on_change: list[Callable[[], None]] = []
+        self._unreadable_logged = False
         meter.alone_s = router.step_alone_s
         meter.on_step.append(self._on_step)
         meter.on_transfer.append(self._on_transfer)
@@ -85,24 +94,59 @@ class ReplicaPlanner:
         self.router.settings = replace(self.router.settings, policy=policy)  # type: ignore[arg-type]
 
     async def plan(
-        self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        salt: str,
+        local_only: str | None,
+        given: bytes | None = None,
     ) -> Plan:
+        """Plan a prompt, or take up the plan that came with it.
+
+        Args:
+            given: a gateway's plan (`router.wire`), which is checked.
+        """
         started = time.perf_counter()
-        stored: Sequence[Supply] = ()
-        if self._store is not None and local_only is None:
-            compute_s = self.router.block_compute_s
-            stored = await self._store.supplies(token_ids, salt, compute_s)
-            if self._store.survey_failures:
-                self.metrics.surveys_failed(self._store.survey_failures)
-        plan = self.router.plan(PlanRequest(request_id, token_ids, salt, local_only, stored))
+        request = PlanRequest(request_id, token_ids, salt, local_only)
+        came, stale = self._read(given) if given is not None else (None, None)
+        if came is not None:
+            stale = self.router.why_stale(came, request)
+        if came is not None and stale is None:
+            plan = self.router.adopt(came, request)
+        else:
+            stored = () if local_only is not None else await self.supplies(token_ids, salt)
+            plan = self.router.plan(replace(request, stored_decode=stored), stale)
+        if came is not None:
+            self.router.heard(came)
         self._plans[request_id] = plan
         self.metrics.planned(plan.kind, time.perf_counter() - started)
+        self._changed()
         return plan
+
+    def _read(self, given: bytes) -> tuple[Plan | None, str | None]:
+        """The plan that came, or why there is none."""
+        try:
+            return wire.decode(given), None
+        except ValueError as error:
+            if not self._unreadable_logged:
+                self._unreadable_logged = True
+                logger.warning("a gateway sends plans that cannot be read: %s", error)
+            return None, str(error)
+
+    async def supplies(self, token_ids: Sequence[int], salt: str) -> Sequence[Supply]:
+        """Leading tokens of a prompt that this machine's store could supply, by medium."""
+        if self._store is None:
+            return ()
+        found = await self._store.supplies(token_ids, salt, self.router.block_compute_s)
+        if self._store.survey_failures:
+            self.metrics.surveys_failed(self._store.survey_failures)
+        return found
 
     def remote_failed(self, request_id: str, why: str) -> Plan:
         self.metrics.failed()
         plan = self.router.remote_failed(request_id, why)
         self._plans[request_id] = plan
+        self._changed()
         return plan
 
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
@@ -122,19 +166,22 @@ class ReplicaPlanner:
                 cached_tokens=result.cached_tokens,
                 computed_tokens=result.computed_tokens,
                 replica=result.replica,
-                shares_store=result.machine == self._machine,
+                shares_store=result.machine == self.machine,
             ),
         )
+        self._changed()
 
     def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
         self.router.first_token(request_id, seconds_from_plan, cached_tokens)
         plan = self._plans.get(request_id)
         if plan is not None and plan.predicted_ttft_s > 0:
             self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
+        self._changed()
 
     def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
         self._plans.pop(request_id, None)
         self.router.finished(request_id, output_token_ids)
+        self._changed()
 
     def prefill_members(self, replicas: Collection[str]) -> None:
         self.router.prefill_members(replicas)
@@ -155,6 +202,10 @@ class ReplicaPlanner:
     def snapshot(self) -> dict[str, Any]:
         return self.router.snapshot()
 
+    def report_fields(self) -> dict[str, Any]:
+        """As `Router.report_fields`. On the event loop only."""
+        return self.router.report_fields()
+
     @property
     def itl_target_s(self) -> float | None:
         """Longest engine step that running streams should see."""
@@ -172,6 +223,10 @@ class ReplicaPlanner:
     def pin(self, token_ids: Sequence[int], salt: str) -> int:
         """Keep a prompt's KV in this machine's DRAM; how many tokens of it are there."""
         return 0 if self._store is None else self._store.pin(token_ids, salt)
+
+    def _changed(self) -> None:
+        for tell in self.on_change:
+            tell()
 
     def _on_step(self, step: Step) -> None:
         self.router.local_step(step.prompt)

@@ -1,7 +1,9 @@
-"""On vLLM's routes the gateway answers with the bytes of vLLM's own server."""
+"""On vLLM's routes the gateway answers with the bytes of vLLM's own server; and a replica tells the
+keys of the prompts that vLLM renders."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -9,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from headrace.model import resolve
-from tests.support.rest_servers import NAME, rest_servers
+from headrace.router.blocks.hashing import PromptKeys
+from headrace_kvstore.salts import salt_of
+from tests.support.rest_servers import BLOCK_TOKENS, NAME, TOKEN, rest_servers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -77,6 +82,7 @@ class Servers:
 
     vllm: httpx.Client
     gateway: httpx.Client
+    replica: httpx.Client
 
     def ask(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, httpx.Response]:
         """The answers of vLLM's server and of the gateway."""
@@ -88,15 +94,31 @@ class Servers:
         )
         return vllm, gateway
 
+    def keys(self, target: str, body: Any, tenant: str | None = None) -> dict[str, Any]:
+        """What the replica tells of a request's prompt."""
+        headers = {"x-headrace-internal": TOKEN}
+        if tenant is not None:
+            headers["x-headrace-tenant"] = tenant
+        asked = {"target": target, "body": body}
+        told = self.replica.post("/headrace/internal/keys", json=asked, headers=headers)
+        assert told.status_code == 200, told.text[:500]
+        return dict(told.json())
+
+    def tokens_read(self) -> int:
+        """Prompt tokens that the engine has taken in since it started."""
+        metrics = self.vllm.get("/metrics").text
+        return int(float(re.findall(r"^vllm:prompt_tokens_total{.*} (\S+)$", metrics, re.M)[0]))
+
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     with (
-        rest_servers(str(resolve("smollm2-135m-instruct"))) as (vllm, gateway),
+        rest_servers(str(resolve("smollm2-135m-instruct"))) as (vllm, gateway, replica),
         httpx.Client(base_url=vllm, timeout=60) as plain,
         httpx.Client(base_url=gateway, timeout=60) as ours,
+        httpx.Client(base_url=replica, timeout=60) as port,
     ):
-        yield Servers(plain, ours)
+        yield Servers(plain, ours, port)
 
 
 def assert_alike(vllm: httpx.Response, gateway: httpx.Response) -> None:
@@ -225,3 +247,92 @@ def test_a_grammar_that_costs_too_much_is_refused_before_the_engine(
         text = refused.text.partition("data: ")[2].partition("\n\n")[0] if stream else refused.text
         error = json.loads(text)["error"]
         assert (error["code"], bool(error["message"])) == (400, True)
+
+
+# The keys of a prompt
+
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 20
+TOOLS = [{"type": "function", "function": TOOL}]
+SYSTEM = [{"role": "system", "content": LONG}]
+
+
+def keys_in(told: dict[str, Any]) -> list[int]:
+    return np.frombuffer(base64.b64decode(told["keys"]), "<u8").tolist()
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        ("/v1/chat/completions", {**CALL, "messages": SYSTEM + CHAT}),
+        ("/v1/chat/completions", {**CALL, "messages": SYSTEM + CHAT, "cache_salt": "mine"}),
+        ("/v1/chat/completions", {**CALL, "messages": CHAT, "tools": TOOLS, "tool_choice": "none"}),
+        ("/v1/completions", {"model": NAME, "prompt": LONG, "max_tokens": 12}),
+        ("/v1/completions", {"model": NAME, "prompt": [LONG * 5], "max_tokens": 12}),
+        ("/v1/completions", {"model": NAME, "prompt": list(range(100)), "max_tokens": 12}),
+        ("/v1/messages", {**CALL, "system": LONG}),
+    ],
+)
+def test_keys_are_those_of_the_tokens_that_vllm_renders(
+    servers: Servers, target: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    read = servers.tokens_read()
+    more = {} if target == "/v1/messages" and more else more
+    told = servers.keys(target, {**body, **more})
+    rendered = servers.vllm.post(f"{target}/render", json=body).json()
+    rendered = rendered[0] if isinstance(rendered, list) else rendered
+    expected = PromptKeys(BLOCK_TOKENS).keys(rendered["token_ids"], body.get("cache_salt", ""))
+    assert keys_in(told) == expected.tolist()
+    assert told["prompt_tokens"] == len(rendered["token_ids"])
+    assert (told["max_tokens"], told["local_only"]) == (12, None)
+    assert servers.tokens_read() == read, "the engine was asked"
+
+
+def test_a_response_has_the_keys_of_its_prompt(servers: Servers) -> None:
+    body = {**INPUT, "input": CHAT, "instructions": LONG, "max_output_tokens": 8}
+    told = servers.keys("/v1/responses", {**body, "stream": True})
+    as_chat = {**CALL, "messages": [*SYSTEM, *CHAT]}
+    assert keys_in(told) == keys_in(servers.keys("/v1/chat/completions", as_chat)) != []
+    answered = servers.vllm.post("/v1/responses", json=body).json()
+    assert told["prompt_tokens"] == answered["usage"]["input_tokens"]
+
+
+def test_keys_are_a_tenants_own(servers: Servers) -> None:
+    body = {"model": NAME, "prompt": list(range(100)), "cache_salt": "own"}
+    hashed = PromptKeys(BLOCK_TOKENS)
+    for tenant, salt in ((None, "own"), ("acme", salt_of("acme", "own"))):
+        told = servers.keys("/v1/completions", body, tenant)
+        assert keys_in(told) == hashed.keys(range(100), salt).tolist()
+
+
+def test_what_binds_a_prompt_to_one_engine_is_told_with_its_keys(servers: Servers) -> None:
+    told = servers.keys("/v1/chat/completions", {**CALL, "n": 2})
+    assert told["local_only"].startswith("n > 1")
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        ("/v1/chat/completions", {**CALL, "model": "other"}),
+        ("/v1/chat/completions", {**CALL, "messages": "nonsense"}),
+        ("/v1/chat/completions", {**CALL, "temperature": -1}),
+        ("/v1/chat/completions", {**CALL, "messages": [{"role": "user", "content": LONG * 100}]}),
+        ("/v1/completions", {"model": NAME, "prompt": ["a", "b"]}),
+        ("/v1/completions", {"model": NAME, "prompt": [2**40]}),
+        ("/v1/completions", {"model": NAME, "prompt": []}),
+        ("/v1/responses", {**INPUT, "background": True}),
+        ("/tokenize", {"model": NAME, "prompt": "a"}),
+        ("/nowhere", {}),
+        ("/v1/chat/completions", None),
+        ({}, {}),
+    ],
+)
+def test_what_vllm_refuses_has_no_keys(servers: Servers, target: Any, body: Any) -> None:
+    assert servers.keys(target, body)["keys"] is None
+
+
+def test_only_the_replicas_own_port_tells_keys_and_only_to_gateways(servers: Servers) -> None:
+    asked = {"target": "/v1/chat/completions", "body": CALL}
+    assert servers.gateway.post("/headrace/internal/keys", json=asked).status_code == 404
+    assert servers.replica.post("/headrace/internal/keys", json=asked).status_code == 403

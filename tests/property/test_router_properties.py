@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from headrace.router import Geometry, PlanRequest, PrefillReport, Router, RouterSettings
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 from headrace.router.sides import PrefillSide
+from tests.support.plans import TOKENS, gateway_plan
 
 BLOCK = 2
 PROMPTS = st.lists(st.integers(0, 1), max_size=12)
@@ -103,6 +104,17 @@ class BookkeepingMachine(RuleBasedStateMachine):
         assert all(math.isfinite(v) and v >= 0 for v in plan.predicted.values())
         assert (plan.timeout_s > 0) == (plan.kind == "remote")
         assert self.router.explain(request_id) == plan
+
+    @rule(request_id=IDS, kind=st.sampled_from(["local", "remote"]), replica=REPLICAS)
+    def adopt(self, request_id: str, kind: str, replica: str) -> None:
+        replica = replica if kind == "remote" else ""
+        given = gateway_plan(kind, decode="this replica", replica=replica)
+        request = PlanRequest(request_id, range(TOKENS))
+        if self.router.why_stale(given, request) is None:
+            plan = self.router.adopt(given, request)
+            self.alive.add(request_id)
+            assert (plan.kind, plan.plan_id) == (kind, "g-1")
+            assert self.router.explain(request_id) == plan
 
     @rule(seconds=st.floats(0, 10))
     def time_passes(self, seconds: float) -> None:

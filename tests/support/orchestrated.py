@@ -111,6 +111,7 @@ class FakePlan:
     timeout_s: float = NEVER_S
     replica: str = ""
     compute_tokens: int = 3
+    plan_id: str = ""
 
 
 class Planner:
@@ -123,14 +124,21 @@ class Planner:
         self.done: list[tuple[str, PrefillResult, float]] = []
         self.first: list[tuple[str, float, int]] = []
         self.over: list[tuple[str, list[int]]] = []
+        self.given: list[bytes | None] = []
         self.refuse: Exception | None = None
 
     async def plan(
-        self, request_id: str, token_ids: Sequence[int], salt: str, local_only: str | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        salt: str,
+        local_only: str | None,
+        given: bytes | None,
     ) -> FakePlan:
         if self.refuse is not None:
             raise self.refuse
         self.planned.append((request_id, token_ids, salt, local_only))
+        self.given.append(given)
         return self.answer
 
     def remote_failed(self, request_id: str, why: str) -> FakePlan:

@@ -1,6 +1,6 @@
-"""One engine behind two servers: vLLM's own application, and a gateway over a second one.
+"""One engine behind three servers: vLLM's own application, and a gateway over a replica's port.
 
-Run as a program; it prints the two ports, and ends when its standard input does:
+Run as a program; it prints the three ports, and ends when its standard input does:
     python -m tests.support.rest_servers MODEL_FOLDER
 """
 
@@ -20,11 +20,14 @@ from typing import Any
 from tests.support.program import ROOT, engine_environment, say
 
 NAME = "smollm2"
+TOKEN = "of the replica's port"
+BLOCK_TOKENS = 32
 
 
 @contextlib.contextmanager
-def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[str, str]]:
-    """The URLs of vLLM's own server and of the gateway, while the program runs.
+def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[str, str, str]]:
+    """The URLs of vLLM's own server, of the gateway and of the replica's port, while the program
+    runs.
 
     Raises:
         RuntimeError: it did not start; with the end of its log.
@@ -45,8 +48,12 @@ def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[s
             if said is None:
                 log.seek(0)
                 raise RuntimeError(f"the servers did not start: {log.read()[-4000:]}")
-            plain, gateway = json.loads(said)["said"]
-            yield f"http://127.0.0.1:{plain}", f"http://127.0.0.1:{gateway}"
+            plain, gateway, replica = json.loads(said)["said"]
+            yield (
+                f"http://127.0.0.1:{plain}",
+                f"http://127.0.0.1:{gateway}",
+                f"http://127.0.0.1:{replica}",
+            )
         finally:
             process.stdin.close()
             try:
@@ -64,11 +71,13 @@ async def _main(model: str) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
-    from headrace_decode._vllm_compat import PlannedLLM
+    from headrace_decode._vllm_compat import PlannedLLM, keys_route
+    from headrace_decode.internal import InternalOnly
     from headrace_decode.routes import keep_public_routes, public_routes
 
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    line += ["--block-size", str(BLOCK_TOKENS), "--prefix-caching-hash-algo", "sha256_cbor"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
 
@@ -80,7 +89,8 @@ async def _main(model: str) -> None:
     plain, replica = await application(), await application()
     keep_public_routes(replica)
     plain_server = await serve_gateway(plain, "127.0.0.1", 0)
-    replica_server = await serve_gateway(replica, "127.0.0.1", 0)
+    guarded = InternalOnly(keys_route(replica, replica, llm), TOKEN)
+    replica_server = await serve_gateway(guarded, "127.0.0.1", 0)
 
     class OneReplica:
         """The backend, of which only what relaying needs is asked."""
@@ -88,7 +98,8 @@ async def _main(model: str) -> None:
         async def replicas(self) -> list[ReplicaInfo]:
             routes = [asdict(route) for route in public_routes(replica)]
             url = f"http://127.0.0.1:{replica_server.port}"
-            return [ReplicaInfo.of({"replica_id": "one", "url": url, "routes": routes})]
+            told = {"replica_id": "one", "url": url, "routes": routes, "token": TOKEN}
+            return [ReplicaInfo.of(told)]
 
         async def openapi(self) -> dict[str, Any]:
             return dict(await asyncio.to_thread(replica.openapi))
@@ -99,7 +110,7 @@ async def _main(model: str) -> None:
     options = GatewayOptions(allowed_origins=("*",))
     app = build_gateway_app(options, OneReplica(), NAME)
     gateway = await serve_gateway(app, "127.0.0.1", 0)
-    say([plain_server.port, gateway.port])
+    say([plain_server.port, gateway.port, replica_server.port])
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs there, and nobody reads it now
     await asyncio.to_thread(sys.stdin.read)
     for server in (gateway, replica_server, plain_server):

@@ -169,6 +169,28 @@ def test_a_handle_reaches_every_replica() -> None:
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 
 
+def test_vllms_handlers_render_a_request_without_an_http_request() -> None:
+    from headrace_decode._vllm_compat import HANDLERS, request_form
+
+    routes = "vllm.entrypoints.generate.api_router"
+    source = inspect.getsource(importlib.import_module(routes))
+    classes = {
+        "/v1/chat/completions": "chat_completion.serving:OpenAIServingChat",
+        "/v1/completions": "completion.serving:OpenAIServingCompletion",
+        "/v1/responses": "responses.serving:OpenAIServingResponses",
+        "/v1/messages": "vllm.entrypoints.anthropic.serving:AnthropicServingMessages",
+    }
+    assert classes.keys() == HANDLERS.keys()
+    for target, (attribute, method) in HANDLERS.items():
+        assert f"state.{attribute} = " in source, f"{attribute} is gone: mend {DECODE_VLLM}"
+        name = classes[target]
+        name = name if name.startswith("vllm.") else f"vllm.entrypoints.openai.{name}"
+        takes = parameters(find(f"{name}.{method}", DECODE_VLLM))
+        assert list(takes) == ["self", "request", "raw_request"], f"mend {DECODE_VLLM}"
+        assert takes["raw_request"].default is None, f"mend rendered in {DECODE_VLLM}"
+        assert "stream" in request_form(target).model_fields, f"mend rendered in {DECODE_VLLM}"
+
+
 def test_generate_takes_prompt_parameters_and_id() -> None:
     generate = find(f"{ASYNC_LLM}.generate", DECODE_VLLM)
     names = list(parameters(generate))

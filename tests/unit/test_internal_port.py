@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_decode.internal import INTERNAL_HEADER, TENANT, InternalOnly
+from headrace_decode.internal import INTERNAL_HEADER, PLAN, PLAN_HEADER, TENANT, InternalOnly
 
 
 async def passed(scope: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -15,7 +15,8 @@ async def passed(scope: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        reached.append(f"{scope['type']} {TENANT.get()}")
+        plan = PLAN.get()
+        reached.append(f"{scope['type']} {TENANT.get()}" + (f" {plan!r}" if plan else ""))
 
     async def receive() -> dict[str, Any]:
         return {"type": f"{scope['type']}.connect"}
@@ -38,6 +39,15 @@ async def test_without_the_token_nothing_gets_in(headers: list[tuple[bytes, byte
 async def test_with_the_token_a_request_gets_in() -> None:
     headers = [(INTERNAL_HEADER, b"token")]
     assert await passed({"type": "http", "path": "/", "headers": headers}) == (["http None"], [])
+
+
+async def test_the_gateways_plan_is_there_for_this_request_only() -> None:
+    headers = [(INTERNAL_HEADER, b"token"), (PLAN_HEADER, b"{}")]
+    assert await passed({"type": "http", "path": "/", "headers": headers}) == (
+        ["http None b'{}'"],
+        [],
+    )
+    assert PLAN.get() is None
 
 
 @pytest.mark.parametrize("kind", ["websocket", "webtransport", "anything"])

@@ -53,6 +53,13 @@ async def test_a_local_plan_is_one_plain_submission() -> None:
     assert_forgotten(orchestrator)
 
 
+async def test_the_planner_gets_the_plan_that_came_with_the_request() -> None:
+    planner, engine = Planner(None), Engine({"local": ready(7)})
+    for given in (b"a plan", None):
+        await answer(Orchestrator(planner), replace(work(engine, Prefill()), plan=given))
+    assert planner.given == [b"a plan", None]
+
+
 async def test_prompts_that_the_own_engine_computes_take_turns() -> None:
     engine, gate = Engine({"local": ready(7, 8)}), gate_for_one()
     orchestrator = Orchestrator(Planner(None))

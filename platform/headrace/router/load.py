@@ -80,6 +80,23 @@ class EngineLoad:
         """
         if not self._waiting:
             return 0.0
+        everything, behind = self._times(model, max_step_tokens)
+        elapsed = max(0.0, now_s - self._head_since_s)
+        return max(behind, everything - elapsed)
+
+    def ahead(self, model: StepTime, max_step_tokens: int, now_s: float) -> tuple[int, float]:
+        """Prompt tokens still to compute, and what these attend to: all, less the part of the first
+        prompt that its time so far makes up (`queue_s`)."""
+        if not self._waiting:
+            return 0, 0.0
+        everything, behind = self._times(model, max_step_tokens)
+        elapsed = max(0.0, now_s - self._head_since_s)
+        had = float(min(1.0, elapsed / max(everything - behind, 1e-9)))
+        tokens, pairs = next(iter(self._waiting.values()))
+        return self._tokens - int(had * tokens), self._pairs - had * pairs
+
+    def _times(self, model: StepTime, max_step_tokens: int) -> tuple[float, float]:
+        """Seconds of all prompts ahead, and of all but the first."""
         tokens, pairs = next(iter(self._waiting.values()))
         rows, context = len(self._running), self.running_context
         everything, behind = (
@@ -89,8 +106,7 @@ class EngineLoad:
                 (self._tokens - tokens, self._pairs - pairs),
             )
         )
-        elapsed = max(0.0, now_s - self._head_since_s)
-        return max(behind, everything - elapsed)
+        return everything, behind
 
     def busy_share(self, seconds: float, now_s: float) -> float:
         """Part of the last `seconds` during which prefills were outstanding."""

@@ -90,10 +90,16 @@ class Plan:
     refusal: Refusal | None = None
     #: The dearer kind was taken in order to measure it.
     explores: bool = False
+    #: The id under which a gateway made this plan; empty if the decode replica made it.
+    plan_id: str = ""
 
     @property
     def kind(self) -> Kind:
         return "local" if self.prefill is None else "remote"
+
+    @property
+    def made_by(self) -> Literal["gateway", "replica"]:
+        return "gateway" if self.plan_id else "replica"
 
     @property
     def loaded_from(self) -> dict[str, int]:
@@ -128,6 +134,8 @@ class Plan:
         """JSON-able form: the answer of ``GET /headrace/v1/plans/{request_id}``."""
         return {
             "request_id": self.request_id,
+            "plan_id": self.plan_id,
+            "made_by": self.made_by,
             "kind": self.kind,
             "prefill": self.prefill,
             "decode": self.decode,

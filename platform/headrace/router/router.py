@@ -17,15 +17,18 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from headrace.router.active import Active, computed_pairs, computed_tokens
+from headrace.router.adopt import why_stale
 from headrace.router.choose import Ages
 from headrace.router.cost import Costs
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 from headrace.router.load import EngineLoad
+from headrace.router.ownview import OwnView
 from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import (
     Geometry,
@@ -33,36 +36,12 @@ from headrace.router.plan import (
     PlanRequest,
     PrefillReport,
     RouterSettings,
-    Run,
 )
 from headrace.router.sides import ANY, PrefillSide, PrefillSides
-from headrace.router.view import ELSEWHERE, WITHIN, View
-from headrace_engine.steptime import Prices, StepTime, pairs_of
-from headrace_kvstore.supply import DRAM, NVME
+from headrace_engine.reporting.ahead import HeardPlans
+from headrace_engine.steptime import StepTime, pairs_of
 
 _PLANS_KEPT = 1_000
-_HERE, _ELSEWHERE = range(2)
-"""Nodes of the view: this machine, and all others."""
-
-
-@dataclass(slots=True)
-class _Active:
-    """A request between its plan and its end."""
-
-    plan: Plan
-    hashes: list[bytes]
-    seed: bytes
-    tail: Sequence[int]
-    uncached_decode_tokens: int
-    #: The prefill replica that is asked, or that nobody is.
-    side: PrefillSide
-    #: Wait at the prefill engine that this router's own requests explain.
-    own_queue_s: float
-    #: Sent while the prefill side was cold: its overheads hold the handshake, not the rule.
-    cold: bool
-    #: The prefill call's measured seconds, once it returned.
-    call_s: float | None = None
-    decoding: bool = False
 
 
 class Router:
@@ -94,52 +73,86 @@ class Router:
         self.sides = PrefillSides(settings, geometry.prefill_blocks, now, any_=prefill is not None)
         self._nobody = self.sides.new(ANY, now)
         self._replica, self._prefill = replica, prefill
-        self._view = View(
-            geometry.block_tokens,
-            geometry.kv_bytes_per_token,
-            settings,
-            prefill_name=prefill or "",
-        )
-        for node in ("here", "elsewhere"):
-            self._view.node(node)
-        self._view.add(replica, "decode", _HERE, hbm=0)
-        #: The step times that each engine in the view has.
-        self._told: dict[str, Prices] = {}
+        self._own = OwnView(geometry, settings, replica, prefill)
         self._clock = clock
         self._rng = rng if rng is not None else random.Random(0)
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, Active] = {}
         self._plans: OrderedDict[str, Plan] = OrderedDict()
-        self._counts = {"local": 0, "remote": 0, "explored": 0, "fell_back": 0}
+        self._counts = dict.fromkeys(
+            ("local", "remote", "explored", "fell_back", "adopted", "stale"), 0
+        )
+        self._heard = HeardPlans()
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
         self._prefill_steps_seen = False
         # Never measured counts as just stale: the dearer side is tried below twice the price.
         self._local_measured_s = self._remote_measured_s = now - settings.remeasure_s
         # What is not kept from an earlier start is compiled now, and not while a request waits.
-        place(self._view, PlaceRequest("", 1))
+        place(self._own.view, PlaceRequest("", 1))
 
     # ---- deciding -------------------------------------------------------------------------
 
-    def plan(self, request: PlanRequest) -> Plan:
+    def plan(self, request: PlanRequest, stale: str | None = None) -> Plan:
         """Decide, and reserve at once what the decision uses.
+
+        Args:
+            stale: why the plan that came with the request is not carried out, if one came.
 
         Raises:
             ValueError: a token id does not fit 32 bits.
         """
-        now, g = self._clock(), self.geometry
-        seed = chain_seed(request.salt)
-        hashes = hash_blocks(request.token_ids, g.block_tokens, seed)
+        now, hashes = self._clock(), self._hashes(request)
         if request.request_id in self._active:
             self.finished(request.request_id)
-        self._refresh(now)
-        plan = place(self._view, self._asked(request, hashes, now))
+        self._own.refresh(self.settings, self.costs, self.decode_load, self.sides, now)
+        plan = place(self._own.view, self._asked(request, hashes, now))
+        if stale is not None:
+            self._counts["stale"] += 1
+            plan = replace(plan, reasons=(f"the gateway's plan is stale: {stale}", *plan.reasons))
+        return self._start(plan, request, hashes, now)
+
+    def why_stale(self, plan: Plan, request: PlanRequest) -> str | None:
+        """Why a gateway's plan for a request is not carried out, or None if it is."""
+        now = self._clock()
+        return why_stale(plan, request, self._replica, self.settings.policy, self.sides, now)
+
+    def adopt(self, plan: Plan, request: PlanRequest) -> Plan:
+        """Take up a gateway's plan in which `why_stale` finds nothing, as if it were made here.
+
+        Raises:
+            ValueError: a token id does not fit 32 bits.
+        """
+        now, hashes = self._clock(), self._hashes(request)
+        if request.request_id in self._active:
+            self.finished(request.request_id)
+        self._counts["adopted"] += 1
+        mine = replace(plan, request_id=request.request_id, plan_id=plan.request_id)
+        if plan.prefill is not None:
+            # Only who asks knows whether it has asked there before.
+            cold_s = self.settings.timeout_cold_s if self.sides[plan.replica].cold else 0.0
+            timeout_s = max(plan.timeout_s, cold_s)
+            mine = replace(mine, prefill=self._prefill, timeout_s=timeout_s)
+        return self._start(mine, request, hashes, now)
+
+    def heard(self, plan: Plan) -> None:
+        """A gateway's plan has been taken up or replaced: what became of it is in the next report,
+        so the gateway need not reckon with the plan any more."""
+        self._heard.add(plan.request_id, self._clock())
+
+    def _hashes(self, request: PlanRequest) -> list[bytes]:
+        seed = chain_seed(request.salt)
+        return hash_blocks(request.token_ids, self.geometry.block_tokens, seed)
+
+    def _start(self, plan: Plan, request: PlanRequest, hashes: list[bytes], now: float) -> Plan:
+        """The request is active from now on, and what its plan uses is reserved."""
         if plan.explores:
             self._explored(plan, now)
         remote = plan.prefill is not None
         side = self.sides[plan.replica] if remote else self._nobody
         own_queue_s = self._queue_s(side.load, self.costs.prefill_step, now) if remote else 0.0
-        tail = request.token_ids[len(hashes) * g.block_tokens :]
-        local_tokens = _computed(plan.fallback if remote else plan.runs)
-        self._active[request.request_id] = _Active(
+        tail = request.token_ids[len(hashes) * self.geometry.block_tokens :]
+        local_tokens = computed_tokens(plan.fallback if remote else plan.runs)
+        seed = chain_seed(request.salt)
+        self._active[request.request_id] = Active(
             *(plan, hashes, seed, tail, local_tokens, side, own_queue_s, side.cold)
         )
         self._reserve(plan, hashes, side, now)
@@ -159,53 +172,6 @@ class Router:
             local_only=request.local_only,
             ages=Ages(now - self._local_measured_s, now - self._remote_measured_s),
         )
-
-    def _refresh(self, now: float) -> None:
-        """Write into the view what has been measured, and who is there."""
-        view, costs = self._view, self.costs
-        view.settings = self.settings
-        for medium in (DRAM, NVME):
-            fit = costs.load(medium)
-            for node in (_HERE, _ELSEWHERE):
-                view.set_load(node, medium, fit.fixed_s, fit.each_s)
-        for link in (WITHIN, ELSEWHERE):
-            moved = costs.transfer
-            view.set_fit(link, moved.fixed_s, moved.each_s, moved.rms_error)
-        self._refresh_engine(self._replica, costs.decode_step, self.decode_load, now)
-        engine = view.engines[view.row(self._replica)]
-        engine["share"] = costs.shared.share
-        engine["handoff_s"] = costs.handoff.seconds()
-        engine["handoff_error_s"] = costs.handoff.rms_error
-        for gone in [name for name in view.names if name not in self.sides]:
-            if gone != self._replica:
-                view.remove(gone)
-                self._told.pop(gone, None)
-        for holder, name in enumerate(sorted(self.sides), 1):
-            side = self.sides[name]
-            if name not in view:
-                view.add(name, "prefill", _ELSEWHERE)
-            self._refresh_engine(name, costs.prefill_step, side.load, now)
-            engine = view.engines[view.row(name)]
-            engine["queue_s"] += side.others_wait_s(now, self.settings.remeasure_s)
-            engine["hbm"], engine["node"] = holder, _HERE if side.shares_store else _ELSEWHERE
-            engine["prefill"] = side.breaker.refusal(now) is None
-            engine["cold"] = side.cold
-            engine["call_s"], engine["call_error_s"] = costs.call.seconds(), costs.call.rms_error
-        refusal = self.sides.refusal(now)
-        if self._prefill is None:
-            view.no_prefill = "there is no prefill deployment"
-        elif refusal is not None:
-            view.no_prefill = refusal
-
-    def _refresh_engine(self, name: str, fit: StepTime, load: EngineLoad, now: float) -> None:
-        view, row = self._view, self._view.row(name)
-        if self._told.get(name) is not fit.prices():
-            view.set_steps(row, fit)
-            self._told[name] = fit.prices()
-        engine = view.engines[row]
-        engine["step_tokens"] = self.settings.max_step_tokens
-        engine["running"], engine["context"] = load.running, load.running_context
-        engine["queue_s"], engine["at_s"] = self._queue_s(load, fit, now), now
 
     def _queue_s(self, load: EngineLoad, fit: StepTime, now: float) -> float:
         return load.queue_s(fit, self.settings.max_step_tokens, now)
@@ -227,12 +193,12 @@ class Router:
         return self.costs.decode_step.added_s(block, pairs_of(0, block))
 
     def _reserve(self, plan: Plan, hashes: list[bytes], side: PrefillSide, now: float) -> None:
-        tokens = _computed(plan.runs)
+        tokens = computed_tokens(plan.runs)
         load, index = self.decode_load, self.decode_index
         if plan.prefill is not None:
             side.breaker.sent(plan.request_id, now)
             load, index = side.load, side.index
-        load.reserve(plan.request_id, tokens, now, _pairs(plan, tokens))
+        load.reserve(plan.request_id, tokens, now, computed_pairs(plan, tokens))
         index.insert(hashes)
         self._counts[plan.kind] += 1
         self._keep(plan)
@@ -279,7 +245,7 @@ class Router:
         active.plan = plan
         if not active.decoding:
             tokens = active.uncached_decode_tokens
-            self.decode_load.reserve(request_id, tokens, now, _pairs(plan, tokens))
+            self.decode_load.reserve(request_id, tokens, now, computed_pairs(plan, tokens))
             self.decode_index.insert(active.hashes)
         return plan
 
@@ -319,7 +285,7 @@ class Router:
             active.side.index, active, report.cached_tokens, active.plan.cached_prefill_tokens
         )
 
-    def _done_by(self, active: _Active, replica: str, now: float) -> PrefillSide:
+    def _done_by(self, active: Active, replica: str, now: float) -> PrefillSide:
         """The side of the replica that did the work; the verdict is on it, whatever was planned."""
         side = self.sides.get(replica, active.side)
         if side is not active.side:
@@ -383,7 +349,7 @@ class Router:
             self._unsure(active.side.index, active, plan.cached_prefill_tokens)
 
     def _correct(
-        self, index: PrefixIndex, active: _Active, cached_tokens: int, predicted_tokens: int
+        self, index: PrefixIndex, active: Active, cached_tokens: int, predicted_tokens: int
     ) -> None:
         """The engine found fewer cached tokens than predicted: learn which blocks it lost.
 
@@ -396,7 +362,7 @@ class Router:
             if index is not self.decode_index:
                 index.insert(active.hashes)
 
-    def _unsure(self, index: PrefixIndex, active: _Active, cached_tokens: int) -> None:
+    def _unsure(self, index: PrefixIndex, active: Active, cached_tokens: int) -> None:
         """The computation may not have happened: forget the blocks that it would have made."""
         index.truncate(active.hashes, cached_tokens // self.geometry.block_tokens)
 
@@ -457,6 +423,29 @@ class Router:
         """The plan of one of the last 1,000 requests, as it ended up."""
         return self._plans.get(request_id)
 
+    def report_fields(self) -> dict[str, Any]:
+        """What gateways are to know of this replica, as fields of a report
+        (`headrace_engine.reporting`). Times are in seconds."""
+        now, c = self._clock(), self.costs
+        step_tokens = self.settings.max_step_tokens
+        tokens, pairs = self.decode_load.ahead(c.decode_step, step_tokens, now)
+        return {
+            "queued_tokens": tokens,
+            "queued_pairs": pairs,
+            "call": (c.call.seconds(), c.call.rms_error),
+            "handoff": (c.handoff.seconds(), c.handoff.rms_error),
+            "share": c.shared.share,
+            "transfer": (c.transfer.fixed_s, c.transfer.each_s, c.transfer.rms_error),
+            "loads": {
+                medium: (fit.fixed_s, fit.each_s) for medium, fit in c.loads.items() if fit.samples
+            },
+            "local_kinds": (
+                max(0.0, now - self._local_measured_s),
+                max(0.0, now - self._remote_measured_s),
+            ),
+            "heard": self._heard.recent(now),
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """JSON-able state for status pages and metrics."""
         now, c = self._clock(), self.costs
@@ -483,14 +472,3 @@ class Router:
                 "remote": now - self._remote_measured_s,
             },
         }
-
-
-def _computed(runs: Sequence[Run]) -> int:
-    """Prompt tokens that an engine computes: at least one."""
-    return max(1, sum(run.tokens for run in runs if run.source == "compute"))
-
-
-def _pairs(plan: Plan, tokens: int) -> int:
-    """What the last so many tokens of the plan's prompt attend to."""
-    end = max(plan.prompt_tokens, tokens)
-    return pairs_of(end - tokens, end)

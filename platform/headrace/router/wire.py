@@ -31,8 +31,8 @@ def encode(plan: Plan) -> bytes:
         ValueError: a name in it is longer than 128 characters.
     """
     told = plan.to_dict()
-    for derived in ("kind", "loaded_tokens", "loaded_from"):
-        del told[derived]
+    for left_out in ("kind", "loaded_tokens", "loaded_from", "plan_id", "made_by"):
+        del told[left_out]
     told["predicted"] = {part: float(f"{s:.6g}") for part, s in plan.predicted.items()}
     told["reasons"] = [_short(reason) for reason in plan.reasons[:_REASONS]]
     if plan.refusal is not None:

@@ -1,0 +1,203 @@
+"""Tells a gateway the keys of a prompt's KV blocks, before the gateway chooses who answers it.
+
+A gateway with several replicas to choose from wants to know what each of them holds of a prompt.
+Only vLLM knows the prompt's tokens: it validates the body, fills in the chat template and
+tokenises. So this route hands the client's body to vLLM's own handler of the endpoint. That does
+all of this as it will for the request itself. Where it would start the engine, the engine raises
+`Rendered` with the prompt. Nothing is computed, no request is counted, and whatever is wrong with
+the body is left for the request itself to be told.
+
+Media (images, sound) are not looked at: they would be fetched twice.
+
+The route is part of the replica's own port and not of its application, so no client reaches it:
+
+    POST /headrace/internal/keys  {"target": "/v1/chat/completions", "body": {...}}
+    {"prompt_tokens": 300, "keys": base64 of u64 little-endian [blocks], "max_tokens": 64,
+     "local_only": null or why only a decode replica can prefill it,
+     "machine": Ray's id of this node, "stored": [[medium, tokens, seconds to wait], ...]}
+    {"keys": null, "why": "..."}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_decode.internal import ASGIApp
+from headrace_kvstore.prompt_hash import keys_of
+from headrace_kvstore.supply import Supply
+
+logger = logging.getLogger("headrace.decode")
+
+PATH = "/headrace/internal/keys"
+RENDER_ONLY: ContextVar[bool] = ContextVar("headrace_render_only", default=False)
+"""Whether this task wants a prompt rendered and not computed."""
+
+Supplies = Callable[[Sequence[int], str], Awaitable[Sequence[Supply]]]
+
+_TEXT = frozenset(
+    [
+        *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"),
+        *("tool_use", "tool_result", "reasoning_text", "summary_text"),
+    ]
+)
+"""Types of a message's parts that need nothing to be fetched or decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt as the engine would get it.
+
+    Attributes:
+        token_ids: [tokens].
+        salt: its cache salt, with the tenant.
+        max_tokens: most that the answer may have.
+        local_only: why it must be prefilled by the engine that answers, or None.
+        plain: whether its blocks are hashed from tokens and salt alone.
+    """
+
+    token_ids: Sequence[int]
+    salt: str
+    max_tokens: int
+    local_only: str | None = None
+    plain: bool = True
+
+
+class Rendered(Exception):
+    """Raised in place of computing a prompt, where `RENDER_ONLY` is set."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__("the prompt was rendered only")
+        self.prompt = prompt
+
+
+class KeysRoute:
+    """ASGI: answers `PATH`, and passes on everything else.
+
+    Args:
+        app: what answers everything else.
+        render: (target, body) -> the prompt of a client's request; None if there is not one.
+        hashes: (token ids, salt) -> the engine's hashes of the prompt's full blocks.
+        supplies: (token ids, salt) -> what this machine's store could supply, in tokens.
+        machine: its id.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        render: Callable[[str, dict[str, Any]], Awaitable[Prompt | None]],
+        hashes: Callable[[Sequence[int], str], list[bytes]],
+        supplies: Supplies | None = None,
+        machine: str = "",
+    ) -> None:
+        self._app, self._render, self._hashes = app, render, hashes
+        self._supplies, self._machine = supplies, machine
+        self._logged: set[type] = set()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer one request; stop when the caller leaves."""
+        if scope["type"] != "http" or scope["path"] != PATH:
+            await self._app(scope, receive, send)
+            return
+        data = await _body(receive)
+        if data is None:
+            return
+        work = asyncio.ensure_future(self.answer(data))
+        left = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                told = json.dumps(work.result(), separators=(",", ":")).encode()
+                headers = [(b"content-type", b"application/json")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": told})
+        finally:
+            work.cancel()
+            left.cancel()
+
+    async def answer(self, data: bytes) -> dict[str, Any]:
+        """What is answered to a body of this route. Never raises."""
+        try:
+            asked = json.loads(data)
+            target, body = asked["target"], asked["body"]
+            why = why_not(body)
+            if why is not None:
+                return {"keys": None, "why": why}
+            prompt = await self._render(target, body)
+            if prompt is None or not prompt.token_ids:
+                return {"keys": None, "why": "there is no prompt of tokens"}
+            return await self._told(prompt)
+        except Exception as error:
+            # Mostly the client's fault, of which the request itself will tell.
+            level = logging.DEBUG if type(error) in self._logged else logging.INFO
+            self._logged.add(type(error))
+            logger.log(level, "a prompt was not rendered for a gateway: %r", error)
+            return {"keys": None, "why": type(error).__name__}
+
+    async def _told(self, prompt: Prompt) -> dict[str, Any]:
+        named = (prompt.token_ids, prompt.salt)
+        hashes = self._hashes(*named) if prompt.plain else []
+        stored: Sequence[Supply] = ()
+        if self._supplies is not None and prompt.plain and prompt.local_only is None:
+            stored = await self._supplies(*named)
+        return {
+            "prompt_tokens": len(prompt.token_ids),
+            "keys": base64.b64encode(keys_of(hashes).astype("<u8").tobytes()).decode(),
+            "max_tokens": prompt.max_tokens,
+            "local_only": prompt.local_only,
+            "machine": self._machine,
+            "stored": [list(run) for run in stored],
+        }
+
+
+def why_not(body: dict[str, Any]) -> str | None:
+    """Why a request is not rendered in advance, or None if it may be."""
+    prompts = body.get("prompt")
+    if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
+        return "there are several prompts"
+    if body.get("use_beam_search"):
+        return "a beam search has many prompts"
+    if body.get("prompt_embeds") is not None:
+        return "the prompt is not tokens"
+    if _has_media(body.get("messages")) or _has_media(body.get("input")):
+        return "the prompt holds more than text"
+    return None
+
+
+def _has_media(messages: Any) -> bool:
+    """Whether parts of messages, or parts of what tools answered in them, are not plain text."""
+    left = list(messages) if isinstance(messages, list) else []
+    while left:
+        message = left.pop()
+        for field in ("content", "output") if isinstance(message, dict) else ():
+            parts = message.get(field)
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, dict):
+                    # With a `uuid` vLLM takes media whatever the type.
+                    if part.get("type") not in _TEXT or "uuid" in part:
+                        return True
+                    left.append(part)
+    return False
+
+
+async def _body(receive: Any) -> bytes | None:
+    """The whole body; None if the caller left before its end."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,64 @@
+"""Decides whether a decode replica carries out the plan that came with a request.
+
+The gateway made it from what it had heard; the replica knows more of itself. A plan that does not
+fit the request, or asks for what cannot be had now, is stale: the replica plans for itself. Pure.
+"""
+
+from __future__ import annotations
+
+from headrace.router.pairs import LOCAL_PARTS, REMOTE_PARTS
+from headrace.router.plan import Plan, PlanRequest, Run
+from headrace.router.sides import PrefillSides
+
+_PARTS = {
+    kind: {f"{kind}.{part}" for part in (*parts, "total") if part != "answer"}
+    for kind, parts in (("local", LOCAL_PARTS), ("remote", REMOTE_PARTS))
+}
+"""Predictions that are compared with what is measured."""
+
+
+def why_stale(
+    plan: Plan, request: PlanRequest, replica: str, policy: str, sides: PrefillSides, now_s: float
+) -> str | None:
+    """Why a plan that came with a request is not carried out, or None if it is.
+
+    Args:
+        replica: the decode replica's id. policy: in force there.
+        sides: the prefill replicas that it knows.
+    """
+    if policy != "cost":
+        return f"policy is {policy}"
+    if plan.decode != replica:
+        return f"it is for {plan.decode or 'no replica'}"
+    tokens = len(request.token_ids)
+    if plan.prompt_tokens != tokens:
+        return f"it is for {plan.prompt_tokens} tokens, and the prompt has {tokens}"
+    if not _is_sound(plan):
+        return "its parts do not make a whole"
+    if plan.prefill is None:
+        return None
+    if request.local_only is not None:
+        return f"the prompt must be prefilled here: {request.local_only}"
+    side = sides.get(plan.replica)
+    if side is None:
+        return f"prefill replica {plan.replica or 'of any name'} is not known here"
+    if side.breaker.state(now_s) != "closed":
+        return f"prefill replica {plan.replica} fails: {side.breaker.reason}"
+    return None
+
+
+def _is_sound(plan: Plan) -> bool:
+    """Whether its runs cover the prompt, and all that is read from it later is there."""
+    tokens = plan.prompt_tokens
+    remote = plan.prefill is not None
+    covers = (plan.runs, plan.fallback) if remote else (plan.runs,)
+    return (
+        all(_cover(runs, tokens) for runs in covers)
+        and max(plan.cached_decode_tokens, plan.cached_prefill_tokens) <= tokens
+        and plan.predicted.keys() >= _PARTS[plan.kind]
+        and (plan.timeout_s > 0.0) is remote
+    )
+
+
+def _cover(runs: tuple[Run, ...], tokens: int) -> bool:
+    return sum(run.tokens for run in runs) == tokens

@@ -1,0 +1,100 @@
+"""The view of a decode replica that plans for itself.
+
+It holds the replica's own engine, and the prefill replicas as the router knows them from what it
+sent there. It has two nodes, this machine and all others, and one fit for all links.
+"""
+
+from __future__ import annotations
+
+from headrace.router.cost import Costs
+from headrace.router.load import EngineLoad
+from headrace.router.plan import Geometry, RouterSettings
+from headrace.router.sides import PrefillSides
+from headrace.router.view import ELSEWHERE, WITHIN, View
+from headrace_engine.steptime import Prices, StepTime
+from headrace_kvstore.supply import DRAM, NVME
+
+_HERE, _ELSEWHERE = range(2)
+"""Nodes of the view: this machine, and all others."""
+
+
+class OwnView:
+    """Keeps the view of one decode replica current.
+
+    Args:
+        replica: the decode replica's id. prefill: name of the prefill deployment, if there is one.
+
+    Attributes:
+        view: what `place` reads. The decode engine's cache is holder 0; those of the prefill
+            replicas follow in the order of their names.
+    """
+
+    def __init__(
+        self, geometry: Geometry, settings: RouterSettings, replica: str, prefill: str | None
+    ) -> None:
+        self._replica, self._prefill = replica, prefill
+        self.view = View(
+            geometry.block_tokens,
+            geometry.kv_bytes_per_token,
+            settings,
+            prefill_name=prefill or "",
+        )
+        for node in ("here", "elsewhere"):
+            self.view.node(node)
+        self.view.add(replica, "decode", _HERE, hbm=0)
+        #: The step times that each engine in the view has.
+        self._told: dict[str, Prices] = {}
+
+    def refresh(
+        self,
+        settings: RouterSettings,
+        costs: Costs,
+        decode_load: EngineLoad,
+        sides: PrefillSides,
+        now: float,
+    ) -> None:
+        """Write into the view what has been measured, and who is there."""
+        view = self.view
+        view.settings = settings
+        for medium in (DRAM, NVME):
+            fit = costs.load(medium)
+            for node in (_HERE, _ELSEWHERE):
+                view.set_load(node, medium, fit.fixed_s, fit.each_s)
+        for link in (WITHIN, ELSEWHERE):
+            moved = costs.transfer
+            view.set_fit(link, moved.fixed_s, moved.each_s, moved.rms_error)
+        self._refresh_engine(self._replica, costs.decode_step, decode_load, now)
+        engine = view.engines[view.row(self._replica)]
+        engine["share"] = costs.shared.share
+        engine["handoff_s"] = costs.handoff.seconds()
+        engine["handoff_error_s"] = costs.handoff.rms_error
+        for gone in [name for name in view.names if name not in sides]:
+            if gone != self._replica:
+                view.remove(gone)
+                self._told.pop(gone, None)
+        for holder, name in enumerate(sorted(sides), 1):
+            side = sides[name]
+            if name not in view:
+                view.add(name, "prefill", _ELSEWHERE)
+            self._refresh_engine(name, costs.prefill_step, side.load, now)
+            engine = view.engines[view.row(name)]
+            engine["queue_s"] += side.others_wait_s(now, settings.remeasure_s)
+            engine["hbm"], engine["node"] = holder, _HERE if side.shares_store else _ELSEWHERE
+            engine["prefill"] = side.breaker.refusal(now) is None
+            engine["cold"] = side.cold
+            engine["call_s"], engine["call_error_s"] = costs.call.seconds(), costs.call.rms_error
+        refusal = sides.refusal(now)
+        if self._prefill is None:
+            view.no_prefill = "there is no prefill deployment"
+        elif refusal is not None:
+            view.no_prefill = refusal
+
+    def _refresh_engine(self, name: str, fit: StepTime, load: EngineLoad, now: float) -> None:
+        view, row = self.view, self.view.row(name)
+        if self._told.get(name) is not fit.prices():
+            view.set_steps(row, fit)
+            self._told[name] = fit.prices()
+        engine, step_tokens = view.engines[row], view.settings.max_step_tokens
+        engine["step_tokens"] = step_tokens
+        engine["running"], engine["context"] = load.running, load.running_context
+        engine["queue_s"], engine["at_s"] = load.queue_s(fit, step_tokens, now), now
