@@ -13,6 +13,9 @@ the other sends everything of `attacks` and guesses keys and salts.
     neighbour.itl_p50_ms        median time between two tokens of the neighbour's
     neighbour.itl_p99_ms        99th percentile of it
     neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
+    neighbour.itl_p99_vs_busy   the same, as a multiple of that beside a process which asks nothing
+                                of the app, and only keeps one processor busy at the lowest priority
+                                (SCHED_IDLE): the client and the trials of grammars do so, too
     neighbour.failures          answers of the neighbour's that did not come whole
     rss_growth_mb               memory that the gateway and the decode replica, with its engine and
                                 its worker for grammars, have more afterwards
@@ -36,6 +39,7 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -65,7 +69,7 @@ from benchmarks.instance import headrace
 from benchmarks.serving.environment import environment
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
 
-SETTLE_S, QUIET_S = 65.0, 60.0
+SETTLE_S, QUIET_S, BUSY_S = 65.0, 60.0, 30.0
 """A gauge of stalls remembers a minute: what starting cost has to be forgotten first."""
 AT_ONCE = 4
 SLOW_HEADS = 200
@@ -198,6 +202,8 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     with neighbour_of(target) as quiet:
         time.sleep(QUIET_S)
         quiet_stall = target.stall_s()
+    with busy_processor(), neighbour_of(target) as beside:
+        time.sleep(BUSY_S)
     held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
     with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
         wrong = attack(target, sent, client_niceness)
@@ -207,7 +213,7 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     once_bytes = sum(parts.resident_bytes().values())
     wrong += attack(target, sent, client_niceness)
     again_bytes = sum(parts.resident_bytes().values()) - once_bytes
-    itl_s, quiet_s = percentile(neighbour.itl_s, 0.99), percentile(quiet.itl_s, 0.99)
+    itl_s, quiet_s, busy_s = (percentile(each.itl_s, 0.99) for each in (neighbour, quiet, beside))
     for each in [*wrong, *neighbour.failures]:
         print(each, file=sys.stderr)
     return {
@@ -218,7 +224,9 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
         "neighbour.itl_p50_quiet_ms": round(percentile(quiet.itl_s, 0.5) * 1e3, 2),
         "neighbour.itl_p99_ms": round(itl_s * 1e3, 2),
         "neighbour.itl_p99_quiet_ms": round(quiet_s * 1e3, 2),
+        "neighbour.itl_p99_busy_ms": round(busy_s * 1e3, 2),
         "neighbour.itl_p99_vs_quiet": round(itl_s / quiet_s, 3),
+        "neighbour.itl_p99_vs_busy": round(itl_s / busy_s, 3),
         "neighbour.failures": len(neighbour.failures),
         "rss_growth_mb": round(sum(grown.values()) / 1e6, 1),
         "rss_growth_again_mb": round(again_bytes / 1e6, 1),
@@ -234,6 +242,20 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
 def neighbour_of(target: Target) -> NeighbourProcess:
     """The well-behaved client."""
     return NeighbourProcess(target.url, target.model, target.bearer("good"))
+
+
+@contextmanager
+def busy_processor() -> Iterator[None]:
+    """A process that counts, whenever nothing else wants a processor."""
+    counting = (
+        "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: 1"
+    )
+    process = subprocess.Popen([sys.executable, "-c", counting])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def attack(target: Target, sent: Sequence[Request], niceness: int) -> list[str]:

@@ -31,6 +31,7 @@ from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
+from headrace_decode.turns import turn
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
@@ -112,6 +113,7 @@ class PlannedLLM(AsyncLLM):
         Raises:
             Rendered: the prompt is wanted and not the answer.
         """
+        await turn()
         sampling_params = without_transfer_params(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         self._refuse(prompt, sampling_params)

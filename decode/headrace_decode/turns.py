@@ -1,4 +1,4 @@
-"""The prompts of one request begin one after the other, each in a turn of the event loop of its own.
+"""The prompts of one request begin one after the other, each in a turn of the event loop.
 
 vLLM starts all prompts of a completion at once. Each is checked, planned and handed to the engine
 in a millisecond, and a thousand of them would hold the loop, and everybody's streams, for a second.

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headrace_decode.grammars.limits import MAX_BYTES, MAX_CHOICES, MAX_COUNT, MAX_NESTING
+from headrace_decode.grammars.limits import (
+    MAX_BYTES,
+    MAX_CHOICES,
+    MAX_COUNT,
+    MAX_NAMES,
+    MAX_NESTING,
+)
 from headrace_decode.guard import LARGEST, why_refused
 
 VOCABULARY = 100
@@ -128,6 +135,9 @@ def nested(levels: int) -> dict[str, Any]:
         ({"json": {"enum": ["x" * 100] * (MAX_BYTES // 100)}}, MAX_BYTES),
         ({"json": {"properties": {f"k{n}": {} for n in range(MAX_BYTES // 2)}}}, MAX_BYTES),
         ({"json": "x" * (MAX_BYTES + 1)}, MAX_BYTES),
+        ({"json": {"properties": {f"k{n}": {} for n in range(MAX_NAMES)}}}, MAX_NAMES),
+        ({"json": '{"a":' * (MAX_NESTING + 1) + "1" + "}" * (MAX_NESTING + 1)}, MAX_NESTING),
+        ({"structural_tag": json.dumps([{f"k{n}": 1 for n in range(MAX_NAMES + 1)}])}, MAX_NAMES),
         ({"regex": "x" * (MAX_BYTES + 1)}, MAX_BYTES),
         ({"grammar": "x" * (MAX_BYTES + 1)}, MAX_BYTES),
         ({"choice": ["x"] * (MAX_CHOICES + 1)}, MAX_CHOICES),
@@ -147,6 +157,7 @@ def test_a_grammar_over_a_limit_of_size_is_refused_by_name_of_the_limit(
     [
         {"json": nested(MAX_NESTING)},
         {"choice": ["x"] * MAX_CHOICES},
+        {"json": {"properties": {f"k{n}": {} for n in range(MAX_NAMES - 1)}}},
         {"regex": "x" * (MAX_BYTES - 100)},
     ],
 )
