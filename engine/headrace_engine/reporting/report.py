@@ -101,7 +101,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_tokens: Annotated[int, Meta(ge=1, le=2**20)]
     token_bytes: Annotated[float, Meta(gt=0.0, le=1e9)]
     step_tokens: Annotated[int, Meta(ge=1, le=2**24)]
-    seq: Annotated[int, Meta(ge=0, lt=2**63)] = 0
+    seq: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     running: Count = 0
     context: Count = 0
     queued_tokens: Count = 0
