@@ -7,10 +7,13 @@ times, whatever became of those before.
 
     python -m benchmarks.routers [--quick] [--trace FILE] [--json FILE] [--routers NAME ...]
 
-The trace is played so fast that the engines are at `--load` of what they can do: of the rate at
-which they complete the same requests when a queue never ends (`work.capacity`). Engines are
-`--slow` times as slow as a GPU of the H100 kind with an 8B model, and so are the targets: a first
-token within 2 s plus 0.1 ms a token of the prompt, 50 ms a token after it on average.
+Of the trace's conversations a part is taken (`--keep`), each whole, so that a few minutes have the
+hits of many; and the trace is played so fast that the engines are at `--load` of what they can do:
+of the rate at which they complete such requests when a queue never ends (`work.capacity`).
+
+Engines are `--slow` times as slow as a GPU of the H100 kind with an 8B model, and so are the
+targets: a first token within 2 s plus 0.1 ms a token of the prompt, 50 ms a token after it on
+average.
 
 Figures, of each router: TTFT mean and percentiles, ITL, goodput (share of requests that keep both
 targets), share of prompt tokens that were hits, errors, busiest engine, CPU seconds of the router.
@@ -99,6 +102,7 @@ async def _played(
         router_cpu_s = sum(one.cpu_s() for one in cluster.router)
         return _Look(stats, router_cpu_s, cluster.engine_cpu_s(), time.perf_counter())
 
+    await _warm_up(cluster.url)
     first = asyncio.create_task(look(work.at_s[work.measured]))
     answers = await open_loop(cluster.url, work.at_s, texts, work.answers)
     before, after = await first, await look(0.0)
@@ -115,6 +119,14 @@ async def _played(
     )
 
 
+async def _warm_up(url: str) -> None:
+    """A few short requests, so that no router opens its first connections on the clock."""
+    rng = np.random.default_rng(1)
+    prompts = [text_of(rng.integers(0, VOCABULARY, 100)) for _ in range(64)]
+    for error in {one.error for one in await closed_loop(url, 16, 4, 4, prompts, 0.2)} - {""}:
+        print(f"  at the beginning: {error}", file=sys.stderr)
+
+
 def added(arm: Arm, settings: Settings, place: tuple[Path, Path], size: Size) -> dict[int, float]:
     """Median TTFT in ms, by the number of streams, with engines that answer at once."""
     folder, logs = place
@@ -126,6 +138,7 @@ def added(arm: Arm, settings: Settings, place: tuple[Path, Path], size: Size) ->
         for streams in STREAMS:
             turns = size.turns * (4 if streams == 1 else 1)
             took = GAP_S * size.tokens
+            uvloop.run(_warm_up(cluster.url))
             answers = uvloop.run(
                 closed_loop(cluster.url, streams, turns + 1, size.tokens, prompts, took)
             )
@@ -148,7 +161,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--routers", nargs="+", choices=[name for name in ARMS if name != DIRECT])
     parser.add_argument("--load", type=float, default=0.7, help="share of the engines' capacity")
-    parser.add_argument("--slow", type=float, default=2.0, help="times an H100's step times")
+    parser.add_argument("--keep", type=float, default=0.25, help="share of the conversations")
+    parser.add_argument("--slow", type=float, default=1.0, help="times an H100's step times")
     parser.add_argument("--seconds", type=float, help="of the open loop of each router")
     parser.add_argument("--logs", type=Path, help="keep what the programs write here")
     parser.add_argument("--only", choices=("conversation", "added"), help="one half")
@@ -178,6 +192,8 @@ def run(args: argparse.Namespace, size: Size) -> tuple[dict[str, Outcome], dict[
         write_tokenizer(model, 200_000)
         settings = Settings(str(model), ENGINES, args.slow)
         arms = _installed(args.routers, None if peers is None else Path(peers))
+        if args.quick and not args.routers:
+            arms = arms[:2]
         if args.only != "added":
             work = _work(args, size, settings, figures)
             for arm, folder in arms:
@@ -212,12 +228,14 @@ def _work(
 ) -> Work:
     """As many requests as come in the time, at the load that is wanted."""
     trace, engine = trace_of(args.trace), settings.machine()
-    probe = cut(trace, min(len(trace) - 300, 1200), 300)
+    known = round(0.9 * args.keep * len(trace))  # about so many there are
+    probe = cut(trace, min(known - 300, 1200), 300, keep=args.keep)
     rate = capacity(probe, engine, settings.engines) * args.load
-    total = min(len(trace), max(20, round(rate * size.seconds)))
+    total = min(known, max(20, round(rate * size.seconds)))
     warm = round(size.warm * total)
-    work = cut(trace, total - warm, warm)
-    work = work.at_rate(rate * work.at_s[-1] / (len(work) - 1))
+    work = cut(trace, total - warm, warm, keep=args.keep)
+    figures["trace_speed"] = rate * work.at_s[-1] / (len(work) - 1)
+    work = work.at_rate(figures["trace_speed"])
     figures["capacity_per_s"] = rate / args.load
     figures["rate_per_s"] = rate
     figures["requests"] = len(work) - work.measured

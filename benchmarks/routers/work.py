@@ -55,22 +55,26 @@ class Work:
         return replace(self, at_s=[at_s / factor for at_s in self.at_s])
 
 
-def cut(trace: Trace, requests: int, warm: int, seed: int = 0) -> Work:
+def cut(trace: Trace, requests: int, warm: int, seed: int = 0, keep: float = 1.0) -> Work:
     """The trace's first requests, of which the first `warm` only fill caches, at its own speed.
     Those of one tick of the trace's clock come at random times within it.
+
+    Args:
+        keep: share of the conversations that are taken, each with all of its requests. Requests
+            belong to one if their second block is the same (the first is nearly everybody's).
 
     Raises:
         ValueError: the trace has not so many.
     """
-    count = requests + warm
-    if count > len(trace):
-        raise ValueError(f"the trace has {len(trace)} requests, {count} are wanted")
-    rng = np.random.default_rng(seed)
-    at = trace.arrival_s[:count] + rng.uniform(0.0, trace.tick_s, count)
-    order = np.argsort(at, kind="stable")
+    count, rng = requests + warm, np.random.default_rng(seed)
+    at = trace.arrival_s + rng.uniform(0.0, trace.tick_s, len(trace))
+    rows = np.flatnonzero(_taken(trace, rng) < keep)
+    if count > len(rows):
+        raise ValueError(f"the trace has {len(rows)} such requests, {count} are wanted")
+    rows = rows[np.argsort(at[rows], kind="stable")][:count]
     blocks: dict[int, NDArray[np.uint32]] = {}
     prompts = []
-    for row in order.tolist():
+    for row in rows.tolist():
         keys = trace.keys[trace.starts[row] : trace.starts[row + 1]].tolist()
         for key in keys:
             if key not in blocks:
@@ -78,8 +82,16 @@ def cut(trace: Trace, requests: int, warm: int, seed: int = 0) -> Work:
         tail = int(trace.prompt[row]) - len(keys) * BLOCK_TOKENS
         last = _block(np.random.default_rng((seed, 1, row)), tail)
         prompts.append(np.concatenate([*(blocks[key] for key in keys), last]))
-    answers = trace.output[:count][order].tolist()
-    return Work((at[order] - at[order[0]]).tolist(), prompts, answers, warm)
+    answers = trace.output[rows].tolist()
+    return Work((at[rows] - at[rows[0]]).tolist(), prompts, answers, warm)
+
+
+def _taken(trace: Trace, rng: np.random.Generator) -> NDArray[np.float64]:
+    """A random number from 0 to 1 for each request, the same within a conversation."""
+    drawn, alone = rng.random(trace.distinct), rng.random(len(trace))
+    long = np.diff(trace.starts) > 1
+    second = trace.keys[np.where(long, trace.starts[:-1] + 1, 0)]
+    return np.where(long, drawn[second], alone)
 
 
 def _block(rng: np.random.Generator, tokens: int) -> NDArray[np.uint32]:
