@@ -17,6 +17,7 @@ average.
 
 Figures, of each router: TTFT mean and percentiles, ITL, goodput (share of requests that keep both
 targets), share of prompt tokens that were hits, errors, busiest engine, CPU seconds of the router.
+``headrace.w005`` is our gateway with a stall_weight of 0.05 in place of 1.
 ``conversation.ttft_p90_vs_best_peer``, ``conversation.goodput_vs_best_peer``: ours over the best.
 ``NAME.added_ms_cN``: median TTFT at N streams minus that without a router, with engines that answer
 at once; ``added_ms_c64``: ours minus the least of the Rust routers.
@@ -71,7 +72,7 @@ class Size:
     tokens: int = 50
 
 
-FULL, QUICK = Size(180.0, 0.4, 8), Size(24.0, 0.4, 2)
+FULL, QUICK = Size(180.0, 0.4, 4), Size(24.0, 0.4, 2)
 
 
 class _Look(NamedTuple):
@@ -193,7 +194,7 @@ def run(args: argparse.Namespace, size: Size) -> tuple[dict[str, Outcome], dict[
         settings = Settings(str(model), ENGINES, args.slow)
         arms = _installed(args.routers, None if peers is None else Path(peers))
         if args.quick and not args.routers:
-            arms = arms[:2]
+            arms = [one for one in arms if one[0].name in (OURS_NAME, "sglang-router")]
         if args.only != "added":
             work = _work(args, size, settings, figures)
             for arm, folder in arms:
@@ -204,10 +205,15 @@ def run(args: argparse.Namespace, size: Size) -> tuple[dict[str, Outcome], dict[
                     print(table({arm.name: told}).splitlines()[-1], file=sys.stderr, flush=True)
             ours = found.get(OURS_NAME)
             if ours is not None:
-                figures |= against(ours, {n: one for n, one in found.items() if n != OURS_NAME})
+                figures |= against(ours, _peers(found))
         if args.only != "conversation":
+            arms = [one for one in arms if not one[0].name.startswith(f"{OURS_NAME}.")]
             figures |= _added(arms, settings, logs, size)
     return found, figures
+
+
+def _peers(found: dict[str, Outcome]) -> dict[str, Outcome]:
+    return {name: one for name, one in found.items() if not name.startswith(OURS_NAME)}
 
 
 def _installed(names: list[str] | None, peers: Path | None) -> list[tuple[Arm, Path]]:

@@ -8,6 +8,7 @@ get it. None of them reaches a network.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,9 @@ class Cluster:
     engine_cpu_s: Callable[[], float]
 
 
+Start = Callable[[Settings, Path, Path], AbstractContextManager[Cluster]]
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One router.
@@ -60,7 +64,7 @@ class Arm:
     package: str
     needs: str
     rust: bool
-    start: Callable[[Settings, Path, Path], AbstractContextManager[Cluster]]
+    start: Start
 
     def folder(self, peers: Path | None) -> Path | None:
         """Where it is installed; None if it is not."""
@@ -102,16 +106,22 @@ def _direct(settings: Settings, folder: Path, logs: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@contextlib.contextmanager
-def _headrace(settings: Settings, folder: Path, logs: Path) -> Iterator[Cluster]:
-    settings = replace(settings, line=True)
-    with engines(settings, logs) as (urls, cluster, (admin, *_)):
-        command = [sys.executable, "-m", "benchmarks.routers.gateway", admin]
-        with running(Program(command, logs / "headrace.log", talks=True)) as program:
-            url = program.told["url"]
-            program.wait_until_up(f"{url}/health")
-            _wait_for_plans(url, len(urls))
-            yield Cluster(url, [program], cluster.stats, cluster.engine_cpu_s)
+def _headrace(**router: float) -> Start:
+    """Our gateway with these settings of its router, and the defaults of the others."""
+
+    @contextlib.contextmanager
+    def start(settings: Settings, folder: Path, logs: Path) -> Iterator[Cluster]:
+        settings = replace(settings, line=True)
+        with engines(settings, logs) as (urls, cluster, (admin, *_)):
+            command = [sys.executable, "-m", "benchmarks.routers.gateway", admin]
+            command.append(json.dumps(router))
+            with running(Program(command, logs / "headrace.log", talks=True)) as program:
+                url = program.told["url"]
+                program.wait_until_up(f"{url}/health")
+                _wait_for_plans(url, len(urls))
+                yield Cluster(url, [program], cluster.stats, cluster.engine_cpu_s)
+
+    return start
 
 
 def _wait_for_plans(url: str, replicas: int) -> None:
@@ -125,7 +135,7 @@ def _wait_for_plans(url: str, replicas: int) -> None:
     raise NotStartedError(f"our gateway has not heard of {replicas} replicas: {told}")
 
 
-def _rust(module: str, *flags: str) -> Callable[[Settings, Path, Path], object]:
+def _rust(module: str, *flags: str) -> Start:
     """A router that comes as a wheel with a Rust program inside."""
 
     @contextlib.contextmanager
@@ -215,7 +225,8 @@ _CACHE_AWARE = ("--policy", "cache_aware")
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm(OURS_NAME, "", "", False, _headrace),
+        Arm(OURS_NAME, "", "", False, _headrace()),
+        Arm(f"{OURS_NAME}.w005", "", "", False, _headrace(stall_weight=0.05)),
         Arm(
             *("sglang-router", "sglang-router==0.3.2", LIGHT, True),
             _rust("sglang_router.launch_router", *_CACHE_AWARE),

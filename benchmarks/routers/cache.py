@@ -5,8 +5,17 @@ recently used evicted first. Only numbers: no KV is held. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 Key = bytes
+
+
+class Change(NamedTuple):
+    """A block can be hit from now on, or no longer. `parent`: the one before it, if any."""
+
+    stored: bool
+    key: Key
+    parent: Key | None = None
 
 
 class PrefixCache:
@@ -17,8 +26,7 @@ class PrefixCache:
     yet, or another block with the same tokens came first), or free.
 
     Attributes:
-        stored: (block, the one before it or None) in the order in which they came.
-        removed: blocks that were evicted. Whoever tells of changes empties both.
+        changes: what came and went, in order. Whoever tells of it empties it.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -28,8 +36,7 @@ class PrefixCache:
         self._held: dict[Key, int] = {}
         self._idle: dict[Key, None] = {}
         self._plain = 0
-        self.stored: list[tuple[Key, Key | None]] = []
-        self.removed: list[Key] = []
+        self.changes: list[Change] = []
 
     def __len__(self) -> int:
         """Blocks that can be hit."""
@@ -77,7 +84,7 @@ class PrefixCache:
         for _ in range(len(self) + self._plain - self.blocks):
             key = next(iter(self._idle))
             del self._idle[key]
-            self.removed.append(key)
+            self.changes.append(Change(False, key))
 
     def fill(self, key: Key, parent: Key | None) -> bool:
         """A plain block has been computed. Whether it is now held under its key: not if there is
@@ -86,7 +93,7 @@ class PrefixCache:
             return False
         self._plain -= 1
         self._held[key] = 1
-        self.stored.append((key, parent))
+        self.changes.append(Change(True, key, parent))
         return True
 
     def release(self, keys: Sequence[Key], plain: int) -> None:

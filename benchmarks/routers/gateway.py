@@ -1,7 +1,10 @@
-"""Our gateway before the emulated engines: ``python -m benchmarks.routers.gateway ADMIN``.
+"""Our gateway before the emulated engines.
+
+    python -m benchmarks.routers.gateway ADMIN SETTINGS
 
 It is the gateway of the app, its `Placer` included. What Ray Serve tells it there comes from the
-engines' process here (`ADMIN` is its own port). It prints its port as one line of JSON, and lives
+engines' process here (`ADMIN` is its own port). `SETTINGS` are those of `RouterSettings` that are
+not the defaults. It prints its port as one line of JSON, and lives
 until its standard input ends.
 """
 
@@ -75,10 +78,10 @@ class EmulatedCluster:
         return b""
 
 
-async def run(admin: str) -> None:
+async def run(admin: str, settings: RouterSettings) -> None:
     """Serve until the standard input ends."""
     cluster = EmulatedCluster(admin)
-    make_placer = partial(Placer, RouterSettings(), cluster.lines)
+    make_placer = partial(Placer, settings, cluster.lines)
     app = build_gateway_app(GatewayOptions(), cluster, MODEL, make_placer=make_placer)
     server = await serve_gateway(app, "127.0.0.1", 0)
     print(json.dumps({"url": f"http://127.0.0.1:{server.port}"}))
@@ -90,7 +93,8 @@ async def run(admin: str) -> None:
 def main() -> None:
     """See the module."""
     gc.freeze()
-    uvloop.run(run(sys.argv[1]))
+    settings = RouterSettings(**json.loads(sys.argv[2]))
+    uvloop.run(run(sys.argv[1], settings))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class Relay:
         else:
             parts = urlsplit(url)
             _, upstream = await asyncio.get_running_loop().create_connection(
-                lambda: _Upstream(self, url), parts.hostname, parts.port
+                lambda: _Upstream(self, url), str(parts.hostname), int(parts.port or 80)
             )
         upstream.ask(asked, data)
 

@@ -81,6 +81,7 @@ class Replica:
         """Told the tokens of each prompt, and its blocks."""
         self._routes: dict[str, Callable[[Exchange], None]] = {
             "/v1/completions": self._complete,
+            "/tokenize": self._tokenize,
             KEYS_PATH: self._keys,
             "/v1/models": lambda asked: asked.json({"object": "list", "data": [self._card()]}),
             "/health": lambda asked: asked.json({}),
@@ -160,6 +161,11 @@ class Replica:
                 "local_only": None,
             }
         )
+
+    def _tokenize(self, asked: Exchange) -> None:
+        """For vllm-router, which asks every engine for every request."""
+        tokens = tokens_of(_decode(asked.body).prompt)
+        asked.json({"count": len(tokens), "max_model_len": 200_000, "tokens": tokens.tolist()})
 
     def _complete(self, asked: Exchange) -> None:
         body = _decode(asked.body)

@@ -61,11 +61,9 @@ class OurLine:
         if engine is None:
             return
         cache, machine = engine.cache, engine.machine
-        if cache.stored or cache.removed:
-            changes = [Change(True, "GPU", b"", key) for key, _ in cache.stored]
-            changes += [Change(False, "GPU", b"", key) for key in cache.removed]
-            cache.stored, cache.removed = [], []
-            self.line.publish(changes)
+        if cache.changes:
+            self.line.publish([Change(one.stored, "GPU", b"", one.key) for one in cache.changes])
+            cache.changes = []
         tokens, pairs = engine.queue()
         self.line.report(
             Report(
@@ -125,26 +123,20 @@ class VllmEvents:
         if self._engine is None:
             return
         cache = self._engine.cache
-        if not cache.stored and not cache.removed:
+        if not cache.changes:
             return
-        events: list[Any] = [
-            BlockStored(
-                [_number(key)],
-                None if parent is None else _number(parent),
-                self._tokens[key],
-                self._size,
-                None,
-                "GPU",
-                None,
-            )
-            for key, parent in cache.stored
-        ]
-        if cache.removed:
-            events.append(BlockRemoved([_number(key) for key in cache.removed], "GPU"))
-        cache.stored, cache.removed = [], []
+        events = [self._event(*one) for one in cache.changes]
+        cache.changes = []
         batch = self._encode(EventBatch(time.time(), events, 0))
         self._socket.send_multipart((b"", self._seq.to_bytes(8, "big"), batch))
         self._seq += 1
+
+    def _event(self, stored: bool, key: Key, parent: Key | None) -> BlockStored | BlockRemoved:
+        if not stored:
+            return BlockRemoved([_number(key)], "GPU")
+        before = None if parent is None else _number(parent)
+        tokens, size = self._tokens[key], self._size
+        return BlockStored([_number(key)], before, tokens, size, None, "GPU", None)
 
 
 def _number(key: Key) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ def tokens_of(text: str) -> NDArray[np.uint32]:
     """The tokens of a text that `text_of` made, [tokens] u32; of any other, some."""
     data = np.frombuffer(text.encode()[: len(text) // TOKEN_CHARS * TOKEN_CHARS], np.uint8)
     digits = _VALUES[data.reshape(-1, TOKEN_CHARS)]
-    return digits[:, 0] << 8 | digits[:, 1] << 4 | digits[:, 2]
+    return (digits[:, 0] << 8 | digits[:, 1] << 4 | digits[:, 2]).astype(np.uint32)
 
 
 def write_tokenizer(folder: Path, context_tokens: int) -> None:
@@ -44,7 +45,7 @@ def write_tokenizer(folder: Path, context_tokens: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {f"{number:03x}": number for number in range(VOCABULARY)}
     vocabulary |= {ANSWER: ANSWER_ID, "<unk>": VOCABULARY + 1, "</s>": VOCABULARY + 2}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

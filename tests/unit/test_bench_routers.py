@@ -61,7 +61,7 @@ class TestCache:
         cache.hold(keys("a"))
         cache.release(keys("a"), 0)
         cache.take(2)
-        assert cache.removed == keys("c", "b")
+        assert [one.key for one in cache.changes if not one.stored] == keys("c", "b")
         assert cache.match(keys("a")) == 1
 
     def test_what_runs_is_never_evicted(self) -> None:
@@ -96,9 +96,9 @@ class TestCache:
             chained = [bytes(chain[: end + 1]) for end in range(len(chain))]
             engine.submit(request(2 * len(chain), 2, chained))
             play(engine)
-            told |= {key for key, _ in engine.cache.stored}
-            told -= set(engine.cache.removed)
-            engine.cache.stored, engine.cache.removed = [], []
+            for stored, key, _ in engine.cache.changes:
+                (told.add if stored else told.remove)(key)
+            engine.cache.changes = []
             assert engine.cache.available == 12
             assert told == set(engine.cache.keys())
 
