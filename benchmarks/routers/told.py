@@ -125,7 +125,7 @@ class VllmEvents:
         cache = self._engine.cache
         if not cache.changes:
             return
-        events = [self._event(*one) for one in cache.changes]
+        events: list[Any] = [self._event(*one) for one in cache.changes]
         cache.changes = []
         batch = self._encode(EventBatch(time.time(), events, 0))
         self._socket.send_multipart((b"", self._seq.to_bytes(8, "big"), batch))
