@@ -157,7 +157,7 @@ def _median_ttft(answers: list[Answer]) -> float:
 def main() -> None:
     """Run, print a table, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routers")
-    parser.add_argument("--quick", action="store_true", help="a part of the trace, 2 minutes")
+    parser.add_argument("--quick", action="store_true", help="ours and one peer, a few minutes")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's form; else made up")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--routers", nargs="+", choices=[name for name in ARMS if name != DIRECT])
