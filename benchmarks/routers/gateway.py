@@ -1,0 +1,101 @@
+"""Our gateway before the emulated engines.
+
+    python -m benchmarks.routers.gateway ADMIN SETTINGS
+
+It is the gateway of the app, its `Placer` included. What Ray Serve tells it there comes from the
+engines' process here (`ADMIN` is its own port). `SETTINGS` are those of `RouterSettings` that are
+not the defaults. It prints its port as one line of JSON, and lives
+until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import aiohttp
+import uvloop
+
+from benchmarks.routers.replica import MODEL
+from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
+from headrace.gateway.lines import LineInfo
+from headrace.gateway.placing import Placer
+from headrace.router.plan import RouterSettings
+
+
+class EmulatedCluster:
+    """What the gateway asks of the cluster (`headrace.gateway.Backend`).
+
+    Args:
+        admin: the engines' process.
+    """
+
+    def __init__(self, admin: str) -> None:
+        self._url = f"{admin}/emulated/replicas"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def _told(self) -> list[dict[str, Any]]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        async with self._session.get(self._url) as response:
+            return list(await response.json())
+
+    async def replicas(self) -> list[ReplicaInfo]:
+        return [ReplicaInfo.of(answer) for answer in await self._told()]
+
+    async def lines(self) -> dict[str, LineInfo]:
+        told = {one["replica_id"]: LineInfo.of(one["line"]) for one in await self._told()}
+        return {name: line for name, line in told.items() if line is not None}
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def warm(
+        self, bodies: list[dict[str, Any]], salt: str, pin: bool
+    ) -> list[list[dict[str, Any]]]:
+        return []
+
+    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def set_policy(self, policy: str) -> int:
+        return 0
+
+    async def openapi(self) -> dict[str, Any]:
+        return {}
+
+    async def plan(self, request_id: str) -> dict[str, Any] | None:
+        return None
+
+    async def metrics(self) -> bytes:
+        return b""
+
+
+async def run(admin: str, settings: RouterSettings) -> None:
+    """Serve until the standard input ends."""
+    cluster = EmulatedCluster(admin)
+    make_placer = partial(Placer, settings, cluster.lines)
+    app = build_gateway_app(GatewayOptions(), cluster, MODEL, make_placer=make_placer)
+    server = await serve_gateway(app, "127.0.0.1", 0)
+    print(json.dumps({"url": f"http://127.0.0.1:{server.port}"}))
+    sys.stdout.flush()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await server.stop(grace_s=1)
+
+
+def main() -> None:
+    """See the module."""
+    gc.freeze()
+    settings = RouterSettings(**json.loads(sys.argv[2]))
+    uvloop.run(run(sys.argv[1], settings))
+
+
+if __name__ == "__main__":
+    main()
