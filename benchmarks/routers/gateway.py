@@ -22,8 +22,8 @@ import uvloop
 
 from benchmarks.routers.replica import MODEL
 from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
-from headrace.gateway.lines import LineInfo
-from headrace.gateway.placing import Placer
+from headrace.gateway.placing.lines import LineInfo
+from headrace.gateway.placing.placer import Placer
 from headrace.router.plan import RouterSettings
 
 
