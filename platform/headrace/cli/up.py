@@ -358,7 +358,10 @@ class _Watch:
                 self.why = " because the process that started it has ended"
             elif not down.stopped_elsewhere(self._instance):
                 continue
-            os.kill(os.getpid(), signal.SIGTERM)
+            # To the main thread: if another one got it, a sleep of the main one would go on.
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)
             return
 
 
