@@ -16,7 +16,7 @@ import pytest
 from tests.support.app import until
 from tests.support.served import MODEL, ServedApp
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONVERSATIONS, TURNS = 8, 4
 BLOCK_TOKENS = 128
@@ -90,7 +90,7 @@ def know_all(served: ServedApp) -> bool:
 
 
 def test_prompts_go_where_their_blocks_are(served: ServedApp, client: openai.OpenAI) -> None:
-    until(lambda: know_all(served), 180, "both gateways know of all replicas")
+    until(lambda: know_all(served), 400, "both gateways know of all replicas")
     talks = [Conversation(served, client, seed) for seed in range(CONVERSATIONS)]
     for _ in range(TURNS):
         for talk in talks:
@@ -111,7 +111,7 @@ def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
     os.kill(killed, signal.SIGKILL)
     for talk in talks:
         talk.turn()
-    until(lambda: killed not in gateways(served) and know_all(served), 180, "there are two again")
+    until(lambda: killed not in gateways(served) and know_all(served), 400, "there are two again")
     time.sleep(1.0)  # for the snapshots
     for _ in range(2):
         for talk in talks:

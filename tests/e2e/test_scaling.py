@@ -13,9 +13,11 @@ from tests.support.app import until
 from tests.support.load import Answer, Load
 from tests.support.served import MODEL, ServedApp
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STREAMS = 20
+START_S = 400
+"""For a replica that starts beside 20 streams and whatever else tests run on two cores."""
 TOKENS = 200
 SCALING = {
     "min_replicas": 1,
@@ -51,9 +53,9 @@ def test_scaling_and_a_changed_option_lose_no_stream(served: ServedApp) -> None:
         until(lambda: served.count("decode", "STOPPING") == 0, 90, "it has gone", served.status)
         until(lambda: served.count("decode") == 1, 30, "the other one runs", served.status)
         served.deploy({"decode": {"num_replicas": 2}})
-        until(lambda: ready(served) == 2, 120, "two replicas are asked", served.status)
+        until(lambda: ready(served) == 2, START_S, "two replicas are asked", served.status)
         answered = len(load.answers)
-        until(lambda: len(load.answers) >= answered + STREAMS, 60, "streams go on")
+        until(lambda: len(load.answers) >= answered + STREAMS, 120, "streams go on")
     assert_none_lost(load.stop())
 
 
@@ -72,7 +74,7 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> N
         before = {each["replica_id"] for each in replicas(served)}
         served.deploy(fresh=True)
         until(lambda: served.status()["status"] == "DEPLOYING", 30, "the redeploy begins")
-        served.wait_running(240)
+        served.wait_running(START_S)
         until(lambda: replicas(served) != [], 20, "replicas answer")
         until(
             lambda: not before & {each["replica_id"] for each in replicas(served)},
@@ -80,7 +82,7 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> N
             "the old replicas have gone",
         )
         answered = len(load.answers)
-        until(lambda: len(load.answers) >= answered + STREAMS, 60, "streams go on")
+        until(lambda: len(load.answers) >= answered + STREAMS, 120, "streams go on")
     assert_none_lost(load.stop())
     policies = [each["router"]["policy"] for each in replicas(served) if each["role"] == "decode"]
     assert policies and set(policies) == {"remote"}
@@ -90,7 +92,7 @@ def test_autoscaling_follows_the_load_of_the_gateways_port(served: ServedApp) ->
     until(lambda: served.count("decode") == 1, 60, "one replica without load", served.status)
     served.deploy({"decode": {"autoscaling_config": {**SCALING, "upscale_delay_s": 1.0}}})
     with streams(served) as load:
-        until(lambda: ready(served) == 2, 150, "a second one under load", served.status)
+        until(lambda: ready(served) == 2, START_S, "a second one under load", served.status)
     assert_none_lost(load.stop())
     until(lambda: served.count("decode") == 1, 60, "one again after it", served.status)
 
