@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace_kvstore.node.object_work import worth_sharing
-from headrace_kvstore.objects.object_client import ObjectError, StoreClient
+from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
 from headrace_kvstore.objects.object_format import ObjectName
 from headrace_kvstore.objects.object_tier import ObjectTier
 from headrace_kvstore.table import SLOT
@@ -119,6 +119,22 @@ def test_what_somebody_removed_is_forgotten(begin: Begin, blocks: Blocks, store:
     blocks.write(tier, 0, 1)
     store.objects.clear()
     until(lambda: has(tier, 0, 1) == [False, False])
+
+
+def test_what_was_removed_while_the_store_was_listed_stays_forgotten(
+    begin: Begin, blocks: Blocks, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = begin(size_bytes=2 * EACH, refresh_s=60.0)
+    assert blocks.write(tier, 0, 1)
+    listed = list(store.list())
+
+    def slow_list() -> Iterator[Listed]:
+        assert blocks.write(tier, 2)
+        yield from listed
+
+    monkeypatch.setattr(store, "list", slow_list)
+    assert tier.refresh()
+    assert has(tier, 0, 1, 2) == [False, True, True]
 
 
 def test_a_block_in_two_objects_is_gone_with_the_last(

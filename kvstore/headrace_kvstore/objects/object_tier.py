@@ -148,6 +148,8 @@ class ObjectTier:
         self._catalog = ObjectCatalog(writer)
         self._ignored: dict[str, tuple[str, float | None]] = {}
         """By name: why it is not used, and its time stamp; it is, once it was written anew."""
+        self._removed: set[str] = set()
+        """Names, since the last listing began: it may still show them."""
         self._counts: Counter[str] = Counter()
         self._last_error = ""
         self._readers = Workers(REQUESTS, "kv-object")
@@ -341,6 +343,7 @@ class ObjectTier:
         with self._lock:
             for name in names:
                 self._catalog.remove(name)
+            self._removed.update(names)
         try:
             self._client.delete(names)
         except ObjectError as error:
@@ -355,6 +358,7 @@ class ObjectTier:
         """List, take in new objects, forget what is gone; False if it failed."""
         with self._lock:
             before = set(self._catalog.objects)
+            self._removed.clear()
 
         def read_all() -> dict[str, Listed]:
             return {each.name: each for each in islice(self._client.list(), LISTED_OBJECTS)}
@@ -371,7 +375,7 @@ class ObjectTier:
                     del self._ignored[name]
                 else:
                     self._ignored[name] = why, listed[name].modified_s
-            known = self._catalog.objects.keys() | self._ignored.keys()
+            known = self._catalog.objects.keys() | self._ignored.keys() | self._removed
             room = max(0, INDEX_BLOCKS - len(self._catalog.objects))
         fresh = [listed[name] for name in listed.keys() - known]
         fresh.sort(key=lambda each: -each.modified_s)
