@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from headrace_engine.handoff import PARAMS_KEY, produce_params
 from headrace_engine.meter import EngineMeter
+from tests.support.contracts import assert_fields, assert_takes, find, parameters
 
 ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
 ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
@@ -25,36 +25,6 @@ HANDOFF = "engine/headrace_engine/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
 PREFILL_SERVER = "prefill/headrace_prefill/server.py"
 APP = "platform/headrace/app.py"
-
-
-def find(name: str, mend: str) -> Any:
-    """The object at `module:qualified.name`."""
-    module, _, path = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        pytest.fail(f"{name} is gone ({error}): mend {mend}")
-    return found
-
-
-def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(function).parameters)
-
-
-def assert_takes(name: str, mend: str, *wanted: str) -> None:
-    """The callable at `name` has these parameters."""
-    has = parameters(find(name, mend))
-    missing = [parameter for parameter in wanted if parameter not in has]
-    assert not missing, f"{name} no longer takes {missing} but {list(has)}: mend {mend}"
-
-
-def assert_fields(name: str, mend: str, *wanted: str) -> None:
-    """The dataclass at `name` has these fields."""
-    has = {field.name for field in dataclasses.fields(find(name, mend))}
-    missing = sorted(set(wanted) - has)
-    assert not missing, f"{name} no longer has {missing} but {sorted(has)}: mend {mend}"
 
 
 # Ray
@@ -352,119 +322,6 @@ def test_the_ports_of_nixls_handshake_can_be_chosen() -> None:
 def test_an_engine_can_be_shut_down() -> None:
     find(f"{ENGINE}.shutdown", ENGINE_RAY)
     find(f"{ASYNC_LLM}.shutdown", ENGINE_RAY)
-
-
-def test_a_refusal_of_ours_is_answered_400_like_vllms_own() -> None:
-    assert_takes("vllm.exceptions:VLLMValidationError.__init__", DECODE_VLLM, "parameter")
-    error = find("vllm.exceptions:VLLMValidationError", DECODE_VLLM)("no", parameter="prompt")
-    module = "vllm.entrypoints.serve.exception_handling.error_response"
-    make = find(f"{module}:create_error_response", DECODE_VLLM)
-    response = make(error)
-    assert (response.error.code, response.error.param) == (400, "prompt"), f"mend {DECODE_VLLM}"
-
-
-def test_what_a_request_says_that_the_engine_gave_up() -> None:
-    reason = find("vllm.v1.engine:FinishReason", DECODE_VLLM)
-    assert str(reason.ERROR) == "error", f"mend grammar_failed in {DECODE_VLLM}"
-
-
-def test_what_the_guard_looks_into() -> None:
-    mend = "decode/headrace_decode/guard.py"
-    wanted = ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
-    assert_fields("vllm.sampling_params:StructuredOutputsParams", mend, *wanted)
-    from vllm import SamplingParams
-
-    for name in ("top_k", "stop_token_ids", "logit_bias", "structured_outputs"):
-        assert hasattr(SamplingParams(), name), f"SamplingParams.{name} is gone: mend {mend}"
-    find("vllm.config:ModelConfig.get_vocab_size", mend)
-
-
-def test_a_grammar_is_checked_and_compiled_by_what_the_worker_calls() -> None:
-    mend = "decode/headrace_decode/grammars/worker.py"
-    backends = "vllm.v1.structured_output"
-    for name, cls in (
-        ("xgrammar", "XgrammarBackend"),
-        ("guidance", "GuidanceBackend"),
-        ("outlines", "OutlinesBackend"),
-        ("lm_format_enforcer", "LMFormatEnforcerBackend"),
-    ):
-        backend = f"{backends}.backend_{name}:{cls}"
-        assert_takes(backend, mend, "vllm_config", "tokenizer", "vocab_size")
-        assert_takes(f"{backend}.compile_grammar", mend, "request_type", "grammar_spec")
-    grammar = f"{backends}.backend_types:StructuredOutputGrammar"
-    assert_takes(f"{grammar}.accept_tokens", mend, "request_id", "tokens")
-    assert_takes(f"{grammar}.fill_bitmask", mend, "bitmask", "batch_index")
-    find(f"{grammar}.is_terminated", mend)
-    find(f"{backends}.utils:maybe_wrap_mistral_common_tokenizer", mend)
-    find("vllm.tokenizers:cached_tokenizer_from_config", mend)
-    assert_takes(f"{backends}.request:get_structured_output_key", mend, "params")
-    wanted = ("model_config", "speculative_config", "structured_outputs_config", "tokenizer")
-    assert_takes("vllm.sampling_params:SamplingParams.verify", mend, *wanted)
-
-
-def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> None:
-    from vllm import SamplingParams
-
-    from headrace_decode._vllm_compat import GRAMMAR_FIELDS, grammar_of, with_grammar
-
-    assert_fields("vllm.sampling_params:StructuredOutputsParams", DECODE_VLLM, *GRAMMAR_FIELDS)
-    source = inspect.getsource(find("vllm.v1.engine.input_processor:InputProcessor", DECODE_VLLM))
-    assert source.count("self.structured_outputs_config") == 2, f"used elsewhere: {DECODE_VLLM}"
-    source = inspect.getsource(find("vllm.v1.engine.async_llm:AsyncLLM.__init__", DECODE_VLLM))
-    assert "self.input_processor = InputProcessor(" in source, f"mend {DECODE_VLLM}"
-    spec = {"regex": "a+", "disable_any_whitespace": True}
-    tried = with_grammar(SamplingParams(), {"spec": spec, "backend": "xgrammar", "automatic": True})
-    assert grammar_of(tried) == spec
-    assert tried.structured_outputs is not None
-    assert tried.structured_outputs._backend == "xgrammar"
-    validate = SamplingParams._validate_structured_outputs
-    validate(tried, None, None, None)  # type: ignore[arg-type]  # without a config: nothing
-
-
-# Our own adapters on top of all that
-
-
-def test_transfer_parameters_are_taken_out_and_put_in() -> None:
-    from vllm import SamplingParams
-
-    from headrace_decode._vllm_compat import with_transfer_params, without_transfer_params
-
-    names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
-    sent = SamplingParams(extra_args={**names_memory, "mine": 1})
-    clean = without_transfer_params(sent)
-    assert clean.extra_args == {"mine": 1}
-    assert sent.extra_args is not None and PARAMS_KEY in sent.extra_args, "the caller's is kept"
-    assert without_transfer_params(clean) is clean
-    pull = {"do_remote_prefill": True}
-    pulling = with_transfer_params(clean, pull)
-    assert pulling.extra_args == {"mine": 1, PARAMS_KEY: pull}
-    assert pulling.extra_args[PARAMS_KEY] is not pull, "the engine changes its copy"
-    assert clean.extra_args == {"mine": 1}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "kwargs", "says"),
-    [
-        ("text", {}, {}, "not plain token ids"),
-        ({"prompt_token_ids": []}, {}, {}, "not plain token ids"),
-        ({"prompt_token_ids": [1], "type": "embeds"}, {}, {}, "multimodal"),
-        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, {}, {}, "multimodal"),
-        ({"prompt_token_ids": [1]}, {"n": 2}, {}, "n > 1"),
-        ({"prompt_token_ids": [1]}, {"prompt_logprobs": 0}, {}, "log-probabilities"),
-        ({"prompt_token_ids": [1]}, {}, {"lora_request": object()}, "LoRA"),
-        ({"prompt_token_ids": [1], "cache_salt": "x"}, {}, {"lora_request": None}, None),
-    ],
-)
-def test_which_requests_must_stay(
-    prompt: Any, params: dict[str, Any], kwargs: dict[str, Any], says: str | None
-) -> None:
-    from vllm import SamplingParams
-
-    from headrace_decode._vllm_compat import why_local
-
-    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    why = why_local(prompt, token_ids, SamplingParams(**params), kwargs)
-    assert (why is None) if says is None else (why is not None and says in why)
 
 
 def test_the_nixl_agent_that_is_made_again_to_sleep() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.test_contracts import assert_fields, assert_takes, find
+from tests.support.contracts import assert_fields, assert_takes, find
 
 COMPAT = "decode/headrace_decode/speculation/_vllm_compat.py"
 PROPOSER = "decode/headrace_decode/speculation/proposer.py"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 
-from tests.unit.test_contracts import assert_fields, assert_takes, find
+from tests.support.contracts import assert_fields, assert_takes, find
 
 SCHEDULER = "kvstore/headrace_kvstore/connector/scheduler.py"
 CONNECTOR = "kvstore/headrace_kvstore/connector/connector.py"

@@ -56,7 +56,7 @@ def hold(of: Cluster, replica: str, keys: np.ndarray) -> None:
 
 def test_without_a_decode_replica_nobody_answers() -> None:
     for empty in (Cluster(RouterSettings()), cluster("p1")):
-        assert empty.choices() == 0
+        assert empty.choices(0.0) == 0
         with pytest.raises(NobodyAnswersError):
             empty.plan(PROMPT, 0.0)
 
@@ -95,9 +95,10 @@ def test_a_replica_that_may_not_be_asked_gets_nothing() -> None:
     two = cluster("d1", "d2")
     hold(two, "d2", KEYS)
     assert two.plan(PROMPT, 0.0, down=["d2"]).decode == "d1"
-    assert two.choices() == 2, "it may be asked again"
+    assert two.choices(0.0) == 2, "it may be asked again"
     two.report(report("d2", 1, draining=True), 0.1)
-    assert two.choices() == 1
+    assert two.choices(0.1) == 1
+    assert two.choices(0.1, down=["d2"]) == two.choices(0.1) == 1, "it drains all the same"
     two.report(report("d2", 2), 0.2)
     two.report(report("d1", 1), SILENT_S + 0.1)
     two.tend(SILENT_S + 0.3)
@@ -155,7 +156,7 @@ def test_reports_out_of_order_and_of_other_blocks_are_left_out() -> None:
     assert row(one, "d1")["running"] == 7
     with pytest.raises(ValueError, match="blocks of 32 tokens"):
         one.report(report("d2", block_tokens=32), 0.2)
-    assert one.choices() == 1
+    assert one.choices(0.2) == 1
 
 
 def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() -> None:
@@ -179,3 +180,28 @@ def test_a_kind_that_was_not_measured_for_long_is_measured_again() -> None:
         both.withdraw(plan, now_s)
     assert kinds == {"local", "remote"}
     assert both.counts["explored"] > 0
+
+
+def test_a_kind_that_another_gateway_had_measured_is_not_measured_again() -> None:
+    both = cluster("d1", "p1", remeasure_s=20.0)
+    for second in range(0, 200, 2):
+        now_s = float(second)
+        both.report(report("d1", second + 1, local_kinds=(1.0, 1.0)), now_s)
+        both.report(report("p1", second + 1), now_s)
+        both.withdraw(both.plan(PROMPT, now_s), now_s)
+    assert both.counts["explored"] == 0
+
+
+def test_a_cache_whose_free_blocks_are_unknown_is_no_full_one() -> None:
+    one = cluster("d1")
+    one.report(report("d1", 1, free_blocks=-1), 0.0)
+    one.plan(PROMPT, 0.0)
+    assert row(one, "d1")["free_blocks"] == -1
+
+
+def test_plans_do_not_count_for_the_holder_that_a_silent_replica_had() -> None:
+    two = cluster("d1", "d2")
+    silent = two.plan(PROMPT, 0.0).decode
+    two.feed.leave(silent)
+    two.report(report(silent, 1), 0.1)
+    assert two._expected.match(KEYS).max() == 0

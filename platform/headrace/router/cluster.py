@@ -14,6 +14,7 @@ Pure: no I/O, no clocks. One thread owns it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -125,9 +126,13 @@ class Cluster:
         for medium, (fixed_s, byte_s) in report.loads.items():
             view.set_load(node, medium, fixed_s, byte_s)
         engine = view.engines[row]
-        engine["node"], engine["hbm"] = node, self._holder(name)
+        engine["node"] = node
+        self._hold(row, name)
         engine["cold"] = False  # the replica that asks knows whether it has asked before
         engine["share"], engine["draft_tokens"] = report.share, report.draft_tokens
+        if report.local_kinds is not None:  # other gateways have prefills measured, too
+            for kind, age_s in zip(("local", "remote"), report.local_kinds, strict=True):
+                self._measured_s[kind] = max(now_s - age_s, self._measured_s.get(kind, -math.inf))
         if report.handoff is not None:
             engine["handoff_s"], engine["handoff_error_s"] = report.handoff
         if report.transfer is not None:
@@ -180,7 +185,7 @@ class Cluster:
 
     # Plans
 
-    def choices(self, down: Collection[str] = ()) -> int:
+    def choices(self, now_s: float, down: Collection[str] = ()) -> int:
         """Decode replicas that may answer.
 
         Args:
@@ -191,8 +196,7 @@ class Cluster:
         changed = self._down ^ frozenset(down)
         self._down = frozenset(down)
         for name in changed & self._reports.keys():
-            engine = self._view.engines[self._view.row(name)]
-            engine[self._reports[name].role] = name not in self._down
+            self._judge(name, now_s)
         return int(np.count_nonzero(self._view.engines["decode"]))
 
     def plan(self, prompt: Prompt, now_s: float, down: Collection[str] = ()) -> Plan:
@@ -201,7 +205,7 @@ class Cluster:
         Raises:
             NobodyAnswersError: no decode replica may be asked.
         """
-        if not self.choices(down):
+        if not self.choices(now_s, down):
             raise NobodyAnswersError("no decode replica may be asked")
         view = self._seen
         keys = prompt.keys
@@ -233,7 +237,11 @@ class Cluster:
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """JSON-able state."""
-        heard_s: Any = () if self._view is None else self._view.engines["heard_s"][self._rows()]
+        heard_s = (
+            [self._view.engines["heard_s"][self._view.row(name)] for name in self._reports]
+            if self._view
+            else []
+        )
         return {
             "replicas": len(self._reports),
             "oldest_report_s": round(now_s - min(heard_s, default=now_s), 3),
@@ -251,14 +259,16 @@ class Cluster:
         assert self._view is not None
         return self._view
 
-    def _rows(self) -> list[int]:
-        return [self._seen.row(name) for name in self._reports]
-
-    def _holder(self, replica: str) -> int:
+    def _hold(self, row: int, replica: str) -> None:
+        """Follow the feed, which gives a replica that was silent another holder."""
+        engine = self._seen.engines[row]
         try:
-            return self.feed.holders(replica)[GPU]
+            holder = self.feed.holders(replica)[GPU]
         except KeyError:
-            return -1
+            holder = -1
+        if engine["hbm"] not in (-1, holder):
+            self._expected.gone(int(engine["hbm"]))
+        engine["hbm"] = holder
 
     def _judge(self, name: str, now_s: float) -> None:
         """Whether a replica may be asked."""
@@ -324,7 +334,8 @@ class Cluster:
         blocks = -(-booked.context // view.block_tokens)
         engine["running"] += sign
         engine["context"] += sign * booked.context
-        engine["free_blocks"] = max(0, engine["free_blocks"] - sign * blocks)
+        if engine["free_blocks"] >= 0:  # they are known
+            engine["free_blocks"] = max(0, engine["free_blocks"] - sign * blocks)
 
 
 def warm() -> None:

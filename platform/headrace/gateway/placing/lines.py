@@ -169,14 +169,6 @@ class Lines:
             self._join(source)
             self._connect(source)
 
-    def holder(self, replica_id: str) -> int | None:
-        """Number of a replica's cache in the feed's index; None while nothing is known of it. It
-        changes when the replica was silent for long."""
-        try:
-            return self._feed.holders(replica_id)[GPU]
-        except KeyError:
-            return None
-
     def stats(self) -> dict[str, Any]:
         """JSON-able counts."""
         return {

@@ -126,7 +126,7 @@ class Placer:
             affinity, draftable_tokens: as for `pick`.
         """
         down = self._pool.down
-        if target not in PLACED or self.cluster.choices(down) < 2:
+        if target not in PLACED or self.cluster.choices(self._clock(), down) < 2:
             return None
         replica = self._pool.suggested(affinity, draftable_tokens)
         if replica is None:
