@@ -329,3 +329,28 @@ async def test_a_whole_client_library_works_through_it() -> None:
         client.post(bench.url + CHAT, json=PROMPT, expect100=True) as response,
     ):
         assert await response.read() == b"".join(EVENTS)
+
+
+async def test_a_gateway_that_stops_answers_what_it_cannot_finish_with_an_error() -> None:
+    async with gateway_over() as bench:
+        bench.cluster.members.clear()
+        waiting = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
+        await asyncio.sleep(0.3)
+        await bench.gateway.stop(1.0)
+        response = await waiting
+        assert response.status == 503
+        assert (await response.json())["error"]["code"] == "gateway_stopping"
+
+
+async def test_a_stream_that_a_stopping_gateway_cuts_ends_with_an_error() -> None:
+    async def begin(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        response = await begin_stream(request)
+        await response.write(EVENTS[0])
+        await asyncio.sleep(3600)
+        return response
+
+    async with gateway_over(begin) as bench:
+        response = await bench.client.post(CHAT, json=PROMPT)
+        assert await response.content.readany() == EVENTS[0]
+        await bench.gateway.stop(1.0)
+        assert b"gateway_stopping" in await response.read()

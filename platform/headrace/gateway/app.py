@@ -230,7 +230,7 @@ class GatewayApp:
             except asyncio.CancelledError:
                 reason = interrupts.taken()
                 if reason is None:
-                    raise
+                    raise errors.stopping() from None
                 if reason == Interrupts.CLIENT_GONE:
                     call.status = call.status or CLIENT_GONE_STATUS
                 elif reason == BODY_LATE:

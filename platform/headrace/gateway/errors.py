@@ -208,6 +208,17 @@ def replica_lost(when: str) -> ApiError:
     )
 
 
+def stopping() -> ApiError:
+    """503, or the last event of a stream: this gateway ends, and its time to drain is over."""
+    return ApiError(
+        503,
+        "This gateway stops, and the request took longer than it may wait. Send it again.",
+        kind="server_error",
+        code="gateway_stopping",
+        headers=[(b"retry-after", b"1"), (b"connection", b"close")],
+    )
+
+
 def no_replica(waited_s: float) -> ApiError:
     """503: no replica became ready in time."""
     return ApiError(
