@@ -246,7 +246,7 @@ async def test_a_flood_of_blocks_leaves_the_loop_its_turns(
     flood.join()
     assert turns > 50
     # A turn ends 4 ms after it began, with the message that is being read.
-    assert 0.0 < gateway.lines.longest_s < 0.01
+    assert 0.0 < gateway.lines.longest_s < 0.02
     assert gateway.lines.stats()["longest_turn_s"] > 0.0
 
 

@@ -32,6 +32,13 @@ def facts(meter: EngineMeter | None = None) -> EngineFacts:
     )
 
 
+def listened(line: Any, *more: Any) -> Reporter:
+    """A reporter to whom somebody begins to listen."""
+    reporter = Reporter(line, lambda: IDENTITY, facts(), *more)
+    reporter.now()
+    return reporter
+
+
 # What an engine says
 
 
@@ -69,7 +76,7 @@ def test_drafting_is_told_at_the_load_that_one_request_more_makes() -> None:
 
 async def test_a_change_is_reported_soon_and_many_at_once() -> None:
     line: Any = Line()
-    reporter = Reporter(line, lambda: IDENTITY, facts())
+    reporter = listened(line)
     assert len(line.reports) == 1, "the first at once"
     for _ in range(100):
         reporter.changed()
@@ -83,7 +90,7 @@ async def test_a_change_is_reported_soon_and_many_at_once() -> None:
 
 async def test_a_replica_where_nothing_happens_reports_all_the_same() -> None:
     line: Any = Line()
-    reporter = Reporter(line, lambda: IDENTITY, facts())
+    reporter = listened(line)
     await asyncio.sleep(3.5 * EVERY_S)
     assert 3 <= len(line.reports) <= 4
     reporter.close()
@@ -97,8 +104,12 @@ async def test_nothing_is_reported_while_nobody_listens() -> None:
     await asyncio.sleep(0.05)
     assert line.reports == []
     line.followed = True
+    reporter.now()
     await asyncio.sleep(1.5 * EVERY_S)
-    assert line.reports
+    assert len(line.reports) == 2
+    line.followed = False
+    await asyncio.sleep(1.5 * EVERY_S)
+    assert len(line.reports) == 2
     reporter.close()
 
 
@@ -111,7 +122,7 @@ async def test_later_facts_go_before_earlier_ones_and_failures_do_not_end_it() -
             raise RuntimeError("no")
         return {"running": 9, "queued_tokens": 5}
 
-    reporter = Reporter(line, lambda: IDENTITY, facts(), more)
+    reporter = listened(line, more)
     assert (line.reports[0].running, line.reports[0].queued_tokens) == (9, 5)
     broken.append(1)
     reporter.now()
@@ -124,7 +135,7 @@ async def test_later_facts_go_before_earlier_ones_and_failures_do_not_end_it() -
 
 async def test_a_fact_that_cannot_be_is_not_reported() -> None:
     line: Any = Line()
-    reporter = Reporter(line, lambda: IDENTITY, facts(), lambda: {"share": 2.0})
+    reporter = listened(line, lambda: {"share": 2.0})
     assert (line.reports, reporter.failures) == ([], 1)
     reporter.close()
 

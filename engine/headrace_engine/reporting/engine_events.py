@@ -25,6 +25,7 @@ import zmq
 
 from headrace_kvstore.protocol.events import END_SEQ, LOCAL, Change
 from headrace_kvstore.protocol.sequence import Fate, Sequence
+from headrace_kvstore.protocol.wake import Wake
 
 logger = logging.getLogger("headrace.engine")
 
@@ -37,8 +38,6 @@ WAITING_BATCHES = 1000
 """That wait for this process; vLLM drops those beyond, and they are replayed."""
 MOST_BLOCKS = 2**22
 REPLAY_S = 2.0
-POLL_MS = 200
-"""How soon the thread sees that it shall end."""
 _MASK = (1 << 8 * KEY_BYTES) - 1
 
 Hashes = list[bytes | int]
@@ -176,7 +175,7 @@ class EngineEvents:
         self.held = HeldBlocks()
         self._numbers = Sequence()
         self._told: tuple[Callable[[list[Change]], None], Callable[[], None]] | None = None
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), Wake()
         self._thread: threading.Thread | None = None
         self.batches = self.replays = self.lost = 0
 
@@ -208,8 +207,10 @@ class EngineEvents:
     def close(self) -> None:
         """Follow no longer, and remove the folder."""
         self._stop.set()
+        self._wake.set()
         if self._thread is not None:
-            self._thread.join(2e-3 * POLL_MS + REPLAY_S)
+            self._thread.join(1.0)
+        self._wake.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # The thread
@@ -221,13 +222,14 @@ class EngineEvents:
         events.set_hwm(WAITING_BATCHES)
         events.setsockopt(zmq.SUBSCRIBE, b"")
         events.connect(self.events)
+        poller = self._poller(events)
         begun = complained = False
         while not self._stop.is_set():
             try:
                 if not begun:
                     begun = True
                     self._mend(context)
-                if events.poll(POLL_MS):
+                if events in dict(poller.poll()):
                     self._take(context, events.recv_multipart())
             except Exception:
                 if not complained:
@@ -236,6 +238,13 @@ class EngineEvents:
                 self._forget()
                 self._stop.wait(0.1)
         context.destroy(0)
+
+    def _poller(self, socket: zmq.Socket[Any]) -> zmq.Poller:
+        """Waits for the socket, or for the end."""
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        return poller
 
     def _take(self, context: zmq.Context[Any], frames: list[bytes]) -> None:
         """Take a published batch, after those before it."""
@@ -258,8 +267,9 @@ class EngineEvents:
             replay.set_hwm(2 * REPLAYED_STEPS)
             replay.connect(self.replay)
             replay.send_multipart((b"", self._numbers.wanted.to_bytes(8, "big")))
+            poller = self._poller(replay)
             while not self._stop.is_set() and time.monotonic() < until_s:
-                if not replay.poll(POLL_MS):
+                if replay not in dict(poller.poll(1e3 * REPLAY_S)):
                     continue
                 _, _, number, payload = replay.recv_multipart()
                 if number == END_SEQ:

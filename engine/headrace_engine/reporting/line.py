@@ -32,13 +32,18 @@ class Line:
         token: what gateways prove themselves with, at least 16 characters from a random source.
         host: the IP address to listen at; the ports are any that are free.
         contents: all blocks that the engine holds now; called on the line's thread.
+        on_followed: called on the line's thread when a gateway begins to listen and none did.
 
     Raises:
         zmq.ZMQError: there is no such address here.
     """
 
     def __init__(
-        self, token: str, host: str, contents: Callable[[], Iterable[Change]] = tuple
+        self,
+        token: str,
+        host: str,
+        contents: Callable[[], Iterable[Change]] = tuple,
+        on_followed: Callable[[], None] = lambda: None,
     ) -> None:
         self.epoch = secrets.token_hex(8)
         self._token = token
@@ -49,6 +54,7 @@ class Line:
             kept_bytes=KEPT_BYTES,
             members=Membership(token),
             beats=True,
+            on_followed=on_followed,
             name="headrace-line",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -36,7 +37,9 @@ class ReplicaLine:
     ) -> None:
         self._identity = {"replica_id": replica, "role": role, "machine": machine}
         self._draining = False
-        self._line = Line(token, host, tuple if events is None else events.held.contents)
+        self._loop = asyncio.get_running_loop()
+        contents = tuple if events is None else events.held.contents
+        self._line = Line(token, host, contents, self._followed)
         if events is not None:
             events.tell(self._line.publish, self._line.resync)
         self._reporter = Reporter(self._line, engine, facts, self._own_facts)
@@ -60,6 +63,11 @@ class ReplicaLine:
         """Report no more, and unbind."""
         self._reporter.close()
         await asyncio.to_thread(self._line.close)
+
+    def _followed(self) -> None:
+        """Somebody begins to listen; called on the line's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(lambda: self._reporter.now())
 
     def _own_facts(self) -> dict[str, Any]:
         identity = self._identity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ class EngineFacts:
 
 class Reporter:
     """Reports at each change, at most every 20 ms, and every `EVERY_S` without one, while anybody
-    listens. Made and used on the replica's event loop.
+    listens: from a call of `now` on. Made and used on the replica's event loop.
 
     Args:
         line: where reports go.
@@ -83,19 +84,21 @@ class Reporter:
         self._line, self._facts = line, facts
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._reported_s = self._due_s = 0.0
+        self._reported_s = 0.0
+        self._due_s = math.inf
         self._closed = self._complained = False
         self.reports = self.failures = 0
-        self._report()
 
     def changed(self) -> None:
         """Something that a report tells has changed; takes no time."""
+        if not self._line.followed:
+            return
         due_s = max(self._loop.time(), self._reported_s + REPORT_GAP_S)
         if due_s < self._due_s and not self._closed:
             self._arm(due_s)
 
     def now(self) -> None:
-        """Report at once."""
+        """Report at once, and from now on; to be called when somebody begins to listen."""
         if not self._closed:
             self._report()
 
@@ -112,10 +115,10 @@ class Reporter:
         self._timer = self._loop.call_at(due_s, self._report)
 
     def _report(self) -> None:
-        self._reported_s = self._loop.time()
-        self._arm(self._reported_s + EVERY_S)
+        self._reported_s, self._due_s = self._loop.time(), math.inf
         if not self._line.followed:
             return
+        self._arm(self._reported_s + EVERY_S)
         try:
             fields: dict[str, Any] = {}
             for fact in self._facts:

@@ -33,6 +33,7 @@ missed the last one.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -46,6 +47,7 @@ import msgspec
 import zmq
 
 from headrace_kvstore.protocol.membership import Membership
+from headrace_kvstore.protocol.wake import Wake
 from headrace_kvstore.table import HASH_BYTES
 
 logger = logging.getLogger("headrace.kvstore")
@@ -62,7 +64,6 @@ QUEUED_BATCHES = 10_000
 SEND_QUEUE = 1000
 """Batches that wait for one subscriber; it replays what is beyond."""
 REPLAYED_BATCHES = SEND_QUEUE // 2
-POLL_S = 0.02
 MOST_TOPICS = 64
 """That are remembered; a subscriber needs one."""
 MOST_REQUEST_BYTES = 4096
@@ -197,7 +198,8 @@ class EventLog:
 
 
 class EventPublisher:
-    """Publishes changes from a thread of its own. `publish` may be called from any, never waits.
+    """Publishes changes from a thread of its own, which sleeps while there is nothing to send.
+    `publish`, `report` and `resync` may be called from any thread, and never wait.
 
     Args:
         endpoint: to bind the PUB socket to, such as `tcp://*:5557`; None for `log` alone.
@@ -205,6 +207,7 @@ class EventPublisher:
         contents: everything that is held now, as changes; called on the publisher's thread.
         members: who is let in; None for everybody who reaches the sockets.
         beats: whether reports are published, and beats when there is none.
+        on_followed: called on the publisher's thread when the first subscriber has come.
         name: of the thread.
 
     Raises:
@@ -221,9 +224,10 @@ class EventPublisher:
         queued_batches: int = QUEUED_BATCHES,
         members: Membership | None = None,
         beats: bool = False,
+        on_followed: Callable[[], None] = lambda: None,
         name: str = "kv-events",
     ) -> None:
-        self._contents, self._beats = contents, beats
+        self._contents, self._beats, self._on_followed = contents, beats, on_followed
         self._context = zmq.Context()
         ends = {zmq.XPUB: endpoint, zmq.ROUTER: replay_endpoint}
         self._sockets: dict[int, zmq.Socket[bytes]] = {
@@ -238,8 +242,12 @@ class EventPublisher:
             self._destroy(0)
             raise
         self._queue: queue.Queue[list[Change]] = queue.Queue(queued_batches)
+        self._wake = Wake()
+        self._poller = zmq.Poller()
+        for socket in (self._wake, *self._sockets.values()):
+            self._poller.register(socket, zmq.POLLIN)
         self._behind = threading.Event()
-        self._behind.set()
+        self.resync()
         self._encoder = msgspec.msgpack.Encoder()
         self._report: deque[bytes] = deque(maxlen=1)
         self._reported_s = -BEAT_S
@@ -269,10 +277,12 @@ class EventPublisher:
         except queue.Full:
             self.dropped_batches += 1
             self._behind.set()
+        self._wake.set()
 
     def resync(self) -> None:
         """Publish the whole state: a subscriber may have missed changes."""
         self._behind.set()
+        self._wake.set()
 
     @property
     def followed(self) -> bool:
@@ -283,8 +293,7 @@ class EventPublisher:
         """Publish a report: at once, or `REPORT_GAP_S` after the one before, unless a newer one has
         come by then."""
         self._report.append(report)
-        with suppress(queue.Full):  # else the thread is awake
-            self._queue.put_nowait([])
+        self._wake.set()
 
     def stats(self) -> dict[str, Any]:
         """JSON-able counts."""
@@ -302,8 +311,10 @@ class EventPublisher:
     def close(self, timeout_s: float = 1.0) -> None:
         """Send what waits, as far as the time allows, and unbind."""
         self._stop.set()
+        self._wake.set()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
+            self._wake.close()
             self._destroy(int(1e3 * min(timeout_s, 0.2)))
 
     def _destroy(self, linger_ms: int) -> None:
@@ -319,18 +330,22 @@ class EventPublisher:
                 self._turn()
             except Exception:
                 logger.exception("publishing KV events failed; it goes on")
-                self._behind.set()
                 time.sleep(0.1)
+                self.resync()
             if self._stop.is_set() and self._queue.empty():
                 return
 
     def _turn(self) -> None:
-        replay, subscribers = self._sockets.get(zmq.ROUTER), self._sockets.get(zmq.XPUB)
-        if replay is not None and replay.poll(0):
-            self._answer(replay)
-        if subscribers is not None and subscribers.poll(0):
-            self._subscribed(subscribers.recv())
-        if self._behind.is_set() or self.log.full:
+        """Wait until there is something to do, and do it."""
+        wait_s = self._send_report() if self._beats and self.followed else None
+        ready = self._poller.poll(None if wait_s is None else math.ceil(1e3 * wait_s))
+        self._wake.clear()
+        for socket, _ in ready:
+            if socket is self._sockets.get(zmq.ROUTER):
+                self._answer(self._sockets[zmq.ROUTER])
+            elif socket is self._sockets.get(zmq.XPUB):
+                self._subscribed(self._sockets[zmq.XPUB].recv())
+        if self._behind.is_set():
             # What waits was made before the state is taken, and later changes to the same blocks
             # may have been dropped: it goes. What comes and is not dropped from here on is told
             # after the state, in order; so the last one told of a block is the last one made.
@@ -343,21 +358,21 @@ class EventPublisher:
                 self._send(events)
             self.log.forget_before(first)
             self.resyncs += 1
-        wait_s = POLL_S
-        if self._beats:
-            wait_s = self._send_report() if self.followed else BEAT_S
-        try:
-            changes = self._queue.get(timeout=wait_s)
-        except queue.Empty:
-            return
-        for events in batches(changes):
-            self._send(events)
+        with suppress(queue.Empty):
+            for _ in range(QUEUED_BATCHES):
+                for events in batches(self._queue.get_nowait()):
+                    self._send(events)
+        if self.log.full:
+            self.resync()
 
     def _subscribed(self, message: bytes) -> None:
         """ZeroMQ says that a topic has its first subscriber, or has none any more."""
         kind, topic = message[:1], message[1:]
         if kind == b"\1" and len(self._topics) < MOST_TOPICS:
+            before = self.followed
             self._topics.add(topic)
+            if not before:
+                self._on_followed()
         elif kind == b"\0":
             self._topics.discard(topic)
         if not self._topics:
@@ -371,19 +386,18 @@ class EventPublisher:
         return seq
 
     def _send_report(self) -> float:
-        """Send a report or a beat if one is due; seconds for which none will be, at most
-        `POLL_S`."""
+        """Send a report or a beat if one is due; seconds for which none will be."""
         silent_s = time.monotonic() - self._reported_s
         due_s = REPORT_GAP_S if self._report else BEAT_S
         if silent_s < due_s:
-            return min(due_s - silent_s, POLL_S)
+            return due_s - silent_s
         report = self._report.popleft() if self._report else b""
         self._reported_s = time.monotonic()
         if zmq.XPUB in self._sockets:
             numbers = [each.to_bytes(8, "big") for each in (self.reports, self.log.next_seq)]
             self._sockets[zmq.XPUB].send_multipart((REPORT_TOPIC, *numbers, report))
         self.reports += 1
-        return min(REPORT_GAP_S, POLL_S)
+        return REPORT_GAP_S if self._report else BEAT_S
 
     def _answer(self, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()
