@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     compiled.keep_compiled()
     # Two threads of torch that wait for each other on busy cores take a hundred times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Ray's workers have niceness 15 otherwise, and get 3 % of a core beside another test.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     config.pluginmanager.register(costs.Meter())
 
 

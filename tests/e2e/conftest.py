@@ -80,7 +80,5 @@ def served() -> Iterator[ServedApp]:
     """Two gateways, two decode and two prefill replicas of a tiny model. Tests leave it changed."""
     args = tiny_args(free_port())
     args["headrace"]["gateway"]["replicas"] = 2
-    # A redeploy must not wait for its own load to end.
-    args["headrace"]["drain_s"] = 60
     with ServedApp(args) as app:
         yield app

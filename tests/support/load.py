@@ -70,13 +70,20 @@ def ask(
         ) as response:
             answer.status = response.status_code
             if answer.status != 200:
-                answer.error = json.loads(response.read())["error"]
+                answer.error = _error(response.read())
             else:
                 _read(response, answer)
     except httpx.HTTPError as error:
         answer.broken = repr(error)
     answer.seconds = time.monotonic() - answer.began_s
     return answer
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return {"message": f"no error in OpenAI's shape: {body[:500]!r}"}
 
 
 def _read(response: httpx.Response, answer: Answer) -> None:
@@ -128,6 +135,10 @@ class Load:
     def pause(self) -> None:
         """Send nothing new; requests in flight go on."""
         self._stopped.set()
+
+    def __str__(self) -> str:
+        lost = [answer for answer in self.answers if not answer.whole]
+        return f"{len(self.answers)} answers, {len(lost)} of them not whole: {lost[-3:]}"
 
     def stop(self) -> list[Answer]:
         """Let the requests in flight end; all answers."""
