@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.emptycluster import EmptyCluster
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from headrace.config.tlsfiles import TlsFiles
 from headrace.gateway import (
@@ -55,7 +56,7 @@ async def fake_replica(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": DONE})
 
 
-class OneReplica:
+class OneReplica(EmptyCluster):
     """A backend with a single replica."""
 
     def __init__(self, url: str) -> None:
@@ -63,29 +64,6 @@ class OneReplica:
 
     async def replicas(self) -> list[ReplicaInfo]:
         return [self._replica]
-
-    async def status(self) -> dict[str, Any]:
-        return {}
-
-    async def warm(
-        self, bodies: list[dict[str, Any]], salt: str, pin: bool
-    ) -> list[list[dict[str, Any]]]:
-        return []
-
-    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        return [command]
-
-    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    async def set_policy(self, policy: str) -> int:
-        return 0
-
-    async def openapi(self) -> dict[str, Any]:
-        return {}
-
-    async def plan(self, request_id: str) -> dict[str, Any] | None:
-        return None
 
     async def metrics(self) -> bytes:
         return json.dumps(OwnTimes.seconds[-2000:]).encode()

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
+from benchmarks.emptycluster import EmptyCluster
 from benchmarks.routers.replica import MODEL
 from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
 from headrace.gateway.placing.lines import LineInfo
@@ -27,7 +28,7 @@ from headrace.gateway.placing.placer import Placer
 from headrace.router.plan import RouterSettings
 
 
-class EmulatedCluster:
+class EmulatedCluster(EmptyCluster):
     """What the gateway asks of the cluster (`headrace.gateway.Backend`).
 
     Args:
@@ -50,32 +51,6 @@ class EmulatedCluster:
     async def lines(self) -> dict[str, LineInfo]:
         told = {one["replica_id"]: LineInfo.of(one["line"]) for one in await self._told()}
         return {name: line for name, line in told.items() if line is not None}
-
-    async def status(self) -> dict[str, Any]:
-        return {}
-
-    async def warm(
-        self, bodies: list[dict[str, Any]], salt: str, pin: bool
-    ) -> list[list[dict[str, Any]]]:
-        return []
-
-    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        return []
-
-    async def set_policy(self, policy: str) -> int:
-        return 0
-
-    async def openapi(self) -> dict[str, Any]:
-        return {}
-
-    async def plan(self, request_id: str) -> dict[str, Any] | None:
-        return None
-
-    async def metrics(self) -> bytes:
-        return b""
 
 
 async def run(admin: str, settings: RouterSettings) -> None:

@@ -19,6 +19,8 @@ from headrace_decode.turns import TURNS
 INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
 PLAN_HEADER = b"x-headrace-plan"
+KEYS_TARGET = "/headrace/internal/keys"
+"""`headrace_decode.keys` answers there."""
 GATEWAY_ONLY = {
     "message": "This port is for the gateway only.",
     "type": "forbidden",

@@ -29,13 +29,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_decode.internal import ASGIApp
+from headrace_decode.internal import KEYS_TARGET, ASGIApp
 from headrace_kvstore.prompt_hash import keys_of
 from headrace_kvstore.supply import Supply
 
 logger = logging.getLogger("headrace.decode")
 
-PATH = "/headrace/internal/keys"
 RENDER_ONLY: ContextVar[bool] = ContextVar("headrace_render_only", default=False)
 """Whether this task wants a prompt rendered and not computed."""
 
@@ -78,7 +77,7 @@ class Rendered(Exception):
 
 
 class KeysRoute:
-    """ASGI: answers `PATH`, and passes on everything else.
+    """ASGI: answers `KEYS_TARGET`, and passes on everything else.
 
     Args:
         app: what answers everything else.
@@ -102,7 +101,7 @@ class KeysRoute:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request; stop when the caller leaves."""
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"] != KEYS_TARGET:
             await self._app(scope, receive, send)
             return
         data = await _body(receive)

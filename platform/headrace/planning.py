@@ -269,20 +269,13 @@ def engine_geometry(vllm_config: Any) -> Geometry:
 
     The prefill engine is taken to hold as many blocks as this one; its answers correct the index.
     """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    dtype_bytes = model.dtype.itemsize if cache.cache_dtype == "auto" else 1
-    per_token = (
-        2
-        * model.get_num_layers(parallel)
-        * model.get_total_num_kv_heads()
-        * model.get_head_size()
-        * dtype_bytes
-    )
+    from headrace_engine._vllm_compat import kv_token_bytes
+
+    cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks or 1
     return Geometry(
         block_tokens=cache.block_size,
-        kv_bytes_per_token=per_token,
+        kv_bytes_per_token=kv_token_bytes(vllm_config),
         decode_blocks=blocks,
         prefill_blocks=blocks,
     )

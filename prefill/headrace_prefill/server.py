@@ -139,8 +139,8 @@ class PrefillServer(PDPrefillServer):
 
     def _arrived(self, request: PrefillRequest, prompt_tokens: int, compute_tokens: int) -> None:
         """Have gateways know of a prompt at once."""
-        if plan_id := getattr(request, "plan_id", ""):
-            self._heard.add(plan_id, time.monotonic())
+        if request.plan_id:
+            self._heard.add(request.plan_id, time.monotonic())
         self._ahead.arrived(request.request_id, prompt_tokens, compute_tokens)
         self._line.changed()
 

@@ -14,10 +14,11 @@ from aiohttp import web
 
 from headrace.gateway.placing import placer as placing
 from headrace.gateway.placing.lines import LineInfo
-from headrace.gateway.placing.placer import KEYS_TARGET, Placer
+from headrace.gateway.placing.placer import Placer
 from headrace.router.blocks.feed import GPU, Kind
 from headrace.router.plan import RouterSettings
 from headrace.router.wire import decode
+from headrace_decode.internal import KEYS_TARGET
 from tests.unit.gateway_fakes import BODY, CHAT, PROMPT, FakeReplica, gateway_over
 from tests.unit.test_router_cluster import BLOCK, report
 
@@ -137,7 +138,7 @@ async def endless() -> web.Response:
 async def test_without_keys_the_pool_chooses(
     keys: Answer, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placing, "KEYS_LIMIT_S", 0.2)
+    monkeypatch.setattr(placing, "KEYS_LIMIT_S", 0.2 if keys is late else 20.0)
     app = App(keys)
     async with app.running() as bench:
         answer = await bench.client.post(CHAT, json=PROMPT)

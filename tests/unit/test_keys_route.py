@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace_decode.keys import PATH, KeysRoute, Prompt, why_not
+from headrace_decode.internal import KEYS_TARGET
+from headrace_decode.keys import KeysRoute, Prompt, why_not
 from headrace_kvstore.supply import Supply
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -47,7 +48,7 @@ class Behind:
         return self.answer
 
 
-async def ask(behind: Behind, data: bytes, path: str = PATH, *, stays: bool = True) -> Any:
+async def ask(behind: Behind, data: bytes, path: str = KEYS_TARGET, *, stays: bool = True) -> Any:
     """What the route sends."""
     half = len(data) // 2
     messages = [
@@ -124,10 +125,10 @@ async def test_what_is_no_question_has_no_keys(data: bytes) -> None:
 
 async def test_everything_else_passes() -> None:
     behind = Behind(None)
-    for path in ("/v1/chat/completions", PATH + "/", "/health"):
+    for path in ("/v1/chat/completions", KEYS_TARGET + "/", "/health"):
         assert await ask(behind, b"", path) is None
     await KeysRoute(behind, behind.render, hashes)({"type": "lifespan"}, None, None)
-    assert behind.reached == ["/v1/chat/completions", PATH + "/", "/health", "lifespan"]
+    assert behind.reached == ["/v1/chat/completions", KEYS_TARGET + "/", "/health", "lifespan"]
 
 
 async def test_rendering_ends_when_the_caller_leaves() -> None:

@@ -269,7 +269,7 @@ class EngineEvents:
             replay.send_multipart((b"", self._numbers.wanted.to_bytes(8, "big")))
             poller = self._poller(replay)
             while not self._stop.is_set() and time.monotonic() < until_s:
-                if replay not in dict(poller.poll(1e3 * REPLAY_S)):
+                if replay not in dict(poller.poll(round(1e3 * REPLAY_S))):
                     continue
                 _, _, number, payload = replay.recv_multipart()
                 if number == END_SEQ:

@@ -32,9 +32,9 @@ from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
 from headrace_decode.routes import Route
 
-TENANT_HEADER = b"x-headrace-tenant"
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
 MOST_PLACED_HEAD_BYTES = 32 * 1024
@@ -337,7 +337,7 @@ class Relay:
 
 def _proof(replica: ReplicaInfo) -> Headers:
     """The header by which a replica knows a gateway."""
-    return [(b"x-headrace-internal", replica.token.encode())]
+    return [(INTERNAL_HEADER, replica.token.encode())]
 
 
 def _introduced(call: Call, replica: ReplicaInfo) -> Headers:

@@ -33,14 +33,13 @@ from headrace.router.cluster import Cluster, Prompt, warm
 from headrace.router.place import NobodyAnswersError
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.wire import encode
+from headrace_decode.internal import KEYS_TARGET, PLAN_HEADER
 from headrace_engine.reporting.report import Report
 from headrace_kvstore.supply import MEDIA, Supply
 
 logger = logging.getLogger("headrace.gateway")
 
-KEYS_TARGET = "/headrace/internal/keys"
 KEYS_LIMIT_S = 0.5
-PLAN_HEADER = b"x-headrace-plan"
 PLACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """Routes whose requests are prompts."""
 MOST_KEYS_BYTES = 4 * 2**20

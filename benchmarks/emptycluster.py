@@ -1,0 +1,37 @@
+"""A gateway's backend that knows of nobody: benchmarks say what else theirs is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.gateway.backend import Backend
+
+
+class EmptyCluster(Backend):
+    """Answers everything with nothing, and lists no replicas."""
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def openapi(self) -> dict[str, Any]:
+        return {}
+
+    async def plan(self, request_id: str) -> dict[str, Any] | None:
+        return None
+
+    async def warm(
+        self, bodies: list[dict[str, Any]], salt: str, pin: bool
+    ) -> list[list[dict[str, Any]]]:
+        return []
+
+    async def set_speculation(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def memory(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def set_policy(self, policy: str) -> int:
+        return 0
+
+    async def metrics(self) -> bytes:
+        return b""
