@@ -168,7 +168,6 @@ class DecodeServer(PDDecodeServer):
         await calibrate(self.engine.llm, self._planner)
         await warm_up(app, self._llm_config.model_id)
         self.engine.llm.grammars.start()
-        self._stall.start()
         self._watch_members()
         self._tasks.append(asyncio.create_task(self._watch_prefill()))
         if self.engine.llm.speculates:
@@ -178,7 +177,8 @@ class DecodeServer(PDDecodeServer):
         if wiring.listen is not None:
             self._port = InFlight(app, max_ongoing_requests)
             guarded = InternalOnly(self._with_keys(self._port), self._token)
-            self._listener = await wiring.listen(guarded, get_node_ip_address(), 0)
+            watched = self._stall.over(guarded)
+            self._listener = await wiring.listen(watched, get_node_ip_address(), 0)
             self._line = self._open_line()
         self._tasks.append(asyncio.create_task(self._warm_system_prompts()))
 

@@ -1,23 +1,28 @@
 """How long an event loop was held: the longest time in the last minute that nothing else could run.
 
-A timer is due every `EVERY_S`. How late it fires is how long something else held the loop, or how
-long the process got no processor. The two are told apart by the processor time that the process
-used meanwhile: code that holds the loop uses some, in its own thread or in one that holds the
-interpreter's lock.
+A timer is due every `EVERY_S` while requests are in progress. A loop without any is in nobody's
+way, and each look would wake the process. How late the timer fires is how long something else held
+the loop, or how long the process got no processor. The two are told apart by the processor time
+that the process used meanwhile: code that holds the loop uses some, in its own thread or in one
+that holds the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+ASGIApp = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 EVERY_S = 0.025
 REMEMBERED_S = 60
 
 
 class LoopStall:
-    """Watches the loop that it is started in.
+    """Watches a loop while it answers requests.
 
     Args:
         now_s: a monotonic clock.
@@ -33,17 +38,34 @@ class LoopStall:
         self._now_s, self._used_s = now_s, used_s
         self._slots = [(-1, 0.0, 0.0)] * REMEMBERED_S
         self._timer: asyncio.TimerHandle | None = None
+        self._requests = 0
+        self._due_s = self._used_before_s = 0.0
 
-    def start(self) -> None:
-        """Watch the running loop from now on. Idempotent."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the running loop during a request."""
+        loop = asyncio.get_running_loop()
+        self._requests += 1
         if self._timer is None:
-            self._arm(asyncio.get_running_loop())
+            self._arm(loop)
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                if loop.time() > self._due_s:  # it was held until now
+                    self._look(loop)
 
-    def stop(self) -> None:
-        """Watch no longer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def over(self, app: ASGIApp) -> ASGIApp:
+        """The same application, watched."""
+
+        async def watched(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+            with self.watching():
+                await app(scope, receive, send)
+
+        return watched
 
     def saw(self, late_s: float, used_s: float) -> None:
         """Note that the timer was this late, and the processor time since it was armed."""
@@ -71,9 +93,12 @@ class LoopStall:
         return max(stall_s for stall_s, _ in recent), max(held_s for _, held_s in recent)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        due_s = loop.time() + EVERY_S
-        self._timer = loop.call_later(EVERY_S, self._fired, loop, due_s, self._used_s())
+        self._due_s, self._used_before_s = loop.time() + EVERY_S, self._used_s()
+        self._timer = loop.call_at(self._due_s, self._fired, loop)
 
-    def _fired(self, loop: asyncio.AbstractEventLoop, due_s: float, used_s: float) -> None:
-        self.saw(max(0.0, loop.time() - due_s), self._used_s() - used_s)
+    def _fired(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._look(loop)
         self._arm(loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.saw(max(0.0, loop.time() - self._due_s), self._used_s() - self._used_before_s)

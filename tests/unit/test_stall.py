@@ -32,13 +32,29 @@ def test_the_longest_of_the_last_minute_is_told() -> None:
 
 async def test_a_loop_that_is_held_is_seen() -> None:
     stall = LoopStall()
-    stall.start()
-    stall.start()
-    await asyncio.sleep(0.05)
+    with stall.watching(), stall.watching():
+        await asyncio.sleep(0.05)
+        time.sleep(0.2)
+        await asyncio.sleep(0.05)
+    assert stall.longest_s >= 0.15
+
+
+async def test_a_request_that_holds_the_loop_to_its_end_is_seen() -> None:
+    stall = LoopStall()
+    with stall.watching():
+        time.sleep(0.2)
+    assert stall.longest_s >= 0.15
+
+
+async def test_between_requests_nothing_is_watched() -> None:
+    stall = LoopStall()
+    with stall.watching():
+        await asyncio.sleep(0)
     time.sleep(0.2)
     await asyncio.sleep(0.05)
-    stall.stop()
-    assert stall.longest_s >= 0.15
+    with stall.watching():
+        await asyncio.sleep(0)
+    assert stall.longest_s < 0.1
 
 
 async def test_time_without_a_processor_is_no_fault_of_the_loops() -> None:
@@ -50,14 +66,13 @@ async def test_time_without_a_processor_is_no_fault_of_the_loops() -> None:
 
 async def test_code_that_holds_the_loop_is_told_from_a_wait() -> None:
     stall = LoopStall()
-    stall.start()
-    await asyncio.sleep(0.05)
-    time.sleep(0.2)
-    await asyncio.sleep(0.05)
-    assert stall.snapshot()["loop_held_s"] < 0.1
-    until = time.thread_time() + 0.2
-    while time.thread_time() < until:
-        pass
-    await asyncio.sleep(0.05)
-    stall.stop()
+    with stall.watching():
+        await asyncio.sleep(0.05)
+        time.sleep(0.2)
+        await asyncio.sleep(0.05)
+        assert stall.snapshot()["loop_held_s"] < 0.1
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        await asyncio.sleep(0.05)
     assert stall.snapshot()["loop_held_s"] >= 0.15

@@ -25,8 +25,9 @@ from headrace_kvstore.table import STORED
 
 logger = logging.getLogger("headrace.kvstore")
 
-POLL_S = 0.02
-"""A look at the ring takes less than a microsecond while nothing happens."""
+POLL_S, IDLE_POLL_S = 0.02, 0.16
+"""Between two looks at the ring: at first, and after a while without events. Each one that is in
+vain doubles the pause."""
 OFFER_BLOCKS = 1024
 """Offered at once: the tier's lock is held for so many look-ups."""
 
@@ -75,10 +76,14 @@ class Follower:
         return {"resyncs": self.lost, "sweeps": self.sweeps}
 
     def _run(self) -> None:
+        pause_s = POLL_S
         while not self._stop.is_set():
             try:
-                if not self._turn():
-                    self._stop.wait(POLL_S)
+                if self._turn():
+                    pause_s = POLL_S
+                else:
+                    self._stop.wait(pause_s)
+                    pause_s = min(2 * pause_s, IDLE_POLL_S)
             except LockBusyError as error:
                 logger.warning("the arena is not followed for now: %s", error)
             except Exception:

@@ -24,6 +24,7 @@ import zmq
 from headrace_kvstore.ownership import own
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.membership import Membership
+from headrace_kvstore.protocol.wake import Wake
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -31,7 +32,7 @@ SLOW_AT_ONCE, STAGED_AT_ONCE = 64, 1024
 """Requests that wait for the other thread, and second replies that wait for a pull, at most."""
 CLIENT_QUEUE = 64
 """Frames that wait for one client, or from it."""
-POLL_MS, BUSY_POLL_MS = 100, 5
+BUSY_POLL_MS = 5
 
 
 class Staged(NamedTuple):
@@ -87,15 +88,20 @@ class FrameServer:
         self._slow: list[tuple[bytes, int, Future[Any]]] = []
         self._staged: list[tuple[bytes, int, Future[Any]]] = []
         self.counts = Counter() if counts is None else counts
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), Wake()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Stop listening for requests."""
         self._stop.set()
+        self._wake.set()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
+            self._wake.close()
             self._destroy()
 
     def _destroy(self) -> None:
@@ -106,7 +112,8 @@ class FrameServer:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                if self._socket.poll(BUSY_POLL_MS if self._slow or self._staged else POLL_MS):
+                busy = self._slow or self._staged
+                if self._socket in dict(self._poller.poll(BUSY_POLL_MS if busy else None)):
                     self._receive()
                 self._slow = self._send_ready(self._slow)
                 self._staged = self._send_ready(self._staged)

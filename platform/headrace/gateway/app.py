@@ -114,7 +114,8 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] == "http":
-            await self._choose(scope)(scope, receive, send)
+            with self._stall.watching():
+                await self._choose(scope)(scope, receive, send)
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
@@ -145,7 +146,6 @@ class GatewayApp:
             pool.start()
             if placer is not None:
                 placer.start()
-            self._stall.start()
 
     @property
     def relaying(self) -> int:
@@ -161,7 +161,6 @@ class GatewayApp:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
-            self._stall.stop()
             if parts.placer is not None:
                 await parts.placer.aclose()
             await parts.pool.aclose()
