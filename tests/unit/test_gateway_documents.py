@@ -162,7 +162,7 @@ async def test_a_backend_that_fails_is_a_500_in_the_same_shape() -> None:
         gateway_over(backend=Broken()) as bench,
         bench.client.get("/headrace/v1/status") as response,
     ):
-        assert response.status == 500
+        assert response.status == 503
         assert (await response.json())["error"]["code"] == "internal_error"
 
 
@@ -364,7 +364,7 @@ async def test_stopping_cuts_off_what_still_runs_behind_its_grace() -> None:
         asked = asyncio.create_task(bench.client.post(CHAT, json=PROMPT))
         await soon(lambda: bool(bench.replica.seen))
         await bench.gateway.stop(grace_s=0.1)
-        assert (await asked).status == 500
+        assert (await asked).status == 503
         await soon(lambda: bench.replica.aborted == 1)
 
 
