@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from headrace.simulate import blocks
 from headrace.simulate.engine import enqueue, expect, finish, nudge
 from headrace.simulate.kv import blocks_of, commit, forget_all, give_back, match
@@ -65,10 +67,7 @@ def advance(s: State, until: float) -> bool:
     while True:
         if ev.count[2] > _LOG_LEFT:
             return True
-        first = 0
-        for e in range(1, len(eng)):
-            if eng[e].wake_s < eng[first].wake_s:
-                first = e
+        first = np.argmin(eng.wake_s)
         at = eng[first].wake_s
         if ev.count[0] > 0 and ev.heap[0].at_s <= at:
             at = ev.heap[0].at_s

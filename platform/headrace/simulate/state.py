@@ -47,8 +47,8 @@ REQUEST = np.dtype(
         ("offset", "i8"),
         ("phase", "i1"),
         # Engines that it was placed on; p is -1 if d computes its prompt.
-        ("p", "i4"),
-        ("d", "i4"),
+        ("p", "i8"),
+        ("d", "i8"),
         # Tokens whose KV it needs before the next token comes; so many of them are there.
         ("need", "i4"),
         ("ready", "i4"),
