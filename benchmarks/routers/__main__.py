@@ -17,7 +17,6 @@ average.
 
 Figures, of each router: TTFT mean and percentiles, ITL, goodput (share of requests that keep both
 targets), share of prompt tokens that were hits, errors, busiest engine, CPU seconds of the router.
-``headrace.w005`` is our gateway with a stall_weight of 0.05 in place of 1.
 ``conversation.ttft_p90_vs_best_peer``, ``conversation.goodput_vs_best_peer``: ours over the best.
 ``NAME.added_ms_cN``: median TTFT at N streams minus that without a router, with engines that answer
 at once; ``added_ms_c64``: ours minus the least of the Rust routers.

@@ -226,7 +226,6 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm(OURS_NAME, "", "", False, _headrace()),
-        Arm(f"{OURS_NAME}.w005", "", "", False, _headrace(stall_weight=0.05)),
         Arm(
             *("sglang-router", "sglang-router==0.3.2", LIGHT, True),
             _rust("sglang_router.launch_router", *_CACHE_AWARE),

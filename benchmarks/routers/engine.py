@@ -103,6 +103,11 @@ class Engine:
         """Tokens that these attend to."""
         return sum(one.done + one.emitted for one in self.running if one.done == one.prompt)
 
+    @property
+    def coming(self) -> list[Request]:
+        """Requests that do not decode yet."""
+        return [*self.waiting, *(one for one in self.running if one.done < one.prompt)]
+
     def queue(self) -> tuple[int, int]:
         """Prompt tokens ahead of a new request, and the pairs that these are."""
         tokens = pairs = 0

@@ -64,7 +64,7 @@ class OurLine:
         if cache.changes:
             self.line.publish([Change(one.stored, "GPU", b"", one.key) for one in cache.changes])
             cache.changes = []
-        tokens, pairs = engine.queue()
+        (tokens, pairs), coming = engine.queue(), engine.coming
         self.line.report(
             Report(
                 replica=self.name,
@@ -75,6 +75,9 @@ class OurLine:
                 step_tokens=machine.step_tokens,
                 running=engine.rows,
                 context=engine.context,
+                coming=len(coming),
+                coming_context=sum(one.prompt for one in coming),
+                prompts=len(coming),
                 queued_tokens=tokens,
                 queued_pairs=float(pairs),
                 free_blocks=cache.available,

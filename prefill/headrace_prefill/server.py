@@ -149,6 +149,7 @@ class PrefillServer(PDPrefillServer):
 
     def _facts(self) -> dict[str, Any]:
         return {
+            "prompts": len(self._ahead),
             "queued_tokens": self._ahead.tokens,
             "queued_pairs": self._ahead.pairs,
             "heard": self._heard.recent(time.monotonic()),

@@ -66,7 +66,7 @@ def test_scaling_by_hand_and_by_load_loses_no_stream(served: ServedApp) -> None:
 def test_a_redeploy_loses_no_stream_and_keeps_the_orders(served: ServedApp) -> None:
     order = httpx.put(f"{served.url}/headrace/v1/router", json={"policy": "remote"})
     assert order.json() == {"policy": "remote", "replicas": 1}
-    served.args["headrace"]["router"] = {"stall_weight": 1.5}
+    served.args["headrace"]["router"] = {"remeasure_s": 90}
     for role in ("prefill_config", "decode_config"):
         served.args[role]["deployment_config"]["num_replicas"] = 1
     with streams(served) as load:

@@ -52,6 +52,7 @@ def clusters(draw: st.DrawFn, targets: bool = True) -> Cluster:
             queued_tokens=(queued := draw(st.sampled_from([0, 0, 1, 50, 900]))),
             queued_pairs=queued * queued // 2,
             running=(running := draw(st.sampled_from([0, 0, 1, 5, 40]))) * (role == "decode"),
+            prompts=draw(st.sampled_from([0, 1, 7])),
             context=running * 300 * (role == "decode"),
             free_blocks=draw(st.sampled_from([-1, 5, 1000])),
             drift=draw(st.sampled_from([0.0, 0.0, 0.1])),
@@ -85,7 +86,6 @@ def clusters(draw: st.DrawFn, targets: bool = True) -> Cluster:
         settings=RouterSettings(
             itl_target_s=draw(target),
             ttft_target_s=draw(target),
-            stall_weight=draw(st.sampled_from([0.0, 1.0, 3.0])),
         ),
     )
 

@@ -22,6 +22,7 @@ class Engine:
     step_tokens: int = 2048
     queued_tokens: int = 0
     queued_pairs: int = 0
+    prompts: int = 0
     running: int = 0
     context: int = 0
     free_blocks: int = -1
@@ -72,7 +73,7 @@ class Cluster:
         for at, e in enumerate(self.engines):
             row = view.add(e.name, e.role, e.node, hbm=at, step_tokens=e.step_tokens)  # type: ignore[arg-type]
             view.set_steps(row, e.step)
-            for name in ("running", "context", "free_blocks", "drift", "draft_tokens"):
+            for name in ("prompts", "running", "context", "free_blocks", "drift", "draft_tokens"):
                 view.engines[row][name] = getattr(e, name)
             for name in ("call_s", "handoff_s", "share"):
                 view.engines[row][name] = getattr(e, name)
@@ -204,8 +205,7 @@ class Naive:
             r = d.running
             idle = d.step.seconds(0, r, 0, d.context)
             last = self.prefill_s(d, 1)
-            stalled = s.stall_weight * r
-            more = stalled * max(0.0, last - idle)
+            more = r * max(0.0, last - idle)
             answer = self.answer_s(d, last, more) if self.output else 0.0
             cached, queue = self.cached(d), self.wait_s(d)
             need = math.ceil((self.n + self.output) / c.block_tokens) - cached // c.block_tokens
@@ -216,11 +216,12 @@ class Naive:
             compute = min(alone / (1 - d.share), alone + d.share * busy)
             took = max(compute, load)
             steps = math.ceil(tokens / d.step_tokens)
-            stall = stalled * max(0.0, took - steps * idle)
+            stall = r * max(0.0, took - steps * idle)
+            behind = d.prompts * took
             slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
             ttft = queue + pull + took
             broken = 2 if full or slow else int(ttft > slo)
-            found.append(Priced("", d.name, ttft + stall + answer, ttft, broken))
+            found.append(Priced("", d.name, ttft + stall + behind + answer, ttft, broken))
 
             for p in prefills:
                 _, compute, load, pull = self.work(p)
@@ -231,9 +232,9 @@ class Naive:
                 arrival = p.call_s + self.wait_s(p) + pull + max(compute, load)
                 arrival += (fixed + byte * size if size else 0.0) + d.handoff_s
                 ttft = max(arrival, queue) + last
-                total = ttft + more + answer
+                total = ttft + more + answer + p.prompts * max(compute, load)
                 if p.node == d.node:
-                    total += stalled * d.share * compute
+                    total += r * d.share * compute
                 broken = 2 if full or (r > 0 and last > itl) else int(ttft > slo)
                 found.append(Priced(p.name, d.name, total, ttft, broken))
         return found

@@ -79,9 +79,14 @@ def test_a_short_prompt_stays_local_even_with_running_streams() -> None:
     assert plan(pair(running=2), 20).kind == "local"
 
 
-def test_stall_weight_zero_ignores_the_running_streams() -> None:
-    p = price(pair(running=8, settings=RouterSettings(stall_weight=0.0)))
-    assert p["local.stall"] == p["remote.stall"] == 0.0
+def test_as_many_prompts_as_are_ahead_come_behind_and_wait_as_long_as_this_one_takes() -> None:
+    view = pair()
+    view.engines["prompts"] = 2, 3
+    p = price(view)
+    assert p["local.behind"] == pytest.approx(2 * p["local.compute"])
+    assert p["remote.behind"] == pytest.approx(3 * p["remote.compute"])
+    ttft = place(view, PlaceRequest("a", 1000)).predicted_ttft_s
+    assert ttft == pytest.approx(p["local.total"] - p["local.behind"])
 
 
 def test_a_prefix_on_the_prefill_engine_draws_the_request_there() -> None:
@@ -252,7 +257,6 @@ def test_the_formula_names_every_part_with_its_number() -> None:
         ("policy", "fastest"),
         ("itl_target_s", 0.0),
         ("ttft_target_s", 0.0),
-        ("stall_weight", -1.0),
         ("remeasure_s", 0.0),
         ("timeout_factor", 0.5),
         ("timeout_errors", -1.0),

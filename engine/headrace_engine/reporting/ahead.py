@@ -20,6 +20,9 @@ class PromptsAhead:
         self._tokens = self._pairs = 0
         self._done_tokens = self._done_pairs = 0.0
 
+    def __len__(self) -> int:
+        return len(self._prompts)
+
     @property
     def tokens(self) -> int:
         """That are still to be computed."""

@@ -78,6 +78,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
         step_tokens: most tokens of one prompt that the engine computes in a step.
         running: requests that decode. context: tokens of KV that they attend to together.
+        coming, coming_context: of a decode replica: requests that will decode here and do not yet,
+            and tokens of their prompts.
+        prompts: that an engine computes, or will, before that of a new request.
         queued_tokens: prompt tokens ahead of a new request. queued_pairs: what these attend to
             (`headrace_engine.steptime.pairs_of`).
         free_blocks: KV blocks that no request uses; -1 if that is not known.
@@ -104,6 +107,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seq: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     running: Count = 0
     context: Count = 0
+    coming: Count = 0
+    coming_context: Count = 0
+    prompts: Count = 0
     queued_tokens: Count = 0
     queued_pairs: Amount = 0.0
     free_blocks: Annotated[int, Meta(ge=-1, le=2**40)] = -1

@@ -135,12 +135,6 @@ class RouterSettings(Section):
         description="Target for the inter-token latency of running streams, in seconds. A local "
         "prefill that would break it is done remotely. null: no target.",
     )
-    stall_weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="Weight of stalls in a plan's cost: a stall of 1 s of one running stream costs "
-        "as much as this many seconds of waiting by the new request.",
-    )
     remeasure_s: float = Field(
         default=60,
         gt=0,

@@ -142,7 +142,9 @@ class Cluster:
         for plan in report.heard:
             booked.pop(plan, None)
         ahead = booked.values()
-        engine["running"], engine["context"] = report.running, report.context
+        engine["running"] = report.running + report.coming
+        engine["context"] = report.context + report.coming_context
+        engine["prompts"] = report.prompts + sum(each.tokens > 0 for each in ahead)
         engine["free_blocks"] = report.free_blocks
         view.set_queue(
             row,
@@ -317,6 +319,7 @@ class Cluster:
         self._booked[name][plan.request_id] = booked
         row = self._seen.row(name)
         self._seen.reserve(row, booked.tokens, booked.pairs, now_s)
+        self._seen.engines[row]["prompts"] += booked.tokens > 0
         self._answers(row, booked, 1)
 
     def _take_off(self, name: str, plan: str, now_s: float) -> None:
@@ -324,6 +327,7 @@ class Cluster:
         if booked is not None:
             row = self._seen.row(name)
             self._seen.reserve(row, -booked.tokens, -booked.pairs, now_s)
+            self._seen.engines[row]["prompts"] -= booked.tokens > 0
             self._answers(row, booked, -1)
 
     def _answers(self, row: int, booked: _Booked, sign: int) -> None:

@@ -1,15 +1,16 @@
 """What a prompt costs on each engine and on each pair of engines: the formula, compiled.
 
 A choice is a decode engine ``d``, and a prefill engine ``p`` or none. All are priced in seconds
-added to everybody: this request's time to its first token, plus what the streams that run on the
-decode engine lose, plus the seconds of its answer::
+added to everybody, each second of each user the same: this request's time to its first token, plus
+what the streams beside it lose, plus what the prompts behind it wait, plus the seconds of its
+answer::
 
-    local(d)     = Q_d + pull_d + max(C_d, L_d)
-                   + w r_d max(0, max(C_d, L_d) - k T_d(0, r_d)) + answer(d)
-    remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d)
-                   + w r_d (max(0, T_d(1, r_d) - T_d(0, r_d)) + share(p, d) C_p) + answer(d)
-    A_p          = call_p + Q_p + pull_p + max(C_p, L_p)
-    answer(d)    = o / e_d (T_d(1, r_d) + w r_d max(0, T_d(1, r_d) - T_d(0, r_d)))
+    local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k T_d(0, r_d)) + n_d W_d + answer(d)
+    remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d) + n_p W_p
+                   + r_d (max(0, T_d(1, r_d) - T_d(0, r_d)) + share(p, d) C_p) + answer(d)
+    A_p          = call_p + Q_p + pull_p + W_p
+    W            = max(C, L)
+    answer(d)    = o / e_d (T_d(1, r_d) + r_d max(0, T_d(1, r_d) - T_d(0, r_d)))
 
 - ``T(n, r)``: seconds of a step with ``n`` prompt tokens beside ``r`` running requests
   (`headrace_engine.steptime`); what these attend to counts, too. A prompt above the engine's token
@@ -29,7 +30,12 @@ decode engine lose, plus the seconds of its answer::
 - ``call``, ``handoff``: overheads of the prefill call, and from its return to the first token.
 - ``share(p, d)``: part of its speed that ``d`` loses while ``p`` computes; 0 on two nodes. ``C_d``
   is stretched likewise for as long as a prefill engine of its node has work.
-- ``w``: worth of a second that a running stream loses. ``r``: running requests.
+- ``r``: streams that run when this prompt's turn comes: those that run, and those whose prompts are
+  ahead of it or on their way from a prefill engine, since they will.
+- ``n W``: what this prompt costs those behind it. ``n`` prompts are ahead. They came while the first
+  of them waited, which took about as long as this one will wait; so as many will come while it does
+  (Little's law, with the past for the future), and each then waits ``W`` longer. Without a queue
+  nobody does. Later ones, up to the end of the queue, are left out.
 - ``o``: expected tokens of the answer; ``e_d``: tokens that a step makes of it, drafts counted
   (`router.tokens`).
 """
@@ -44,13 +50,12 @@ from typing import Any
 
 import numpy as np
 
+from headrace.router.reach import DRAM, NVME
 from headrace_engine.steptime import KNOTS
 from headrace_kvstore.compiled import jit
 
 _KNOTS = np.array(KNOTS)
 _LAST = len(KNOTS) - 1
-DRAM, NVME, REMOTE, OBJECT = range(4)
-"""Media of a node's store, as in `headrace_kvstore.supply.MEDIA`."""
 NO_ROOM, SLOW_STEP, LATE = 1, 2, 4
 """Constraints that a choice breaks: KV headroom, ITL target, TTFT target."""
 
@@ -70,7 +75,8 @@ ENGINE = np.dtype(
         ("at_s", "f8"),  # when that was true, on the caller's clock
         ("heard_s", "f8"),  # when the engine itself reported last; -inf if it never did
         ("drift", "f8"),  # growth of the variance of queue_s, s^2 a second
-        ("running", "i8"),  # requests that decode
+        ("prompts", "i8"),  # ahead, of which `queued_tokens` are
+        ("running", "i8"),  # requests that decode, or will before one more does
         ("context", "i8"),  # tokens of all of these
         ("free_blocks", "i8"),  # KV headroom; -1 if unknown
         ("draft_tokens", "i8"),  # most that one request may draft in a step at its load
@@ -96,7 +102,6 @@ ASK = np.dtype(
         ("output_tokens", "f8"),
         ("draft_tokens", "i8"),  # most that may be drafted at once
         ("acceptance", "f8"),
-        ("stall_weight", "f8"),
         ("itl_s", "f8"),  # targets; inf for none
         ("ttft_s", "f8"),
         ("now_s", "f8"),
@@ -113,8 +118,9 @@ COST = np.dtype(
         ("queue_s", "f8"),  # Q
         ("handoff_s", "f8"),
         ("last_s", "f8"),  # T_d(1, r_d)
-        ("rest_s", "f8"),  # of remote(p, d), all but the maximum, T_d and share
-        ("slowed", "f8"),  # w r_d share_d
+        ("rest_s", "f8"),  # of remote(p, d), all but the maximum, T_d, share and n_p W_p
+        ("behind_s", "f8"),  # n_p W_p
+        ("slowed", "f8"),  # r_d share_d
         ("bytes", "f8"),  # to move to d
         ("local_s", "f8"),
         ("local_ttft_s", "f8"),
@@ -256,51 +262,6 @@ def held_tokens(ask: Any, holder: int, held: Any) -> Any:
 
 
 @jit()
-def find_runs(ask: Any, held: Any, dram: Any, store: Any, objects: int, loads: Any) -> Any:
-    """What each node's store can supply, by what every holder has of the prompt.
-
-    Args:
-        held: blocks, i32 [holders].
-        dram, store: holders of each node's DRAM and of any of its tiers, [nodes]; -1 for none.
-        objects: the objects' holder; -1 for none.
-        loads: (fixed_s, byte_s), [nodes, media, 2]; inf where a medium cannot be had.
-
-    Returns:
-        (lengths i64 [nodes, 4], in tokens, waits f64 [nodes, 4], media i64 [nodes, 4])
-    """
-    nodes = len(dram)
-    lengths = np.zeros((nodes, 4), np.int64)
-    waits = np.zeros((nodes, 4))
-    media = np.zeros((nodes, 4), np.int64)
-    anywhere = 0
-    for node in range(nodes):
-        if 0 <= store[node] < len(held):
-            anywhere = max(anywhere, held[store[node]])
-    in_objects = held[objects] if 0 <= objects < len(held) else 0
-    for node in range(nodes):
-        end = 0
-        for medium in range(4):
-            media[node, medium] = medium
-            reach = 0
-            if medium == DRAM:
-                if 0 <= dram[node] < len(held):
-                    reach = held[dram[node]]
-            elif medium == NVME:
-                if 0 <= store[node] < len(held):
-                    reach = held[store[node]]
-            elif store[node] >= 0:
-                reach = anywhere if medium == REMOTE else in_objects
-            if reach > end and loads[node, medium, 1] < np.inf:
-                tokens = (reach - end) * ask.block_tokens
-                lengths[node, medium] = tokens
-                if medium >= REMOTE:
-                    size = tokens * ask.token_bytes
-                    waits[node, medium] = loads[node, medium, 0] + loads[node, medium, 1] * size
-                end = reach
-    return lengths, waits, media
-
-
-@jit()
 def work(
     ask: Any,
     engine: Any,
@@ -405,11 +366,17 @@ def arrival_parts(engine: Any, found: Any) -> Any:
 
 
 @jit()
+def behind_s(engine: Any, compute: float, load: float) -> Any:
+    """n W: what the prompts behind lose by one that takes so long."""
+    return engine.prompts * (compute + load)
+
+
+@jit()
 def local_parts(
     ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any, busy_s: float
 ) -> Any:
-    """(pull, compute, load, stall, answer) of local(d), T_d(1, r_d), and what the running streams
-    lose by that step.
+    """(pull, compute, load, stall, behind, answer) of local(d), T_d(1, r_d), and what the running
+    streams lose by that step.
 
     Args:
         found: of `work`.
@@ -417,20 +384,20 @@ def local_parts(
     """
     tokens, alone_s, load_s, pull, _ = found
     rows = engine.running
-    stalled = ask.stall_weight * rows
     idle = step_s(engine, curves, padded, i, 0.0, rows, engine.context, 0.0)
     compute = beside_s(alone_s, engine.share, busy_s)
     load = max(0.0, load_s - compute)
     steps = -(-tokens // engine.step_tokens)
-    stall = stalled * max(0.0, compute + load - steps * idle)
+    stall = rows * max(0.0, compute + load - steps * idle)
     context = engine.context + max(ask.prompt_tokens, 1)
     last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
-    more = stalled * max(0.0, last - idle)
+    more = rows * max(0.0, last - idle)
     answer = 0.0
     if ask.output_tokens > 0.0:
         each = tokens_a_step(ask, engine, curves, padded, i, context, last)
         answer = ask.output_tokens / each * (last + more)
-    return pull, compute, load, stall, answer, last, more
+    behind = behind_s(engine, compute, load)
+    return pull, compute, load, stall, behind, answer, last, more
 
 
 @jit()
@@ -466,19 +433,20 @@ def price(
             call, pull, compute, load = arrival_parts(engine, found)
             cost.arrival_s = call + cost.queue_s + pull + compute + load
             cost.compute_s = compute
+            cost.behind_s = behind_s(engine, compute, load)
         if engine.decode:
             busy = busy_s[engine.node]
-            pull, compute, load, stall, answer, last, more = local_parts(
+            pull, compute, load, stall, behind, answer, last, more = local_parts(
                 ask, engine, curves, padded, i, found, busy
             )
             rows = engine.running
             cost.handoff_s = engine.handoff_s
             cost.last_s = last
             cost.rest_s = more + answer
-            cost.slowed = ask.stall_weight * rows * engine.share
+            cost.slowed = rows * engine.share
             cost.bytes = kv_bytes(ask, cached)
             cost.local_ttft_s = cost.queue_s + pull + compute + load
-            cost.local_s = cost.local_ttft_s + stall + answer
+            cost.local_s = cost.local_ttft_s + stall + behind + answer
             broken = 0
             total = ask.prompt_tokens + ask.output_tokens
             need = math.ceil(total / ask.block_tokens) - cached // ask.block_tokens

@@ -51,9 +51,14 @@ class OwnView:
         costs: Costs,
         decode_load: EngineLoad,
         sides: PrefillSides,
+        coming: tuple[int, int],
         now: float,
     ) -> None:
-        """Write into the view what has been measured, and who is there."""
+        """Write into the view what has been measured, and who is there.
+
+        Args:
+            coming: requests that will decode here and do not yet, and tokens of their prompts.
+        """
         view = self.view
         view.settings = settings
         for medium in (DRAM, NVME):
@@ -65,6 +70,8 @@ class OwnView:
             view.set_fit(link, moved.fixed_s, moved.each_s, moved.rms_error)
         self._refresh_engine(self._replica, costs.decode_step, decode_load, now)
         engine = view.engines[view.row(self._replica)]
+        engine["running"] += coming[0]
+        engine["context"] += coming[1]
         engine["share"] = costs.shared.share
         engine["handoff_s"] = costs.handoff.seconds()
         engine["handoff_error_s"] = costs.handoff.rms_error
@@ -97,4 +104,5 @@ class OwnView:
         engine, step_tokens = view.engines[row], view.settings.max_step_tokens
         engine["step_tokens"] = step_tokens
         engine["running"], engine["context"] = load.running, load.running_context
+        engine["prompts"] = load.waiting_requests
         engine["queue_s"], engine["at_s"] = load.queue_s(fit, step_tokens, now), now

@@ -2,18 +2,17 @@
 
 A pair costs (`router.engines`)
 
-    max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + slowed(p, d)
+    max(A_p + handoff_d + X(p, d), Q_d) + last_d + rest_d + behind_p + slowed(p, d)
 
 where ``slowed`` is 0 on two nodes and ``X`` depends on the two nodes and on the bytes that ``d``
-lacks. So of a node's prefill engines only the one with the least ``A`` matters to decode engines
-elsewhere, and
+lacks. So, as nothing is negative,
 
-    max(A_p + handoff_d + least X(d), Q_d) + last_d + rest_d
+    max(A_p + behind_p + handoff_d + least X(d), Q_d) + last_d + rest_d
 
 is a lower bound. Pairs within a node are all priced. For the others, decode engines are taken in
-the order of their bound with the least ``A``, prefill engines in the order of ``A``, and each loop
-ends when its bound is no less than what has been found: what is left out is no better. Equal prices
-are ordered by rendezvous weight, so callers with equal views choose alike.
+the order of their bound with the least ``A + behind``, prefill engines in the order of this sum,
+and each loop ends when its bound is no less than what has been found: what is left out is no
+better. Equal prices are ordered by rendezvous weight, so callers with equal views choose alike.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from headrace.router.engines import (
     NO_ROOM,
     SLOW_STEP,
     arrival_parts,
-    find_runs,
+    behind_s,
     held_tokens,
     kv_bytes,
     local_parts,
@@ -35,19 +34,20 @@ from headrace.router.engines import (
     wait_s,
     work,
 )
+from headrace.router.reach import find_runs
 from headrace_kvstore.compiled import jit
 
 FOUND = np.dtype([("seconds", "f8"), ("prefill", "i8"), ("decode", "i8"), ("broken", "i8")])
 """One choice; `prefill` is -1 for a local one, `decode` -1 for none. Places among the engines."""
 
 
-LOCAL_PARTS = ("queue", "pull", "compute", "load", "stall", "answer")
+LOCAL_PARTS = ("queue", "pull", "compute", "load", "stall", "behind", "answer")
 REMOTE_PARTS = (
     *("call", "queue", "pull", "compute", "load", "transfer", "handoff"),
-    *("decode_queue", "decode", "stall", "answer"),
+    *("decode_queue", "decode", "stall", "behind", "answer"),
 )
 """Of each kind's total; `answer` is 0 where no answer's length is expected."""
-TOTAL, CACHED, TAKEN, CACHED_DECODE, TAKEN_DECODE = range(11, 16)
+TOTAL, CACHED, TAKEN, CACHED_DECODE, TAKEN_DECODE = range(12, 17)
 """Columns of a detail behind the parts: their sum; tokens in the cache of the engine that prefills,
 and runs of the store that it takes; both of the decode engine, if it prefills itself."""
 
@@ -126,8 +126,7 @@ def least_pairs(
     found: Any,
     allowed: int,
 ) -> Any:
-    """The best pairs; beside the best one, no two of one node's prefill engines with one decode
-    engine elsewhere.
+    """The best pairs.
 
     Args:
         costs: of `engines.price`.
@@ -141,31 +140,18 @@ def least_pairs(
         How many pairs were priced.
     """
     count, nodes, last = len(engines), len(links), len(found) - 1
-    best_p = np.full(nodes, -1)
-    for p in range(count):
-        if engines[p].prefill:
-            node = costs[p].node
-            other = best_p[node]
-            if other < 0 or (
-                costs[p].arrival_s < costs[other].arrival_s
-                or (
-                    costs[p].arrival_s == costs[other].arrival_s and costs[p].tie > costs[other].tie
-                )
-            ):
-                best_p[node] = p
     keys = np.empty(count)
     ties = np.empty(count, np.uint64)
-    order = np.empty(nodes, np.int64)  # prefill engines, as far as they are sorted
-    heap_p = np.empty(nodes, np.int64)
+    order = np.empty(count, np.int64)  # prefill engines, as far as they are sorted
+    heap_p = np.empty(count, np.int64)
     size_p, sorted_p, priced = 0, 0, 0
-    least_arrival = np.inf
-    for node in range(nodes):
-        p = best_p[node]
-        if p >= 0:
+    least_key = np.inf
+    for p in range(count):
+        if engines[p].prefill:
             heap_p[size_p] = p
             size_p += 1
-            keys[p], ties[p] = costs[p].arrival_s, costs[p].tie
-            least_arrival = min(least_arrival, keys[p])
+            keys[p], ties[p] = costs[p].arrival_s + costs[p].behind_s, costs[p].tie
+            least_key = min(least_key, keys[p])
     if size_p == 0:
         return 0
     for at in range(size_p // 2 - 1, -1, -1):
@@ -193,7 +179,8 @@ def least_pairs(
             begins = max(costs[p].arrival_s + cost.handoff_s + own_s, cost.queue_s) + cost.last_s
             late = LATE if begins > ttft_s else 0
             if not late & ~allowed:
-                seconds = begins + cost.rest_s + cost.slowed * costs[p].compute_s
+                seconds = begins + cost.rest_s + costs[p].behind_s
+                seconds += cost.slowed * costs[p].compute_s
                 _keep(found, costs, seconds, p, d, cost.broken_remote | late)
             p = after[p]
         move_s = np.inf
@@ -202,7 +189,7 @@ def least_pairs(
                 move_s = min(move_s, _move_s(cost.bytes, fits, k))
         if nodes > 1 and move_s < np.inf:
             least_move[d] = cost.handoff_s + move_s
-            bound = max(least_arrival + least_move[d], cost.queue_s) + cost.last_s + cost.rest_s
+            bound = max(least_key + least_move[d], cost.queue_s) + cost.last_s + cost.rest_s
             keys[d], ties[d] = bound, cost.tie
             heap_d[size_d] = d
             size_d += 1
@@ -226,10 +213,8 @@ def least_pairs(
             p = order[at]
             at += 1
             arrival = costs[p].arrival_s
-            begins = max(arrival + least_move[d], cost.queue_s) + cost.last_s
-            if found[last].decode >= 0 and begins + cost.rest_s >= found[last].seconds:
-                break
-            if begins > ttft_s and not allowed & LATE:
+            bound = max(keys[p] + least_move[d], cost.queue_s) + cost.last_s + cost.rest_s
+            if found[last].decode >= 0 and bound >= found[last].seconds:
                 break
             if costs[p].node == cost.node:
                 continue
@@ -238,7 +223,8 @@ def least_pairs(
             begins = max(arrival + cost.handoff_s + move_s, cost.queue_s) + cost.last_s
             late = LATE if begins > ttft_s else 0
             if not late & ~allowed:
-                _keep(found, costs, begins + cost.rest_s, p, d, cost.broken_remote | late)
+                seconds = begins + cost.rest_s + costs[p].behind_s
+                _keep(found, costs, seconds, p, d, cost.broken_remote | late)
     return priced
 
 
@@ -271,13 +257,14 @@ def _detail(
         *(lengths, waits, media, loads),
     )
     queue = wait_s(engine, ask.now_s)
-    pull, compute, load, stall, answer, last, more = local_parts(
+    pull, compute, load, stall, behind, answer, last, more = local_parts(
         ask, engine, curves, padded, d, taken, busy_s
     )
     out[CACHED] = out[CACHED_DECODE] = cached
     out[TAKEN] = out[TAKEN_DECODE] = taken[4]
     if p < 0:
-        out[0], out[1], out[2], out[3], out[4], out[5] = queue, pull, compute, load, stall, answer
+        out[0], out[1], out[2], out[3] = queue, pull, compute, load
+        out[4], out[5], out[6] = stall, behind, answer
     else:
         other, where = engines[p], engines[p].node
         out[CACHED] = held_tokens(ask, other.hbm, held)
@@ -293,9 +280,10 @@ def _detail(
         out[6] = engine.handoff_s
         out[7] = max(0.0, queue - out[:7].sum())
         out[8] = last
-        slowed = ask.stall_weight * engine.running * engine.share * out[3]
+        slowed = engine.running * engine.share * out[3]
         out[9] = more + (slowed if where == node else 0.0)
-        out[10] = answer
+        out[10] = behind_s(other, out[3], out[4])
+        out[11] = answer
     out[TOTAL] = out[:TOTAL].sum()
 
 
@@ -331,7 +319,7 @@ def decide(
         remote: whether pairs are wanted, too.
 
     Returns:
-        (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 16];
+        (choices FOUND [2, most], local ones and pairs; the first of each by part, [2, 17];
         lengths and media of what each node's store can supply). Where every choice of a kind is
         late, late ones; where every one breaks another constraint, the least dear of all.
     """

@@ -152,7 +152,7 @@ def _ask(view: View, request: PlaceRequest) -> NDArray[np.void]:
         [
             (
                 *(request.prompt_tokens, view.block_tokens, view.token_bytes),
-                *(request.output_tokens, drafts, view.acceptance, settings.stall_weight),
+                *(request.output_tokens, drafts, view.acceptance),
                 request.itl_target_s or settings.itl_target_s or math.inf,
                 request.ttft_target_s or settings.ttft_target_s or math.inf,
                 *(request.now_s, request.affinity),
@@ -281,7 +281,8 @@ def _refusal(
     kind = "local" if chosen.prefill < 0 else "remote"
     answer_s, seconds = predicted.get(f"{kind}.answer", 0.0), 0.0
     if chosen.broken & LATE:
-        ttft_s = predicted[f"{kind}.total"] - predicted[f"{kind}.stall"] - answer_s
+        others_s = predicted[f"{kind}.stall"] + predicted[f"{kind}.behind"]
+        ttft_s = predicted[f"{kind}.total"] - others_s - answer_s
         seconds = ttft_s - ttft_target_s
     if chosen.broken & (NO_ROOM | SLOW_STEP):
         running = max(1, int(view.engines["running"][chosen.decode]))

@@ -127,7 +127,7 @@ class Plan:
         """What this request itself waits: the total without what others lose by it, and without
         its answer."""
         p, kind = self.predicted, self.kind
-        rest = p.get(f"{kind}.stall", 0.0) + p.get(f"{kind}.answer", 0.0)
+        rest = sum(p.get(f"{kind}.{part}", 0.0) for part in ("stall", "behind", "answer"))
         return p.get(f"{kind}.total", 0.0) - rest
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,8 +206,6 @@ class RouterSettings:
     itl_target_s: float | None = None
     #: Longest predicted time to first token that a plan may have without a refusal.
     ttft_target_s: float | None = None
-    #: Worth of one second lost by a running stream, in seconds of this request's TTFT.
-    stall_weight: float = 1.0
     #: Age at which a side's measurements are stale enough to pay twice the better side's time.
     remeasure_s: float = 60.0
     #: Of one prompt: longer ones take several steps.
@@ -229,8 +227,6 @@ class RouterSettings:
             target = getattr(self, name)
             if target is not None and not target > 0:
                 raise ValueError(f"router.{name} must be above 0, not {target}")
-        if not self.stall_weight >= 0:
-            raise ValueError(f"router.stall_weight must be 0 or more, not {self.stall_weight}")
         for name in ("remeasure_s", "timeout_floor_s", "timeout_cold_s", "retry_s", "retry_max_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"router.{name} must be above 0, not {getattr(self, name)}")

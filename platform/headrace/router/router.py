@@ -103,7 +103,9 @@ class Router:
         now, hashes = self._clock(), self._hashes(request)
         if request.request_id in self._active:
             self.finished(request.request_id)
-        self._own.refresh(self.settings, self.costs, self.decode_load, self.sides, now)
+        self._own.refresh(
+            *(self.settings, self.costs, self.decode_load, self.sides, self._coming(), now)
+        )
         plan = place(self._own.view, self._asked(request, hashes, now))
         if stale is not None:
             self._counts["stale"] += 1
@@ -172,6 +174,13 @@ class Router:
             local_only=request.local_only,
             ages=Ages(now - self._local_measured_s, now - self._remote_measured_s),
         )
+
+    def _coming(self) -> tuple[int, int]:
+        """Requests that will decode here and do not yet, and tokens of their prompts."""
+        tokens = [
+            active.plan.prompt_tokens for active in self._active.values() if not active.decoding
+        ]
+        return len(tokens), sum(tokens)
 
     def _queue_s(self, load: EngineLoad, fit: StepTime, now: float) -> float:
         return load.queue_s(fit, self.settings.max_step_tokens, now)
@@ -429,7 +438,11 @@ class Router:
         now, c = self._clock(), self.costs
         step_tokens = self.settings.max_step_tokens
         tokens, pairs = self.decode_load.ahead(c.decode_step, step_tokens, now)
+        coming, context = self._coming()
         return {
+            "prompts": self.decode_load.waiting_requests,
+            "coming": coming,
+            "coming_context": context,
             "queued_tokens": tokens,
             "queued_pairs": pairs,
             "call": (c.call.seconds(), c.call.rms_error),

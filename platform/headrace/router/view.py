@@ -41,8 +41,8 @@ class View:
 
     Attributes:
         engines: ENGINE [rows]. Whoever writes here keeps the units; `running`, `context`,
-            `free_blocks`, `drift`, `draft_tokens`, `cold`, `call_s`, `handoff_s`, their errors and
-            `share` are written directly, what belongs together through methods.
+            `prompts`, `free_blocks`, `drift`, `draft_tokens`, `cold`, `call_s`, `handoff_s`, their
+            errors and `share` are written directly, what belongs together through methods.
         settings: how prices are weighed.
         prefill_name: of the prefill deployment.
         no_prefill: why no prefill engine may be asked, where none may.

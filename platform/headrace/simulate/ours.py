@@ -7,9 +7,11 @@ ended; it relays them, so it knows.
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.router.engines import queue_s
 from headrace.router.place import PlaceRequest, place
@@ -31,7 +33,7 @@ class Headrace:
         self.output_tokens = output_tokens
         self._view: View | None = None
         self._report: Report | None = None
-        self._curves = np.zeros((0, 0))
+        self._placed: deque[tuple[float, int]] = deque()
 
     def __call__(self, sight: Sight, ask: Ask, rng: Random) -> Choice:
         view = self._view or self._new_view(sight)
@@ -58,6 +60,8 @@ class Headrace:
         left = ask.prompt - min(max(there), (ask.prompt - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
         pairs = 0.5 * left * (2 * ask.prompt - left + 1)
         view.reserve(computes, left, pairs, sight.now_s)
+        view.engines["prompts"][computes] += 1
+        self._placed.append((sight.now_s, computes))
         assert engines > decode
         return Choice(prefill, decode)
 
@@ -94,11 +98,19 @@ class Headrace:
         engines, split, alive = view.engines, sight.prefills, sight.alive
         engines["queued_tokens"] = report.queue_tokens + sight.since_tokens
         engines["queued_pairs"] = np.maximum(0.0, report.queue_pairs + sight.since_pairs)
+        engines["prompts"] = report.prompts + self._since(report.at_s)
         engines["behind_s"] = 0.0
         engines["at_s"] = engines["heard_s"] = report.at_s
         engines["prefill"][:split] = alive[:split]
         engines["decode"][split:] = alive[split:]
         _fill_queues(engines, view.curves, view.padded)
+
+    def _since(self, at_s: float) -> NDArray[np.int64]:
+        """Prompts that were placed on each engine since then."""
+        while self._placed and self._placed[0][0] < at_s:
+            self._placed.popleft()
+        assert self._view is not None
+        return np.bincount([e for _, e in self._placed], minlength=len(self._view.engines))
 
     def _books(self, view: View, sight: Sight) -> None:
         """What the gateway itself knows of the decode engines."""

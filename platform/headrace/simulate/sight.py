@@ -26,13 +26,14 @@ class Report:
 
     Attributes:
         queue_tokens, queue_pairs: that wait to be computed, those of the step under way included.
-        waiting: requests that were not let in. running, context: requests that decode, their
-            tokens. used: KV blocks that requests use.
+        prompts: that wait to be computed, or are. waiting: requests that were not let in.
+        running, context: requests that decode, their tokens. used: KV blocks that requests use.
     """
 
     at_s: float
     queue_tokens: Ints
     queue_pairs: Floats
+    prompts: Ints
     waiting: Ints
     running: Ints
     context: Ints
@@ -46,6 +47,7 @@ def report_of(s: State) -> Report:
         at_s=float(s.now_s[0]),
         queue_tokens=eng["queue_tokens"].copy(),
         queue_pairs=eng["queue_pairs"].copy(),
+        prompts=eng["waiting"] + eng["chunks"],
         waiting=eng["waiting"].copy(),
         running=eng["running"] + eng["joins"],
         context=eng["context"].copy(),
