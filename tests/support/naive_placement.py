@@ -205,7 +205,8 @@ class Naive:
             r = d.running
             idle = d.step.seconds(0, r, 0, d.context)
             last = self.prefill_s(d, 1)
-            more = r * max(0.0, last - idle)
+            pace = max(idle, itl) if itl < math.inf else idle
+            more = r * max(0.0, last - pace)
             answer = self.answer_s(d, last, more) if self.output else 0.0
             cached, queue = self.cached(d), self.wait_s(d)
             need = math.ceil((self.n + self.output) / c.block_tokens) - cached // c.block_tokens
@@ -216,7 +217,7 @@ class Naive:
             compute = min(alone / (1 - d.share), alone + d.share * busy)
             took = max(compute, load)
             steps = math.ceil(tokens / d.step_tokens)
-            stall = r * max(0.0, took - steps * idle)
+            stall = r * max(0.0, took - steps * pace)
             behind = d.prompts * took
             slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
             ttft = queue + pull + took

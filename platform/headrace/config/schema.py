@@ -133,7 +133,8 @@ class RouterSettings(Section):
         default=None,
         gt=0,
         description="Target for the inter-token latency of running streams, in seconds. A local "
-        "prefill that would break it is done remotely. null: no target.",
+        "prefill that would break it is done remotely, and one that keeps it costs them nothing. "
+        "null: each second that a stream loses counts like a second of waiting.",
     )
     remeasure_s: float = Field(
         default=60,

@@ -5,12 +5,13 @@ added to everybody, each second of each user the same: this request's time to it
 what the streams beside it lose, plus what the prompts behind it wait, plus the seconds of its
 answer::
 
-    local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k T_d(0, r_d)) + n_d W_d + answer(d)
+    local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k z_d) + n_d W_d + answer(d)
     remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d) + n_p W_p
-                   + r_d (max(0, T_d(1, r_d) - T_d(0, r_d)) + share(p, d) C_p) + answer(d)
+                   + r_d (max(0, T_d(1, r_d) - z_d) + share(p, d) C_p) + answer(d)
     A_p          = call_p + Q_p + pull_p + W_p
     W            = max(C, L)
-    answer(d)    = o / e_d (T_d(1, r_d) + r_d max(0, T_d(1, r_d) - T_d(0, r_d)))
+    answer(d)    = o / e_d (T_d(1, r_d) + r_d max(0, T_d(1, r_d) - z_d))
+    z_d          = max(T_d(0, r_d), ITL target)
 
 - ``T(n, r)``: seconds of a step with ``n`` prompt tokens beside ``r`` running requests
   (`headrace_engine.steptime`); what these attend to counts, too. A prompt above the engine's token
@@ -32,6 +33,8 @@ answer::
   is stretched likewise for as long as a prefill engine of its node has work.
 - ``r``: streams that run when this prompt's turn comes: those that run, and those whose prompts are
   ahead of it or on their way from a prefill engine, since they will.
+- ``z``: a step that streams do not mind: within the ITL target nobody notices. Without a target they
+  mind each second more than a step without this prompt.
 - ``n W``: what this prompt costs those behind it. ``n`` prompts are ahead. They came while the first
   of them waited, which took about as long as this one will wait; so as many will come while it does
   (Little's law, with the past for the future), and each then waits ``W`` longer. Without a queue
@@ -388,10 +391,11 @@ def local_parts(
     compute = beside_s(alone_s, engine.share, busy_s)
     load = max(0.0, load_s - compute)
     steps = -(-tokens // engine.step_tokens)
-    stall = rows * max(0.0, compute + load - steps * idle)
+    pace = max(idle, ask.itl_s) if ask.itl_s < np.inf else idle
+    stall = rows * max(0.0, compute + load - steps * pace)
     context = engine.context + max(ask.prompt_tokens, 1)
     last = step_s(engine, curves, padded, i, 0.0, rows + 1.0, context, 0.0)
-    more = rows * max(0.0, last - idle)
+    more = rows * max(0.0, last - pace)
     answer = 0.0
     if ask.output_tokens > 0.0:
         each = tokens_a_step(ask, engine, curves, padded, i, context, last)
