@@ -33,10 +33,10 @@ answer::
   is stretched likewise for as long as a prefill engine of its node has work.
 - ``r``: streams that run when this prompt's turn comes: those that run, and those whose prompts are
   ahead of it or on their way from a prefill engine, since they will.
-- ``z``: a step that streams do not mind: within the ITL target nobody notices. Without a target they
-  mind each second more than a step without this prompt.
-- ``n W``: what this prompt costs those behind it. ``n`` prompts are ahead. They came while the first
-  of them waited, which took about as long as this one will wait; so as many will come while it does
+- ``z``: a step that streams do not mind: within the ITL target nobody notices. Without a target
+  they mind each second more than a step without this prompt.
+- ``n W``: what this costs the prompts behind. ``n`` prompts are ahead. They came while the first of
+  them waited, which took about as long as this one will wait; so as many will come while it does
   (Little's law, with the past for the future), and each then waits ``W`` longer. Without a queue
   nobody does. Later ones, up to the end of the queue, are left out.
 - ``o``: expected tokens of the answer; ``e_d``: tokens that a step makes of it, drafts counted
