@@ -67,7 +67,7 @@ def advance(s: State, until: float) -> bool:
     while True:
         if ev.count[2] > _LOG_LEFT:
             return True
-        first = np.argmin(eng.wake_s)
+        first = np.argmin(eng["wake_s"])
         at = eng[first].wake_s
         if ev.count[0] > 0 and ev.heap[0].at_s <= at:
             at = ev.heap[0].at_s
