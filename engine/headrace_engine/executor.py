@@ -16,6 +16,8 @@ from typing import Any
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from headrace_engine.timer_slack import coarse_timers
+
 
 class Deferred(Future[Any]):
     """A future that does its work when it is asked for the result.
@@ -40,6 +42,10 @@ class Deferred(Future[Any]):
 
 class InProcessExecutor(UniProcExecutor):
     """Runs the worker in the engine core's process, each step when its result is asked for."""
+
+    def _init_executor(self) -> None:
+        with coarse_timers():  # Gloo's threads
+            super()._init_executor()
 
     def execute_model(  # type: ignore[override]
         self, scheduler_output: Any, non_block: bool = False
