@@ -218,7 +218,8 @@ class Naive:
             took = max(compute, load)
             steps = math.ceil(tokens / d.step_tokens)
             stall = r * max(0.0, took - steps * pace)
-            behind = d.prompts * took
+            behind = d.prompts * max(0.0, took - idle)
+            last_behind = d.prompts * max(0.0, last - idle)
             slow = r > 0 and self.prefill_s(d, min(tokens, d.step_tokens)) > itl
             ttft = queue + pull + took
             broken = 2 if full or slow else int(ttft > slo)
@@ -226,14 +227,16 @@ class Naive:
 
             for p in prefills:
                 _, compute, load, pull = self.work(p)
+                own = max(compute, load)
+                behind = p.prompts * max(0.0, own - p.step.seconds(0, p.running, 0, p.context))
                 fixed, byte = c.links[p.node][d.node]
                 size = (
                     math.ceil(self.n / c.block_tokens) * c.block_tokens - cached
                 ) * c.token_bytes
-                arrival = p.call_s + self.wait_s(p) + pull + max(compute, load)
+                arrival = p.call_s + self.wait_s(p) + pull + own
                 arrival += (fixed + byte * size if size else 0.0) + d.handoff_s
                 ttft = max(arrival, queue) + last
-                total = ttft + more + answer + p.prompts * max(compute, load)
+                total = ttft + more + answer + behind + last_behind
                 if p.node == d.node:
                     total += r * d.share * compute
                 broken = 2 if full or (r > 0 and last > itl) else int(ttft > slo)

@@ -79,14 +79,22 @@ def test_a_short_prompt_stays_local_even_with_running_streams() -> None:
     assert plan(pair(running=2), 20).kind == "local"
 
 
-def test_as_many_prompts_as_are_ahead_come_behind_and_wait_as_long_as_this_one_takes() -> None:
+def test_as_many_prompts_as_are_ahead_come_behind_and_wait_for_what_it_adds_to_steps() -> None:
     view = pair()
     view.engines["prompts"] = 2, 3
-    p = price(view)
-    assert p["local.behind"] == pytest.approx(2 * p["local.compute"])
-    assert p["remote.behind"] == pytest.approx(3 * p["remote.compute"])
+    p, step_s = price(view), STEP.seconds(0, 1)
+    assert p["local.behind"] == pytest.approx(2 * (p["local.compute"] - step_s))
+    last_s = p["remote.decode"] - step_s
+    assert p["remote.behind"] == pytest.approx(3 * (p["remote.compute"] - step_s) + 2 * last_s)
     ttft = place(view, PlaceRequest("a", 1000)).predicted_ttft_s
     assert ttft == pytest.approx(p["local.total"] - p["local.behind"])
+
+
+def test_a_crowd_of_single_tokens_stays_since_the_last_one_is_computed_here_either_way() -> None:
+    view = pair(decode_queue_s=5.0)
+    view.engines["prompts"] = 1000, 0
+    assert plan(view, 1).kind == "local"
+    assert plan(view, 100).kind == "remote"
 
 
 def test_a_prefix_on_the_prefill_engine_draws_the_request_there() -> None:

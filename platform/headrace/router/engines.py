@@ -5,12 +5,14 @@ added to everybody, each second of each user the same: this request's time to it
 what the streams beside it lose, plus what the prompts behind it wait, plus the seconds of its
 answer::
 
-    local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k z_d) + n_d W_d + answer(d)
-    remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d) + n_p W_p
+    local(d)     = Q_d + pull_d + W_d + r_d max(0, W_d - k z_d) + behind_d(W_d) + answer(d)
+    remote(p, d) = max(A_p + handoff_d + X(p, d), Q_d) + T_d(1, r_d)
+                   + behind_p(W_p) + behind_d(T_d(1, r_d))
                    + r_d (max(0, T_d(1, r_d) - z_d) + share(p, d) C_p) + answer(d)
     A_p          = call_p + Q_p + pull_p + W_p
     W            = max(C, L)
     answer(d)    = o / e_d (T_d(1, r_d) + r_d max(0, T_d(1, r_d) - z_d))
+    behind(t)    = n max(0, t - T(0, r))
     z_d          = max(T_d(0, r_d), ITL target)
 
 - ``T(n, r)``: seconds of a step with ``n`` prompt tokens beside ``r`` running requests
@@ -35,10 +37,11 @@ answer::
   ahead of it or on their way from a prefill engine, since they will.
 - ``z``: a step that streams do not mind: within the ITL target nobody notices. Without a target
   they mind each second more than a step without this prompt.
-- ``n W``: what this costs the prompts behind. ``n`` prompts are ahead. They came while the first of
-  them waited, which took about as long as this one will wait; so as many will come while it does
-  (Little's law, with the past for the future), and each then waits ``W`` longer. Without a queue
-  nobody does. Later ones, up to the end of the queue, are left out.
+- ``behind``: what this costs the prompts behind. ``n`` prompts are ahead. They came while the first
+  of them waited, which took about as long as this one will wait; so as many will come while it does
+  (Little's law, with the past for the future), and each then waits for what this one adds to the
+  steps. Prompts share steps, so a step without it would have been made all the same. Without a
+  queue nobody waits. Later ones, up to the end of the queue, are left out.
 - ``o``: expected tokens of the answer; ``e_d``: tokens that a step makes of it, drafts counted
   (`router.tokens`).
 """
@@ -121,8 +124,8 @@ COST = np.dtype(
         ("queue_s", "f8"),  # Q
         ("handoff_s", "f8"),
         ("last_s", "f8"),  # T_d(1, r_d)
-        ("rest_s", "f8"),  # of remote(p, d), all but the maximum, T_d, share and n_p W_p
-        ("behind_s", "f8"),  # n_p W_p
+        ("rest_s", "f8"),  # of remote(p, d), all but the maximum, T_d, share and behind_p
+        ("behind_s", "f8"),  # of its prefill engine
         ("slowed", "f8"),  # r_d share_d
         ("bytes", "f8"),  # to move to d
         ("local_s", "f8"),
@@ -369,9 +372,15 @@ def arrival_parts(engine: Any, found: Any) -> Any:
 
 
 @jit()
-def behind_s(engine: Any, compute: float, load: float) -> Any:
-    """n W: what the prompts behind lose by one that takes so long."""
-    return engine.prompts * (compute + load)
+def idle_s(engine: Any, curves: Any, padded: Any, i: int) -> Any:
+    """T(0, r): seconds of a step that computes no prompt."""
+    return step_s(engine, curves, padded, i, 0.0, engine.running, engine.context, 0.0)
+
+
+@jit()
+def behind_s(engine: Any, work_s: float, idle: float) -> Any:
+    """n (W - T(0, r)): what the prompts behind lose by steps that take `work_s`."""
+    return engine.prompts * max(0.0, work_s - idle)
 
 
 @jit()
@@ -379,7 +388,7 @@ def local_parts(
     ask: Any, engine: Any, curves: Any, padded: Any, i: int, found: Any, busy_s: float
 ) -> Any:
     """(pull, compute, load, stall, behind, answer) of local(d), T_d(1, r_d), and what the running
-    streams lose by that step.
+    streams and the prompts behind lose by that step.
 
     Args:
         found: of `work`.
@@ -387,7 +396,7 @@ def local_parts(
     """
     tokens, alone_s, load_s, pull, _ = found
     rows = engine.running
-    idle = step_s(engine, curves, padded, i, 0.0, rows, engine.context, 0.0)
+    idle = idle_s(engine, curves, padded, i)
     compute = beside_s(alone_s, engine.share, busy_s)
     load = max(0.0, load_s - compute)
     steps = -(-tokens // engine.step_tokens)
@@ -400,8 +409,9 @@ def local_parts(
     if ask.output_tokens > 0.0:
         each = tokens_a_step(ask, engine, curves, padded, i, context, last)
         answer = ask.output_tokens / each * (last + more)
-    behind = behind_s(engine, compute, load)
-    return pull, compute, load, stall, behind, answer, last, more
+    behind = behind_s(engine, compute + load, idle)
+    last_behind = behind_s(engine, last, idle)
+    return pull, compute, load, stall, behind, answer, last, more, last_behind
 
 
 @jit()
@@ -437,16 +447,16 @@ def price(
             call, pull, compute, load = arrival_parts(engine, found)
             cost.arrival_s = call + cost.queue_s + pull + compute + load
             cost.compute_s = compute
-            cost.behind_s = behind_s(engine, compute, load)
+            cost.behind_s = behind_s(engine, compute + load, idle_s(engine, curves, padded, i))
         if engine.decode:
             busy = busy_s[engine.node]
-            pull, compute, load, stall, behind, answer, last, more = local_parts(
+            pull, compute, load, stall, behind, answer, last, more, last_behind = local_parts(
                 ask, engine, curves, padded, i, found, busy
             )
             rows = engine.running
             cost.handoff_s = engine.handoff_s
             cost.last_s = last
-            cost.rest_s = more + answer
+            cost.rest_s = more + last_behind + answer
             cost.slowed = rows * engine.share
             cost.bytes = kv_bytes(ask, cached)
             cost.local_ttft_s = cost.queue_s + pull + compute + load

@@ -28,6 +28,7 @@ from headrace.router.engines import (
     arrival_parts,
     behind_s,
     held_tokens,
+    idle_s,
     kv_bytes,
     local_parts,
     price,
@@ -257,7 +258,7 @@ def _detail(
         *(lengths, waits, media, loads),
     )
     queue = wait_s(engine, ask.now_s)
-    pull, compute, load, stall, behind, answer, last, more = local_parts(
+    pull, compute, load, stall, behind, answer, last, more, last_behind = local_parts(
         ask, engine, curves, padded, d, taken, busy_s
     )
     out[CACHED] = out[CACHED_DECODE] = cached
@@ -282,7 +283,8 @@ def _detail(
         out[8] = last
         slowed = engine.running * engine.share * out[3]
         out[9] = more + (slowed if where == node else 0.0)
-        out[10] = behind_s(other, out[3], out[4])
+        idle = idle_s(other, curves, padded, p)
+        out[10] = behind_s(other, out[3] + out[4], idle) + last_behind
         out[11] = answer
     out[TOTAL] = out[:TOTAL].sum()
 
