@@ -3,7 +3,8 @@
     python -m tests.lanes [pytest's options]
 
 The longest part, the apps', prints as it goes; the log of another part is shown at its end and kept
-in build/test/. With a path among the arguments this is plain pytest.
+in build/test/. What failed is said once more at the end. With a path among the arguments this is
+plain pytest.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ def print_costs(seconds: float) -> None:
     tests = [test for costs in parts.values() for test in costs.tests]
     print(*slowest(tests), sep="\n")
     print(f"vLLM engines started: {run.engine_starts()}; all in {seconds / 60:.1f} minutes")
+    for costs in parts.values():
+        for test, said in costs.failures:
+            print(f"\nFAILED {test}\n{said}")
 
 
 if __name__ == "__main__":

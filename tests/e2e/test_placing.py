@@ -31,6 +31,8 @@ REPORTS_S = 0.15
 queue is worth all that a tiny model computes."""
 HITS = 0.95
 """Of the turns behind the first."""
+MOST_ASKED = 100
+"""Until prices follow a replica that has become slow; 30 are enough on idle cores."""
 
 
 @pytest.fixture
@@ -159,17 +161,29 @@ def slowed(pid: int) -> Iterator[None]:
 def test_of_two_prefill_replicas_the_faster_one_gets_the_work(
     served: ServedApp, client: openai.OpenAI
 ) -> None:
-    assert httpx.put(f"{served.url}/headrace/v1/router", json={"policy": "remote"}).is_success
     status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
     slow = next(each for each in status["replicas"] if each["role"] == "prefill")
-    with slowed(engine_core(slow["pid"]).pid):
-        asked = [Conversation(served, client, 200 + seed) for seed in range(36)]
-        for one in asked:
+    asked: list[dict[str, object]] = []
+    with ordered(served, "remote"), slowed(engine_core(slow["pid"]).pid):
+        for seed in range(MOST_ASKED):
+            one = Conversation(served, client, 200 + seed)
             one.turn()
-    replicas = [str(one.plans[0]["replica"]) for one in asked[-16:] if one.plans[0]["replica"]]
-    others = [replica for replica in replicas if replica != slow["replica_id"]]
-    assert len(others) >= 0.8 * len(replicas) and len(replicas) >= 12, (slow, replicas)
-    assert httpx.put(f"{served.url}/headrace/v1/router", json={"policy": "cost"}).is_success
+            asked += [plan for plan in one.plans if plan["replica"]]
+            faster = [plan["replica"] != slow["replica_id"] for plan in asked[-20:]]
+            if sum(faster) >= 16:
+                return
+    raise AssertionError([(plan["replica"], plan["predicted"]) for plan in asked[-20:]])
+
+
+@contextlib.contextmanager
+def ordered(served: ServedApp, policy: str) -> Iterator[None]:
+    """This policy holds for a time."""
+    url = f"{served.url}/headrace/v1/router"
+    httpx.put(url, json={"policy": policy}).raise_for_status()
+    try:
+        yield
+    finally:
+        httpx.put(url, json={"policy": "cost"}).raise_for_status()
 
 
 def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
