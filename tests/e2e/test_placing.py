@@ -1,5 +1,6 @@
 """Two gateways place requests on two decode and two prefill replicas: prompts go where their blocks
-are, through whichever gateway they come, and again after a gateway was killed."""
+are, through whichever gateway they come, and again after a gateway was killed or a replica was
+silent."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ REPORTS_S = 0.15
 queue is worth all that a tiny model computes."""
 HITS = 0.95
 """Of the turns behind the first."""
+SILENT_S = 10.0
 MOST_ASKED = 100
 """Until prices follow a replica that has become slow; 30 are enough on idle cores."""
 
@@ -202,4 +204,30 @@ def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
         for talk in talks:
             talk.turn()
     hits = [hit for talk in talks for hit in talk.hits()[-2:]]
+    assert hits and sum(hits) >= HITS * len(hits), misses(talks)
+
+
+def test_a_replica_that_is_silent_for_ten_seconds_loses_nothing_and_blocks_are_found_again(
+    served: ServedApp, client: openai.OpenAI
+) -> None:
+    """Neither reports nor what happens to its blocks come from it for ten seconds."""
+    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
+    silent = next(each for each in status["replicas"] if each["role"] == "decode")
+    talks = [Conversation(served, client, 300 + seed) for seed in range(CONVERSATIONS)]
+    for talk in talks:
+        talk.turn()
+    os.kill(silent["pid"], signal.SIGSTOP)
+    again = threading.Timer(SILENT_S, os.kill, (silent["pid"], signal.SIGCONT))
+    again.start()
+    try:
+        for talk in talks:
+            talk.turn()
+    finally:
+        again.join()
+    until(lambda: know_all(served), 400, "both gateways know of all replicas again")
+    time.sleep(1.0)  # for what was missed
+    for _ in range(2):
+        for talk in talks:
+            talk.turn()
+    hits = [hit for talk in talks for hit in talk.hits()[-1:]]
     assert hits and sum(hits) >= HITS * len(hits), misses(talks)
