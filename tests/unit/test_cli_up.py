@@ -31,7 +31,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
     shape |= {"max_position_embeddings": 128, "architectures": ["LlamaForCausalLM"]}
     (model / "config.json").write_text(json.dumps(shape))
-    paths = [p for p in sys.path if p]
+    paths = [os.environ["PYTHONPATH"], *(p for p in sys.path if p)]
     variables = os.environ | {
         "HEADRACE_STATE": str(tmp_path / "state"),
         "PYTHONPATH": os.pathsep.join(paths),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -80,6 +81,12 @@ def test_each_file_of_tests_without_a_gpu_is_in_one_part_of_a_whole_run() -> Non
     ]
     all_files = {file for file in (ROOT / "tests").rglob("test_*.py") if "gpu" not in file.parts}
     assert len(found) == len(all_files) and set(found) == all_files
+
+
+def test_processes_of_the_tests_look_for_garbage_seldom() -> None:
+    said = [sys.executable, "-c", "import gc; print(gc.get_threshold())"]
+    done = subprocess.run(said, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(gc.get_threshold()) == "(50000, 10, 10)"
 
 
 class TestTheFolderOfCompiledCode:
