@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support import compiled, costs, run
 from tests.support.app import App, Session
+from tests.support.startup import sitecustomize
 
 ENDING_S = 10.0
 
@@ -23,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ray's workers have niceness 15 otherwise, and get 3 % of a core beside another test.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A Ray node starts as many workers as it has cores otherwise, whether or not they are needed.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    startup = str(Path(sitecustomize.__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     config.pluginmanager.register(costs.Meter())
 
 

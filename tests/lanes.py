@@ -27,9 +27,25 @@ from tests.support.costs import REPORT, Costs, slowest
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "test"
 WORKERS = 2
-PARTS = ("e2e", "unit", "integration", "property")
-"""Folders, the longest first."""
 APPS = "e2e"
+DIVIDED, PIECES = "integration", 3
+
+
+def parts() -> dict[str, list[Path]]:
+    """What is tested together, the longest part first. One folder is divided, by files: with
+    small parts at the end neither process waits long for the other."""
+    tests = ROOT / "tests"
+    files = sorted((tests / DIVIDED).glob("test_*.py"))
+    pieces = {f"{DIVIDED}-{n + 1}": files[n::PIECES] for n in range(PIECES)}
+    return {
+        APPS: [tests / APPS],
+        "unit": [tests / "unit"],
+        **pieces,
+        "property": [tests / "property"],
+    }
+
+
+PARTS = parts()
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 DEFAULTS = ["-m", "not gpu and not soak"]
 
@@ -70,7 +86,7 @@ def report(name: str) -> Path:
 
 def run_part(name: str, arguments: list[str]) -> int:
     """The exit status of a part's tests. Control-C reaches them, too; they end in their own way."""
-    command = [*PYTEST, *DEFAULTS, *arguments, f"tests/{name}"]
+    command = [*PYTEST, *DEFAULTS, *arguments, *map(str, PARTS[name])]
     environment = {**os.environ, REPORT: str(report(name))}
     if name == APPS:
         return subprocess.Popen(command, cwd=ROOT, env=environment).wait()

@@ -1,5 +1,6 @@
 """The order of the end-to-end tests, which share one app. Faults and its end come last, and behind
-them an app that cannot draft and one of several replicas and gateways."""
+them an app of several replicas and gateways, which speaks HTTPS, asks for keys at last, and cannot
+draft, which is the default."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 
 from headrace.model import resolve
 from tests.support.app import MODEL, App
+from tests.support.certificates import Authority
 from tests.support.served import ServedApp, free_port, tiny_args
 
 HERE = Path(__file__).parent
@@ -28,9 +30,9 @@ ORDER = (
     "test_faults",
     "test_soak",
     "test_down",
-    "test_keys",
     "test_placing",
     "test_scaling",
+    "test_keys",
 )
 
 
@@ -76,9 +78,17 @@ def same_replicas(_running_app: App) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[ServedApp]:
-    """Two gateways, two decode and two prefill replicas of a tiny model. Tests leave it changed."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
+    """Two gateways, two decode and two prefill replicas of a tiny model. Tests leave it changed.
+    It speaks HTTPS, and clients that this process makes trust its authority."""
+    authority = Authority(tmp_path_factory.mktemp("authority"))
+    cert, key = authority.issue("server")
     args = tiny_args(free_port())
-    args["headrace"]["gateway"]["replicas"] = 2
-    with ServedApp(args) as app:
+    args["headrace"]["gateway"] |= {
+        "replicas": 2,
+        "tls_cert_file": str(cert),
+        "tls_key_file": str(key),
+    }
+    with ServedApp(args) as app, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SSL_CERT_FILE", str(authority.file))
         yield app

@@ -64,6 +64,7 @@ class App:
     collector: Collector | None = None
     trust: ssl.SSLContext | bool = True
     """Of its certificate, where it has one."""
+    model: str = MODEL
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,7 +155,7 @@ class App:
 
     def complete(self, prompt: Any, *, headers: dict[str, str] | None = None, **body: Any) -> Any:
         """A completion as parsed JSON."""
-        request = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, **body}
+        request = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, **body}
         response = self.client.post("/v1/completions", json=request, headers=headers)
         assert response.status_code == 200, f"{response.status_code} {response.text[:500]}"
         return response.json()

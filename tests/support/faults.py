@@ -7,7 +7,6 @@ import math
 import os
 import signal
 
-import httpx
 import psutil
 
 from tests.support import run
@@ -74,7 +73,7 @@ def wait_for_remote(app: App, limit_s: float = BACK_S) -> float:
     """Until a new request is prefilled remotely, and that works; the seconds it took."""
 
     def remote() -> bool:
-        answer = ask(app.url, PROMPTS, 0, 2, 60)
+        answer = ask(app.client, PROMPTS, 0, 2)
         assert answer.whole, answer
         return bool(app.plan(answer.request_id)["kind"] == "remote")
 
@@ -116,7 +115,7 @@ def _alone(app: App, prompt: str) -> list[dict[int, float]]:
         "logprobs": 5,
         "return_tokens_as_token_ids": True,
     }
-    reply = httpx.post(f"{app.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    reply = app.client.post("/v1/completions", json=body).raise_for_status()
     tops = reply.json()["choices"][0]["logprobs"]["top_logprobs"]
     return [{int(t.removeprefix("token_id:")): p for t, p in top.items()} for top in tops]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,12 +41,20 @@ class Answer:
         return self.ttft_s is not None
 
 
+def separate_connections(
+    url: str, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> httpx.Client:
+    """A client for many requests, also of several threads, each over a connection of its own. A
+    client for each request would cost 30 ms of a core: it reads all certificates of the machine."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.Client(base_url=url, timeout=timeout_s, limits=limits, headers=headers)
+
+
 def ask(
-    url: str,
+    client: httpx.Client,
     prompts: Sequence[Any],
     which: int,
     max_tokens: int,
-    timeout_s: float,
     model: str = MODEL,
 ) -> Answer:
     """Stream one completion to its end."""
@@ -61,11 +70,10 @@ def ask(
         "cache_salt": answer.request_id,
     }
     try:
-        with httpx.stream(
+        with client.stream(
             "POST",
-            f"{url}/v1/completions",
+            "/v1/completions",
             json=body,
-            timeout=timeout_s,
             headers={"X-Request-Id": answer.request_id},
         ) as response:
             answer.status = response.status_code
@@ -104,7 +112,11 @@ def _read(response: httpx.Response, answer: Answer) -> None:
 
 
 class Load:
-    """So many clients, each asking again as soon as it is answered, until `stop`."""
+    """So many clients, each asking again as soon as it is answered, until `stop`.
+
+    Args:
+        headers: of each request.
+    """
 
     def __init__(
         self,
@@ -115,11 +127,16 @@ class Load:
         max_tokens: int,
         timeout_s: float = 240.0,
         model: str = MODEL,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.answers: list[Answer] = []
-        self._url, self._prompts = url, prompts
+        self._prompts = prompts
         self._max_tokens, self._timeout_s, self._model = max_tokens, timeout_s, model
+        self._client = separate_connections(url, timeout_s, headers)
         self._stopped = threading.Event()
+        self._busy = threading.Event()
+        self._busy.set()
+        self._pause_s = 0.0
         self._threads = [
             threading.Thread(target=self._ask_on, args=(n,), daemon=True) for n in range(clients)
         ]
@@ -135,6 +152,17 @@ class Load:
     def pause(self) -> None:
         """Send nothing new; requests in flight go on."""
         self._stopped.set()
+        self._busy.set()
+
+    @contextlib.contextmanager
+    def eased(self, pause_s: float) -> Iterator[None]:
+        """In here each client waits so long before it asks again. At the end all ask at once."""
+        self._pause_s = pause_s
+        self._busy.clear()
+        try:
+            yield
+        finally:
+            self._busy.set()
 
     def __str__(self) -> str:
         lost = [answer for answer in self.answers if not answer.whole]
@@ -146,14 +174,14 @@ class Load:
         for thread in self._threads:
             thread.join(self._timeout_s + 10)
             assert not thread.is_alive(), "a request hangs"
+        self._client.close()
         return self.answers
 
     def _ask_on(self, number: int) -> None:
         turn = number
         while not self._stopped.is_set():
             which = turn % len(self._prompts)
-            answer = ask(
-                self._url, self._prompts, which, self._max_tokens, self._timeout_s, self._model
-            )
+            answer = ask(self._client, self._prompts, which, self._max_tokens, self._model)
             self.answers.append(answer)
             turn += len(self._threads)
+            self._busy.wait(self._pause_s)

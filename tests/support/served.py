@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from tests.support import run
 from tests.support.app import until
 from tests.support.program import ROOT, say
@@ -82,17 +83,26 @@ def free_port() -> int:
 
 
 class ServedApp:
-    """A running app, and the hand that changes its Serve config."""
+    """A running app, and the hand that changes its Serve config.
+
+    Attributes:
+        args: what the app is built from at the next `deploy`.
+        folder: of its files, logs included.
+        keys: API keys by name. The app asks for one once `ask_for_keys` is deployed.
+    """
 
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
-        self.url = f"http://127.0.0.1:{args['headrace']['gateway']['port']}"
+        gateway = args["headrace"]["gateway"]
+        scheme = "https" if "tls_cert_file" in gateway else "http"
+        self.url = f"{scheme}://127.0.0.1:{gateway['port']}"
         self._deployments: dict[str, dict[str, Any]] = {}
-        self._folder = run.folder() / "served"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = open(self._folder / "driver.log", "w+")  # noqa: SIM115
+        self.folder = run.folder() / "served"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.keys = {name: new_key() for name in ("operator", "shop", "shop-2", "bank")}
+        self._log = open(self.folder / "driver.log", "w+")  # noqa: SIM115
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.served", str(self._folder)],
+            [sys.executable, "-m", "tests.support.served", str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -118,7 +128,30 @@ class ServedApp:
             self._driver.kill()
             self._driver.wait()
         self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def bearer(self, name: str) -> dict[str, str]:
+        """Headers that show this key."""
+        return {"authorization": f"Bearer {self.keys[name]}"}
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return "api_keys_file" in self.args["headrace"]["gateway"]
+
+    def ask_for_keys(self) -> None:
+        """From the next `deploy` on: one of an administrator, and keys of two tenants."""
+        file = self.folder / "keys.yaml"
+        entries = [
+            KeyEntry(
+                name=name,
+                hash=hash_of(key.encode()),
+                tenant=name.partition("-")[0],
+                role="admin" if name == "operator" else "user",
+            )
+            for name, key in self.keys.items()
+        ]
+        write_keys(file, KeyFile(keys=entries))
+        self.args["headrace"]["gateway"]["api_keys_file"] = str(file)
 
     def deploy(
         self, deployments: dict[str, dict[str, Any]] | None = None, *, fresh: bool = False
@@ -165,7 +198,7 @@ class ServedApp:
     def logs(self, lines: int = 25) -> str:
         """The ends of the logs of replicas."""
         out = []
-        for file in sorted(self._folder.glob("ray/session_2*/logs/serve/*.log")):
+        for file in sorted(self.folder.glob("ray/session_2*/logs/serve/*.log")):
             text = file.read_text("utf-8", errors="replace").splitlines()[-lines:]
             out += [f"--- {file.name}", *text]
         return "\n" + "\n".join(out)

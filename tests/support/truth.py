@@ -18,8 +18,11 @@ from typing import Any
 
 from headrace.model import resolve
 from tests.support.prompts import ANSWER_TOKENS, plain_prompts
+from tests.support.tiny import tiny_llama
 
-FILE = Path(__file__).parents[1] / "data" / "plain_answers.json"
+FOLDER = Path(__file__).parents[1] / "data"
+FILE = FOLDER / "plain_answers.json"
+TINY_FILE = FOLDER / "plain_answers_tiny.json"
 MODEL = "smollm2-135m-instruct"
 Prompts = Sequence[list[int]]
 Answers = list[list[int]]
@@ -79,7 +82,9 @@ def kept_answers(wanted: dict[str, Any], file: Path = FILE) -> Answers | None:
 
 def plain_truth(model: Path, prompts: Prompts) -> Truth:
     """With what is kept for them."""
-    return Truth(prompts, kept_answers(key(model, prompts)), lambda some: _engine(model, some))
+    wanted = key(model, prompts)
+    kept = kept_answers(wanted) or kept_answers(wanted, TINY_FILE)
+    return Truth(prompts, kept, lambda some: _engine(model, some))
 
 
 def _engine(model: Path, prompts: Prompts) -> Answers:
@@ -101,13 +106,13 @@ def _vllm_version() -> str:
 
 
 def main() -> None:
-    model = Path(str(resolve(MODEL)))
-    prompts = plain_prompts(model)
-    made = {"key": key(model, prompts), "answers": _engine(model, prompts)}
-    FILE.parent.mkdir(exist_ok=True)
-    keys = json.dumps(made["key"], indent=1)
-    lines = ",\n  ".join(json.dumps(answer) for answer in made["answers"])
-    FILE.write_text(f'{{"key": {keys},\n "answers": [\n  {lines}\n]}}\n')
+    FOLDER.mkdir(exist_ok=True)
+    for file, model in ((FILE, Path(str(resolve(MODEL)))), (TINY_FILE, tiny_llama())):
+        prompts = plain_prompts(model)
+        made = {"key": key(model, prompts), "answers": _engine(model, prompts)}
+        keys = json.dumps(made["key"], indent=1)
+        lines = ",\n  ".join(json.dumps(answer) for answer in made["answers"])
+        file.write_text(f'{{"key": {keys},\n "answers": [\n  {lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Run as a script with the command's arguments. `FAKE_APP=broken` makes a replica that cannot start,
 `FAKE_APP=proxied` one that leaves listening to Serve, as the classic and direct token paths do.
+Where the configuration has a key file, the gateway is the real one, over a replica that is none.
 `FAKE_DRIVER=crash` has the process that deletes the app die of SIGSEGV once it is done.
 """
 
@@ -15,8 +16,9 @@ def build_app(args: dict[str, Any]) -> Any:
     from ray import serve
 
     class Fake:
-        def __init__(self, host: str, port: int, mode: str) -> None:
+        def __init__(self, settings: dict[str, Any], mode: str) -> None:
             import http.server
+            import json
             import threading
             from multiprocessing import resource_tracker, shared_memory
 
@@ -27,21 +29,27 @@ def build_app(args: dict[str, Any]) -> Any:
             resource_tracker.unregister(self.shm._name, "shared_memory")
             name = self.shm.name
 
+            known = {"replicas": [], "plans": {"local": 3}, "nixl_bytes": 0, "shm": name}
             if mode == "proxied":  # Serve's own proxy listens instead
+                return
+            if settings["api_keys_file"]:
+                from tests.unit.gateway_fakes import run_gateway
+
+                threading.Thread(target=run_gateway, args=(settings, known), daemon=True).start()
                 return
 
             class Handler(http.server.BaseHTTPRequestHandler):
                 def do_GET(self) -> None:
-                    known = self.path in ("/health", "/headrace/v1/status")
-                    self.send_response(200 if known else 404)
+                    there = self.path in ("/health", "/headrace/v1/status")
+                    self.send_response(200 if there else 404)
                     self.end_headers()
-                    text = '{"replicas": [], "plans": {"local": 3}, "nixl_bytes": 0, "shm": "%s"}'
-                    self.wfile.write((text % name).encode())
+                    self.wfile.write(json.dumps(known).encode())
 
                 def log_message(self, *args: object) -> None:
                     pass
 
-            server = http.server.ThreadingHTTPServer((host, port), Handler)
+            address = (settings["host"], settings["port"])
+            server = http.server.ThreadingHTTPServer(address, Handler)
             threading.Thread(target=server.serve_forever, daemon=True).start()
 
         def __call__(self, request: object) -> str:
@@ -51,7 +59,7 @@ def build_app(args: dict[str, Any]) -> Any:
     deployment = serve.deployment(
         Fake, name="decode", ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=1
     )
-    return deployment.bind(gateway["host"], gateway["port"], os.environ.get("FAKE_APP", ""))
+    return deployment.bind(gateway, os.environ.get("FAKE_APP", ""))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from headrace.config import GatewaySettings
 from headrace.config.tlsfiles import TlsFiles
 from headrace.gateway import GatewayOptions, ReplicaInfo, Server, build_gateway_app, serve_gateway
 from headrace_decode.routes import Route
@@ -100,13 +101,14 @@ class FakeCluster:
     memories: dict[str, Any] = field(default_factory=dict)
     warmed: tuple[list[dict[str, Any]], str, bool] | None = None
     document: dict[str, Any] = field(default_factory=dict)
+    told_status: dict[str, Any] | None = None
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
         return [member.info for member in self.members]
 
     async def status(self) -> dict[str, Any]:
-        return {"replicas": [member.replica_id for member in self.members]}
+        return self.told_status or {"replicas": [member.replica_id for member in self.members]}
 
     async def warm(
         self, bodies: list[dict[str, Any]], salt: str, pin: bool
@@ -178,6 +180,19 @@ async def gateway_over(
         for member in cluster.members:
             await member.stop()
         await gateway.stop(grace_s=1)
+
+
+def run_gateway(settings: dict[str, Any], status: dict[str, Any]) -> None:
+    """Serve a gateway with the settings of a configuration over one fake replica, for ever."""
+
+    async def run() -> None:
+        cluster = FakeCluster([await FakeReplica(answer).start()], told_status=status)
+        section = GatewaySettings.model_validate(settings)
+        app = build_gateway_app(section, cluster, MODEL)
+        await serve_gateway(app, section.host, section.port or 0, tls=section.tls)
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
 
 
 async def asked_from_elsewhere(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,24 @@ def gone(path: Path) -> bool:
     return not path.exists()
 
 
+@pytest.fixture(scope="module")
+def other() -> Iterator[cluster.Node]:
+    """A node that is there beside the test's own one."""
+    node = start(f"o{os.getpid() % 10_000}", dashboard=False)
+    yield node
+    cluster.stop(node.belongings())
+
+
 @pytest.mark.slow
-def test_a_node_leaves_no_process_no_folder_and_no_shm_file(name: str) -> None:
+def test_a_node_leaves_no_process_no_folder_and_no_shm_file_and_another_one_goes_on(
+    name: str, other: cluster.Node
+) -> None:
     node = start(name, dashboard=False)
     try:
+        assert node.address != other.address
+        assert node.belongings().processes().keys().isdisjoint(other.belongings().processes())
+        assert str(node.temp_dir) != str(other.temp_dir)
+        assert (node.temp_dir / "ray-token").stat().st_mode & 0o777 == 0o600
         environment = os.environ | cluster.auth_environment(node.temp_dir)
         done = subprocess.run(
             [sys.executable, "-c", DRIVER, node.address],
@@ -84,35 +99,18 @@ def test_a_node_leaves_no_process_no_folder_and_no_shm_file(name: str) -> None:
     assert not node.temp_dir.exists()
     assert shm_names().isdisjoint(made)
     cluster.stop(node.belongings())  # idempotent
+    assert other.keeper.process() is not None
+    assert other.belongings().processes()
 
 
 @pytest.mark.slow
-def test_two_nodes_coexist_and_stopping_one_leaves_the_other(name: str) -> None:
-    first = start(name + "a", dashboard=False)
-    try:
-        second = start(name + "b", dashboard=False)
-        try:
-            assert first.address != second.address
-            assert first.belongings().processes().keys().isdisjoint(second.belongings().processes())
-            assert str(second.temp_dir) != str(first.temp_dir)
-            assert (second.temp_dir / "ray-token").stat().st_mode & 0o777 == 0o600
-        finally:
-            cluster.stop(second.belongings())
-        assert first.keeper.process() is not None
-        assert first.belongings().processes()
-    finally:
-        cluster.stop(first.belongings())
-
-
-@pytest.mark.slow
-def test_a_keeper_that_is_killed_leaves_its_node_to_stop(name: str) -> None:
-    node = start(name, dashboard=False)
-    keeper = node.keeper.process()
+def test_a_keeper_that_is_killed_leaves_its_node_to_stop(other: cluster.Node) -> None:
+    keeper = other.keeper.process()
     assert keeper is not None
     keeper.kill()
-    cluster.stop(node.belongings())
-    assert node.belongings().processes() == {}
-    assert not node.temp_dir.exists()
+    cluster.stop(other.belongings())
+    assert other.belongings().processes() == {}
+    assert not other.temp_dir.exists()
 
 
 @pytest.mark.slow
@@ -144,7 +142,7 @@ def test_a_foreground_node_whose_starter_is_killed_leaves_nothing(
 
 @pytest.mark.slow
 def test_a_node_that_cannot_start_says_why(name: str) -> None:
-    node = cluster.start(cluster.NodeSpec(name, num_cpus=2, object_store_bytes=1))
+    node = cluster.start(cluster.NodeSpec(name, num_cpus=2, object_store_bytes=1, dashboard=False))
     try:
         with pytest.raises(cluster.NodeError, match=r"(?i)object store|ended while starting"):
             cluster.wait(node)

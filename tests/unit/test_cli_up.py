@@ -16,7 +16,9 @@ import pytest
 
 from headrace.cli import cluster
 from headrace.cli import state as instances
+from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from headrace.observability.shared_memory import ProcessId, shm_names
+from tests.support.certificates import Authority
 
 FAKE = Path(__file__).parent / "fake_app_cli.py"
 TIMEOUT_S = 240
@@ -29,7 +31,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 64}
     shape |= {"max_position_embeddings": 128, "architectures": ["LlamaForCausalLM"]}
     (model / "config.json").write_text(json.dumps(shape))
-    paths = [p for p in sys.path if p]
+    paths = [os.environ["PYTHONPATH"], *(p for p in sys.path if p)]
     variables = os.environ | {
         "HEADRACE_STATE": str(tmp_path / "state"),
         "PYTHONPATH": os.pathsep.join(paths),
@@ -122,20 +124,37 @@ def leftovers(temp_dir: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_detached_it_answers_until_down_and_then_nothing_is_left(
-    environment: dict[str, str],
+def test_detached_with_keys_and_tls_it_answers_until_down_and_then_nothing_is_left(
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
-    done = headrace(environment, "up", "--detach")
+    authority, file, secret = Authority(tmp_path), tmp_path / "keys.yaml", new_key()
+    write_keys(
+        file, KeyFile(keys=[KeyEntry(name="shop", hash=hash_of(secret.encode()), tenant="shop")])
+    )
+    cert, key = authority.issue("server")
+    files = {"api_keys_file": file, "tls_cert_file": cert, "tls_key_file": key}
+    settings = [
+        part for name, path in files.items() for part in ("--set", f"gateway.{name}={path}")
+    ]
+    done = headrace(environment, "up", "--detach", *settings)
     assert done.returncode == 0, done.stderr
     instance = state(environment)
     endpoint = str(instance["endpoint"])
+    assert endpoint.startswith("https://")
     for part in ("endpoint", endpoint, "curl ", "ready"):
         assert part in done.stdout
-    assert httpx.get(f"{endpoint}/health").status_code == 200
+    with httpx.Client(base_url=endpoint, verify=authority.client()) as client:
+        assert client.get("/health").status_code == 200
+        asked = {"model": "m", "messages": []}
+        assert client.post("/v1/chat/completions", json=asked).status_code == 401
+        client.headers["authorization"] = f"Bearer {secret}"
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+        assert client.get("/headrace/v1/status").status_code == 403
 
-    again = headrace(environment, "up", "--detach")
+    again = headrace(environment, "up", "--detach", *settings)
     assert again.returncode == 1
     assert f'"default" is already running at {endpoint}' in again.stderr
+    # The command line has an administrator's key of its own, and trusts the certificate.
     status = json.loads(headrace(environment, "status", "--json").stdout)
     assert status["plans"] == {"local": 3}
     assert status["shm"] in shm_names()

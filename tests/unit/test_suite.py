@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests import lanes
 from tests.support import run
 from tests.support.compiled import digest
 from tests.support.costs import Costs, slowest
@@ -28,6 +30,7 @@ class TestARun:
 
     PROGRAM = """
 import subprocess, sys, time
+from tests import lanes
 from tests.support import run
 mark = run.begin()
 detach = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
@@ -67,6 +70,23 @@ time.sleep(600)
     def test_is_known_by_its_own_mark(self, other: tuple[subprocess.Popen[str], str]) -> None:
         assert other[1] != run.begin()
         assert not set(run.marked(run.MARK, other[1])) & set(run.marked(run.MARK, run.begin()))
+
+
+def test_each_file_of_tests_without_a_gpu_is_in_one_part_of_a_whole_run() -> None:
+    found = [
+        file
+        for paths in lanes.PARTS.values()
+        for path in paths
+        for file in (path.glob("test_*.py") if path.is_dir() else [path])
+    ]
+    all_files = {file for file in (ROOT / "tests").rglob("test_*.py") if "gpu" not in file.parts}
+    assert len(found) == len(all_files) and set(found) == all_files
+
+
+def test_processes_of_the_tests_look_for_garbage_seldom() -> None:
+    said = [sys.executable, "-c", "import gc; print(gc.get_threshold())"]
+    done = subprocess.run(said, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(gc.get_threshold()) == "(50000, 10, 10)"
 
 
 class TestTheFolderOfCompiledCode:
