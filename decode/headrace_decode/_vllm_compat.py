@@ -31,7 +31,7 @@ from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
-from headrace_decode.turns import turn
+from headrace_decode.turns import PROMPTS, turn
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
@@ -223,6 +223,7 @@ class PlannedLLM(AsyncLLM):
     ) -> Work[RequestOutput]:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        job = prompts.job if (prompts := PROMPTS.get()) else None
 
         def submit(
             engine_request_id: str, kv_params: dict[str, Any] | None
@@ -265,7 +266,7 @@ class PlannedLLM(AsyncLLM):
             release=release,
             cached_tokens=lambda output: output.num_cached_tokens or 0,
             new_tokens=lambda output: output.outputs[0].token_ids if output.outputs else (),
-            turn=planning.gate.turn,
+            turn=lambda tokens: planning.gate.turn(tokens, job),
             engine_steps=lambda: planning.meter.steps_total,
             engine_busy=lambda: planning.meter.running > 0,
         )

@@ -7,14 +7,13 @@ nobody else may talk to the replica. A gateway proves itself with the app's toke
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from headrace_decode.turns import TURNS
+from headrace_decode.turns import PROMPTS, Prompts
 
 INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
@@ -68,10 +67,10 @@ class InternalOnly:
             await send({"type": "http.response.body", "body": body})
             return
         tenant_before, plan_before = TENANT.set(tenant), PLAN.set(plan)
-        turns_before = TURNS.set(asyncio.Lock())
+        prompts_before = PROMPTS.set(Prompts())
         try:
             await self._app(scope, receive, send)
         finally:
             TENANT.reset(tenant_before)
             PLAN.reset(plan_before)
-            TURNS.reset(turns_before)
+            PROMPTS.reset(prompts_before)

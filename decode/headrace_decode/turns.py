@@ -8,14 +8,31 @@ from __future__ import annotations
 
 import asyncio
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
-TURNS: ContextVar[asyncio.Lock | None] = ContextVar("headrace_turns", default=None)
+from headrace_engine.gate import Job
+
+
+@dataclass
+class Prompts:
+    """What the prompts of one request share.
+
+    Attributes:
+        turn: held by the one that begins.
+        job: their place in the queue for the engine.
+    """
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    job: Job = field(default_factory=Job)
+
+
+PROMPTS: ContextVar[Prompts | None] = ContextVar("headrace_prompts", default=None)
 """Of the request that this task answers; None for what is no request of a client's."""
 
 
 async def turn() -> None:
     """Wait for a turn of the loop that no other prompt of the same request has."""
-    lock = TURNS.get()
-    if lock is not None:
-        async with lock:
+    prompts = PROMPTS.get()
+    if prompts is not None:
+        async with prompts.turn:
             await asyncio.sleep(0)

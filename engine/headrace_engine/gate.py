@@ -16,7 +16,9 @@ The turn goes to whoever has the least
     arrival + b m
 
 so a short prompt passes a long one, but only if it came within the time that the long one takes
-itself: no prompt waits for those that come later than that, however many they are.
+itself: no prompt waits for those that come later than that, however many they are. The prompts of
+one request are one piece of work: each has arrived when the one before it is due. Else a request of
+a thousand prompts would be ahead of all that comes in the seconds that they take.
 
 A turn ends when the engine begins the step that computes the prompt: the next one is then with the
 engine when that step ends. A turn that lasted until the prompt's first token would let a step
@@ -38,6 +40,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from headrace_engine.meter import EngineMeter, Step
+
+
+@dataclass
+class Job:
+    """The prompts of one request."""
+
+    due_s: float = 0.0
+    """Of the last one that has asked for a turn."""
 
 
 @dataclass(eq=False)
@@ -76,13 +86,18 @@ class ComputeGate:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, tokens: int) -> AsyncIterator[None]:
+    async def turn(self, tokens: int, job: Job | None = None) -> AsyncIterator[None]:
         """Wait until a prompt of so many tokens may be computed.
 
         The block submits the prompt and waits for its first token.
+
+        Args:
+            job: what its request has asked for before.
         """
-        now_s = asyncio.get_running_loop().time()
-        turn = _Turn(tokens, now_s + self._step_time.added_s(tokens, 0))
+        job = job or Job()
+        arrival_s = max(asyncio.get_running_loop().time(), job.due_s)
+        job.due_s = arrival_s + self._step_time.added_s(tokens, 0)
+        turn = _Turn(tokens, job.due_s)
         insort(self._waiting, turn, key=lambda waiting: waiting.due_s)
         self._admit()
         try:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace_engine.gate import ComputeGate
+from headrace_engine.gate import ComputeGate, Job
 from headrace_engine.meter import EngineMeter, Step
 
 
@@ -77,6 +77,23 @@ async def test_a_long_prompt_waits_for_none_that_comes_later_than_its_own_work_t
     prompts = {"first": 600, "long": 10, **{f"short {n}": 9 for n in range(20)}}
     done = await finished(prompts, apart_s=0.005, base_s=0.0001)
     assert done.index("long") <= 3
+
+
+async def test_the_many_prompts_of_a_request_are_not_all_ahead_of_what_comes_meanwhile() -> None:
+    gate, done, job = fitted(0.05, 0.002), list[str](), Job()
+
+    async def one(name: str, job: Job | None) -> None:
+        async with gate.turn(600, job):
+            await asyncio.sleep(0.01)
+            done.append(name)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(one(f"of many {number}", job))
+        await asyncio.sleep(0.025)
+        group.create_task(one("alone", None))
+    assert done.index("alone") <= 5
+    assert [name for name in done if name != "alone"] == [f"of many {n}" for n in range(20)]
 
 
 async def test_a_prompt_that_gives_up_leaves_its_place_to_the_next() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 
-from headrace_decode.turns import TURNS, turn
+from headrace_decode.turns import PROMPTS, Prompts, turn
 
 
 async def begin(begun: list[str], name: str) -> None:
@@ -17,7 +17,7 @@ def request(begun: list[str], name: str, prompts: int) -> list[asyncio.Task[None
     """The tasks of a request's prompts."""
 
     def start() -> list[asyncio.Task[None]]:
-        TURNS.set(asyncio.Lock())
+        PROMPTS.set(Prompts())
         return [asyncio.create_task(begin(begun, name)) for _ in range(prompts)]
 
     return contextvars.copy_context().run(start)
