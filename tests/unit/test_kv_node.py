@@ -324,7 +324,7 @@ def test_an_arena_that_was_replaced_is_followed(
     assert after.has(0) == [False]
     after.put(1)
     until(lambda: located(node, 1) == 1)
-    assert node.operations.prefetch(DIGEST, keys(0)) == 1
+    node.operations.prefetch(DIGEST, keys(0))  # unless warming the new arena has done so
     until(lambda: after.has(0) == [True])
     after.close()
 
