@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -30,7 +30,7 @@ BLOCK = 128
 
 
 @pytest.fixture(scope="module")
-def app(served: ServedApp) -> App:
+def app(served: ServedApp) -> Iterator[App]:
     """As an operator's clients see it."""
     trust = ssl.create_default_context(cafile=os.environ["SSL_CERT_FILE"])
     app = App(served.url, "served", "none", served.folder, trust=trust, model=MODEL)
@@ -47,7 +47,8 @@ def app(served: ServedApp) -> App:
         return sorted(replica["role"] for replica in app.status()["replicas"])
 
     until(lambda: roles() == ["decode", "prefill"], 90, "one replica of each role", roles)
-    return app
+    yield app
+    app.client.close()  # a gateway that stops waits for clients that keep a connection open
 
 
 Cached = Callable[..., int]
