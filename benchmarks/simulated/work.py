@@ -71,7 +71,7 @@ def scaled(
     speed = (whole.at_s[-1] - began_s) / seconds
     return Requests(
         [(at_s - began_s) / speed for at_s in whole.at_s[first:]],
-        [prompt[::scale] + FIRST_TOKEN_ID for prompt in whole.prompts[first:]],
+        [(prompt[::scale] + FIRST_TOKEN_ID).astype(np.uint32) for prompt in whole.prompts[first:]],
         [max(1, answer // scale) for answer in whole.answers[first:]],
     )
 

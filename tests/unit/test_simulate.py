@@ -202,6 +202,7 @@ def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
         {"replicas": [{"router": {"fits": {}, "step_times": {"decode": {"state": [1]}}}}]},
         {"kv_blocks": 0},
         {"kv_blocks": "many"},
+        {"lost_share": 1.0},
         {"transfer": {"fixed_s": "soon", "each_s": 0}},
     ],
 )

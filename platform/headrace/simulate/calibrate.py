@@ -36,7 +36,7 @@ def calibrated(hardware: Hardware, told: Any) -> Hardware:
     if not isinstance(told, dict):
         raise CalibrationError("not a JSON object")
     found = _from_status(told) if "replicas" in told else told
-    sides: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in _SIDES:
         side: Engine = getattr(hardware, name)
         if name in found:
@@ -51,21 +51,24 @@ def calibrated(hardware: Hardware, told: Any) -> Hardware:
             tokens = _whole(found, "step_tokens")
             most = min(side.max_requests, max(1, tokens - 1))
             side = replace(side, step_tokens=tokens, max_requests=most)
-        sides[name] = replace(side, gated=found.get("gated") is True)
-    whole = replace(hardware, **sides)
+        changes[name] = replace(side, gated=found.get("gated") is True)
     for field in ("kv_bytes_per_token", "block_tokens", "engines_per_node"):
         if field in found:
-            whole = replace(whole, **{field: _whole(found, field)})
+            changes[field] = _whole(found, field)
     for field in ("handoff_s", "lost_share", "store_bytes"):
         if field in found:
-            whole = replace(whole, **{field: _number(found, field)})
+            changes[field] = _number(found, field)
     if isinstance(found.get("transfer"), Mapping):
-        fixed_s, speed = _line_of(found["transfer"])
-        whole = replace(whole, transfer_fixed_s=fixed_s, link_bytes_s=speed, inside_bytes_s=speed)
+        changes["transfer_fixed_s"], speed = _line_of(found["transfer"])
+        changes["link_bytes_s"] = changes["inside_bytes_s"] = speed
     if isinstance(found.get("load"), Mapping):
-        fixed_s, speed = _line_of(found["load"])
-        whole = replace(whole, store_fixed_s=fixed_s, store_bytes_s=speed)
-    return replace(whole, mixed_nodes=bool(found.get("mixed_nodes", whole.mixed_nodes)))
+        changes["store_fixed_s"], changes["store_bytes_s"] = _line_of(found["load"])
+    if "mixed_nodes" in found:
+        changes["mixed_nodes"] = found["mixed_nodes"] is True
+    try:
+        return replace(hardware, **changes)
+    except ValueError as error:
+        raise CalibrationError(str(error)) from None
 
 
 def _line_of(told: Mapping[str, Any]) -> tuple[float, float]:
