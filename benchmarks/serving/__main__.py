@@ -26,8 +26,8 @@ from benchmarks.serving.arms import Arm, ArmError
 from benchmarks.serving.environment import environment
 from benchmarks.serving.runner import Run, say
 
-ENGINES = {"vllm": 1, "ray_pd": 2, "headrace": 2}
-ENGINE_GB, NODE_GB = 2.6, 1.0  # resident, measured with SmolLM2-135M in float32 and 1 GiB of KV
+PREFILLS = {"vllm": 0, "ray_pd": 1, "headrace": 1}
+ENGINE_GB, NODE_GB = 3.4, 1.0  # with its replica, measured with SmolLM2-135M and 1 GiB of KV
 QUICK_MIN, FULL_MIN = 11.0, 38.0
 QUICK_REPEATS, FULL_REPEATS = 3, 5
 
@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         explain=args.plans,
     )
     about = environment(model)
-    together = not args.one_at_a_time and _room_for(args.arms)
+    together = not args.one_at_a_time and _room_for(args.arms, args.decode)
     order = "arms up together and interleaved" if together else "one arm up at a time, in rotation"
     say(f"{len(run.cells)} cells, {order}")
     signal.signal(signal.SIGTERM, _stop)
     failure: str | None = None
     try:
-        makers = [partial(Arm, name, name, model) for name in args.arms]
+        makers = [partial(Arm, name, name, model, decodes=args.decode) for name in args.arms]
         if together:
             run.together([make() for make in makers])
         else:
@@ -63,7 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         failure = str(error)
     except KeyboardInterrupt:
         failure = "stopped before the end"
-    about |= {"order": order, "idle_cores": run.idle_cores, "rss_gb": run.rss_gb}
+    about |= {
+        "decodes": args.decode,
+        "order": order,
+        "idle_cores": run.idle_cores,
+        "rss_gb": run.rss_gb,
+    }
     about["minutes"] = round((time.monotonic() - began) / 60, 1)
     document = {
         "figures": report.figures(run.done),
@@ -96,6 +101,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--concurrency", type=partial(_listed, int, None), default=[1, 8], metavar="C,C"
+    )
+    parser.add_argument(
+        "--decode",
+        type=int,
+        choices=range(1, 5),
+        default=1,
+        metavar="N",
+        help="decode engines of Ray's app (with its prefix-aware router if N > 1) and of Headrace",
     )
     parser.add_argument("--repeats", type=int, help="exactly so many, however long that lasts")
     parser.add_argument("--minutes", type=float, help="time to aim at, instead of the form's own")
@@ -135,9 +148,10 @@ def _listed(kind: type, allowed: Sequence[str] | None, text: str) -> list[Any]:
     return values
 
 
-def _room_for(arms: Sequence[str]) -> bool:
+def _room_for(arms: Sequence[str], decodes: int) -> bool:
     """Whether memory holds all arms at once, with a tenth of it left."""
-    needed = sum(ENGINE_GB * ENGINES[a] + (NODE_GB if ENGINES[a] > 1 else 0.0) for a in arms)
+    apart = sum(PREFILLS[a] for a in arms)
+    needed = ENGINE_GB * (len(arms) + apart * decodes) + NODE_GB * apart
     memory = psutil.virtual_memory()
     return needed * 1e9 < memory.available - 0.1 * memory.total
 
@@ -156,6 +170,8 @@ def _write(document: dict[str, Any], args: argparse.Namespace) -> None:
     for page in args.markdown:
         try:
             contents = {"serving": table, "measured": report.brief(document)}
+            if args.decode > 1:
+                contents = {"serving-decodes": table}
             report.write_markdown(page, contents)
         except ValueError as error:
             print(f"error: {page} is left as it was: {error}", file=sys.stderr)

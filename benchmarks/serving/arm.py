@@ -1,6 +1,6 @@
 """One arm as a process: starts it, prints `READY`, serves until SIGTERM, leaves nothing behind.
 
-    python -m benchmarks.serving.arm KIND --model PATH --port N --folder DIR [--token-path P]
+    python -m benchmarks.serving.arm KIND --model PATH --port N --folder DIR [--decode N]
 
 All arms read their engine settings from one place, the configuration that Headrace would use here
 (preset `laptop`), so an arm differs from another in nothing but what serves.
@@ -128,6 +128,13 @@ def _application(kind: str, config: HeadraceConfig) -> Any:
     from ray.serve.llm import build_pd_openai_app
 
     del args["headrace"]
+    if config.decode.replicas > 1:
+        from ray.serve.config import RequestRouterConfig
+        from ray.serve.llm.request_router import PrefixCacheAffinityRouter
+
+        args["decode_config"]["deployment_config"]["request_router_config"] = RequestRouterConfig(
+            request_router_class=PrefixCacheAffinityRouter
+        )
     return build_pd_openai_app(args)
 
 
@@ -146,13 +153,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--token-path", choices=("relay", "direct", "classic"), default="relay")
     parser.add_argument("--policy", choices=("cost", "local", "remote"), default="cost")
+    parser.add_argument("--decode", type=int, default=1, help="decode replicas")
     parser.add_argument("--folder", type=Path, required=True, help="the arm's own, short, empty")
     args = parser.parse_args()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     threading.Thread(target=_follow_parent, args=(os.getppid(), stop), daemon=True).start()
-    config = settings(args.model, args.port, args.token_path, args.policy)
+    config = settings(args.model, args.port, args.token_path, args.policy, args.decode)
     if args.kind == "vllm":
         serve_vllm(config, stop)
     else:

@@ -39,7 +39,7 @@ class ArmError(RuntimeError):
 
 
 def settings(
-    model: str, port: int, token_path: str = "relay", policy: str = "cost"
+    model: str, port: int, token_path: str = "relay", policy: str = "cost", decodes: int = 1
 ) -> HeadraceConfig:
     """The configuration that all arms take their engine settings from.
 
@@ -48,11 +48,13 @@ def settings(
         port: where the arm's endpoint listens.
         token_path: of Headrace.
         policy: of Headrace's router.
+        decodes: decode replicas.
     """
     overrides = {
         "model.id": MODEL_ID,
         "model.source": model,
         "model.max_model_len": MAX_MODEL_LEN,
+        "decode.replicas": decodes,
         "gateway.port": port,
         "ray.dashboard": False,
         "token_path": token_path,
@@ -71,16 +73,23 @@ class Arm:
         model: a model folder or a hub id.
         token_path: of Headrace.
         policy: of Headrace's router.
+        decodes: decode replicas, for the kinds that have any.
     """
 
     def __init__(
-        self, name: str, kind: str, model: str, token_path: str = "relay", policy: str = "cost"
+        self,
+        name: str,
+        kind: str,
+        model: str,
+        token_path: str = "relay",
+        policy: str = "cost",
+        decodes: int = 1,
     ) -> None:
         self.name, self.kind, self.token_path = name, kind, token_path
         self.port = cluster.free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.started_s = 0.0
-        self._model, self._policy = model, policy
+        self._model, self._policy, self._decodes = model, policy, decodes
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = cluster.make_temp_dir("bench")
         self._log = Path(tempfile.mkdtemp(prefix="headrace-bench-")) / "arm.log"
@@ -91,7 +100,7 @@ class Arm:
         command = [sys.executable, "-m", "benchmarks.serving.arm", self.kind]
         command += ["--model", self._model, "--port", str(self.port)]
         command += ["--policy", self._policy, "--token-path", self.token_path]
-        command += ["--folder", str(self._folder)]
+        command += ["--folder", str(self._folder), "--decode", str(self._decodes)]
         self._belongings.shm_before = shm_names()
         self._began = time.monotonic()
         with open(self._log, "wb") as log:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,10 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta
+    """Of a chat `delta`, of a completion `text`, which may be empty: half a character."""
+
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    text: str | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -122,10 +125,24 @@ async def ask(
     output_tokens: int,
 ) -> Sample:
     """One streamed chat request. Never raises for what the endpoint does: see `Sample.error`."""
+    body = {"model": model, "messages": messages}
+    return await _stream(session, "/v1/chat/completions", body, output_tokens)
+
+
+async def complete(
+    session: aiohttp.ClientSession, model: str, token_ids: Sequence[int], output_tokens: int
+) -> Sample:
+    """As `ask`, a completion of a prompt of token ids."""
+    body = {"model": model, "prompt": token_ids}
+    return await _stream(session, "/v1/completions", body, output_tokens)
+
+
+async def _stream(
+    session: aiohttp.ClientSession, path: str, asked: Mapping[str, Any], output_tokens: int
+) -> Sample:
     body = msgspec.json.encode(
         {
-            "model": model,
-            "messages": messages,
+            **asked,
             "max_tokens": output_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -137,7 +154,7 @@ async def ask(
     headers = {"content-type": "application/json"}
     began = time.perf_counter()
     try:
-        async with session.post("/v1/chat/completions", data=body, headers=headers) as response:
+        async with session.post(path, data=body, headers=headers) as response:
             sample.request_id = response.headers.get("x-request-id")
             if response.status != 200:
                 sample.error = f"HTTP {response.status}: {(await response.text())[:200]}"
@@ -169,7 +186,8 @@ async def _read(stream: aiohttp.StreamReader, sample: Sample, began: float) -> N
             if event.usage is not None:
                 sample.prompt_tokens = event.usage.prompt_tokens
                 sample.output_tokens = event.usage.completion_tokens
-            if event.choices and event.choices[0].delta.content:
-                parts.append(event.choices[0].delta.content)
-                sample.arrivals_s.append(now)
+            for choice in event.choices[:1]:
+                if choice.text is not None or choice.delta.content:
+                    parts.append(choice.text or choice.delta.content or "")
+                    sample.arrivals_s.append(now)
     sample.text = "".join(parts)

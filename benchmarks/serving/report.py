@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.serving.load import Load
 
 PEERS = ("ray_pd", "vllm")
-COMPARED = {"ttft_p50": "ttft_p50_s", "tok_s": "tok_s"}
+COMPARED = {"ttft_p50": "ttft_p50_s", "ttft_mean": "ttft_mean_s", "tok_s": "tok_s"}
 TITLES = {"vllm": "vLLM", "ray_pd": "Ray P/D", "headrace": "Headrace"}
 BEGIN, END = "<!-- {0}:begin -->", "<!-- {0}:end -->"
 
@@ -74,6 +74,7 @@ def summarise(load: Load) -> dict[str, float]:
     tokens = sum(s.output_tokens for s in good)
     return {
         "ttft_p50_s": quantile(ttfts, 0.5),
+        "ttft_mean_s": statistics.fmean(ttfts) if ttfts else math.nan,
         "ttft_p99_s": quantile(ttfts, 0.99),
         "itl_p50_s": quantile(gaps, 0.5),
         "itl_p99_s": quantile(gaps, 0.99),
@@ -172,7 +173,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         ]
         kinds = [(m, p) for m in COMPARED for p in PEERS]
         kinds = [k for k in kinds if any(n.endswith(f".{k[0]}_vs_{k[1]}") for n in known)]
-        titles = {"ttft_p50": "TTFT p50", "tok_s": "tokens/s"}
+        titles = {"ttft_p50": "TTFT p50", "ttft_mean": "mean TTFT", "tok_s": "tokens/s"}
         lines.append(_line(["cell", *(f"{titles[m]} / {TITLES[p]}" for m, p in kinds)]))
         lines.append(_line(["---", *["---:"] * len(kinds)]))
         for workload, clients in rows:
@@ -205,10 +206,15 @@ def brief(document: Mapping[str, Any]) -> str:
 def describe(env: Mapping[str, Any]) -> str:
     """The line above a table: date, machine, versions, settings, order."""
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items() if v)
-    engine = ", ".join(f"{k}={v}" for k, v in env["engine"].items())
+    each = ", ".join(f"{k}={v}" for k, v in env["engine"].items())
+    decodes = env.get("decodes", 1)
+    apart = (
+        f"Ray's app and Headrace: 1 prefill and {decodes} decode engines. " if decodes > 1 else ""
+    )
     return (
         f"{env['date']}, {env['cpu']}, {env['cores']} cores, {env['memory_gb']} GB; {versions}. "
-        f"Each engine: 1 thread, {engine}. {env['order']}. Medians of repeats (least to greatest)."
+        f"{apart}Each engine: 1 thread, {each}. {env['order']}. "
+        "Medians of repeats (least to greatest)."
     )
 
 

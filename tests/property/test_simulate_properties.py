@@ -52,11 +52,18 @@ def workload(seed: int, count: int, seconds: float, longest: int = 4000) -> Work
     return Workload(trace, arrival, rows, offset, seconds, trace.distinct)
 
 
-def hardware(blocks: int, step_tokens: int, store: int = 0, per_node: int = 2) -> Hardware:
+def hardware(
+    blocks: int, step_tokens: int, store: int = 0, per_node: int = 2, mixed: bool = False
+) -> Hardware:
     one = Engine(kv_blocks=blocks, step_tokens=step_tokens, max_requests=8)
     block_bytes = BLOCK_TOKENS * 131_072
     return Hardware(
-        prefill=one, decode=one, engines_per_node=per_node, store_bytes=store * block_bytes
+        prefill=one,
+        decode=one,
+        engines_per_node=per_node,
+        mixed_nodes=mixed,
+        lost_share=0.3 if mixed else 0.0,
+        store_bytes=store * block_bytes,
     )
 
 
@@ -92,12 +99,13 @@ def check(run: Run) -> None:
     blocks=st.integers(10, 40),
     step_tokens=st.sampled_from([64, 512, 2048]),
     store=st.sampled_from([0, 12, 100]),
+    mixed=st.booleans(),
 )
 def test_every_request_ends_once_and_all_is_given_back(
-    seed: int, engines: tuple[int, int], blocks: int, step_tokens: int, store: int
+    seed: int, engines: tuple[int, int], blocks: int, step_tokens: int, store: int, mixed: bool
 ) -> None:
     work = workload(seed, 40, 2.0)
-    machines = hardware(blocks, step_tokens, store)
+    machines = hardware(blocks, step_tokens, store, mixed=mixed)
     run = simulate(work, machines, *engines, anywhere, Settings(seed=seed))
     check(run)
     req = run.state.req

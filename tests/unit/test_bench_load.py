@@ -47,9 +47,9 @@ def streams(*chunks: bytes, seen: list[dict[str, Any]] | None = None) -> Handler
 
 
 @asynccontextmanager
-async def server(handler: Handler) -> AsyncIterator[str]:
+async def server(handler: Handler, path: str = "/v1/chat/completions") -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", handler)
+    app.router.add_post(path, handler)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -11,13 +11,28 @@ import numpy as np
 import pytest
 
 from headrace.simulate.calibrate import CalibrationError, calibrated
-from headrace.simulate.hardware import Engine, Hardware, curve_of, default_steps, step_s
+from headrace.simulate.hardware import (
+    Engine,
+    Hardware,
+    curve_of,
+    default_steps,
+    prefill_s,
+    step_s,
+)
 from headrace.simulate.outcome import Targets, gap_percentile
 from headrace.simulate.report import chart
 from headrace.simulate.run import Settings, SimulationError, simulate
-from headrace.simulate.sight import Choice
+from headrace.simulate.sight import Ask, Choice, Sight
 from headrace.simulate.state import ITL_BINS
-from headrace.simulate.trace import TraceError, multiply, parse_trace, read_trace
+from headrace.simulate.trace import (
+    Trace,
+    TraceError,
+    Workload,
+    in_blocks_of,
+    multiply,
+    parse_trace,
+    read_trace,
+)
 from headrace_engine.steptime import StepTime
 
 GOOD = {"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}
@@ -69,6 +84,25 @@ def test_an_empty_trace_and_a_missing_file_say_so(tmp_path: Path) -> None:
         read_trace(tmp_path / "missing")
 
 
+def test_smaller_blocks_are_shared_where_those_of_the_trace_are() -> None:
+    trace = parse_trace(
+        lines({}, {"timestamp": 1, "hash_ids": [5, 8, 9]}, {"timestamp": 2, "input_length": 100})
+    )
+    small = in_blocks_of(trace, 128)
+    assert small.block_tokens == 128
+    assert np.diff(small.starts).tolist() == [8, 8, 0]
+    first, second = small.keys[:8].tolist(), small.keys[8:].tolist()
+    assert first[:4] == second[:4]
+    assert len(set(first) | set(second)) == 12
+    tiny = in_blocks_of(trace, 16)
+    assert np.diff(tiny.starts).tolist() == [68, 68, 6]
+    assert len(set(tiny.keys.tolist())) == 68 + 36 + 6
+    assert tiny.keys.max() < tiny.distinct
+    assert in_blocks_of(trace, 512).keys.tolist() == trace.keys.tolist()
+    with pytest.raises(TraceError, match="do not divide"):
+        in_blocks_of(trace, 100)
+
+
 def test_copies_share_no_block_and_come_at_the_rate_asked_for() -> None:
     trace = parse_trace(lines(*({"timestamp": 100 * n} for n in range(200))))
     work = multiply(trace, 3.5, 40.0, seed=1)
@@ -113,16 +147,49 @@ def test_fits_of_a_file_and_of_a_status_are_taken_over() -> None:
     assert found.decode.steps.seconds(100, 2) == pytest.approx(fit.seconds(100, 2))
     assert (found.prefill.kv_blocks, found.decode.step_tokens) == (99, 64)
     assert found.kv_bytes_per_token == 7
-    line = {"base_s": 0.02, "per_token_s": 1e-3, "per_context_token_s": 1e-6, "per_pair_s": 1e-9}
-    fits = {
-        "decode_step": line,
-        "prefill_step": line,
-        "transfer": {"fixed_s": 0.01, "each_s": 1e-9},
+    slow = default_steps()
+    for _ in range(300):
+        slow.observe(200, 0, 0, 0, 20_000, 3.0)
+    router = {
+        "fits": {"transfer": {"fixed_s": 0.01, "each_s": 1e-9}},
+        "step_times": {"decode": fit.to_dict(), "prefill": slow.to_dict()},
     }
-    status = {"replicas": [{"role": "prefill"}, {"router": {"fits": fits}}]}
+    status = {"replicas": [{"role": "prefill"}, {"router": router}, {"router": router}]}
     found = calibrated(Hardware(), status)
-    assert found.prefill.steps.seconds(0, 100) == pytest.approx(0.12, rel=0.01)
+    assert found.prefill.steps.seconds(200, pairs=20_000) == pytest.approx(3.0, rel=0.05)
+    assert found.decode.steps.seconds(100, 2) == pytest.approx(fit.seconds(100, 2))
     assert found.link_bytes_s == pytest.approx(1e9)
+    assert (found.block_tokens, found.mixed_nodes, found.store_bytes) == (512, False, 0.0)
+
+
+def test_sizes_and_neighbours_of_a_running_app_are_taken_over() -> None:
+    router = {
+        "fits": {
+            "load_dram": {"fixed_s": 0.002, "each_s": 1e-9},
+            "call": {"seconds": 0.01},
+            "handoff": {"seconds": 0.02},
+            "shared_cores": {"lost_share": 0.25},
+        },
+        "engines": {
+            "block_tokens": 128,
+            "kv_bytes_per_token": 23_040,
+            "prefill_blocks": 300,
+            "decode_blocks": 364,
+            "step_tokens": 2048,
+        },
+        "prefill": {"one": {"same_machine": True}},
+    }
+    status = {
+        "replicas": [{"role": "prefill"}, {"router": router}],
+        "store": [{"down": "why"}, {"tiers": {"dram": {"size_bytes": 10**9}}}],
+    }
+    found = calibrated(Hardware(), status)
+    assert (found.block_tokens, found.kv_bytes_per_token) == (128, 23_040)
+    assert (found.prefill.kv_blocks, found.decode.kv_blocks) == (300, 364)
+    assert (found.decode.step_tokens, found.engines_per_node, found.mixed_nodes) == (2048, 2, True)
+    assert (found.handoff_s, found.lost_share) == (pytest.approx(0.03), 0.25)
+    assert (found.store_bytes, found.store_fixed_s) == (1e9, 0.002)
+    assert found.store_bytes_s == pytest.approx(1e9)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +199,10 @@ def test_fits_of_a_file_and_of_a_status_are_taken_over() -> None:
         {"replicas": []},
         {"replicas": 3},
         {"prefill": {}},
+        {"replicas": [{"router": {"fits": {}, "step_times": {"decode": {"state": [1]}}}}]},
         {"kv_blocks": 0},
         {"kv_blocks": "many"},
+        {"lost_share": 1.0},
         {"transfer": {"fixed_s": "soon", "each_s": 0}},
     ],
 )
@@ -171,6 +240,39 @@ def test_what_makes_no_sense_is_refused_before_anything_runs() -> None:
         Settings(report_s=0.0)
     with pytest.raises(ValueError, match="above 0"):
         Targets(ttft_s=0.0)
+
+
+def test_blocks_of_the_trace_must_be_those_of_the_engines() -> None:
+    work = multiply(parse_trace(lines({})), 1.0, 10.0, seed=0)
+    with pytest.raises(SimulationError, match="512 tokens, of the engines 128"):
+        simulate(work, Hardware(block_tokens=128), 0, 1, lambda *_: Choice(None, 0))
+
+
+def test_a_decode_engine_is_slower_while_a_prefill_engine_of_its_node_computes() -> None:
+    """One request decodes; later another one's prompt is computed beside it, and ends."""
+    arrival_s = np.array([0.0, 1.0])
+    trace = Trace(
+        arrival_s=arrival_s,
+        prompt=np.array([1, 8000], np.int32),
+        output=np.array([400, 1], np.int32),
+        starts=np.zeros(3, np.int64),
+        keys=np.zeros(0, np.int32),
+        distinct=1,
+        tick_s=0.0,
+    )
+    work = Workload(trace, arrival_s, np.arange(2, dtype=np.int32), np.zeros(2, np.int64), 2.0, 1)
+
+    def split(sight: Sight, ask: Ask, rng: Random) -> Choice:
+        return Choice(None if ask.prompt == 1 else 0, 1)
+
+    ends = []
+    for share, mixed in ((0.0, True), (0.5, False), (0.5, True)):
+        machine = Hardware(mixed_nodes=mixed, lost_share=share, engines_per_node=2)
+        req = simulate(work, machine, 1, 1, split, Settings(warm_share=0.0)).state.req
+        ends.append(float(req["end_s"][0]))
+    computed_s = prefill_s(Hardware().prefill.curve, 8000, 8000, 8192)
+    assert ends[1] == pytest.approx(ends[0])
+    assert ends[2] - ends[0] == pytest.approx(0.5 * computed_s, rel=0.05)
 
 
 def test_the_gap_percentile_is_right_to_2_percent() -> None:

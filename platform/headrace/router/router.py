@@ -17,7 +17,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -468,6 +468,14 @@ class Router:
             "active": len(self._active),
             "breaker": self.sides.to_dict(now),
             "load": self.decode_load.to_dict(),
+            "engines": {
+                **asdict(self.geometry),
+                "step_tokens": self.settings.max_step_tokens,
+            },
+            "step_times": {
+                "decode": c.decode_step.to_dict(),
+                "prefill": c.prefill_step.to_dict(),
+            },
             "index_blocks": len(self.decode_index),
             "prefill": {name: side.to_dict(now) for name, side in self.sides.items()},
             "fits": {

@@ -60,6 +60,7 @@ class PrefillSide:
             "breaker": self.breaker.to_dict(now_s),
             "load": self.load.to_dict(),
             "index_blocks": len(self.index),
+            "same_machine": self.shares_store,
             "others_wait_s": self.others.seconds(),
         }
 

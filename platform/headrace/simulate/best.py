@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.simulate.hardware import Hardware, StepCurve, prefill_s
-from headrace.simulate.trace import BLOCK_TOKENS, Trace, Workload, multiply
+from headrace.simulate.trace import Trace, Workload, multiply
 from headrace_kvstore.compiled import jit
 
 _COPIES = 8.0
@@ -34,7 +34,13 @@ def best_case(work: Workload, hardware: Hardware, from_s: float) -> BestCase:
     return BestCase(
         *_best_case(
             *(work.arrival_s, work.row, work.offset, trace.prompt, trace.starts, trace.keys),
-            *(np.zeros(work.keys, np.bool_), from_s, side.curve, side.step_tokens, BLOCK_TOKENS),
+            *(
+                np.zeros(work.keys, np.bool_),
+                from_s,
+                side.curve,
+                side.step_tokens,
+                hardware.block_tokens,
+            ),
         )
     )
 

@@ -1,8 +1,8 @@
 """Takes the fits of a running app over into the simulated machines.
 
 Two forms are read. The answer of `GET /headrace/v1/status`, where each decode replica tells its
-router's fits as straight lines; their mean over the replicas is taken. And a file with
-whole step-time models::
+router's fits and the sizes of its engines; the mean of the fits over the replicas is taken. And a
+file::
 
     {"prefill": {...}, "decode": {...}, "kv_blocks": 805, "kv_bytes_per_token": 131072}
 
@@ -11,7 +11,6 @@ whole step-time models::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from headrace.simulate.hardware import Engine, Hardware
-from headrace_engine.steptime import KNOTS, StepTime
+from headrace_engine.steptime import StepTime
 
 _SIDES = "prefill", "decode"
 
@@ -37,7 +36,7 @@ def calibrated(hardware: Hardware, told: Any) -> Hardware:
     if not isinstance(told, dict):
         raise CalibrationError("not a JSON object")
     found = _from_status(told) if "replicas" in told else told
-    sides: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in _SIDES:
         side: Engine = getattr(hardware, name)
         if name in found:
@@ -45,22 +44,36 @@ def calibrated(hardware: Hardware, told: Any) -> Hardware:
                 side = replace(side, steps=StepTime.from_dict(found[name]))
             except ValueError as error:
                 raise CalibrationError(f"{name}: {error}") from None
-        if "kv_blocks" in found:
-            side = replace(side, kv_blocks=_whole(found, "kv_blocks"))
+        for field in ("kv_blocks", f"{name}_blocks"):
+            if field in found:
+                side = replace(side, kv_blocks=_whole(found, field))
         if "step_tokens" in found:
             tokens = _whole(found, "step_tokens")
             most = min(side.max_requests, max(1, tokens - 1))
             side = replace(side, step_tokens=tokens, max_requests=most)
-        sides[name] = side
-    whole = replace(hardware, **sides)
-    if "kv_bytes_per_token" in found:
-        whole = replace(whole, kv_bytes_per_token=_whole(found, "kv_bytes_per_token"))
-    transfer = found.get("transfer")
-    if isinstance(transfer, Mapping):
-        fixed_s, each_s = (_number(transfer, name) for name in ("fixed_s", "each_s"))
-        speed = 1.0 / max(each_s, 1e-15)
-        whole = replace(whole, transfer_fixed_s=fixed_s, link_bytes_s=speed, inside_bytes_s=speed)
-    return whole
+        changes[name] = replace(side, gated=found.get("gated") is True)
+    for field in ("kv_bytes_per_token", "block_tokens", "engines_per_node"):
+        if field in found:
+            changes[field] = _whole(found, field)
+    for field in ("handoff_s", "lost_share", "store_bytes"):
+        if field in found:
+            changes[field] = _number(found, field)
+    if isinstance(found.get("transfer"), Mapping):
+        changes["transfer_fixed_s"], speed = _line_of(found["transfer"])
+        changes["link_bytes_s"] = changes["inside_bytes_s"] = speed
+    if isinstance(found.get("load"), Mapping):
+        changes["store_fixed_s"], changes["store_bytes_s"] = _line_of(found["load"])
+    if "mixed_nodes" in found:
+        changes["mixed_nodes"] = found["mixed_nodes"] is True
+    try:
+        return replace(hardware, **changes)
+    except ValueError as error:
+        raise CalibrationError(str(error)) from None
+
+
+def _line_of(told: Mapping[str, Any]) -> tuple[float, float]:
+    """Fixed seconds, and bytes a second."""
+    return _number(told, "fixed_s"), 1.0 / max(_number(told, "each_s"), 1e-15)
 
 
 def _from_status(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,34 +88,55 @@ def _from_status(told: Mapping[str, Any]) -> dict[str, Any]:
     if not costs:
         raise CalibrationError("the status has no decode replica with fits")
     found: dict[str, Any] = {}
+    steps = [router.get("step_times") for router in routers if isinstance(router, dict)]
     for name in _SIDES:
-        lines = [
-            cost[f"{name}_step"] for cost in costs if isinstance(cost.get(f"{name}_step"), dict)
-        ]
-        if lines:
-            found[name] = _line(lines)
-    moves = [cost["transfer"] for cost in costs if isinstance(cost.get("transfer"), dict)]
-    if moves:
-        found["transfer"] = {
-            name: _mean(moves, name) for name in ("fixed_s", "each_s") if name in moves[0]
-        }
+        models = [one[name] for one in steps if isinstance(one, dict) and name in one]
+        if models:
+            try:
+                found[name] = _mean_model(models)
+            except (ValueError, TypeError) as error:
+                raise CalibrationError(f"{name}: {error}") from None
+    for name, field in (("transfer", "transfer"), ("load_dram", "load")):
+        moves = [cost[name] for cost in costs if isinstance(cost.get(name), dict)]
+        if moves:
+            found[field] = {part: _mean(moves, part) for part in ("fixed_s", "each_s")}
+    waits = [cost[name] for cost in costs for name in ("call", "handoff") if name in cost]
+    if waits:
+        found["handoff_s"] = _mean(waits, "seconds") * len(waits) / len(costs)
+    shares = [cost["shared_cores"] for cost in costs if "shared_cores" in cost]
+    if shares:
+        found["lost_share"] = _mean(shares, "lost_share")
+    for router in routers:
+        if isinstance(router, dict) and isinstance(router.get("engines"), dict):
+            found |= router["engines"]
+            found["gated"] = True
+            sides = router.get("prefill")
+            found["mixed_nodes"] = isinstance(sides, dict) and any(
+                isinstance(side, dict) and side.get("same_machine") is True
+                for side in sides.values()
+            )
+            break
+    if found.get("mixed_nodes"):
+        found["engines_per_node"] = max(1, len(replicas))
+    found["store_bytes"] = _store_bytes(told.get("store"))
     return found
 
 
-def _line(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A step-time model that is a straight line, as `StepTime.to_dict`."""
-    base, token, context, pair = (
-        _mean(lines, name)
-        for name in ("base_s", "per_token_s", "per_context_token_s", "per_pair_s")
-    )
-    plain = np.log(np.maximum(base + token * np.asarray(KNOTS), 1e-9)).tolist()
-    rates = [math.log(max(rate, 1e-15)) for rate in (1.0, 1.0, context, pair)]
-    return {
-        "state": [*plain, *plain, *rates],
-        "square": 0.01,
-        "samples": 1,
-        "padded_sizes": [],
-    }
+def _store_bytes(nodes: Any) -> float:
+    """What a node's store can hold in DRAM; 0 without one."""
+    for node in nodes if isinstance(nodes, list) else []:
+        tiers = node.get("tiers") if isinstance(node, dict) else None
+        dram = tiers.get("dram") if isinstance(tiers, dict) else None
+        if isinstance(dram, dict):
+            return _number(dram, "size_bytes")
+    return 0.0
+
+
+def _mean_model(models: Sequence[Any]) -> dict[str, Any]:
+    """The geometric mean of step-time models, as `StepTime.to_dict`."""
+    first = StepTime.from_dict(models[0]).to_dict()
+    states = [StepTime.from_dict(model).to_dict()["state"] for model in models]
+    return {**first, "state": np.mean(states, axis=0).tolist()}
 
 
 def _mean(told: Sequence[Mapping[str, Any]], name: str) -> float:

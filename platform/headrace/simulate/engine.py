@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from headrace.simulate import blocks
-from headrace.simulate.hardware import StepCurve, prefill_s, step_s
+from headrace.simulate.gate import curve_at, may_join
+from headrace.simulate.hardware import prefill_s, step_s
 from headrace.simulate.kv import (
     blocks_of,
     commit,
@@ -45,11 +46,6 @@ from headrace.simulate.state import (
 
 inner, room = blocks.inner, blocks.room
 _LOG_GROWTH = float(np.log(ITL_GROWTH))
-
-
-@inner
-def curve_at(s: State, e: int) -> StepCurve:
-    return s.prefill_curve if e < s.limits.prefills else s.decode_curve
 
 
 @inner
@@ -83,6 +79,7 @@ def enqueue(s: State, e: int, r: int, front: bool) -> None:
         s.req[r].next = -1
         eng[e].tail = r
     eng[e].waiting += 1
+    s.req[r].due_s = -FAR if front else 0.0
 
 
 @inner
@@ -138,7 +135,34 @@ def nudge(s: State, e: int, now: float) -> None:
 
 @inner
 def plan(s: State, e: int, now: float) -> None:
-    """Choose the next batch, and when its stretch ends."""
+    """Choose the next batch, and when its stretch ends. A prefill engine that begins or ends its
+    work changes the speed of the decode engines of its node, in the midst of their steps."""
+    was_idle = s.eng[e].wake_s == FAR
+    _plan(s, e, now)
+    is_idle = s.eng[e].wake_s == FAR
+    if s.limits.lost_share == 0.0 or e >= s.limits.prefills or was_idle == is_idle:
+        return
+    if _beside(s, s.eng[e].node, e):
+        return
+    slower = 1.0 / (1.0 - s.limits.lost_share)
+    for d in range(s.limits.prefills, len(s.eng)):
+        if s.eng[d].node == s.eng[e].node and s.eng[d].wake_s != FAR:
+            left_s = (s.eng[d].wake_s - now) * (slower if was_idle else 1.0 / slower)
+            s.eng[d].wake_s = now + left_s
+            s.eng[d].first_s = s.eng[d].wake_s - s.eng[d].begun_s
+
+
+@inner
+def _beside(s: State, node: int, but: int) -> bool:
+    """Whether a prefill engine of a node computes, one of them left out."""
+    for p in range(s.limits.prefills):
+        if p != but and s.eng[p].node == node and s.eng[p].wake_s != FAR:
+            return True
+    return False
+
+
+@inner
+def _plan(s: State, e: int, now: float) -> None:
     eng = s.eng
     for n in range(eng[e].joins):
         _append_row(s, e, s.joining[e, n])
@@ -163,6 +187,10 @@ def plan(s: State, e: int, now: float) -> None:
         eng[e].steps = 1 if preempted else _steps_until_change(s, e)
         eng[e].first_s = step_s(curve, 0, rows, context, 0.0)
         eng[e].more_s = curve.context_s * rows
+    if s.limits.lost_share > 0.0 and e >= s.limits.prefills:
+        eng[e].steps = 1  # whose speed may change at any time
+        if _beside(s, eng[e].node, -1):
+            eng[e].first_s /= 1.0 - s.limits.lost_share
     eng[e].wake_s = now + stretch_s(eng[e].first_s, eng[e].more_s, eng[e].steps)
 
 
@@ -234,10 +262,10 @@ def _steps_until_change(s: State, e: int) -> Any:
 def _continue_prompts(s: State, e: int) -> tuple[int, float]:
     """The prompts under way get their part of the step. Returns tokens and pairs."""
     eng, tokens, pairs = s.eng, 0, 0.0
-    budget = eng[e].step_tokens - eng[e].running
+    budget = eng[e].step_tokens + eng[e].spare_tokens - eng[e].running
     for n in range(eng[e].chunks):
         r = s.chunk_of[e, n]
-        size = min(budget - tokens, s.req[r].need - s.req[r].ready)
+        size = min(budget - tokens, s.req[r].need - s.req[r].ready, eng[e].step_tokens)
         s.chunk[e, n] = size
         pairs += pairs_between(s.req[r].ready, s.req[r].ready + size)
         tokens += size
@@ -248,16 +276,20 @@ def _continue_prompts(s: State, e: int) -> tuple[int, float]:
 def _let_in(s: State, e: int, now: float, tokens: int, pairs: float) -> tuple[int, float]:
     """Let waiting requests in, in order, while there is room and budget."""
     eng, req = s.eng, s.req
-    budget = eng[e].step_tokens - eng[e].running
+    budget = eng[e].step_tokens + eng[e].spare_tokens - eng[e].running
     while eng[e].waiting > 0 and eng[e].inside < eng[e].max_requests:
         r = eng[e].head
         if req[r].p >= 0 and req[r].p != e:
             if not _pull(s, e, r, now):
                 break
             continue
-        if tokens >= budget or eng[e].chunks >= CHUNKS or not _begin_prompt(s, e, r, now):
+        if tokens >= budget or eng[e].chunks >= CHUNKS:
             break
-        size = min(budget - tokens, req[r].need - req[r].ready)
+        if eng[e].gated and not may_join(s, e, r, budget - tokens):
+            break
+        if not _begin_prompt(s, e, r, now):
+            break
+        size = min(budget - tokens, req[r].need - req[r].ready, eng[e].step_tokens)
         s.chunk_of[e, eng[e].chunks], s.chunk[e, eng[e].chunks] = r, size
         eng[e].chunks += 1
         pairs += pairs_between(req[r].ready, req[r].ready + size)

@@ -118,6 +118,9 @@ class Engine:
     #: Most tokens and most requests of a step: vLLM's max_num_batched_tokens and max_num_seqs.
     step_tokens: int = 8192
     max_requests: int = 256
+    #: Whether prompts pass our gate (`headrace_engine.gate`), not all to the scheduler at once.
+    #: `step_tokens` are then a prompt's share of a step, 15 of 16.
+    gated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_blocks", "step_tokens", "max_requests"):
@@ -142,7 +145,13 @@ class Hardware:
     prefill: Engine = field(default_factory=Engine)
     decode: Engine = field(default_factory=lambda: Engine(step_tokens=1024))
     kv_bytes_per_token: int = 131_072
+    #: Of a KV block. The trace's blocks must be as large.
+    block_tokens: int = BLOCK_TOKENS
     engines_per_node: int = 8
+    #: Whether each node has engines of both roles; otherwise a node has those of one.
+    mixed_nodes: bool = False
+    #: Part of its speed that a decode engine loses while a prefill engine of its node computes.
+    lost_share: float = 0.0
     link_bytes_s: float = 200e9
     inside_bytes_s: float = 300e9
     transfer_fixed_s: float = 0.005
@@ -154,19 +163,21 @@ class Hardware:
     store_fixed_s: float = 0.005
 
     def __post_init__(self) -> None:
-        for name in ("kv_bytes_per_token", "engines_per_node"):
+        for name in ("kv_bytes_per_token", "block_tokens", "engines_per_node"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("link_bytes_s", "inside_bytes_s", "store_bytes_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0.0 <= self.lost_share < 1.0:
+            raise ValueError(f"lost_share must be from 0 to below 1, not {self.lost_share}")
         for name in ("transfer_fixed_s", "handoff_s", "store_bytes", "store_fixed_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
 
     @property
     def block_bytes(self) -> int:
-        return BLOCK_TOKENS * self.kv_bytes_per_token
+        return self.block_tokens * self.kv_bytes_per_token
 
     @property
     def store_blocks(self) -> int:

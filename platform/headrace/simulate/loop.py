@@ -8,6 +8,7 @@ import numpy as np
 
 from headrace.simulate import blocks
 from headrace.simulate.engine import enqueue, expect, finish, nudge
+from headrace.simulate.gate import wait_at_gate
 from headrace.simulate.kv import blocks_of, commit, forget_all, give_back, match
 from headrace.simulate.state import (
     COMPUTING_P,
@@ -99,7 +100,7 @@ def _happen(s: State, r: int, now: float) -> None:
             nudge(s, p, now)
         else:
             req[r].phase = QUEUED_D
-            enqueue(s, d, r, False)
+            enqueue(s, d, r, s.eng[d].gated)
             nudge(s, d, now)
     elif req[r].phase == MOVING:
         req[r].ready = req[r].need
@@ -149,7 +150,10 @@ def send(s: State, r: int, p: int, d: int, guess: int) -> None:
     s.eng[d].sent_blocks += blocks_of(s, req[r].prompt)
     req[r].phase = QUEUED_P if p >= 0 else QUEUED_D
     expect(s, e, r, match(s, r, e) * s.limits.block_tokens)
-    enqueue(s, e, r, False)
+    if s.eng[e].gated:
+        wait_at_gate(s, e, r, now)
+    else:
+        enqueue(s, e, r, False)
     nudge(s, e, now)
 
 

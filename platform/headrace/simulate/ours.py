@@ -19,7 +19,6 @@ from headrace.router.plan import RouterSettings
 from headrace.router.view import View
 from headrace.simulate.hardware import Engine
 from headrace.simulate.sight import Ask, Choice, Report, Sight
-from headrace.simulate.trace import BLOCK_TOKENS
 from headrace_kvstore.compiled import jit
 from headrace_kvstore.supply import DRAM
 
@@ -57,7 +56,8 @@ class Headrace:
         prefill = view.row(plan.replica) if plan.replica else None
         computes = decode if prefill is None else prefill
         there = ask.match[computes], ask.stores[sight.node[computes]]
-        left = ask.prompt - min(max(there), (ask.prompt - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+        size = sight.hardware.block_tokens
+        left = ask.prompt - min(max(there), (ask.prompt - 1) // size) * size
         pairs = 0.5 * left * (2 * ask.prompt - left + 1)
         view.reserve(computes, left, pairs, sight.now_s)
         view.engines["prompts"][computes] += 1
@@ -67,7 +67,7 @@ class Headrace:
 
     def _new_view(self, sight: Sight) -> View:
         hardware, engines = sight.hardware, len(sight.node)
-        view = View(BLOCK_TOKENS, hardware.kv_bytes_per_token, self.settings)
+        view = View(hardware.block_tokens, hardware.kv_bytes_per_token, self.settings)
         for node in range(int(sight.node.max()) + 1):
             holder = engines + node if hardware.store_blocks else -1
             view.node(str(node), dram=holder, store=holder)
@@ -89,6 +89,7 @@ class Headrace:
         view.engines["cold"] = False
         view.engines["call_s"] = 0.0
         view.engines["handoff_s"] = hardware.handoff_s
+        view.engines["share"][sight.prefills :] = hardware.lost_share
         self._view = view
         return view
 
@@ -116,7 +117,7 @@ class Headrace:
         """What the gateway itself knows of the decode engines."""
         engines, split = view.engines, sight.prefills
         engines["running"][split:] = sight.sent_requests[split:]
-        engines["context"][split:] = sight.sent_blocks[split:] * BLOCK_TOKENS
+        engines["context"][split:] = sight.sent_blocks[split:] * sight.hardware.block_tokens
         blocks = sight.hardware.decode.kv_blocks
         engines["free_blocks"][split:] = np.maximum(0, blocks - sight.sent_blocks[split:])
 

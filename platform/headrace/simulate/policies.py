@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from headrace.simulate.hardware import prefill_s
 from headrace.simulate.sight import Ask, Choice, Floats, Sight
-from headrace.simulate.trace import BLOCK_TOKENS
 
 Policy = Callable[[Sight, Ask, Random], Choice]
 Indices = NDArray[np.int64]
@@ -65,7 +64,7 @@ def ray(sight: Sight, ask: Ask, rng: Random) -> Choice:
     queue, match = sight.sent_requests[p], ask.store[p]
     if queue.max() - queue.min() > 5:
         return _choice(_better_of_two(sight, p, rng), decode)
-    if match.max() * BLOCK_TOKENS >= 0.1 * ask.prompt:
+    if match.max() * sight.hardware.block_tokens >= 0.1 * ask.prompt:
         return _choice(_least(p, queue, match == match.max(), rng), decode)
     return _choice(_least(p, sight.report.used[p] + sight.since_tokens[p], None, rng), decode)
 
@@ -91,7 +90,7 @@ def dynamo_conditional(sight: Sight, ask: Ask, rng: Random) -> Choice:
     p, d = sides(sight)
     overlap = ask.match[d] + 0.75 * (ask.store[d] - ask.match[d])
     decode = d[np.argmin(sight.sent_blocks[d] - overlap)]
-    left = ask.prompt - int(ask.store[decode]) * BLOCK_TOKENS
+    left = ask.prompt - int(ask.store[decode]) * sight.hardware.block_tokens
     if left < 2048 and left < 0.7 * ask.prompt:
         return _choice(None, decode)
     return _choice(_dynamo_prefill(sight, ask, p), decode)
@@ -101,8 +100,9 @@ def _dynamo_prefill(sight: Sight, ask: Ask, p: Indices) -> int | None:
     if not len(p):
         return None
     credit = ask.match[p] + 0.75 * (ask.store[p] - ask.match[p])
-    new = np.maximum(0.0, ask.prompt / BLOCK_TOKENS - credit)
-    return int(p[np.argmin(sight.sent_tokens[p] / BLOCK_TOKENS + new)])
+    size = sight.hardware.block_tokens
+    new = np.maximum(0.0, ask.prompt / size - credit)
+    return int(p[np.argmin(sight.sent_tokens[p] / size + new)])
 
 
 def llm_d(sight: Sight, ask: Ask, rng: Random) -> Choice:
@@ -157,7 +157,7 @@ def sglang(sight: Sight, ask: Ask, rng: Random) -> Choice:
         return _choice(None, decode)
     queue, match = sight.sent_requests[p], ask.store[p]
     unbalanced = queue.max() - queue.min() > 32 and queue.max() > 1.1 * queue.min()
-    if not unbalanced and match.max() * BLOCK_TOKENS > 0.3 * ask.prompt:
+    if not unbalanced and match.max() * sight.hardware.block_tokens > 0.3 * ask.prompt:
         return _choice(_least(p, queue, match == match.max(), rng), decode)
     return _choice(_least(p, queue, None, rng), decode)
 
@@ -197,11 +197,12 @@ def queue_s(sight: Sight) -> Floats:
 def compute_s(sight: Sight, ask: Ask) -> Floats:
     """Predicted seconds for each engine to load and compute what it lacks, alone [engines]."""
     hardware, found = sight.hardware, np.empty(len(ask.store))
-    most = (ask.prompt - 1) // BLOCK_TOKENS
+    size = hardware.block_tokens
+    most = (ask.prompt - 1) // size
     held, there = np.minimum(ask.match, most), np.minimum(ask.store, most)
     for side, curve, first, last in _halves(sight):
         times = {
-            n: prefill_s(curve, ask.prompt - n * BLOCK_TOKENS, ask.prompt, side.step_tokens)
+            n: prefill_s(curve, ask.prompt - n * size, ask.prompt, side.step_tokens)
             for n in np.unique(there[first:last]).tolist()
         }
         found[first:last] = [times[n] for n in there[first:last].tolist()]

@@ -19,7 +19,7 @@ from headrace.simulate.outcome import Outcome, Targets, outcome_of
 from headrace.simulate.policies import Policy
 from headrace.simulate.sight import Ask, Choice, Reports, Sight, note_sent, report_of
 from headrace.simulate.state import LOG_ROWS, LOST, NEW, State, new_state
-from headrace.simulate.trace import BLOCK_TOKENS, Workload
+from headrace.simulate.trace import Workload
 
 _AHEAD_BLOCKS = 1 << 16
 COURSE = ("at_s", "prefill_busy", "decode_busy", "queue_tokens", "running", "kv_used")
@@ -117,10 +117,14 @@ def _check(
     rows = np.unique(work.row)
     most = int((work.trace.prompt[rows].astype(np.int64) + work.trace.output[rows]).max()) + 1
     kv_blocks = min(hardware.decode.kv_blocks, hardware.prefill.kv_blocks)
-    if -(-most // BLOCK_TOKENS) > kv_blocks:
+    size = hardware.block_tokens
+    told = work.trace.block_tokens
+    if told != size:
+        raise SimulationError(f"blocks of the trace have {told} tokens, of the engines {size}")
+    if -(-most // size) > kv_blocks:
         raise SimulationError(
-            f"a request of {most:,} tokens needs {-(-most // BLOCK_TOKENS)} KV blocks of "
-            f"{BLOCK_TOKENS} tokens; an engine has {kv_blocks}"
+            f"a request of {most:,} tokens needs {-(-most // size)} KV blocks of "
+            f"{size} tokens; an engine has {kv_blocks}"
         )
 
 
@@ -262,10 +266,11 @@ class _Player:
         if not (split <= d < self.engines and -1 <= p < split):
             raise SimulationError(f"the policy chose engines {p} and {d}, which do not exist")
         e = p if p >= 0 else d
-        there = min(int(ask.store[e]), (need - 1) // BLOCK_TOKENS)
-        tokens = need - there * BLOCK_TOKENS
+        block = self.s.limits.block_tokens
+        there = min(int(ask.store[e]), (need - 1) // block)
+        tokens = need - there * block
         pairs = pairs_between(need - tokens, need)
-        size = -(-need // BLOCK_TOKENS)
+        size = -(-need // block)
         loop.send(self.s, r, p, d, tokens)
         self.reports.sent(self.sight.now_s, p, d, tokens, pairs, size)
         note_sent(self.sight, p, d, tokens, pairs, size)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.simulate.blocks import Caches, new_caches
 from headrace.simulate.hardware import Hardware, StepCurve
-from headrace.simulate.trace import BLOCK_TOKENS, Workload
+from headrace.simulate.trace import Workload
 
 NEW, QUEUED_P, COMPUTING_P, HANDOVER, QUEUED_D, MOVING, COMPUTING_D, DECODING, DONE, LOST = range(
     10
@@ -74,6 +74,8 @@ REQUEST = np.dtype(
         ("tries", "i4"),
         ("preempted", "i4"),
         ("next", "i4"),
+        # Its place in a gated engine's queue: the least is next.
+        ("due_s", "f8"),
     ],
     align=True,
 )
@@ -83,6 +85,11 @@ ENGINE = np.dtype(
         ("alive", "i1"),
         ("step_tokens", "i8"),
         ("max_requests", "i8"),
+        # Of our gate: whether there is one; prompt tokens that double the shortest step; tokens of
+        # a step that are left beside a prompt which takes several.
+        ("gated", "i1"),
+        ("free_tokens", "f8"),
+        ("spare_tokens", "i8"),
         # Waiting requests, a linked list.
         ("head", "i4"),
         ("tail", "i4"),
@@ -150,6 +157,7 @@ class Limits(NamedTuple):
     inside_bytes_s: float
     transfer_fixed_s: float
     handoff_s: float
+    lost_share: float
     store: int
     store_bytes_s: float
     store_fixed_s: float
@@ -184,27 +192,34 @@ def new_state(work: Workload, hardware: Hardware, prefills: int, decodes: int) -
     """Before the first request. Holders are the engines, then the nodes' stores."""
     sides = [hardware.prefill] * prefills + [hardware.decode] * decodes
     engines, per_node = len(sides), hardware.engines_per_node
-    first_decode_node = -(-prefills // per_node)
-    nodes = first_decode_node + -(-decodes // per_node)
     eng = np.zeros(engines, ENGINE)
-    eng["node"] = [e // per_node for e in range(prefills)] + [
-        first_decode_node + e // per_node for e in range(decodes)
-    ]
+    if hardware.mixed_nodes:
+        nodes = -(-engines // per_node)
+        eng["node"] = [e % nodes for side in (prefills, decodes) for e in range(side)]
+    else:
+        first = -(-prefills // per_node)
+        nodes = first + -(-decodes // per_node)
+        eng["node"][:prefills] = np.arange(prefills) // per_node
+        eng["node"][prefills:] = first + np.arange(decodes) // per_node
     eng["alive"] = 1
     eng["step_tokens"] = [side.step_tokens for side in sides]
     eng["max_requests"] = [side.max_requests for side in sides]
+    eng["gated"] = [side.gated for side in sides]
+    eng["free_tokens"] = [side.steps.free_tokens() for side in sides]
+    eng["spare_tokens"] = [side.step_tokens // 15 if side.gated else 0 for side in sides]
     eng["head"] = eng["tail"] = -1
     eng["wake_s"] = FAR
     rows = max(side.max_requests for side in sides)
     capacities = [side.kv_blocks for side in sides] + [hardware.store_blocks] * nodes
     limits = Limits(
         prefills=prefills,
-        block_tokens=BLOCK_TOKENS,
+        block_tokens=hardware.block_tokens,
         block_bytes=float(hardware.block_bytes),
         link_bytes_s=float(hardware.link_bytes_s),
         inside_bytes_s=float(hardware.inside_bytes_s),
         transfer_fixed_s=float(hardware.transfer_fixed_s),
         handoff_s=float(hardware.handoff_s),
+        lost_share=float(hardware.lost_share),
         store=hardware.store_blocks,
         store_bytes_s=float(hardware.store_bytes_s),
         store_fixed_s=float(hardware.store_fixed_s),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Trace:
         keys: numbers of the prompts' full blocks, from 0, int32 [blocks].
         distinct: how many different ones there are.
         tick_s: the clock's step. Requests of one tick came at some time within it.
+        block_tokens: of a block.
     """
 
     arrival_s: NDArray[np.float64]
@@ -52,6 +53,7 @@ class Trace:
     keys: NDArray[np.int32]
     distinct: int
     tick_s: float
+    block_tokens: int = BLOCK_TOKENS
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -149,6 +151,38 @@ def _tokens(told: dict[str, Any], name: str) -> int:
     if type(value) is not int or not 1 <= value <= MOST_TOKENS:
         raise ValueError(f"{name} must be an integer from 1 to {MOST_TOKENS:,}")
     return value
+
+
+def in_blocks_of(trace: Trace, tokens: int) -> Trace:
+    """The same requests, with keys of their full blocks of so many tokens.
+
+    Tokens behind the last full block of the trace stand in blocks that no other prompt has.
+
+    Raises:
+        TraceError: blocks of the trace are no multiple of these, or there would be too many.
+    """
+    parts, rest = divmod(trace.block_tokens, tokens)
+    if rest:
+        raise TraceError(f"blocks of {trace.block_tokens} tokens do not divide into {tokens}")
+    lengths = trace.prompt.astype(np.int64) // tokens
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    if starts[-1] > MOST_BLOCKS:
+        raise TraceError(f"{starts[-1]:,} blocks of {tokens} tokens are too many")
+    row = np.repeat(np.arange(len(trace)), lengths)
+    at = np.arange(starts[-1]) - starts[row]
+    shared = at < parts * np.diff(trace.starts)[row]
+    keys = np.empty(len(row), np.int64)
+    from_trace = trace.keys[trace.starts[row[shared]] + at[shared] // parts].astype(np.int64)
+    keys[shared] = parts * from_trace + at[shared] % parts
+    own = len(row) - int(shared.sum())
+    keys[~shared] = parts * trace.distinct + np.arange(own)
+    return replace(
+        trace,
+        starts=starts,
+        keys=keys.astype(np.int32),
+        distinct=parts * trace.distinct + own,
+        block_tokens=tokens,
+    )
 
 
 def _gather(

@@ -29,7 +29,7 @@ from headrace.simulate.run import (
     SimulationError,
     simulate,
 )
-from headrace.simulate.trace import TraceError, multiply, read_trace
+from headrace.simulate.trace import TraceError, in_blocks_of, multiply, read_trace
 
 DOWN_S = 60.0
 """A failed engine is away for so long."""
@@ -84,7 +84,7 @@ def run(asked: Asked, *, json_file: Path | None, report: Path | None) -> None:
 def _play(asked: Asked) -> tuple[dict[str, Run], Targets, dict[str, str]]:
     hardware = _hardware(asked)
     targets = Targets(asked.ttft_s, asked.ttft_token_ms / 1e3, asked.itl_ms / 1e3)
-    trace = read_trace(asked.trace)
+    trace = in_blocks_of(read_trace(asked.trace), hardware.block_tokens)
     settings = Settings(seed=asked.seed, targets=targets, failures=_failures(asked))
     engines, warm_share = asked.prefill or asked.decode, settings.warm_share
     rate = asked.load * capacity_rate(trace, hardware, engines, asked.seconds, warm_share)
