@@ -8,6 +8,7 @@ takes all that the cores can give, the streams are fewer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 STREAMS = 20
 START_S = 400
 """For a replica that starts beside 20 streams and whatever else tests run on two cores."""
+NEVER_S = 3600.0
 PAUSE_S = 40.0
 """Between two streams of a client while a replica starts."""
 TOKENS = 200
@@ -28,7 +30,6 @@ SCALING = {
     "min_replicas": 1,
     "max_replicas": 2,
     "target_ongoing_requests": 5,
-    "upscale_delay_s": 1.0,
     "metrics_interval_s": 1.0,
     "look_back_period_s": 2.0,
 }
@@ -64,14 +65,16 @@ def ready(client: httpx.Client) -> int:
     return int(client.get("/health").json()["replicas_ready"])
 
 
-def autoscaled(downscale_delay_s: float) -> dict[str, dict[str, object]]:
-    scaling = {**SCALING, "downscale_delay_s": downscale_delay_s}
+def autoscaled(*, upscale_delay_s: float, downscale_delay_s: float) -> dict[str, Any]:
+    scaling = {
+        **SCALING,
+        "upscale_delay_s": upscale_delay_s,
+        "downscale_delay_s": downscale_delay_s,
+    }
     return {"decode": {"num_replicas": None, "autoscaling_config": scaling}}
 
 
-def test_scaling_by_hand_and_by_load_loses_no_stream(
-    served: ServedApp, client: httpx.Client
-) -> None:
+def test_scaling_by_hand_loses_no_stream(served: ServedApp, client: httpx.Client) -> None:
     with streams(served) as load:
 
         def there() -> str:
@@ -82,16 +85,7 @@ def test_scaling_by_hand_and_by_load_loses_no_stream(
         until(lambda: ready(client) == 1, 20, "one replica is asked", there)
         until(lambda: served.count("decode", "STOPPING") == 0, 90, "it has gone", there)
         until(lambda: served.count("decode") == 1, 30, "the other one runs", there)
-        # The load eases off while the second replica starts, and takes no order back by that.
-        served.deploy(autoscaled(downscale_delay_s=START_S))
-        until(lambda: served.count("decode", "STARTING") == 1, 60, "a second one starts", there)
-        with load.eased(PAUSE_S):
-            until(lambda: ready(client) == 2, START_S, "a second one under load", there)
-        answered = len(load.answers)
-        until(lambda: len(load.answers) >= answered + STREAMS, 120, "streams go on", there)
     assert_none_lost(load.stop())
-    served.deploy(autoscaled(downscale_delay_s=1.0))
-    until(lambda: served.count("decode") == 1, 60, "one again after it", served.status)
 
 
 def test_a_redeploy_loses_no_stream_and_keeps_the_orders(
@@ -107,7 +101,8 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(
     with streams(served) as load:
         until(lambda: len(load.answers) >= STREAMS, 60, "streams run")
         before = {each["replica_id"] for each in replicas(client)}
-        served.deploy(fresh=True)
+        # Where autoscaling is switched on, Serve redeploys everything: here it does so anyway.
+        served.deploy(autoscaled(upscale_delay_s=NEVER_S, downscale_delay_s=NEVER_S), fresh=True)
         until(lambda: served.status()["status"] == "DEPLOYING", 30, "the redeploy begins")
         with load.eased(PAUSE_S):
             served.wait_running(START_S)
@@ -122,6 +117,26 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(
     assert_none_lost(load.stop())
     policies = [each["router"]["policy"] for each in replicas(client) if each["role"] == "decode"]
     assert policies and set(policies) == {"remote"}
+    assert client.put("/headrace/v1/router", json={"policy": "cost"}).is_success
+
+
+def test_scaling_by_load_loses_no_stream(served: ServedApp, client: httpx.Client) -> None:
+    with streams(served) as load:
+
+        def there() -> str:
+            return f"{served.status()} {load}{served.logs()}"
+
+        until(lambda: len(load.answers) >= STREAMS, 120, "streams run", there)
+        # The load eases off while the second replica starts, and must not end it by that.
+        served.deploy(autoscaled(upscale_delay_s=1.0, downscale_delay_s=NEVER_S))
+        until(lambda: served.count("decode", "STARTING") == 1, 60, "a second one starts", there)
+        with load.eased(PAUSE_S):
+            until(lambda: ready(client) == 2, START_S, "a second one under load", there)
+        answered = len(load.answers)
+        until(lambda: len(load.answers) >= answered + STREAMS, 120, "streams go on", there)
+    assert_none_lost(load.stop())
+    served.deploy(autoscaled(upscale_delay_s=NEVER_S, downscale_delay_s=1.0))
+    until(lambda: served.count("decode") == 1, 60, "one again after it", served.status)
 
 
 def replicas(client: httpx.Client) -> list[dict[str, object]]:
