@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from headrace.cli.console import CliError
 from headrace.config import ConfigError
 from headrace.config import load_config as load
 from headrace.config.tlsfiles import TlsFiles
+from headrace.gateway import listen
 from headrace.gateway.door import tls
 from headrace.gateway.listen import serve_gateway
 from tests.support.certificates import Authority
@@ -56,6 +58,22 @@ async def test_a_stream_comes_over_tls(authority: Authority) -> None:
     ):
         assert (await response.read()).endswith(b"data: [DONE]\n\n")
         assert response.headers["strict-transport-security"] == "max-age=31536000"
+
+
+async def test_a_stop_does_not_wait_for_an_idle_client_to_confirm_the_end(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "LINGER_S", 0.1)
+    files = TlsFiles(*authority.issue("server"))
+
+    def connect(port: int) -> ssl.SSLSocket:
+        plain = socket.create_connection(("127.0.0.1", port), timeout=10)
+        return authority.client().wrap_socket(plain, server_hostname="127.0.0.1")
+
+    async with gateway_over(answer, tls=files, client_tls=authority.client()) as bench:
+        with await asyncio.to_thread(connect, bench.gateway.port):
+            async with asyncio.timeout(15):
+                await bench.gateway.stop(grace_s=60)
 
 
 async def test_plain_http_on_the_tls_port_gets_no_answer(authority: Authority) -> None:

@@ -32,6 +32,8 @@ HSTS = (b"strict-transport-security", b"max-age=31536000")
 LINGER_S = 5.0
 """For clients of a server that stops to use a connection once more. Most close one that has been
 idle for that long, so they do not send a request on one that is being closed."""
+GOODBYE_S = 0.5
+"""For an idle client to confirm the end of TLS. Many never do, and Python waits half a minute."""
 
 
 class PortTakenError(OSError):
@@ -148,6 +150,7 @@ class _Protocol(HttpToolsProtocol):
     def _close_if_idle(self) -> None:
         if self._is_idle() and not self.transport.is_closing():
             self.transport.close()
+            self.loop.call_later(GOODBYE_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         self._head_has_come()
