@@ -27,7 +27,7 @@ START_TOKENS = 1400
 """Enough that computing them anew costs more than busy cores make prices wrong."""
 BLOCK_TOKENS = 128
 """vLLM's on a CPU."""
-REPORTS_S = 0.15
+REPORTS_S = 0.3
 """Until gateways have heard that the request before is over: it would count as a queue, and a short
 queue is worth all that a tiny model computes."""
 HITS = 0.95
@@ -110,6 +110,7 @@ def misses(talks: list[Conversation]) -> str:
         "cached_decode_tokens",
         "cached_prefill_tokens",
         "reasons",
+        "runners_up",
     )
     return "\n".join(str({name: plan[name] for name in shown}) for plan in missed)
 

@@ -215,7 +215,8 @@ def _growth(s: State, e: int, steps: int) -> int:
 
 @inner
 def _make_room(s: State, e: int, now: float) -> bool:
-    """Preempt, the last first, until the running requests can do one step; whether any was."""
+    """Preempt, the last first, until the running requests can do one step; whether any was. They
+    get the blocks for it before any waiting request does."""
     eng, preempted = s.eng, False
     while eng[e].running > 0 and _growth(s, e, 1) > room(s.kv, e):
         preempted = True
@@ -233,6 +234,13 @@ def _make_room(s: State, e: int, now: float) -> bool:
         eng[e].inside -= 1
         expect(s, e, r, match(s, r, e) * s.limits.block_tokens)
         enqueue(s, e, r, True)
+    for n in range(eng[e].running):
+        r = s.rows[e, n]
+        more = blocks_of(s, s.req[r].prompt + s.req[r].emitted + 1)
+        more -= s.req[r].held_d + s.req[r].plain_d
+        if more > 0:
+            take(s, e, more, now)
+            s.req[r].plain_d += more
     return preempted
 
 
