@@ -172,11 +172,13 @@ def test_of_two_prefill_replicas_the_faster_one_gets_the_work(
         for seed in range(MOST_ASKED):
             one = Conversation(served, client, 200 + seed)
             one.turn()
-            asked += [plan for plan in one.plans if plan.get("replica")]
+            asked += [plan for plan in one.plans if placed(plan) and plan["replica"]]
             faster = [plan["replica"] != slow["replica_id"] for plan in asked[-20:]]
             if sum(faster) >= 16:
                 return
-    raise AssertionError([(plan["replica"], plan["predicted"]) for plan in asked[-20:]])
+    raise AssertionError(
+        [(slow["replica_id"], *map(plan.get, ("replica", "predicted"))) for plan in asked]
+    )
 
 
 @contextlib.contextmanager
