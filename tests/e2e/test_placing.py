@@ -4,7 +4,6 @@ silent."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -17,7 +16,6 @@ import openai
 import pytest
 
 from tests.support.app import until
-from tests.support.faults import engine_core
 from tests.support.served import MODEL, ServedApp
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -33,8 +31,6 @@ queue is worth all that a tiny model computes."""
 HITS = 0.95
 """Of the turns behind the first."""
 SILENT_S = 10.0
-MOST_ASKED = 100
-"""Until prices follow a replica that has become slow; 30 are enough on idle cores."""
 
 
 @pytest.fixture
@@ -139,57 +135,6 @@ def test_prompts_go_where_their_blocks_are(served: ServedApp, client: openai.Ope
     hits = [hit for talk in talks for hit in talk.hits()]
     assert sum(hits) >= HITS * len(hits), misses(talks)
     assert len(hits) >= len(talks) * (TURNS - 1) / 2, "gateways have made most plans"
-
-
-@contextlib.contextmanager
-def slowed(pid: int) -> Iterator[None]:
-    """A process gets a fifth of the time."""
-    done = threading.Event()
-
-    def hold() -> None:
-        while not done.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.08)
-            os.kill(pid, signal.SIGCONT)
-            done.wait(0.02)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    try:
-        yield
-    finally:
-        done.set()
-        holder.join()
-
-
-def test_of_two_prefill_replicas_the_faster_one_gets_the_work(
-    served: ServedApp, client: openai.OpenAI
-) -> None:
-    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
-    slow = next(each for each in status["replicas"] if each["role"] == "prefill")
-    asked: list[dict[str, object]] = []
-    with ordered(served, "remote"), slowed(engine_core(slow["pid"]).pid):
-        for seed in range(MOST_ASKED):
-            one = Conversation(served, client, 200 + seed)
-            one.turn()
-            asked += [plan for plan in one.plans if placed(plan) and plan["replica"]]
-            faster = [plan["replica"] != slow["replica_id"] for plan in asked[-20:]]
-            if sum(faster) >= 16:
-                return
-    raise AssertionError(
-        [(slow["replica_id"], *map(plan.get, ("replica", "predicted"))) for plan in asked]
-    )
-
-
-@contextlib.contextmanager
-def ordered(served: ServedApp, policy: str) -> Iterator[None]:
-    """This policy holds for a time."""
-    url = f"{served.url}/headrace/v1/router"
-    httpx.put(url, json={"policy": policy}).raise_for_status()
-    try:
-        yield
-    finally:
-        httpx.put(url, json={"policy": "cost"}).raise_for_status()
 
 
 def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
