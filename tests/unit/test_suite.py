@@ -30,7 +30,6 @@ class TestARun:
 
     PROGRAM = """
 import subprocess, sys, time
-from tests import lanes
 from tests.support import run
 mark = run.begin()
 detach = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
