@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("headrace.decode")
 
+PROMPTS = 3
+"""The shortest ones tell what calling and transferring cost."""
+
 
 class Forcible(Protocol):
     """A planner whose choice can be forced for a while."""
@@ -38,7 +41,7 @@ async def calibrate(llm: PlannedLLM, planner: Forcible) -> None:
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
     planner.policy = "remote"
     try:
-        for ids in rehearsal_prompts(config.max_model_len, config.get_vocab_size()):
+        for ids in rehearsal_prompts(config.max_model_len, config.get_vocab_size())[:PROMPTS]:
             name = f"calibrate-{uuid.uuid4().hex}"
             prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=name)
             async with aclosing(llm.generate(prompt, params, name)) as outputs:

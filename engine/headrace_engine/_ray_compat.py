@@ -72,11 +72,11 @@ class MeteredVLLMEngine(VLLMEngine):
         await rehearse(self._generate, self.meter, prompts)
 
     def _generate(
-        self, ids: list[int], tokens: int, name: str
+        self, ids: list[int], tokens: int, name: str, salt: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """A prompt's answer from the engine itself, past what a subclass of `AsyncLLM` plans."""
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=name)
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=salt)
         return AsyncLLM.generate(self.llm, prompt, params, name)
 
     async def shutdown(self) -> None:

@@ -58,7 +58,7 @@ class EngineMeter:
     )
     """(shape, seconds) of a step -> the seconds that it would have taken alone."""
     learns: bool = True
-    """Whether steps teach `step_time`; not so in an engine's first steps (`rehearsal`)."""
+    """Whether steps teach `step_time`; not so during the `rehearsal`, which picks those that do."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0

@@ -157,7 +157,8 @@ class ReplicaPlanner:
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
         if result.step_time:
             try:
-                self.router.prefill_step_times(StepTime.from_dict(result.step_time))
+                fit = StepTime.from_dict(result.step_time)
+                self.router.prefill_step_times(fit, result.replica)
             except ValueError as error:
                 logger.warning("a prefill replica's step times are left out: %s", error)
         for load in result.loads:

@@ -55,7 +55,7 @@ def tiny_args(port: int) -> dict[str, Any]:
         "engine_kwargs": {
             "dtype": "float32",
             "enforce_eager": True,
-            "max_model_len": 2048,
+            "max_model_len": 8192,
             "max_num_seqs": 32,
             "kv_cache_memory_bytes": 100_000_000,
             "kv_transfer_config": {
@@ -71,7 +71,7 @@ def tiny_args(port: int) -> dict[str, Any]:
         "decode_config": copy.deepcopy(role),
         "headrace": {
             "gateway": {"host": "127.0.0.1", "port": port},
-            "store": {"dram_gb": 0.1},
+            "store": {"dram_gb": 0.004},
         },
     }
 

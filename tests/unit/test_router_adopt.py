@@ -84,10 +84,10 @@ def test_a_local_plan_serves_a_prompt_that_must_stay(router: Router) -> None:
     assert router.why_stale(LOCAL, request(local_only="n > 1")) is None
 
 
-@pytest.mark.parametrize("policy", ["local", "remote"])
-def test_a_forced_side_is_the_replicas_own_business(router: Router, policy: Any) -> None:
-    router.settings = replace(router.settings, policy=policy)
-    assert router.why_stale(LOCAL, request()) == f"policy is {policy}"
+def test_a_plan_of_another_kind_than_the_forced_one_is_stale(router: Router) -> None:
+    router.settings = replace(router.settings, policy="remote")
+    assert router.why_stale(LOCAL, request()) == "policy is remote"
+    assert router.why_stale(REMOTE, request()) is None
 
 
 def test_a_prefill_replica_that_fails_is_not_asked_by_plan(router: Router, clock: Clock) -> None:

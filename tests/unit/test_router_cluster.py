@@ -142,7 +142,8 @@ def test_a_plan_that_is_withdrawn_leaves_nothing() -> None:
 
 
 def test_a_remote_plan_is_booked_where_it_computes_and_where_it_answers() -> None:
-    both = cluster("d1", "p1", policy="remote")
+    both = cluster("d1", "p1")
+    both.report(report("d1", 1, policy="remote"), 0.0)
     plan = both.plan(PROMPT, 0.0)
     assert (plan.decode, plan.replica) == ("d1", "p1")
     assert (row(both, "p1")["queued_tokens"], row(both, "p1")["running"]) == (643, 0)

@@ -277,17 +277,12 @@ def test_a_queue_that_others_make_is_learned_and_fades_with_age(clock: Clock) ->
     assert later == pytest.approx(queued / 2, rel=0.05)
 
 
-def test_reports_teach_the_prefill_steps_only_if_the_engine_sends_none(clock: Clock) -> None:
-    r = router(clock, "remote")
-    r.prefill_done("x", report())
-    assert r.costs.prefill_step.samples == 1
-    fit = StepTime()
+def test_an_engine_without_steps_tells_nothing(clock: Clock) -> None:
+    r, fit = router(clock, "remote"), StepTime()
     fit.observe(100, 0, 0, 0, 0, 0.1)
-    r.prefill_step_times(StepTime())
-    assert r.costs.prefill_step.samples == 1, "nothing is known of an engine without steps"
     r.prefill_step_times(fit)
-    r.prefill_done("x", report())
-    assert r.costs.prefill_step is fit and fit.samples == 1
+    r.prefill_step_times(StepTime())
+    assert r.costs.prefill_step is fit
 
 
 def test_remote_is_measured_once_and_not_again_before_its_time(clock: Clock) -> None:

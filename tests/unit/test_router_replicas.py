@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+import pytest
+
 from headrace.router import Geometry, Plan, PlanRequest, PrefillReport, Router, RouterSettings
 from headrace.router.sides import ANY
+from headrace_engine.steptime import StepTime
 from headrace_kvstore.supply import Supply
 from tests.support.clock import Clock
 
@@ -47,6 +50,28 @@ def test_work_under_way_makes_a_replica_dearer(clock: Clock) -> None:
     r = router(clock)
     first = plan(r, "a").replica
     assert plan(r, "b", first=500).replica != first
+
+
+def test_a_replica_whose_steps_take_longer_is_dearer(clock: Clock) -> None:
+    r = router(clock)
+    for replica, slower in (("x", 5.0), ("y", 1.0)):
+        fit = StepTime()
+        for _ in range(30):
+            fit.observe(100, 0, 0, 0, 0, 0.1 * slower)
+        r.prefill_step_times(fit, replica)
+    assert plan(r, "a").replica == "y"
+    assert plan(r, "b", first=500).replica == "y", "a queue of one is shorter than a step of x"
+
+
+def test_a_replica_that_has_not_told_its_steps_counts_as_fast_as_the_last_one_that_did(
+    clock: Clock,
+) -> None:
+    r, fit = router(clock), StepTime()
+    for _ in range(30):
+        fit.observe(100, 0, 0, 0, 0, 3.0)
+    r.prefill_step_times(fit, "x")
+    planned = [plan(r, name).predicted["remote.compute"] for name in "ab"]
+    assert planned == pytest.approx([3.0, 3.0], rel=0.1)
 
 
 def test_a_cached_prefix_makes_a_replica_cheaper(clock: Clock) -> None:

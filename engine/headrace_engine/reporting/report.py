@@ -95,6 +95,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         draft_tokens: most that one request may draft in a step at the present load.
         tested_tokens, right_tokens: of late, drafted tokens that were put to the test, and those
             that were right.
+        policy: of a decode replica: `cost`, or the kind of plan that is forced.
         local_kinds: of a decode replica: when local and remote prefills were measured.
     """
 
@@ -125,6 +126,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tested_tokens: Amount = 0.0
     right_tokens: Amount = 0.0
     local_kinds: Measured | None = None
+    policy: Literal["cost", "local", "remote"] = "cost"
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -26,7 +26,7 @@ def why_stale(
         replica: the decode replica's id. policy: in force there.
         sides: the prefill replicas that it knows.
     """
-    if policy != "cost":
+    if policy not in ("cost", plan.kind):
         return f"policy is {policy}"
     if plan.decode != replica:
         return f"it is for {plan.decode or 'no replica'}"

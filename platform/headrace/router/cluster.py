@@ -18,7 +18,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +129,8 @@ class Cluster:
         engine["node"] = node
         self._hold(row, name)
         engine["cold"] = False  # the replica that asks knows whether it has asked before
+        if report.role == "decode" and report.policy != view.settings.policy:
+            view.settings = replace(view.settings, policy=report.policy)
         engine["share"], engine["draft_tokens"] = report.share, report.draft_tokens
         if report.local_kinds is not None:  # other gateways have prefills measured, too
             for kind, age_s in zip(("local", "remote"), report.local_kinds, strict=True):

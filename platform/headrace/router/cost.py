@@ -63,7 +63,8 @@ def transfer_time(fixed_std_s: float = 0.05, byte_std_s: float = 0.005 / MB) -> 
 class Costs:
     """The fitted models."""
 
-    #: Step times of each engine; each fitted where the engine is, once.
+    #: Step times of the decode engine, and of the prefill engine that told its own last: each is
+    #: fitted where the engine is, once.
     decode_step: StepTime = field(default_factory=StepTime)
     prefill_step: StepTime = field(default_factory=StepTime)
     transfer: LinearTime = field(default_factory=transfer_time)

@@ -83,7 +83,7 @@ class OwnView:
             side = sides[name]
             if name not in view:
                 view.add(name, "prefill", _ELSEWHERE)
-            self._refresh_engine(name, costs.prefill_step, side.load, now)
+            self._refresh_engine(name, side.steps or costs.prefill_step, side.load, now)
             engine = view.engines[view.row(name)]
             engine["queue_s"] += side.others_wait_s(now, settings.remeasure_s)
             engine["hbm"], engine["node"] = holder, _HERE if side.shares_store else _ELSEWHERE

@@ -83,7 +83,6 @@ class Router:
         )
         self._heard = HeardPlans()
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
-        self._prefill_steps_seen = False
         # Never measured counts as just stale: the dearer side is tried below twice the price.
         self._local_measured_s = self._remote_measured_s = now - settings.remeasure_s
         # What is not kept from an earlier start is compiled now, and not while a request waits.
@@ -150,7 +149,8 @@ class Router:
             self._explored(plan, now)
         remote = plan.prefill is not None
         side = self.sides[plan.replica] if remote else self._nobody
-        own_queue_s = self._queue_s(side.load, self.costs.prefill_step, now) if remote else 0.0
+        fit = side.steps or self.costs.prefill_step
+        own_queue_s = self._queue_s(side.load, fit, now) if remote else 0.0
         tail = request.token_ids[len(hashes) * self.geometry.block_tokens :]
         local_tokens = computed_tokens(plan.fallback if remote else plan.runs)
         seed = chain_seed(request.salt)
@@ -263,9 +263,6 @@ class Router:
 
         A request that was sent while the prefill side was cold teaches no overhead: one handshake
         of seconds would make remote prefill look dear for a long time.
-
-        The prefill engine fits its step times itself and sends them (``prefill_step_times``); only
-        if it never did, they are learned from the report.
         """
         now = self._clock()
         active = self._active.get(request_id)
@@ -278,12 +275,6 @@ class Router:
         if active is None or not active.cold:
             self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
         self._remote_measured_s = max(now, self._remote_measured_s)
-        if not self._prefill_steps_seen:
-            first, last = report.cached_tokens, report.cached_tokens + report.computed_tokens
-            pairs = pairs_of(first, last)
-            self.costs.prefill_step.observe(
-                report.computed_tokens, 0, 0, 0, pairs, report.compute_s
-            )
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
@@ -377,11 +368,13 @@ class Router:
 
     # ---- what is measured -----------------------------------------------------------------
 
-    def prefill_step_times(self, fit: StepTime) -> None:
-        """The prefill engine's step times, as that engine has fitted them."""
+    def prefill_step_times(self, fit: StepTime, replica: str = ANY) -> None:
+        """A prefill engine's step times, as that engine has fitted them. Replicas that have not
+        told theirs count as fast as the last one that did."""
         if fit.samples:
             self.costs.prefill_step = fit
-            self._prefill_steps_seen = True
+            if replica in self.sides:
+                self.sides[replica].steps = fit
 
     def step_alone_s(self, shape: Sequence[float], seconds: float) -> float:
         """What a step of the decode engine would have taken alone; its step times learn that.
@@ -440,6 +433,7 @@ class Router:
         tokens, pairs = self.decode_load.ahead(c.decode_step, step_tokens, now)
         coming, context = self._coming()
         return {
+            "policy": self.settings.policy,
             "prompts": self.decode_load.waiting_requests,
             "coming": coming,
             "coming_context": context,

@@ -14,6 +14,7 @@ from headrace.router.cost import CallModel
 from headrace.router.index import PrefixIndex
 from headrace.router.load import Breaker, EngineLoad
 from headrace.router.plan import RouterSettings
+from headrace_engine.steptime import StepTime
 
 ANY = ""
 """The side while replicas are not told apart."""
@@ -31,6 +32,7 @@ class PrefillSide:
         others: seconds that requests wait there beyond what this router put there.
         others_at_s: when that was measured last.
         cold: no request has had its KV from there since it was made, or since it last failed.
+        steps: its step times, as it told them; None before it did.
         shares_store: whether it runs on the decode engine's machine, so that both load from one
             store.
     """
@@ -42,6 +44,7 @@ class PrefillSide:
     load: EngineLoad = field(default_factory=EngineLoad)
     others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
     cold: bool = True
+    steps: StepTime | None = None
     shares_store: bool = False
 
     def others_wait_s(self, now_s: float, half_life_s: float) -> float:
