@@ -4,18 +4,22 @@ silent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import httpx
 import openai
 import pytest
 
 from tests.support.app import until
+from tests.support.faults import engine_core
 from tests.support.served import MODEL, ServedApp
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,6 +36,8 @@ queue is worth all that a tiny model computes."""
 HITS = 0.95
 """Of the turns behind the first."""
 SILENT_S = 10.0
+MOST_ASKED = 60
+"""Until nothing more goes to a replica that has become slow."""
 
 
 @pytest.fixture
@@ -136,6 +142,59 @@ def test_prompts_go_where_their_blocks_are(served: ServedApp, client: openai.Ope
     hits = [hit for talk in talks for hit in talk.hits()]
     assert sum(hits) >= HITS * len(hits), misses(talks)
     assert len(hits) >= len(talks) * (TURNS - 1) / 2, "gateways have made most plans"
+
+
+@contextlib.contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """A process gets a fifth of the time."""
+    done = threading.Event()
+
+    def hold() -> None:
+        while not done.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.08)
+            os.kill(pid, signal.SIGCONT)
+            done.wait(0.02)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        yield
+    finally:
+        done.set()
+        holder.join()
+
+
+def test_a_prefill_replica_that_becomes_slow_gets_no_more_work(
+    served: ServedApp, client: openai.OpenAI
+) -> None:
+    def asked() -> Iterator[str]:
+        """The replicas that gateways have prefill new prompts."""
+        for seed in range(MOST_ASKED):
+            one = Conversation(served, client, 200 + seed)
+            one.turn()
+            yield from (str(plan["replica"]) for plan in one.plans if placed(plan))
+
+    with ordered(served, "remote"):
+        went = asked()
+        slow = next(went)
+        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
+        pid = next(each["pid"] for each in status["replicas"] if each["replica_id"] == slow)
+        with slowed(engine_core(pid).pid):
+            last = deque(islice(went, 10), maxlen=10)
+            while last.count(slow) > 1:
+                last.append(next(went))
+
+
+@contextlib.contextmanager
+def ordered(served: ServedApp, policy: str) -> Iterator[None]:
+    """This policy holds for a time."""
+    url = f"{served.url}/headrace/v1/router"
+    httpx.put(url, json={"policy": policy}).raise_for_status()
+    try:
+        yield
+    finally:
+        httpx.put(url, json={"policy": "cost"}).raise_for_status()
 
 
 def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(

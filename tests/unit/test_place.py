@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from headrace.router.choose import Ages
 from headrace.router.place import NobodyAnswersError, PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.view import View
@@ -297,12 +296,36 @@ def test_losing_an_engine_moves_only_what_it_had() -> None:
     assert all(a == b for a, b in zip(after, before, strict=True) if b != "d3")
 
 
-def test_a_stale_kind_is_measured_again_by_a_caller_that_asks_for_it() -> None:
-    view = cluster()
-    plan = ask(view, ages=Ages(0.0, 60.0))
-    assert (plan.kind, plan.explores) == ("remote", True)
-    assert "measuring remote prefill again" in plan.reasons[0]
-    assert ask(view, ages=Ages(0.0, 59.0)).kind == "local"
+def test_the_engine_that_computed_nothing_for_longest_is_measured_again() -> None:
+    view = cluster(prefills=2, decodes=2)
+    best = ask(view, looks=True)
+    assert (best.kind, best.explores) == ("local", False), "nobody wants to know"
+    for name, age_s in (("p0", 61.0), ("p1", 62.0), ("d0", 0.0), ("d1", 59.0)):
+        view.engines["measured_s"][view.row(name)] = -age_s
+    plan = ask(view, looks=True)
+    assert (plan.kind, plan.replica, plan.explores) == ("remote", "p1", True)
+    assert "measuring remote prefill on p1 again after 62 s" in plan.reasons[0]
+    assert not ask(view).explores
+    assert not ask(view, looks=True, local_only="n > 1").explores
+    view.engines["measured_s"][view.row("d1")] = -63.0
+    to_d0 = next(n for n in range(50) if ask(view, affinity=n).decode == "d0")
+    plan = ask(view, looks=True, local_only="n > 1", affinity=to_d0)
+    assert (plan.decode, plan.explores) == ("d1", True)
+
+
+def test_an_engine_that_is_too_dear_is_not_measured_yet() -> None:
+    view = cluster(prefills=1, decodes=1)
+    view.engines["measured_s"][view.row("p0")] = -61.0
+    view.engines["call_s"][view.row("p0")] = 9.0
+    assert not ask(view, looks=True).explores
+    view.engines["measured_s"][view.row("p0")] = -6000.0
+    assert ask(view, looks=True).explores
+
+
+def test_what_breaks_a_target_is_not_measured_where_the_best_keeps_it() -> None:
+    view = cluster(prefills=1, decodes=1, ttft_target_s=ask(cluster()).predicted_ttft_s + 0.01)
+    view.engines["measured_s"][view.row("p0")] = -61.0
+    assert not ask(view, looks=True).explores
 
 
 # The view

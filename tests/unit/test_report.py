@@ -15,7 +15,6 @@ from headrace_engine.reporting.report import (
     MOST_HEARD,
     Load,
     Mean,
-    Measured,
     Report,
     Transfer,
     decode,
@@ -41,7 +40,8 @@ FULL: dict[str, Any] = dict(
     draft_tokens=5,
     tested_tokens=100.0,
     right_tokens=61.0,
-    local_kinds=Measured(1.5, 60.0),
+    policy="remote",
+    computed_s=1.5,
 )
 
 
@@ -104,7 +104,7 @@ def test_step_times_go_from_one_process_to_another() -> None:
         ("loads", {"tape": [0.0, 0.0]}),
         ("loads", {"dram": [math.nan, 0.0]}),
         ("right_tokens", -1.0),
-        ("local_kinds", [math.nan, 0.0]),
+        ("computed_s", math.nan),
         ("draining", "yes"),
         ("seq", -1),
     ],

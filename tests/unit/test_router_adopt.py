@@ -137,9 +137,9 @@ def test_an_adopted_plan_that_fails_falls_back_like_the_routers_own(router: Rout
     assert router.snapshot()["plans"]["fell_back"] == 1
 
 
-def test_a_plan_that_measures_a_side_has_it_measured(router: Router) -> None:
+def test_a_plan_that_measures_a_side_has_it_measured(router: Router, clock: Clock) -> None:
     router.adopt(replace(REMOTE, explores=True), request())
-    assert router.report_fields()["local_kinds"][1] == 0.0
+    assert router.sides["x"].to_dict(clock.now_s)["measured_s_ago"] == 0.0
     assert router.snapshot()["plans"]["explored"] == 1
 
 
@@ -178,16 +178,12 @@ def test_a_report_counts_the_tokens_that_are_still_to_compute(router: Router, cl
 def test_a_report_tells_what_was_measured(router: Router, clock: Clock) -> None:
     told = router.report_fields()
     assert told["loads"] == {}
-    assert told["local_kinds"] == (router.settings.remeasure_s,) * 2
     for size in (10**6, 10**7) * 50:
         router.observe_transfer(size, 0.01 + size / 1e9)
         router.observe_load("nvme", size, size / 1e8)
-    router.local_step(100)
-    clock.now_s += 3.0
     told = router.report_fields()
     fixed_s, byte_s, error = told["transfer"]
     assert (fixed_s, byte_s) == pytest.approx((0.01, 1e-9), rel=0.2) and 0 <= error < 0.5
     assert told["loads"].keys() == {"nvme"}
     assert told["loads"]["nvme"][1] == pytest.approx(1e-8, rel=0.1)
-    assert told["local_kinds"][0] == 3.0
     assert len(told["call"]) == len(told["handoff"]) == 2 and told["share"] == 0.0

@@ -169,7 +169,7 @@ def test_what_decode_replicas_measure_of_calls_holds_for_all_prefill_replicas() 
     assert row(four, "p2")["call_error_s"] == pytest.approx(0.1)
 
 
-def test_a_kind_that_was_not_measured_for_long_is_measured_again() -> None:
+def test_an_engine_that_was_not_measured_for_long_is_measured_again() -> None:
     both = cluster("d1", "p1", remeasure_s=20.0)
     kinds = set[str]()
     for second in range(0, 400, 2):
@@ -183,12 +183,12 @@ def test_a_kind_that_was_not_measured_for_long_is_measured_again() -> None:
     assert both.counts["explored"] > 0
 
 
-def test_a_kind_that_another_gateway_had_measured_is_not_measured_again() -> None:
+def test_an_engine_that_another_gateway_had_measured_is_not_measured_again() -> None:
     both = cluster("d1", "p1", remeasure_s=20.0)
     for second in range(0, 200, 2):
         now_s = float(second)
-        both.report(report("d1", second + 1, local_kinds=(1.0, 1.0)), now_s)
-        both.report(report("p1", second + 1), now_s)
+        for name in ("d1", "p1"):
+            both.report(report(name, second + 1, computed_s=1.0), now_s)
         both.withdraw(both.plan(PROMPT, now_s), now_s)
     assert both.counts["explored"] == 0
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from headrace.router.choose import Ages, Errors, choose, formula, remote_timeout_s
+from headrace.router.choose import Errors, choose, formula, most_for_measuring, remote_timeout_s
 from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.view import WITHIN, View
@@ -14,7 +14,6 @@ from headrace_kvstore.supply import Supply
 
 SETTINGS = RouterSettings()
 STEP = StepTime()
-FRESH = Ages(0.0, 0.0)
 TOKEN_BYTES = 23_040.0
 
 
@@ -56,12 +55,12 @@ def price(view: View, tokens: int = 1000, **more: int) -> Mapping[str, float]:
 
 
 def test_the_lesser_total_wins() -> None:
-    assert choose(1.0, 0.9, FRESH, SETTINGS).kind == "remote"
-    assert choose(0.9, 1.0, FRESH, SETTINGS).kind == "local"
+    assert choose(1.0, 0.9).kind == "remote"
+    assert choose(0.9, 1.0).kind == "local"
 
 
 def test_a_tie_goes_local() -> None:
-    assert choose(1.0, 1.0, FRESH, SETTINGS).kind == "local"
+    assert choose(1.0, 1.0).kind == "local"
 
 
 def test_idle_and_equal_engines_prefill_locally() -> None:
@@ -189,37 +188,13 @@ def test_the_itl_target_is_nobodys_if_nothing_runs() -> None:
     assert plan(with_target(0.03, running=0), cached_decode=900).kind == "local"
 
 
-def test_stale_remote_models_are_measured_again_below_twice_the_local_price() -> None:
-    choice = choose(1.0, 1.9, Ages(0.0, 60.0), SETTINGS)
-    assert (choice.kind, choice.explores) == ("remote", True)
-    assert "measuring remote prefill again" in choice.why
-
-
-def test_stale_remote_models_are_left_alone_at_twice_the_local_price() -> None:
-    assert choose(1.0, 2.0, Ages(0.0, 60.0), SETTINGS).kind == "local"
-
-
-def test_fresh_remote_models_are_not_measured_again() -> None:
-    assert choose(1.0, 1.1, Ages(0.0, 59.9), SETTINGS).kind == "local"
+def test_an_engine_is_measured_again_below_twice_the_best_price_once_it_is_stale() -> None:
+    assert most_for_measuring(1.0, 60.0, SETTINGS.remeasure_s) == 2.0
+    assert most_for_measuring(1.0, 59.9, SETTINGS.remeasure_s) == 0.0
 
 
 def test_the_longer_unmeasured_the_dearer_a_measurement_may_be() -> None:
-    assert choose(1.0, 9.0, Ages(0.0, 400.0), SETTINGS).kind == "local"
-    assert choose(1.0, 9.0, Ages(0.0, 600.0), SETTINGS).kind == "remote"
-
-
-def test_stale_local_models_are_measured_again_too() -> None:
-    choice = choose(1.9, 1.0, Ages(60.0, 0.0), SETTINGS)
-    assert (choice.kind, choice.explores) == ("local", True)
-
-
-def test_the_cheaper_side_is_chosen_for_its_price_however_stale() -> None:
-    choice = choose(1.0, 9.0, Ages(1e9, 0.0), SETTINGS)
-    assert (choice.kind, choice.explores) == ("local", False)
-
-
-def test_a_caller_that_leaves_measuring_to_others_goes_by_price() -> None:
-    assert choose(1.0, 1.1, None, SETTINGS).kind == "local"
+    assert most_for_measuring(0.5, 540.0, SETTINGS.remeasure_s) == 5.0
 
 
 EXACT = Errors(0.0, 0.0, 0.0, 0.0)

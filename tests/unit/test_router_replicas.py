@@ -59,6 +59,7 @@ def test_a_replica_whose_steps_take_longer_is_dearer(clock: Clock) -> None:
         for _ in range(30):
             fit.observe(100, 0, 0, 0, 0, 0.1 * slower)
         r.prefill_step_times(fit, replica)
+        r.sides[replica].measured_s = clock.now_s
     assert plan(r, "a").replica == "y"
     assert plan(r, "b", first=500).replica == "y", "a queue of one is shorter than a step of x"
 

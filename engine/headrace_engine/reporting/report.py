@@ -62,13 +62,6 @@ class Load(NamedTuple):
     byte_s: Seconds
 
 
-class Measured(NamedTuple):
-    """Seconds since a prefill of each kind was measured last."""
-
-    local_s: Seconds
-    remote_s: Seconds
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One replica at one moment.
 
@@ -96,7 +89,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tested_tokens, right_tokens: of late, drafted tokens that were put to the test, and those
             that were right.
         policy: of a decode replica: `cost`, or the kind of plan that is forced.
-        local_kinds: of a decode replica: when local and remote prefills were measured.
+        computed_s: seconds since the engine last computed a prompt; None if it has not.
     """
 
     replica: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -125,8 +118,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     draft_tokens: Count = 0
     tested_tokens: Amount = 0.0
     right_tokens: Amount = 0.0
-    local_kinds: Measured | None = None
     policy: Literal["cost", "local", "remote"] = "cost"
+    computed_s: Seconds | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -168,8 +161,10 @@ def _fractions(report: Report) -> Iterable[tuple[str, Iterable[float]]]:
         name: [getattr(report, name)]
         for name in ("token_bytes", "queued_pairs", "share", "tested_tokens", "right_tokens")
     }
-    for name in ("call", "handoff", "transfer", "local_kinds"):
+    for name in ("call", "handoff", "transfer"):
         numbers[name] = getattr(report, name) or ()
+    if report.computed_s is not None:
+        numbers["computed_s"] = [report.computed_s]
     if report.steps is not None:
         numbers["steps.state"] = report.steps["state"]
         numbers["steps.square"] = [report.steps["square"]]

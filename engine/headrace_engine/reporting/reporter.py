@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,12 +48,13 @@ class EngineFacts:
             "step_tokens": step_tokens,
         }
         self._rows, self._context = 0, 0
+        self._computed_at: float | None = None
         self.on_rows: list[Callable[[], None]] = []
         """Called when another number of requests decodes than before."""
         meter.on_step.append(self._on_step)
 
     def __call__(self) -> dict[str, Any]:
-        meter = self._meter
+        meter, computed_at = self._meter, self._computed_at
         idle = not meter.running  # the last step is of another time
         free = round((1.0 - meter.kv_usage) * self._blocks)
         return {
@@ -61,9 +63,12 @@ class EngineFacts:
             "context": 0 if idle else self._context,
             "free_blocks": min(max(free, 0), self._blocks),
             "steps": meter.step_time.to_dict(),
+            "computed_s": None if computed_at is None else time.monotonic() - computed_at,
         }
 
     def _on_step(self, step: Step) -> None:
+        if step.prompt > 1:
+            self._computed_at = time.monotonic()
         before, self._rows = self._rows, int(step.rows)
         self._context = int(step.context) if step.rows else 0
         if before != self._rows:

@@ -139,8 +139,8 @@ class RouterSettings(Section):
     remeasure_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds after which a kind of plan that was not chosen is tried once, to "
-        "measure its cost again.",
+        description="Seconds after which an engine that has computed no prompt is tried once, to "
+        "measure it again.",
     )
 
     timeout_floor_s: float = Field(

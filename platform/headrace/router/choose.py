@@ -1,4 +1,5 @@
-"""Local or remote, once the best of each kind is known; how long remote may take; in words."""
+"""Local or remote, once the best of each kind is known; what measuring an engine again may cost;
+how long remote may take; in words."""
 
 from __future__ import annotations
 
@@ -25,46 +26,27 @@ def formula(p: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Ages:
-    """Seconds since each side was last measured, or sent a request in order to measure it."""
-
-    local_s: float
-    remote_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     kind: Kind
     why: str
     explores: bool = False
 
 
-def choose(local: float, remote: float, ages: Ages | None, settings: RouterSettings) -> Choice:
-    """The kind with the least total; ties go local.
-
-    Below the price stands curiosity: a model that is not fed goes stale, and a side that looks dear
-    is never chosen, so never measured. The dearer side is taken once if its age allows its price:
-    ``dear < cheap * (1 + age / remeasure_s)`` with ``age >= remeasure_s``, that is, below twice
-    the price at first, and the longer it waits the more it may cost, so no error lasts for ever.
-
-    Args:
-        local, remote: totals in seconds.
-        ages: None for a caller that leaves measuring to others.
-    """
+def choose(local: float, remote: float) -> Choice:
+    """The kind with the least total, in seconds; ties go local."""
     cheap: Kind = "remote" if remote < local else "local"
-    dear: Kind = "local" if cheap == "remote" else "remote"
-    if ages is not None:
-        age = ages.local_s if dear == "local" else ages.remote_s
-        ratio = 1.0 + age / settings.remeasure_s
-        low, high = min(local, remote), max(local, remote)
-        if age >= settings.remeasure_s and high < ratio * low:
-            return Choice(
-                dear,
-                f"measuring {dear} prefill again after {age:.0f} s: predicted {high:.3f} s, "
-                f"below {ratio:.1f} times {cheap}'s {low:.3f} s",
-                explores=True,
-            )
     return Choice(cheap, f"{cheap} saves {abs(local - remote):.3f} s")
+
+
+def most_for_measuring(best_s: float, age_s: float, remeasure_s: float) -> float:
+    """Seconds below which a request goes to an engine that has computed no prompt for `age_s`,
+    although another choice takes `best_s`.
+
+    A model that is not fed goes stale, and an engine that looks dear is never chosen, so never
+    measured. It may cost ``best_s * (1 + age_s / remeasure_s)`` once `age_s` is `remeasure_s`, that
+    is, twice the price at first, and the longer it waits the more, so no error lasts for ever.
+    """
+    return best_s * (1.0 + age_s / remeasure_s) if age_s >= remeasure_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)

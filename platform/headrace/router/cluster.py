@@ -28,7 +28,6 @@ from headrace.router.blocks.expected import Expected
 from headrace.router.blocks.feed import GPU, Feed
 from headrace.router.blocks.index import BlockIndex
 from headrace.router.blocks.index import warm as warm_index
-from headrace.router.choose import Ages
 from headrace.router.place import NobodyAnswersError, PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.tokens import acceptance
@@ -95,7 +94,7 @@ class Cluster:
         self._reports: dict[str, Report] = {}
         self._booked: dict[str, dict[str, _Booked]] = {}
         self._down: frozenset[str] = frozenset()
-        self._measured_s: dict[str, float] = {}
+        self._look_s = -math.inf
 
     # What came
 
@@ -132,9 +131,10 @@ class Cluster:
         if report.role == "decode" and report.policy != view.settings.policy:
             view.settings = replace(view.settings, policy=report.policy)
         engine["share"], engine["draft_tokens"] = report.share, report.draft_tokens
-        if report.local_kinds is not None:  # other gateways have prefills measured, too
-            for kind, age_s in zip(("local", "remote"), report.local_kinds, strict=True):
-                self._measured_s[kind] = max(now_s - age_s, self._measured_s.get(kind, -math.inf))
+        if last is None:  # never measured counts as just stale
+            engine["measured_s"] = now_s - self._settings.remeasure_s
+        if report.computed_s is not None:
+            engine["measured_s"] = max(now_s - report.computed_s, float(engine["measured_s"]))
         if report.handoff is not None:
             engine["handoff_s"], engine["handoff_error_s"] = report.handoff
         if report.transfer is not None:
@@ -226,7 +226,7 @@ class Cluster:
                 affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
                 output_tokens_max=prompt.output_tokens_max,
                 local_only=prompt.local_only,
-                ages=self._ages(now_s),
+                looks=now_s >= self._look_s,
             ),
         )
         self._book(plan, prompt, now_s)
@@ -287,29 +287,22 @@ class Cluster:
         supplies[view.node(prompt.machine)] = prompt.stored
         return supplies
 
-    def _ages(self, now_s: float) -> Ages:
-        # What was never measured counts as just stale when the first plan is made.
-        stale_s = now_s - self._settings.remeasure_s
-        kinds = ("local", "remote")
-        return Ages(*(now_s - self._measured_s.setdefault(kind, stale_s) for kind in kinds))
-
     def _book(self, plan: Plan, prompt: Prompt, now_s: float) -> None:
         self.counts[plan.kind] += 1
         self.counts["prompt_tokens"] += prompt.tokens
         self.counts["held_tokens"] += prompt.tokens - plan.compute_tokens
-        measured_s = now_s
+        view = self._seen
+        view.engines[view.row(plan.replica or plan.decode)]["measured_s"] = now_s
         if plan.explores:
-            # Not all gateways at once: the next look comes 0 to half a period later.
+            # Not all gateways look at once: the next look comes 1 to 1.5 periods later.
             self.counts["explored"] += 1
-            measured_s += 0.5 * self._settings.remeasure_s * self._rng.random()
-        self._measured_s[plan.kind] = measured_s
+            self._look_s = now_s + self._settings.remeasure_s * (1.0 + 0.5 * self._rng.random())
         tokens = plan.compute_tokens
         work = _Booked(now_s, tokens, pairs_of(prompt.tokens - tokens, prompt.tokens))
         answers = _Booked(now_s) if plan.replica else work
         self._put(plan.decode, plan, answers._replace(context=prompt.tokens, decodes=True), now_s)
         if plan.replica:
             self._put(plan.replica, plan, work, now_s)
-        view = self._seen
         rows = [view.row(name) for name in (plan.replica, plan.decode) if name]
         holders = [int(view.engines[row]["hbm"]) for row in rows]
         until_s = now_s + 3.0 * plan.predicted_ttft_s + COMING_S

@@ -80,6 +80,7 @@ ENGINE = np.dtype(
         ("behind_s", "f8"),  # part of it that even the end of the first prompt leaves
         ("at_s", "f8"),  # when that was true, on the caller's clock
         ("heard_s", "f8"),  # when the engine itself reported last; -inf if it never did
+        ("measured_s", "f8"),  # when it last computed a prompt; inf if that is of no interest
         ("drift", "f8"),  # growth of the variance of queue_s, s^2 a second
         ("prompts", "i8"),  # ahead, of which `queued_tokens` are
         ("running", "i8"),  # requests that decode, or will before one more does

@@ -52,12 +52,14 @@ class OwnView:
         decode_load: EngineLoad,
         sides: PrefillSides,
         coming: tuple[int, int],
+        measured_s: float,
         now: float,
     ) -> None:
         """Write into the view what has been measured, and who is there.
 
         Args:
             coming: requests that will decode here and do not yet, and tokens of their prompts.
+            measured_s: when the decode engine last computed a prompt.
         """
         view = self.view
         view.settings = settings
@@ -72,7 +74,7 @@ class OwnView:
         engine = view.engines[view.row(self._replica)]
         engine["running"] += coming[0]
         engine["context"] += coming[1]
-        engine["share"] = costs.shared.share
+        engine["share"], engine["measured_s"] = costs.shared.share, measured_s
         engine["handoff_s"] = costs.handoff.seconds()
         engine["handoff_error_s"] = costs.handoff.rms_error
         for gone in [name for name in view.names if name not in sides]:
@@ -88,7 +90,7 @@ class OwnView:
             engine["queue_s"] += side.others_wait_s(now, settings.remeasure_s)
             engine["hbm"], engine["node"] = holder, _HERE if side.shares_store else _ELSEWHERE
             engine["prefill"] = side.breaker.refusal(now) is None
-            engine["cold"] = side.cold
+            engine["cold"], engine["measured_s"] = side.cold, side.measured_s
             engine["call_s"], engine["call_error_s"] = costs.call.seconds(), costs.call.rms_error
         refusal = sides.refusal(now)
         if self._prefill is None:

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.router.choose import Ages, Choice, Errors, choose, formula, remote_timeout_s
+from headrace.router.choose import (
+    Choice,
+    Errors,
+    choose,
+    formula,
+    most_for_measuring,
+    remote_timeout_s,
+)
 from headrace.router.engines import ASK, LATE, NO_ROOM, SLOW_STEP
 from headrace.router.pairs import (
     CACHED,
@@ -30,7 +37,7 @@ from headrace.router.pairs import (
     TOTAL,
     decide,
 )
-from headrace.router.plan import RUNNERS_UP, Plan, Refusal, Run, RunnerUp
+from headrace.router.plan import RUNNERS_UP, Kind, Plan, Refusal, Run, RunnerUp
 from headrace.router.view import View
 from headrace_kvstore.supply import MEDIA, Supply
 
@@ -74,7 +81,7 @@ class PlaceRequest:
         local_only: why the decode engine must prefill it, or None.
         draft_cap: most tokens that its drafts may have, as its tenant may; None for no cap.
         itl_target_s, ttft_target_s: in place of the settings'.
-        ages: since when nothing was measured; None for a caller that leaves measuring to others.
+        looks: whether the request may go to an engine that is dearer, in order to measure it again.
     """
 
     request_id: str
@@ -89,7 +96,28 @@ class PlaceRequest:
     draft_cap: int | None = None
     itl_target_s: float | None = None
     ttft_target_s: float | None = None
-    ages: Ages | None = None
+    looks: bool = False
+
+
+class _Best(NamedTuple):
+    """The best choices of each kind, and which of the two it is."""
+
+    local: list[_Found]
+    pairs: list[_Found]
+    details: list[list[float]]
+    """Of the first of each, as `pairs.decide`."""
+    lengths: NDArray[np.int64]
+    media: NDArray[np.int64]
+    choice: Choice
+
+    @property
+    def chosen(self) -> _Found:
+        return self.local[0] if self.choice.kind == "local" else self.pairs[0]
+
+    @property
+    def computes(self) -> int:
+        """The engine that computes the prompt."""
+        return self.chosen.decode if self.chosen.prefill < 0 else self.chosen.prefill
 
 
 def place(view: View, request: PlaceRequest) -> Plan:
@@ -98,23 +126,61 @@ def place(view: View, request: PlaceRequest) -> Plan:
     Raises:
         NobodyAnswersError: no decode engine may be asked.
     """
-    ask = _ask(view, request)
+    best = _best(view, request, view.engines)
+    look = _look(view, request, best) if request.looks else None
+    return _plan(view, request, look or best)
+
+
+def _best(view: View, request: PlaceRequest, engines: NDArray[np.void]) -> _Best:
     supplied = request.supplies is not None
     held = np.ascontiguousarray(request.held, np.int32)
     kinds, details, lengths, media = decide(
-        *(ask, view.engines, view.curves, view.padded, held),
+        *(_ask(view, request), engines, view.curves, view.padded, held),
         *(view.dram, view.store, view.objects, supplied, *_supplies(view, request)),
         *(view.loads, view.links, view.fits, _CHOICES, request.local_only is None),
     )
     local, pairs = ([_Found(*found) for found in kind] for kind in kinds.tolist())
     if local[0].decode < 0:
         raise NobodyAnswersError("no decode replica may be asked")
-    details = details.tolist()
+    choice = _choice(view, request, local[0], pairs[0])
+    return _Best(local, pairs, details.tolist(), lengths, media, choice)
+
+
+def _look(view: View, request: PlaceRequest, best: _Best) -> _Best | None:
+    """The best choice that has the engine compute which has not done so for longest, if measuring
+    it again is worth its price."""
+    engines, settings = view.engines, view.settings
+    may = engines["decode"] & (settings.policy != "remote")
+    may |= engines["prefill"] & (settings.policy != "local" and request.local_only is None)
+    may[best.computes] = False
+    ages_s = np.where(may, request.now_s - engines["measured_s"], -np.inf)
+    row = int(ages_s.argmax())
+    age_s, best_s = float(ages_s[row]), best.chosen.seconds
+    most_s = most_for_measuring(best_s, age_s, settings.remeasure_s)
+    if most_s == 0.0:
+        return None
+    kind: Kind = "remote" if engines["prefill"][row] else "local"
+    only = np.arange(len(engines)) == row
+    engines = engines.copy()
+    engines["prefill"] &= only
+    engines["decode"] &= only | (kind == "remote")
+    found = _best(view, request, engines)
+    chosen = (found.local if kind == "local" else found.pairs)[0]
+    if chosen.decode < 0 or chosen.seconds >= most_s or _rank(chosen) > _rank(best.chosen):
+        return None
+    why = (
+        f"measuring {kind} prefill on {view.name(row)} again after {age_s:.0f} s: predicted "
+        f"{chosen.seconds:.3f} s, below {most_s / best_s:.1f} times the best one's {best_s:.3f} s"
+    )
+    return found._replace(choice=Choice(kind, why, explores=True))
+
+
+def _plan(view: View, request: PlaceRequest, best: _Best) -> Plan:
+    local, pairs, details, lengths, media, choice = best
     predicted = _named(request, "local", LOCAL_PARTS, details[0])
     if pairs[0].decode >= 0:
         predicted |= _named(request, "remote", REMOTE_PARTS, details[1])
-    choice = _choice(view, request, local[0], pairs[0])
-    chosen, detail = (local[0], details[0]) if choice.kind == "local" else (pairs[0], details[1])
+    chosen, detail = best.chosen, details[choice.kind == "remote"]
     nodes, supply = view.engines["node"], (request.prompt_tokens, view.block_tokens, lengths, media)
     own = _runs(
         *supply, nodes[chosen.decode], int(detail[CACHED_DECODE]), int(detail[TAKEN_DECODE])
@@ -123,6 +189,7 @@ def place(view: View, request: PlaceRequest) -> Plan:
     if chosen.prefill >= 0:
         fallback = own
         runs = _runs(*supply, nodes[chosen.prefill], int(detail[CACHED]), int(detail[TAKEN]))
+    ttft_target_s = request.ttft_target_s or view.settings.ttft_target_s or math.inf
     return Plan(
         request_id=request.request_id,
         prefill=None if chosen.prefill < 0 else view.prefill_name,
@@ -138,7 +205,7 @@ def place(view: View, request: PlaceRequest) -> Plan:
         reasons=(choice.why, formula(predicted)),
         draft_cap=request.draft_cap,
         runners_up=_runners_up(view, local, pairs, chosen),
-        refusal=_refusal(view, float(ask["ttft_s"][0]), chosen, predicted),
+        refusal=_refusal(view, ttft_target_s, chosen, predicted),
         explores=choice.explores,
     )
 
@@ -200,7 +267,7 @@ def _choice(view: View, request: PlaceRequest, local: _Found, pair: _Found) -> C
         return Choice("local", f"remote prefill {_broken(pair)}, local prefill does not")
     if _rank(pair) < _rank(local):
         return Choice("remote", f"local prefill {_broken(local)}, remote prefill does not")
-    return choose(local.seconds, pair.seconds, request.ages, view.settings)
+    return choose(local.seconds, pair.seconds)
 
 
 def _rank(found: _Found) -> int:

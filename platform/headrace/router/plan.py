@@ -206,7 +206,7 @@ class RouterSettings:
     itl_target_s: float | None = None
     #: Longest predicted time to first token that a plan may have without a refusal.
     ttft_target_s: float | None = None
-    #: Age at which a side's measurements are stale enough to pay twice the better side's time.
+    #: Age at which an engine's measurements are stale enough to pay twice the best one's time.
     remeasure_s: float = 60.0
     #: Of one prompt: longer ones take several steps.
     max_step_tokens: int = 2048

@@ -24,7 +24,6 @@ import numpy as np
 
 from headrace.router.active import Active, computed_pairs, computed_tokens
 from headrace.router.adopt import why_stale
-from headrace.router.choose import Ages
 from headrace.router.cost import Costs
 from headrace.router.index import PrefixIndex, chain_seed, hash_blocks
 from headrace.router.load import EngineLoad
@@ -83,8 +82,9 @@ class Router:
         )
         self._heard = HeardPlans()
         self._moved = {"count": 0, "bytes": 0, "seconds": 0.0}
-        # Never measured counts as just stale: the dearer side is tried below twice the price.
-        self._local_measured_s = self._remote_measured_s = now - settings.remeasure_s
+        # Never measured counts as just stale: it is tried below twice the best price.
+        self._measured_s = now - settings.remeasure_s
+        self._look_s = now
         # What is not kept from an earlier start is compiled now, and not while a request waits.
         place(self._own.view, PlaceRequest("", 1))
 
@@ -103,7 +103,8 @@ class Router:
         if request.request_id in self._active:
             self.finished(request.request_id)
         self._own.refresh(
-            *(self.settings, self.costs, self.decode_load, self.sides, self._coming(), now)
+            *(self.settings, self.costs, self.decode_load, self.sides),
+            *(self._coming(), self._measured_s, now),
         )
         plan = place(self._own.view, self._asked(request, hashes, now))
         if stale is not None:
@@ -172,7 +173,7 @@ class Router:
             supplies=(request.stored_decode, request.stored_prefill),
             affinity=int.from_bytes(prefix, "little"),
             local_only=request.local_only,
-            ages=Ages(now - self._local_measured_s, now - self._remote_measured_s),
+            looks=now >= self._look_s,
         )
 
     def _coming(self) -> tuple[int, int]:
@@ -186,14 +187,14 @@ class Router:
         return load.queue_s(fit, self.settings.max_step_tokens, now)
 
     def _explored(self, plan: Plan, now: float) -> None:
-        """A plan measures its side again. Not all replicas at once: the next look comes 0 to half a
-        period later."""
+        """A plan measures an engine again. Not all replicas look at once: the next look comes 1 to
+        1.5 periods later."""
         self._counts["explored"] += 1
-        at = now + 0.5 * self.settings.remeasure_s * self._rng.random()
-        if plan.kind == "remote":
-            self._remote_measured_s = at
+        self._look_s = now + self.settings.remeasure_s * (1.0 + 0.5 * self._rng.random())
+        if plan.prefill is None:
+            self._measured_s = now
         else:
-            self._local_measured_s = at
+            self.sides[plan.replica].measured_s = now
 
     @property
     def block_compute_s(self) -> float:
@@ -271,10 +272,9 @@ class Router:
             active.side.load.release(request_id, now)
             side = self._done_by(active, report.replica, now)
         if side is not None:
-            side.shares_store = report.shares_store
+            side.shares_store, side.measured_s = report.shares_store, now
         if active is None or not active.cold:
             self.costs.call.observe(report.call_s - report.queue_s - report.compute_s)
-        self._remote_measured_s = max(now, self._remote_measured_s)
         if active is None or active.plan.prefill is None:
             return
         active.call_s = report.call_s
@@ -392,7 +392,7 @@ class Router:
     def local_step(self, prompt_tokens: int) -> None:
         """The decode engine made a step, from which its step times have learned."""
         if prompt_tokens > 1:  # one token is what a remote prefill leaves to decode
-            self._local_measured_s = max(self._clock(), self._local_measured_s)
+            self._measured_s = self._clock()
 
     def observe_transfer(self, size_bytes: int, seconds: float) -> None:
         """One KV transfer over NIXL."""
@@ -446,10 +446,6 @@ class Router:
             "loads": {
                 medium: (fit.fixed_s, fit.each_s) for medium, fit in c.loads.items() if fit.samples
             },
-            "local_kinds": (
-                max(0.0, now - self._local_measured_s),
-                max(0.0, now - self._remote_measured_s),
-            ),
             "heard": self._heard.recent(now),
         }
 
@@ -482,8 +478,5 @@ class Router:
                 "shared_cores": c.shared.to_dict(),
             },
             "transfers": dict(self._moved),
-            "measured_s_ago": {
-                "local": now - self._local_measured_s,
-                "remote": now - self._remote_measured_s,
-            },
+            "measured_s_ago": now - self._measured_s,
         }

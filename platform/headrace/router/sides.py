@@ -31,6 +31,7 @@ class PrefillSide:
         index: the blocks that its engine probably holds.
         others: seconds that requests wait there beyond what this router put there.
         others_at_s: when that was measured last.
+        measured_s: when it last computed a prompt.
         cold: no request has had its KV from there since it was made, or since it last failed.
         steps: its step times, as it told them; None before it did.
         shares_store: whether it runs on the decode engine's machine, so that both load from one
@@ -41,6 +42,7 @@ class PrefillSide:
     breaker: Breaker
     index: PrefixIndex
     others_at_s: float
+    measured_s: float
     load: EngineLoad = field(default_factory=EngineLoad)
     others: CallModel = field(default_factory=lambda: CallModel(0.0, 0.050))
     cold: bool = True
@@ -65,6 +67,7 @@ class PrefillSide:
             "index_blocks": len(self.index),
             "same_machine": self.shares_store,
             "others_wait_s": self.others.seconds(),
+            "measured_s_ago": now_s - self.measured_s,
         }
 
 
@@ -80,7 +83,9 @@ class PrefillSides(dict[str, PrefillSide]):
     def new(self, replica: str, now_s: float) -> PrefillSide:
         settings = self._settings
         breaker = Breaker(settings.retry_s, settings.retry_max_s)
-        return PrefillSide(replica, breaker, PrefixIndex(self._blocks), now_s)
+        # Never measured counts as just stale: it is tried below twice the best price.
+        stale_s = now_s - settings.remeasure_s
+        return PrefillSide(replica, breaker, PrefixIndex(self._blocks), now_s, stale_s)
 
     def set_members(self, replicas: Collection[str], now_s: float) -> None:
         """Know these replicas and no others. What is under way at one that left goes on."""

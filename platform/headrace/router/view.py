@@ -41,8 +41,9 @@ class View:
 
     Attributes:
         engines: ENGINE [rows]. Whoever writes here keeps the units; `running`, `context`,
-            `prompts`, `free_blocks`, `drift`, `draft_tokens`, `cold`, `call_s`, `handoff_s`, their
-            errors and `share` are written directly, what belongs together through methods.
+            `prompts`, `free_blocks`, `drift`, `measured_s`, `draft_tokens`, `cold`, `call_s`,
+            `handoff_s`, their errors and `share` are written directly, what belongs together
+            through methods.
         settings: how prices are weighed.
         prefill_name: of the prefill deployment.
         no_prefill: why no prefill engine may be asked, where none may.
@@ -202,6 +203,7 @@ class View:
         engine["key"], engine["node"], engine["hbm"] = name_key(name), node, hbm
         engine["step_tokens"], engine["free_blocks"], engine[role] = step_tokens, -1, True
         engine["cold"], engine["heard_s"] = role == "prefill", -math.inf
+        engine["measured_s"] = math.inf
         engine["call_s"], engine["call_error_s"] = _CALL_S, _CALL_ERROR_S
         engine["handoff_s"], engine["handoff_error_s"] = _HANDOFF_S, _HANDOFF_ERROR_S
         self.set_steps(row, StepTime())
