@@ -4,6 +4,7 @@ for all tests: no process outlives the run, compiled code is kept, the end tells
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ ENDING_S = 10.0
 
 def pytest_configure(config: pytest.Config) -> None:
     run.begin()
+    # A shell's background jobs ignore the first, `nohup` the second; children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     compiled.keep_compiled()
     # Two threads of torch that wait for each other on busy cores take a hundred times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
