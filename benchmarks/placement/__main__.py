@@ -18,10 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.simulate.best import capacity_rate
 from headrace.simulate.catalog import NAMES, policy_named
@@ -62,36 +67,63 @@ SHOWN = ("goodput", "ttft_mean", "ttft_p90", "ttft_p99")
 Results = dict[tuple[int, float, str], list[Outcome]]
 
 
-def play(trace: Trace, plans: tuple[Plan, ...], policies: list[str]) -> tuple[Results, float]:
-    """Outcomes by size, load and policy, one a seed; and the seconds that it took."""
+class Cell(NamedTuple):
+    """What all policies play alike."""
+
+    plan: Plan
+    load: float
+    rate: float
+    """Requests a second at load 1."""
+    seed: int
+
+
+def play(
+    trace: Trace, plans: tuple[Plan, ...], policies: list[str], jobs: int
+) -> tuple[Results, float]:
+    """Outcomes by size, load and policy, one a seed; and the seconds that it took. So many `jobs`
+    play at once, each a cell."""
     hardware, begun = Hardware(), time.perf_counter()
+    rates = [
+        capacity_rate(trace, hardware, plan.engines, plan.seconds, plan.warm_share)
+        for plan in plans
+    ]
+    cells = [
+        Cell(plan, load, rate, seed)
+        for plan, rate in zip(plans, rates, strict=True)
+        for load in plan.loads
+        for seed in range(plan.seeds)
+    ]
     found: Results = {}
-    for plan in plans:
-        full = capacity_rate(trace, hardware, plan.engines, plan.seconds, plan.warm_share)
-        for load in plan.loads:
-            for seed in range(plan.seeds):
-                work = multiply(trace, load * full, plan.seconds, seed)
-                settings = Settings(seed=seed, warm_share=plan.warm_share, targets=TARGETS)
-                for name in policies:
-                    started = time.perf_counter()
-                    run = simulate(
-                        *(work, hardware, plan.engines, plan.engines), policy_named(name), settings
-                    )
-                    found.setdefault((plan.engines, load, name), []).append(run.outcome)
-                    told = run.outcome
-                    print(
-                        f"{plan.engines} load {load} seed {seed} {name:19s} "
-                        f"{time.perf_counter() - started:6.1f} s: goodput {told.goodput:.3f}, "
-                        f"TTFT {told.ttft_mean:.2f} p90 {told.ttft_p90:.2f} "
-                        f"p99 {told.ttft_p99:.2f}, "
-                        f"a token {1e3 * told.tpot_mean:.0f} p99 {1e3 * told.tpot_p99:.0f} ms, "
-                        f"hits {told.hit_rate:.3f} of {told.reachable:.3f}, "
-                        f"local {told.local_share:.2f}, "
-                        f"use {told.prefill_use:.2f} {told.decode_use:.2f}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        outcomes = pool.map(partial(play_cell, trace, hardware, policies), cells)
+        for cell, played in zip(cells, outcomes, strict=True):
+            for name, told in zip(policies, played, strict=True):
+                found.setdefault((cell.plan.engines, cell.load, name), []).append(told)
     return found, time.perf_counter() - begun
+
+
+def play_cell(trace: Trace, hardware: Hardware, policies: list[str], cell: Cell) -> list[Outcome]:
+    """The outcome of each policy."""
+    plan, load, rate, seed = cell
+    work = multiply(trace, load * rate, plan.seconds, seed)
+    settings = Settings(seed=seed, warm_share=plan.warm_share, targets=TARGETS)
+    outcomes = []
+    for name in policies:
+        started = time.perf_counter()
+        policy = policy_named(name)
+        told = simulate(work, hardware, plan.engines, plan.engines, policy, settings).outcome
+        print(
+            f"{plan.engines} load {load} seed {seed} {name:19s} "
+            f"{time.perf_counter() - started:6.1f} s: goodput {told.goodput:.3f}, "
+            f"TTFT {told.ttft_mean:.2f} p90 {told.ttft_p90:.2f} p99 {told.ttft_p99:.2f}, "
+            f"a token {1e3 * told.tpot_mean:.0f} p99 {1e3 * told.tpot_p99:.0f} ms, "
+            f"hits {told.hit_rate:.3f} of {told.reachable:.3f}, "
+            f"local {told.local_share:.2f}, use {told.prefill_use:.2f} {told.decode_use:.2f}",
+            file=sys.stderr,
+            flush=True,
+        )
+        outcomes.append(told)
+    return outcomes
 
 
 def figures_of(results: Results) -> dict[str, float]:
@@ -158,6 +190,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", help="only these sizes")
     parser.add_argument("--loads", type=float, nargs="+", help="instead of the loads given")
     parser.add_argument("--seeds", type=int, help="instead of the number of seeds given")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (all cores)")
     args = parser.parse_args()
     plans: tuple[Plan, ...] = QUICK if args.quick else FULL
     if args.engines:
@@ -166,7 +199,7 @@ def main() -> None:
         plans = tuple(replace(plan, loads=tuple(args.loads)) for plan in plans)
     if args.seeds:
         plans = tuple(replace(plan, seeds=args.seeds) for plan in plans)
-    results, seconds = play(read_trace(args.trace), plans, args.policies)
+    results, seconds = play(read_trace(args.trace), plans, args.policies, args.jobs)
     figures = figures_of(results)
     figures["seconds"] = seconds
     for plan in plans:
