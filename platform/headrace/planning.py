@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from headrace.outcomes import Outcomes
 from headrace.router import (
     Geometry,
     Plan,
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("headrace.router")
-
-MEASURED_KEPT = 1_000
-"""Requests whose first token is remembered, as the router remembers plans."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,10 @@ class ReplicaPlanner:
         self._store = store
         self.machine = machine
         self._plans: dict[str, Plan] = {}
-        self._measured: OrderedDict[str, dict[str, float]] = OrderedDict()
+        geometry = router.geometry
+        self._outcomes = Outcomes(
+            router.costs, router.settings.max_step_tokens, geometry.kv_bytes_per_token
+        )
         self.on_change: list[Callable[[], None]] = []
         self._unreadable_logged = False
         meter.alone_s = router.step_alone_s
@@ -163,6 +163,7 @@ class ReplicaPlanner:
                 logger.warning("a prefill replica's step times are left out: %s", error)
         for load in result.loads:
             self.router.observe_load(*load)
+        self._outcomes.prefilled(request_id, result.computed_tokens)
         self.router.prefill_done(
             request_id,
             PrefillReport(
@@ -179,17 +180,17 @@ class ReplicaPlanner:
 
     def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
         self.router.first_token(request_id, seconds_from_plan, cached_tokens)
-        told = {"ttft_s": seconds_from_plan, "cached_tokens": cached_tokens}
-        self._measured[request_id] = told
-        while len(self._measured) > MEASURED_KEPT:
-            self._measured.popitem(last=False)
         plan = self._plans.get(request_id)
-        if plan is not None and plan.predicted_ttft_s > 0:
-            self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
+        if plan is not None:
+            self._outcomes.first_token(plan, seconds_from_plan, cached_tokens)
+            if plan.predicted_ttft_s > 0:
+                self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
         self._changed()
 
     def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
-        self._plans.pop(request_id, None)
+        plan = self._plans.pop(request_id, None)
+        if plan is not None:
+            self._outcomes.finished(plan, len(output_token_ids))
         self.router.finished(request_id, output_token_ids)
         self._changed()
 
@@ -206,16 +207,15 @@ class ReplicaPlanner:
         return self.router.sides.in_doubt(time.monotonic())
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """The plan of a request that is remembered, and what became of it: `measured` has seconds
-        from the plan to the first token, and prompt tokens that the engine found in its cache or
-        got from elsewhere; None before the first token."""
+        """The plan of a request that is remembered, and what became of it: `measured` is an
+        `Outcome`, or None before the first token."""
         plan = self.router.explain(request_id)
         if plan is None:
             return None
-        return {**plan.to_dict(), "measured": self._measured.get(request_id)}
+        return {**plan.to_dict(), "measured": self._outcomes.of(request_id)}
 
     def snapshot(self) -> dict[str, Any]:
-        return self.router.snapshot()
+        return {**self.router.snapshot(), "outcomes": self._outcomes.snapshot()}
 
     def report_fields(self) -> dict[str, Any]:
         """As `Router.report_fields`. On the event loop only."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from headrace.advice import LEAST_REQUESTS
 from tests.support.app import MODEL, App, until
 from tests.support.prompts import noise
 
@@ -48,6 +49,32 @@ def test_a_plan_is_found_under_the_clients_id(app: App, way: str, chat: bool) ->
     assert plan["prompt_tokens"] == answer.json()["usage"]["prompt_tokens"]
     assert plan["reasons"]
     assert name in plan["request_id"]
+
+
+@pytest.mark.parametrize("way", ["local", "remote"])
+def test_a_plan_says_in_hindsight_what_it_reached_and_cost(app: App, way: str) -> None:
+    name = f"seen-{uuid.uuid4().hex}"
+    prompt = noise(400, 6)
+    with app.policy(way):
+        for turn in range(2):
+            app.complete(prompt, cache_salt=name, headers={"X-Request-Id": f"{name}-{turn}"})
+    first, again = app.plan(f"{name}-0"), app.plan(f"{name}-1")
+    assert first["reachable_tokens"] == first["measured"]["cached_tokens"] == 0
+    assert 0 < again["measured"]["cached_tokens"] <= again["reachable_tokens"]
+    came = again["measured"]
+    assert came["ttft_s"] > 0 and came["cost_s"] > 0 and came["regret_s"] >= 0
+
+
+def test_the_status_sums_up_hits_and_regret_and_advises_on_roles(app: App) -> None:
+    for _ in range(LEAST_REQUESTS):
+        app.complete("Hello", max_tokens=4)
+    status = app.status()
+    told = app.replica("decode")["router"]["outcomes"]
+    assert told["requests"] >= LEAST_REQUESTS and told["cost_s"] > 0
+    assert 0 < told["reached_tokens"] <= told["prompt_tokens"]
+    advice = status["advice"]
+    assert (advice["now"]["prefill"], advice["now"]["decode"]) == (1, 1)
+    assert advice["best"]["ttft_s"] > 0 and advice["prefill"] >= 1 and advice["decode"] >= 1
 
 
 def test_a_request_that_must_stay_says_why(app: App) -> None:

@@ -108,7 +108,7 @@ class FakeCluster:
         return [member.info for member in self.members]
 
     async def status(self) -> dict[str, Any]:
-        return self.told_status or {"replicas": [member.replica_id for member in self.members]}
+        return self.told_status or {"replicas": []}
 
     async def warm(
         self, bodies: list[dict[str, Any]], salt: str, pin: bool

@@ -118,8 +118,8 @@ def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:
         view.add(name, role, view.node("here"))  # type: ignore[arg-type]
     plan = place(view, PlaceRequest("cmpl-1", 2000, output_tokens_max=8, ttft_target_s=1e-3))
     out = io.StringIO()
-    measured = {"measured": {"ttft_s": 1.5, "cached_tokens": 1984}}
-    explain.render(plan.to_dict() | measured, Console(file=out, width=160))
+    came = {"ttft_s": 1.5, "cached_tokens": 1984, "cost_s": 2.5, "regret_s": 0.25}
+    explain.render(plan.to_dict() | {"measured": came}, Console(file=out, width=160))
     text = out.getvalue()
     chosen, (other, *_) = plan.decode, plan.runners_up
     for part in (
@@ -128,7 +128,8 @@ def test_explain_says_what_was_chosen_and_what_it_was_compared_with() -> None:
         f"{plan.predicted['local.compute']:.4f}",
         f"{plan.predicted['remote.total']:.4f}",
         f"planned by a replica, because {plan.reasons[0]}",
-        "measured: first token after 1.500 s, 1984 prompt tokens from a cache or elsewhere",
+        "measured: first token after 1.500 s, 1984 prompt tokens not computed of 0 that were held",
+        "in hindsight it cost 2.500 s; regret: 0.250 s over",
         f"next: {other.total_s:.3f} s on {other.decode}, ",
         "no choice keeps every target: this breaks the TTFT target",
     ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.advice import advice_of
 from headrace.gateway import errors
 from headrace.gateway.backend import Backend, GatewayOptions
 from headrace.gateway.door.limits import validated
@@ -187,7 +188,9 @@ class Admin:
         return 200, self._schema[1], _JSON
 
     async def _status(self, pool: ReplicaPool) -> Answer:
-        return 200, _json({**await self._backend.status(), "gateway": self._state()}), _JSON
+        status = await self._backend.status()
+        told = {**status, "advice": advice_of(status["replicas"]), "gateway": self._state()}
+        return 200, _json(told), _JSON
 
     async def _plan(self, request_id: str) -> Answer:
         plan = await self._backend.plan(request_id)

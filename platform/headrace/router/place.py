@@ -196,6 +196,7 @@ def _plan(view: View, request: PlaceRequest, best: _Best) -> Plan:
         prompt_tokens=request.prompt_tokens,
         cached_decode_tokens=int(detail[CACHED_DECODE]),
         cached_prefill_tokens=int(details[1][CACHED]),
+        reachable_tokens=_reachable(view, request, lengths),
         decode=view.name(chosen.decode),
         replica="" if chosen.prefill < 0 else view.name(chosen.prefill),
         runs=runs,
@@ -301,6 +302,14 @@ def _runs(
     if at < prompt_tokens:
         runs.append(Run("compute", prompt_tokens - at))
     return tuple(runs)
+
+
+def _reachable(view: View, request: PlaceRequest, lengths: NDArray[np.int64]) -> int:
+    """Leading tokens that one holder, or the media of one node, could spare an engine."""
+    blocks = max(0, request.prompt_tokens - 1) // view.block_tokens
+    held = int(request.held.max(initial=0)) * view.block_tokens
+    stored = int(lengths.sum(axis=1).max(initial=0))
+    return min(blocks * view.block_tokens, max(held, stored))
 
 
 def _timeout_s(view: View, chosen: _Found, predicted: dict[str, float]) -> float:

@@ -69,6 +69,8 @@ class Plan:
     prompt_tokens: int
     cached_decode_tokens: int
     cached_prefill_tokens: int
+    #: Leading tokens that some engine's cache or some node's store held.
+    reachable_tokens: int = 0
     #: The decode replica that answers; empty for the one that made the plan.
     decode: str = ""
     #: The prefill replica to ask; empty lets Ray Serve choose one.
@@ -143,6 +145,7 @@ class Plan:
             "prompt_tokens": self.prompt_tokens,
             "cached_decode_tokens": self.cached_decode_tokens,
             "cached_prefill_tokens": self.cached_prefill_tokens,
+            "reachable_tokens": self.reachable_tokens,
             "loaded_tokens": self.loaded_tokens,
             "loaded_from": self.loaded_from,
             "runs": [run._asdict() for run in self.runs],

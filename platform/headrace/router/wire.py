@@ -73,6 +73,7 @@ def _plan(told: Mapping[str, Any]) -> Plan:
         prompt_tokens=_count(told["prompt_tokens"]),
         cached_decode_tokens=_count(told["cached_decode_tokens"]),
         cached_prefill_tokens=_count(told["cached_prefill_tokens"]),
+        reachable_tokens=_count(told["reachable_tokens"]),
         decode=_name(told["decode"]),
         replica=_name(told["replica"]),
         runs=_runs(told["runs"]),

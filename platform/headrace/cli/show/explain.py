@@ -39,7 +39,12 @@ def render(plan: dict[str, Any], out: Console) -> None:
     if measured:
         say(
             f"measured: first token after {measured['ttft_s']:.3f} s, "
-            f"{measured['cached_tokens']:.0f} prompt tokens from a cache or elsewhere"
+            f"{measured['cached_tokens']:.0f} prompt tokens not computed "
+            f"of {plan['reachable_tokens']} that were held somewhere"
+        )
+        say(
+            f"in hindsight it cost {measured['cost_s']:.3f} s; "
+            f"regret: {measured['regret_s']:.3f} s over what the next best was predicted to cost"
         )
     for other in plan["runners_up"]:
         by = f"prefilled by {other['prefill']}" if other["prefill"] else "prefilled there"

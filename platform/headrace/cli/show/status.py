@@ -60,6 +60,10 @@ def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None
     placed = (data.get("gateway") or {}).get("router")
     if placed:
         out.print(f"placed by this gateway: {placement(placed)}", markup=False)
+    for line in hindsight(replicas):
+        out.print(line, markup=False)
+    if data.get("advice"):
+        out.print(advice(data["advice"]), markup=False)
     if moved is not None:
         out.print(f"moved over NIXL: {human_bytes(moved)}", markup=False)
     for replica in replicas:
@@ -82,6 +86,49 @@ def placement(router: dict[str, Any]) -> str:
     return (
         f"{kinds}; {held:.0%} of their prompt tokens were held; "
         f"{router['replicas']} replicas known, oldest report {router['oldest_report_s']:.1f} s"
+    )
+
+
+def hindsight(replicas: list[dict[str, Any]]) -> list[str]:
+    """Hits reached of those that were reachable, and the regret, over all decode replicas."""
+    told = [(replica.get("router") or {}).get("outcomes") for replica in replicas]
+    sums = {
+        name: sum(one[name] for one in told if one)
+        for name in ("requests", "prompt_tokens", "reachable_tokens", "reached_tokens")
+    }
+    cost_s, regret_s = (sum(one[s] for one in told if one) for s in ("cost_s", "regret_s"))
+    if not sums["requests"]:
+        return []
+    all_tokens = max(1, sums["prompt_tokens"])
+    return [
+        f"prompt tokens that were held somewhere: {sums['reachable_tokens'] / all_tokens:.0%}, "
+        f"not computed: {sums['reached_tokens'] / all_tokens:.0%}",
+        f"regret: {regret_s / max(cost_s, 1e-9):.1%} of what {sums['requests']:,} plans cost",
+    ]
+
+
+def advice(told: dict[str, Any]) -> str:
+    """Whether apart pays, and how many replicas of each role the traffic takes."""
+
+    def seen(split: dict[str, Any]) -> str:
+        if split["ttft_s"] is None:
+            return "overloaded"
+        return f"{split['ttft_s']:.2f} s to the first token, {1e3 * split['token_s']:.0f} ms each"
+
+    def name(split: dict[str, Any]) -> str:
+        return f"{split['prefill']} prefill + {split['decode']} decode"
+
+    best, now, together = told["best"], told["now"], told["together"]
+    if told["apart_pays"]:
+        said = f"apart pays; best of these engines: {name(best)} ({seen(best)})"
+        said += f", without prefill engines {seen(together)}"
+    else:
+        said = f"apart does not pay: {name(together)} ({seen(together)})"
+    if now not in (best, together):
+        said += f", now {seen(now)}"
+    return (
+        f"advice, for {told['rate']:.2g} requests a second: {said}; "
+        f"apart takes {told['prefill']} prefill and {told['decode']} decode replicas"
     )
 
 

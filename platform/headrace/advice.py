@@ -1,0 +1,238 @@
+"""Says whether prefill and decode apart pays on the traffic seen, and how many replicas of each
+role it takes.
+
+All splits of the engines at hand are compared by the seconds of a mean request: to its first token,
+and those of its answer. `lambda` is requests a second, `o` tokens of an answer, `T(r)` seconds of a
+step with `r` running requests (`headrace_engine.steptime`), `C` seconds to compute what the caches
+lack of a prompt, `E` a mean::
+
+    wait(n, C)  = ErlangC(n, a) / (n - a) E[C^2] / (2 E[C]),   a = lambda E[C]
+    apart(p, d):  ttft = wait(p, C_p) + E[C_p] + move + T(r)
+                  token = T(r),                  r = lambda / d o token
+    together(n):  ttft = wait(n, C_d) + E[C_d] + T(r)
+                  token = T(r) / (1 - busy),     r = lambda / n o token,  busy = lambda / n E[C_d]
+
+`wait` is that of M/G/n, one queue for n servers (Lee and Longton 1959), since each prompt goes
+where it waits least. ErlangC is the part of the prompts that find all n busy.
+A decode engine that computes prompts gives its streams the rest of its time. On one machine,
+another engine that computes prompts takes `share` of a decode engine's speed, as well:
+``T(r) / (1 - share busy)`` apart, ``T(r) / (1 - (1 + share) busy)`` together. A split is overloaded
+if an engine has more than a second of prompts a second, or if more requests would run than its KV
+cache holds. Caches are taken to hit as often in every split.
+
+Pure: no Ray, no vLLM, no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace_engine.steptime import StepTime
+
+LEAST_REQUESTS = 32
+"""Below, nothing is said."""
+MOST_BUSY = 0.8
+"""Part of its time or its places that an engine should be busy at most."""
+MOST_SPLITS = 64
+"""Of many engines, only so many splits are compared, evenly apart."""
+_ROUNDS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The traffic, and what it costs: means of a request. Seconds, tokens.
+
+    Attributes:
+        rate: requests a second.
+        local_s, local_square: seconds to compute a prompt on a decode engine, and their square.
+        remote_s, remote_square: the same on a prefill engine, with the call.
+        move_s: to bring a prompt's KV to the decode engine.
+        steps: of a decode engine.
+        most_running: requests that its KV cache holds.
+        share: of its speed that it loses while another engine of its machine computes prompts.
+    """
+
+    rate: float
+    prompt_tokens: float
+    answer_tokens: float
+    local_s: float
+    local_square: float
+    remote_s: float
+    remote_square: float
+    move_s: float
+    steps: StepTime
+    most_running: int
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Engines of each role, and what a mean request would see; inf where they are overloaded.
+
+    Attributes:
+        busy: part of its time that the engine which computes prompts does so.
+        full: part of its places that a decode engine would need at its slowest step; above 1, it is
+            overloaded.
+    """
+
+    prefill: int
+    decode: int
+    ttft_s: float
+    token_s: float
+    request_s: float
+    busy: float
+    full: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What the traffic seen would take.
+
+    Attributes:
+        now: the engines as they are. together: as many engines without prefill engines. best: the
+            best split of as many.
+        prefill, decode: the fewest engines of each role, apart, that are busy at most `MOST_BUSY`.
+    """
+
+    now: Split
+    together: Split
+    best: Split
+    prefill: int
+    decode: int
+
+    @property
+    def apart_pays(self) -> bool:
+        return self.best.prefill > 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; None in place of inf."""
+        told = {"apart_pays": self.apart_pays, **asdict(self)}
+        for name in ("now", "together", "best"):
+            told[name] = {k: v if math.isfinite(v) else None for k, v in told[name].items()}
+        return told
+
+
+def advise(load: Load, prefill: int, decode: int) -> Advice:
+    """The advice for a cluster of so many engines.
+
+    Raises:
+        ValueError: there is no decode engine, or no traffic.
+    """
+    if decode < 1 or prefill < 0 or not load.rate > 0.0:
+        raise ValueError(f"{prefill} prefill and {decode} decode engines, {load.rate} requests/s")
+    engines = prefill + decode
+    each = max(1, -(-engines // MOST_SPLITS))
+    splits = {p: split(load, p, engines - p) for p in {*range(0, engines, each), prefill}}
+    best = min(
+        splits.values(), key=lambda one: (one.request_s, max(one.busy, one.full), one.prefill)
+    )
+    return Advice(
+        splits[prefill],
+        splits[0],
+        best,
+        max(1, math.ceil(load.rate * load.remote_s / MOST_BUSY)),
+        max(1, math.ceil(_places(load, load.rate) / MOST_BUSY)),
+    )
+
+
+def split(load: Load, prefill: int, decode: int) -> Split:
+    """What a mean request sees on so many engines of each role."""
+    apart, rate = prefill > 0, load.rate / (prefill or decode)
+    mean_s, square, move_s = load.local_s, load.local_square, 0.0
+    if apart:
+        mean_s, square, move_s = load.remote_s, load.remote_square, load.move_s
+    busy = rate * mean_s
+    taken = busy * ((0.0 if apart else 1.0) + (load.share if prefill + decode > 1 else 0.0))
+    ttft_s = token_s = full = math.inf
+    if taken < 1.0:
+        slower = 1.0 / (1.0 - taken)
+        full = slower * _places(load, load.rate / decode)
+        token_s, running = _pace(load, load.rate / decode, slower)
+        if busy < 1.0:
+            ttft_s = (
+                _wait_s(load.rate, prefill or decode, mean_s, square)
+                + mean_s
+                + move_s
+                + _step_s(load, running)
+            )
+    request_s = ttft_s + load.answer_tokens * token_s
+    return Split(prefill, decode, ttft_s, token_s, request_s, busy, full)
+
+
+def _wait_s(rate: float, engines: int, mean_s: float, square: float) -> float:
+    """M/G/n, by the recursion of Erlang's loss formula B: C = n B / (n - a (1 - B))."""
+    a, lost = rate * mean_s, 1.0
+    for n in range(1, engines + 1):
+        lost = a * lost / (n + a * lost)
+    all_busy = engines * lost / (engines - a * (1.0 - lost))
+    return all_busy / (engines - a) * square / (2.0 * mean_s)
+
+
+def _places(load: Load, rate: float) -> float:
+    """Decode engines that so many requests a second keep full."""
+    return rate * load.answer_tokens * _step_s(load, load.most_running) / load.most_running
+
+
+def _pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
+    """(seconds a token, requests that run) where arrivals and departures are as many: the least
+    solution of r = rate o slower T(r)."""
+    running = 0.0
+    for _ in range(_ROUNDS):
+        token_s = slower * _step_s(load, running)
+        now = rate * load.answer_tokens * token_s
+        if now > load.most_running:
+            break
+        if now - running <= 1e-3 * now:
+            return token_s, now
+        running = now
+    return math.inf, math.inf
+
+
+def _step_s(load: Load, running: float) -> float:
+    if running == math.inf:
+        return running
+    context = running * (load.prompt_tokens + load.answer_tokens / 2)
+    return load.steps.seconds(rows=max(1.0, running), context=context)
+
+
+def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The advice for the replicas of a status document, or None while too little is known.
+
+    Each decode replica tells its own traffic and fits: rates are added up, and the other means
+    weighed by them.
+    """
+    routers = [one["router"] for one in replicas if one.get("role") == "decode"]
+    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
+    prefill = sum(one.get("role") == "prefill" for one in replicas)
+    told = [traffic for traffic in told if traffic.get("rate", 0.0) > 0.0]
+    if sum(traffic["requests"] for traffic in told) < LEAST_REQUESTS:
+        return None
+    rate = sum(traffic["rate"] for traffic in told)
+
+    def mean(name: str) -> float:
+        return float(sum(traffic["rate"] * traffic[name] for traffic in told) / rate)
+
+    router = routers[0]
+    engines = router["engines"]
+    tokens = max(1.0, mean("prompt_tokens") + mean("answer_tokens") / 2)
+    same_machine = any(side.get("same_machine") for side in router["prefill"].values())
+    load = Load(
+        rate,
+        mean("prompt_tokens"),
+        mean("answer_tokens"),
+        mean("local_s"),
+        mean("local_s_square"),
+        mean("remote_s"),
+        mean("remote_s_square"),
+        mean("move_s"),
+        StepTime.from_dict(router["step_times"]["decode"]),
+        max(1, int(engines["decode_blocks"] * engines["block_tokens"] / tokens)),
+        router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0,
+    )
+    advice = advise(load, prefill, len(routers))
+    return {"requests": sum(traffic["requests"] for traffic in told), "rate": rate} | (
+        advice.to_dict()
+    )
