@@ -23,7 +23,7 @@ from typing import Any
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from tests.support import run
 from tests.support.app import until
-from tests.support.chart import merged, preset, ray_service, serve_config
+from tests.support.chart import merged, pods, preset, ray_service, serve_config
 from tests.support.program import ROOT, say
 from tests.support.tiny import tiny_llama
 
@@ -74,6 +74,29 @@ def resources() -> dict[str, float]:
     return offered
 
 
+def container_environment() -> dict[str, str]:
+    """What the chart sets for engines, but for paths of the image."""
+    [container] = pods(tiny_values())["decode"]["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    return {name: value for name, value in variables.items() if name not in ("HOME", "HF_HOME")}
+
+
+def as_in_a_container() -> list[str]:
+    """A prefix of commands that gives a process what the chart's containers have: no capability,
+    and a root file system that it cannot write, but for /tmp and compiled code. Empty where this
+    takes rights that this process lacks."""
+    writable = ["/tmp", os.environ["NUMBA_CACHE_DIR"]]
+    script = "".join(f"mount --bind {path} {path}; " for path in writable)
+    script += 'mount -o remount,bind,ro /; cd "$PWD"; '
+    script += 'exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@"'
+    prefix = ["unshare", "--mount", "sh", "-ec", script, "sh"]
+    try:
+        tried = subprocess.run([*prefix, "true"], capture_output=True, timeout=30)
+    except OSError:
+        return []
+    return prefix if tried.returncode == 0 else []
+
+
 def free_port() -> int:
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -99,11 +122,11 @@ class ServedApp:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.keys = {name: new_key() for name in ("operator", "shop", "shop-2", "bank")}
         self._log = open(self.folder / "driver.log", "w+")  # noqa: SIM115
+        (home := self.folder / "home").mkdir()
+        command = [sys.executable, "-m", "tests.support.served"]
         self._driver = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.support.served"),
-                *(str(self.folder), json.dumps(resources())),
-            ],
+            [*as_in_a_container(), *command, str(self.folder), json.dumps(resources())],
+            env={**os.environ, **container_environment(), "HOME": str(home)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

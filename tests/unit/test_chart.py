@@ -229,6 +229,8 @@ def test_no_container_is_root_or_writes_its_own_file_system(values: dict[str, An
             mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
             home = {each["name"]: each.get("value") for each in container["env"]}["HOME"]
             assert {"/tmp", home} <= mounted
+            if container["name"] not in ("model", "chat"):
+                assert {"/cache", "/dev/shm"} <= mounted
 
 
 def test_engines_get_their_devices_memory_and_rights() -> None:

@@ -3,8 +3,8 @@ The pod of a group. Takes a dict: root, role (head, gateway, prefill or decode),
 expects its name).
 
 The root file system is read-only. What is written goes to empty volumes: /tmp (Ray's logs and
-sockets), the user's home (compiled code), /dev/shm (the store's arena, Ray's objects, the engines'
-queues), /models.
+sockets), the user's home, /cache (compiled code), /dev/shm (the store's arena, Ray's objects, the
+engines' queues), /models.
 */}}
 {{- define "headrace.pod" -}}
 {{- $root := .root -}}
@@ -116,6 +116,8 @@ spec:
       emptyDir: {}
     - name: home
       emptyDir: {}
+    - name: cache
+      emptyDir: {}
     - name: shm
       emptyDir:
         medium: Memory
@@ -212,6 +214,7 @@ env:
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: home, mountPath: /home/headrace}
+  - {name: cache, mountPath: /cache}
   - {name: shm, mountPath: /dev/shm}
   - {name: config, mountPath: /etc/headrace/config, readOnly: true}
   {{- if $engine }}
