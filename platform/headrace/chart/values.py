@@ -105,7 +105,7 @@ class Engines(Pods):
         default=False,
         description="Whether the container gets the capability IPC_LOCK, which RDMA needs to "
         "register memory unless the node's memlock limit is unlimited. The namespace must then "
-        "allow it: the pod security level `restricted` does not.",
+        "allow it: the pod security levels `baseline` and `restricted` do not.",
     )
 
 
