@@ -61,8 +61,11 @@ def _walk(where: str, node: Any, labels: frozenset[str] = frozenset()) -> Iterat
             by = frozenset(node.modifier.labels) if node.modifier else frozenset()
             yield from _walk(where, node.expr, by)  # what is outside sees only these
         case promql_parser.BinaryExpr():
-            yield from _walk(where, node.lhs, labels)
-            yield from _walk(where, node.rhs, labels)
+            joined = node.modifier.matching if node.modifier else None
+            on = frozenset(joined.labels if joined else ())
+            brought = frozenset((node.modifier.group_labels if node.modifier else None) or ())
+            yield from _walk(where, node.lhs, (labels - brought) | on)
+            yield from _walk(where, node.rhs, (labels & brought if brought else labels) | on)
         case promql_parser.Call():
             for argument in node.args:
                 yield from _walk(where, argument, labels)
