@@ -28,7 +28,14 @@ $(STAMP): $(LOCK) pyproject.toml scripts/install.py
 serve: install  ## serve SmolLM2-135M-Instruct, or what ARGS="-f config.yaml" says
 	$(BIN)/headrace up $(ARGS)
 
-test: install  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
+NODE := build/kubernetes_models
+$(NODE)/.installed: $(wildcard tests/support/kubernetes_models/*)
+	@mkdir -p $(NODE)
+	@cp tests/support/kubernetes_models/* $(NODE)
+	@if command -v npm >/dev/null 2>&1; then npm ci --prefix $(NODE) --no-audit --no-fund --loglevel=error && touch $@; \
+	 else echo "npm is not here: custom resources of the chart are not checked"; fi
+
+test: install $(NODE)/.installed  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
 	$(BIN)/python -m tests.lanes --timeout=$(TEST_TIMEOUT_S) $(ARGS)
 
 soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)

@@ -20,6 +20,8 @@ targets), share of prompt tokens that were hits, errors, busiest engine, CPU sec
 ``conversation.ttft_p90_vs_best_peer``, ``conversation.goodput_vs_best_peer``: ours over the best.
 ``NAME.added_ms_cN``: median TTFT at N streams minus that without a router, with engines that answer
 at once; ``added_ms_c64``: ours minus the least of the Rust routers.
+``client.*``: what guidellm, a client of others, sees of our gateway, beside what our own client
+sees of the same requests (`other_client`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import uvloop
 
+from benchmarks.routers import other_client
 from benchmarks.routers.arms import ARMS, DIRECT, OURS_NAME, PEERS_VARIABLE, Arm, Cluster
 from benchmarks.routers.engines import Settings
 from benchmarks.routers.figures import Outcome, Targets, against, outcome, table
@@ -165,7 +168,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=1.0, help="times an H100's step times")
     parser.add_argument("--seconds", type=float, help="of the open loop of each router")
     parser.add_argument("--logs", type=Path, help="keep what the programs write here")
-    parser.add_argument("--only", choices=("conversation", "added"), help="one half")
+    parser.add_argument("--only", choices=("conversation", "added", "client"), help="one part")
     args = parser.parse_args()
     size = QUICK if args.quick else FULL
     size = replace(size, seconds=args.seconds or size.seconds)
@@ -173,7 +176,7 @@ def main() -> None:
     if found:
         print(table(found))
     for name, value in figures.items():
-        if "vs_best" in name or "added_ms" in name:
+        if "vs_best" in name or "added_ms" in name or name.startswith("client."):
             print(f"{name} {value:.3f}")
     if args.json:
         told = {"figures": figures, "environment": machine()}
@@ -194,7 +197,7 @@ def run(args: argparse.Namespace, size: Size) -> tuple[dict[str, Outcome], dict[
         arms = _installed(args.routers, None if peers is None else Path(peers))
         if args.quick and not args.routers:
             arms = [one for one in arms if one[0].name in (OURS_NAME, "sglang-router")]
-        if args.only != "added":
+        if args.only in (None, "conversation"):
             work = _work(args, size, settings, figures)
             for arm, folder in arms:
                 told = _tried(arm, partial(conversation, arm, settings, (folder, logs), work))
@@ -205,10 +208,25 @@ def run(args: argparse.Namespace, size: Size) -> tuple[dict[str, Outcome], dict[
             ours = found.get(OURS_NAME)
             if ours is not None:
                 figures |= against(ours, _peers(found))
-        if args.only != "conversation":
+        if args.only in (None, "client"):
+            figures |= _clients(settings, logs, None if peers is None else Path(peers))
+        if args.only in (None, "added"):
             arms = [one for one in arms if not one[0].name.startswith(f"{OURS_NAME}.")]
             figures |= _added(arms, settings, logs, size)
     return found, figures
+
+
+def _clients(settings: Settings, logs: Path, peers: Path | None) -> dict[str, float]:
+    """Our own client against one of others; nothing where that is not installed."""
+    folder = None if peers is None else peers / other_client.NAME
+    if folder is None or not folder.is_dir():
+        print(f"guidellm is left out; to get it: {other_client.INSTALL_HINT}", file=sys.stderr)
+        return {}
+    try:
+        return other_client.compared(ARMS[OURS_NAME], settings, logs, folder)
+    except NotStartedError as error:
+        print(f"guidellm is left out: {error}", file=sys.stderr)
+        return {}
 
 
 def _peers(found: dict[str, Outcome]) -> dict[str, Outcome]:

@@ -260,6 +260,7 @@ class PlannedLLM(AsyncLLM):
             token_ids=token_ids or (),
             salt=salt or "",
             local_only=why_local(prompt, token_ids, params, kwargs),
+            trace_headers=kwargs.get("trace_headers"),
             plan=PLAN.get(),
             submit=submit,
             prefill=prefill,

@@ -22,12 +22,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from headrace_engine.handoff import PrefillResult
+from headrace_engine.tracing import record
 
 logger = logging.getLogger("headrace.decode")
 
@@ -65,6 +66,7 @@ class Planner(Protocol):
     def first_token(
         self, request_id: str, seconds_from_plan: float, cached_tokens: int
     ) -> None: ...
+    def attributes(self, request_id: str) -> Mapping[str, str | int | float]: ...
     def finished(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None: ...
 
 
@@ -86,6 +88,8 @@ class Work(Generic[Output]):
     cached_tokens: Callable[[Output], int]
     new_tokens: Callable[[Output], Sequence[int]]
     """The tokens of one output: those that it adds (streams yield deltas)."""
+    trace_headers: Mapping[str, str] | None = None
+    """Of the request's span, if it is traced."""
     plan: bytes | None = None
     """The plan that came with the request, if one did; the planner checks it."""
     turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
@@ -137,10 +141,9 @@ class Orchestrator:
                 return
             waited_s = time.perf_counter() - started
             planner.first_token(work.request_id, waited_s, work.cached_tokens(first))
-            logger.debug(
-                "first token after %.3f s",
-                waited_s,
-                extra={"request_id": work.request_id, "prefill": plan.prefill or "local"},
+            record(
+                *("plan", work.trace_headers, waited_s),
+                lambda: planner.attributes(work.request_id),
             )
             answered.extend(work.new_tokens(first))
             yield first

@@ -25,7 +25,8 @@ from headrace._ray_compat import (
     to_model_metadata,
     with_ingress_request_router,
 )
-from headrace.config import AppSection
+from headrace.config import AppSection, to_app_args
+from headrace.config.load import validate
 from headrace.dropin import refusals
 from headrace.observability import ProcessSetup
 from headrace.observability.drafting import RayDraftingMetrics
@@ -97,6 +98,18 @@ def build_app(args: dict[str, Any]) -> Application:
     if section.token_path == "classic":
         return _classic(pd, decode)
     return _relay(pd, section, decode, prefill, store, setup)
+
+
+def build_configured(args: dict[str, Any]) -> Application:
+    """Build the app from a configuration, as `headrace up` does.
+
+    `args` is the file of docs/configuration.md. Its section `ray` has no effect: the cluster runs
+    already. The files that it names must be where gateways run.
+
+    Raises:
+        ConfigError: the configuration cannot be used; with a line for each problem.
+    """
+    return build_app(to_app_args(validate(args, files_here=False)))
 
 
 def _use_quiet_nixl(engine: dict[str, Any]) -> None:
@@ -171,7 +184,7 @@ def _relay(
     options = {
         "name": "gateway",
         "max_ongoing_requests": 10_000,
-        "ray_actor_options": {"num_cpus": 0},
+        "ray_actor_options": {"num_cpus": 0, "resources": section.gateway.resources},
         # A new gateway listens before the old one stops: it needs no room of its own.
         "max_surge_percent": 100,
         **drain_options(section.drain_s),

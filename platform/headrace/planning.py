@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +185,7 @@ class ReplicaPlanner:
         plan = self._plans.get(request_id)
         if plan is not None:
             self._outcomes.first_token(plan, seconds_from_plan, cached_tokens)
+            self._log(plan)
             if plan.predicted_ttft_s > 0:
                 self.metrics.outcome(plan.kind, seconds_from_plan / plan.predicted_ttft_s)
         self._changed()
@@ -219,6 +220,26 @@ class ReplicaPlanner:
         if plan is None:
             return None
         return {**plan.to_dict(), "measured": self._outcomes.of(request_id)}
+
+    def attributes(self, request_id: str) -> dict[str, str | int | float]:
+        """`explain`, flat, for a span: `headrace.plan.predicted.local.compute`, ..."""
+        told = self.explain(request_id)
+        return {} if told is None else dict(_flat("headrace.plan", told))
+
+    def _log(self, plan: Plan) -> None:
+        """One line, when the first token has come."""
+        came = self._outcomes.of(plan.request_id)
+        if came is None or not logger.isEnabledFor(logging.INFO):
+            return
+        where = f"prefilled by {plan.replica or plan.prefill}" if plan.prefill else "prefilled here"
+        logger.info(
+            "plan: %s, because %s; first token predicted after %.3f s, measured %.3f s; %d of %d "
+            "prompt tokens not computed, %d held somewhere; regret %.3f s",
+            *(where, plan.reasons[0] if plan.reasons else "of no reason"),
+            *(plan.predicted_ttft_s, came["ttft_s"], came["cached_tokens"], plan.prompt_tokens),
+            *(plan.reachable_tokens, came["regret_s"]),
+            extra={"request_id": plan.request_id},
+        )
 
     def snapshot(self) -> dict[str, Any]:
         return {**self.router.snapshot(), "outcomes": self._outcomes.snapshot()}
@@ -258,6 +279,18 @@ class ReplicaPlanner:
     def _on_transfer(self, transfer: Transfer) -> None:
         self.router.observe_transfer(transfer.bytes, transfer.seconds)
         self.metrics.transferred(self._meter.transfer_bytes_total)
+
+
+def _flat(name: str, told: Any) -> Iterator[tuple[str, str | int | float]]:
+    """Names and values of what is neither a mapping nor a list."""
+    if isinstance(told, Mapping):
+        for key, value in told.items():
+            yield from _flat(f"{name}.{key}", value)
+    elif isinstance(told, list):
+        for number, value in enumerate(told):
+            yield from _flat(f"{name}.{number}", value)
+    elif told is not None:
+        yield name, told
 
 
 def store_view(vllm_config: Any, meter: EngineMeter) -> StoreView | None:

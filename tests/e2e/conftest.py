@@ -84,7 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
     authority = Authority(tmp_path_factory.mktemp("authority"))
     cert, key = authority.issue("server")
     args = tiny_args(free_port())
-    args["headrace"]["gateway"] |= {
+    args["gateway"] |= {
         "replicas": 2,
         "tls_cert_file": str(cert),
         "tls_key_file": str(key),

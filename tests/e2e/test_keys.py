@@ -37,8 +37,8 @@ def app(served: ServedApp) -> Iterator[App]:
     app.client.headers.update(served.bearer("operator"))
     if not served.asks_for_keys:  # this file runs alone
         served.ask_for_keys()
-        for role in ("prefill_config", "decode_config"):
-            served.args[role]["deployment_config"]["num_replicas"] = 1
+        for role in ("prefill", "decode"):
+            served.args[role]["replicas"] = 1
         served.deploy(fresh=True)
         until(lambda: served.status()["status"] == "DEPLOYING", 30, "the redeploy begins")
         served.wait_running(START_S)

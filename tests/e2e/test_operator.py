@@ -262,6 +262,7 @@ def test_spans_of_all_roles_hang_together_under_the_clients(app: App) -> None:
     known = {span.span for span in spans} | {parent}
     [first] = [span for span in spans if span.service == "headrace-gateway"]
     assert first.parent == parent
+    assert "plan" in {span.name for span in spans if span.service == "headrace-decode"}
     ours = [span for span in spans if span.service in services]
     assert all(span.parent in known for span in ours), ours
 

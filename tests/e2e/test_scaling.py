@@ -95,9 +95,9 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(
     order = client.put("/headrace/v1/router", json={"policy": "remote"})
     assert order.json() == {"policy": "remote", "replicas": 1}
     served.ask_for_keys()
-    served.args["headrace"]["router"] = {"remeasure_s": 90}
-    for role in ("prefill_config", "decode_config"):
-        served.args[role]["deployment_config"]["num_replicas"] = 1
+    served.args["router"] = {"remeasure_s": 90}
+    for role in ("prefill", "decode"):
+        served.args[role]["replicas"] = 1
     with streams(served) as load:
         until(lambda: len(load.answers) >= STREAMS, 60, "streams run")
         before = {each["replica_id"] for each in replicas(client)}

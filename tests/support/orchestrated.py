@@ -148,6 +148,9 @@ class Planner:
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
         self.done.append((request_id, result, call_s))
 
+    def attributes(self, request_id: str) -> dict[str, str | int | float]:
+        return {"of": request_id}
+
     def first_token(self, request_id: str, seconds_from_plan: float, cached_tokens: int) -> None:
         self.first.append((request_id, seconds_from_plan, cached_tokens))
 

@@ -1,16 +1,15 @@
-"""An app on a Ray cluster of its own, deployed from Serve configs as `serve deploy` and KubeRay do.
+"""The chart's app on a Ray cluster of its own, deployed as `serve deploy` and KubeRay do.
 
     with ServedApp(args) as app:
         app.deploy(deployments={"decode": {"num_replicas": 1}})
 
 The cluster and its driver are one child process, which ends with its standard input:
-    python -m tests.support.served FOLDER
+    python -m tests.support.served FOLDER RESOURCES
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import shutil
@@ -24,56 +23,78 @@ from typing import Any
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, new_key, write_keys
 from tests.support import run
 from tests.support.app import until
+from tests.support.chart import merged, pods, preset, ray_service, serve_config
 from tests.support.program import ROOT, say
 from tests.support.tiny import tiny_llama
 
 NAME = "served"
 MODEL = "tiny"
 START_S = 240.0
+IMPORT_PATH = "headrace.app:build_configured"
+SPARE = 3
 
 
 def tiny_args(port: int) -> dict[str, Any]:
-    """What `headrace.app:build_app` takes, for two decode and two prefill replicas of a tiny
-    model; a gateway at this port."""
+    """What the chart has Serve deploy: two gateways, two decode and two prefill replicas of a tiny
+    model. The gateways listen at this port of loopback instead of at their pods' own."""
+    config = serve_config(tiny_values())
+    [app] = config["applications"]
+    assert app["import_path"] == IMPORT_PATH
+    args: dict[str, Any] = app["args"]
+    args["gateway"] |= {"host": "127.0.0.1", "port": port}
+    return args
+
+
+def tiny_values() -> dict[str, Any]:
+    """Values of the chart."""
     role = {
-        "model_loading_config": {"model_id": MODEL, "model_source": str(tiny_llama())},
-        "accelerator_config": {"kind": "cpu"},
-        "placement_group_config": {"bundles": [{"CPU": 0.1}]},
-        "deployment_config": {
-            "num_replicas": 2,
-            "ray_actor_options": {"num_cpus": 0},
-            "health_check_period_s": 2.0,
-        },
-        "runtime_env": {
-            "env_vars": {
-                "OMP_NUM_THREADS": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "TORCH_COMPILE_DISABLE": "1",
-                "PYTHONHASHSEED": "0",
-            }
-        },
-        "engine_kwargs": {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 8192,
-            "max_num_seqs": 32,
-            "kv_cache_memory_bytes": 100_000_000,
-            "kv_transfer_config": {
-                "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
-                "kv_buffer_device": "cpu",
-                "kv_load_failure_policy": "recompute",
-            },
-        },
+        "replicas": 2,
+        "cpus": 0.1,
+        "kv_cache_gb": 0.093,
+        "engine": {"dtype": "float32", "max_num_seqs": 32},
     }
-    return {
-        "prefill_config": copy.deepcopy(role),
-        "decode_config": copy.deepcopy(role),
-        "headrace": {
-            "gateway": {"host": "127.0.0.1", "port": port},
-            "store": {"dram_gb": 0.004},
-        },
+    config = {
+        "config.model": {"id": MODEL, "source": str(tiny_llama()), "max_model_len": 8192},
+        "config.gateway.replicas": 2,
+        "config.prefill": role,
+        "config.decode": role,
+        "config.store.dram_gb": 0.004,
     }
+    return merged(preset("laptop"), config)
+
+
+def resources() -> dict[str, float]:
+    """Ray's custom resources that all pods of the release offer together, and room for tests that
+    start more replicas."""
+    groups = ray_service(tiny_values())["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    offered: dict[str, float] = {}
+    for group in groups:
+        for name, count in group["resources"].items():
+            offered[name] = float(count) * group["replicas"] * SPARE
+    return offered
+
+
+def container_environment() -> dict[str, str]:
+    """What the chart sets for engines, but for paths of the image."""
+    [container] = pods(tiny_values())["decode"]["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    return {name: value for name, value in variables.items() if name not in ("HOME", "HF_HOME")}
+
+
+def as_in_a_container() -> list[str]:
+    """A prefix of commands that gives a process what the chart's containers have: no capability,
+    and a root file system that it cannot write, but for /tmp and compiled code. Empty where this
+    takes rights that this process lacks."""
+    writable = ["/tmp", os.environ["NUMBA_CACHE_DIR"]]
+    script = "".join(f"mount --bind {path} {path}; " for path in writable)
+    script += 'mount -o remount,bind,ro /; cd "$PWD"; '
+    script += 'exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs "$@"'
+    prefix = ["unshare", "--mount", "sh", "-ec", script, "sh"]
+    try:
+        tried = subprocess.run([*prefix, "true"], capture_output=True, timeout=30)
+    except OSError:
+        return []
+    return prefix if tried.returncode == 0 else []
 
 
 def free_port() -> int:
@@ -93,7 +114,7 @@ class ServedApp:
 
     def __init__(self, args: dict[str, Any]) -> None:
         self.args = args
-        gateway = args["headrace"]["gateway"]
+        gateway = args["gateway"]
         scheme = "https" if "tls_cert_file" in gateway else "http"
         self.url = f"{scheme}://127.0.0.1:{gateway['port']}"
         self._deployments: dict[str, dict[str, Any]] = {}
@@ -101,8 +122,11 @@ class ServedApp:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.keys = {name: new_key() for name in ("operator", "shop", "shop-2", "bank")}
         self._log = open(self.folder / "driver.log", "w+")  # noqa: SIM115
+        (home := self.folder / "home").mkdir()
+        command = [sys.executable, "-m", "tests.support.served"]
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.served", str(self.folder)],
+            [*as_in_a_container(), *command, str(self.folder), json.dumps(resources())],
+            env={**os.environ, **container_environment(), "HOME": str(home)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -136,7 +160,7 @@ class ServedApp:
 
     @property
     def asks_for_keys(self) -> bool:
-        return "api_keys_file" in self.args["headrace"]["gateway"]
+        return "api_keys_file" in self.args["gateway"]
 
     def ask_for_keys(self) -> None:
         """From the next `deploy` on: one of an administrator, and keys of two tenants."""
@@ -151,7 +175,7 @@ class ServedApp:
             for name, key in self.keys.items()
         ]
         write_keys(file, KeyFile(keys=entries))
-        self.args["headrace"]["gateway"]["api_keys_file"] = str(file)
+        self.args["gateway"]["api_keys_file"] = str(file)
 
     def deploy(
         self, deployments: dict[str, dict[str, Any]] | None = None, *, fresh: bool = False
@@ -167,7 +191,7 @@ class ServedApp:
             self._deployments[name] = {**self._deployments.get(name, {}), **options}
         self._order(
             {
-                "import_path": "headrace.app:build_app",
+                "import_path": IMPORT_PATH,
                 "name": NAME,
                 "route_prefix": "/",
                 "args": self.args,
@@ -214,7 +238,7 @@ class ServedApp:
         raise RuntimeError(f"the driver is gone: {self._log.read()[-3000:]}")
 
 
-def _main(folder: Path) -> None:
+def _main(folder: Path, offered: dict[str, float]) -> None:
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client
@@ -223,6 +247,7 @@ def _main(folder: Path) -> None:
     # Short: Ray's Unix sockets lie deep in it.
     ray.init(
         num_cpus=8,
+        resources=offered,
         include_dashboard=False,
         object_store_memory=100_000_000,
         _temp_dir=str(folder / "ray"),
@@ -256,5 +281,5 @@ def _main(folder: Path) -> None:
 
 if __name__ == "__main__":
     started = time.monotonic()
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), json.loads(sys.argv[2]))
     os._exit(0)

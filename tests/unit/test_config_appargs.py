@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import AppSection, RouterSettings, load_config, to_app_args
+from headrace.config import AppSection, ConfigError, RouterSettings, load_config, to_app_args
 from headrace.config.keyfile import KeyEntry, KeyFile, hash_of, write_keys
 from headrace.config.machine import cpu_computes_bfloat16
 
@@ -60,6 +60,24 @@ def test_each_gpu_of_a_tensor_parallel_engine_gets_a_bundle() -> None:
     overrides += [f"{r}.engine.tensor_parallel_size=4" for r in ("prefill", "decode")]
     args = to_app_args(load_config(preset="gpu-node", overrides=overrides))
     assert len(args["decode_config"]["placement_group_config"]["bundles"]) == 4
+
+
+def test_custom_resources_are_reserved_with_each_bundle() -> None:
+    overrides = ["decode.resources={decoders: 1}", "prefill.resources={prefills: 0.5}"]
+    cpu = to_app_args(load_config(overrides=overrides))
+    bundles = {"prefill": {"CPU": 0.5, "prefills": 0.5}, "decode": {"CPU": 0.5, "decoders": 1.0}}
+    for role, bundle in bundles.items():
+        assert cpu[f"{role}_config"]["placement_group_config"] == {"bundles": [bundle]}
+    gpu = to_app_args(load_config(preset="gpu-node", overrides=overrides))
+    assert gpu["decode_config"]["placement_group_config"] == {
+        "bundles": [{"CPU": 1.0, "GPU": 1, "decoders": 1.0}]
+    }
+
+
+@pytest.mark.parametrize("wrong", ["{'a b': 1}", "{a: 0}", "{a: -1}", "[a]"])
+def test_impossible_resources_are_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"^decode\.resources"):
+        load_config(overrides=[f"decode.resources={wrong}"])
 
 
 def test_the_users_engine_arguments_win_and_are_merged() -> None:

@@ -11,7 +11,8 @@ import ray
 from ray.serve.config import AutoscalingConfig
 
 from headrace._ray_compat import PDServingArgs
-from headrace.app import build_app
+from headrace.app import build_app, build_configured
+from headrace.config import ConfigError
 from headrace.dropin import refusals
 from headrace_decode.server import base_url, refuse_api_key
 
@@ -155,6 +156,30 @@ def test_gateways_scale_by_the_ingress_options() -> None:
     assert deployment(fixed, "gateway").num_replicas == 2
     own = build_app(args(headrace={**STORE_OFF, "gateway": {"replicas": 4}}))
     assert deployment(own, "gateway").num_replicas == 4
+
+
+def test_a_whole_configuration_builds_the_app_that_up_would() -> None:
+    document = {
+        "model": {"id": "m", "source": "/m"},
+        "gateway": {
+            "host": "0.0.0.0",
+            "port": 8088,
+            "replicas": 2,
+            "resources": {"gateways": 1},
+            "api_keys_file": "/only/where/gateways/run",
+        },
+        "decode": {"replicas": 3, "resources": {"decoders": 1}},
+        "store": {"enabled": False},
+    }
+    app = build_configured(document)
+    gateway, decode = deployment(app, "gateway"), deployment(app, "decode")
+    assert (gateway.num_replicas, decode.num_replicas) == (2, 3)
+    assert gateway.ray_actor_options["resources"] == {"gateways": 1}
+
+
+def test_a_wrong_configuration_is_refused_with_a_line_a_problem() -> None:
+    with pytest.raises(ConfigError, match=r"decode\.replicas: must be >= 1, got 0"):
+        build_configured({"decode": {"replicas": 0}})
 
 
 def test_every_deployment_drains_as_long_as_configured_unless_its_own_config_says_otherwise() -> (

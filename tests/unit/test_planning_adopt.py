@@ -90,3 +90,29 @@ def test_whoever_wants_to_know_hears_of_each_change() -> None:
     plan(mine, None)
     mine.remote_failed("r", "no answer")
     assert len(heard) == 6
+
+
+def test_the_first_token_logs_one_line_with_the_plan_and_what_came_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine = planner()
+    made = plan(mine, None)
+    with caplog.at_level(logging.INFO, "headrace.router"):
+        mine.first_token("r", 0.5, 16)
+    [line] = [each for each in caplog.records if each.getMessage().startswith("plan: ")]
+    assert vars(line)["request_id"] == "r"
+    told = line.getMessage()
+    for part in (made.reasons[0], "measured 0.500 s", f"16 of {TOKENS}", "regret"):
+        assert part in told, told
+
+
+def test_a_span_gets_the_whole_plan_as_flat_attributes() -> None:
+    mine = planner()
+    made = plan(mine, gateways("local"))
+    mine.first_token("r", 0.5, 0)
+    told = mine.attributes("r")
+    assert told["headrace.plan.kind"] == "local"
+    assert told["headrace.plan.predicted.local.total"] == made.predicted["local.total"]
+    assert told["headrace.plan.measured.ttft_s"] == 0.5
+    assert all(isinstance(value, str | int | float) for value in told.values())
+    assert mine.attributes("nobody") == {}

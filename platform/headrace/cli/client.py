@@ -1,4 +1,8 @@
-"""Finds the running instance that a command is about, and calls its HTTP endpoint."""
+"""Finds the running instance that a command is about, and calls its HTTP endpoint.
+
+An instance of this machine is known by its state file. `HEADRACE_URL` names an app that runs
+elsewhere, in a Kubernetes cluster for instance; `HEADRACE_API_KEY` is then the key to show it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -14,11 +19,14 @@ from headrace.cli.console import CliError
 
 
 def running_instance(name: str | None) -> state.Instance:
-    """The instance called `name`, or the only one that is running.
+    """The instance called `name`; without a name the app at `HEADRACE_URL`, or the only one of this
+    machine that is running.
 
     Raises:
         CliError: there is none, or several and no name was given.
     """
+    if name is None and (url := os.environ.get("HEADRACE_URL")):
+        return _elsewhere(url)
     if name is not None:
         try:
             found = state.load(name)
@@ -36,6 +44,24 @@ def running_instance(name: str | None) -> state.Instance:
         names = ", ".join(i.name for i in alive)
         raise CliError(f"several instances are running ({names}); choose one with --name", 2)
     return alive[0]
+
+
+def _elsewhere(url: str) -> state.Instance:
+    """The app at a URL, as far as it is known from here.
+
+    Raises:
+        CliError: this is no URL, or nothing of ours answers there.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise CliError(f'HEADRACE_URL must be like "http://HOST:PORT", got "{url}"', 2)
+    endpoint = url.rstrip("/").removesuffix("/v1")
+    instance = state.Instance(endpoint, "", phase="HEADRACE_URL", endpoint=endpoint)
+    index = get_json(instance, "/")
+    if not isinstance(index, dict) or index.get("name") != "headrace":
+        raise CliError(f"HEADRACE_URL: what answers at {endpoint} is not Headrace")
+    instance.model = str(index.get("model"))
+    return instance
 
 
 def api_key(instance: state.Instance) -> str | None:
@@ -114,7 +140,8 @@ def trust(instance: state.Instance) -> ssl.SSLContext | bool:
     """Whom to take for the endpoint, and the certificate to show it; True for plain HTTP.
 
     With `HEADRACE_CA_FILE`, who has a certificate for the endpoint's host from that authority. Else
-    who has exactly the certificate that the instance was started with, whatever its names are.
+    who has exactly the certificate that the instance was started with, whatever its names are; for
+    an app elsewhere, whom this system trusts.
 
     Raises:
         CliError: a file cannot be used.
@@ -124,7 +151,7 @@ def trust(instance: state.Instance) -> ssl.SSLContext | bool:
     authority, own = os.environ.get("HEADRACE_CA_FILE"), os.environ.get("HEADRACE_CLIENT_CERT")
     file = authority or instance.tls_cert_file or ""
     try:
-        if authority:
+        if authority or not file:
             made = ssl.create_default_context(cafile=authority)
         else:
             made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

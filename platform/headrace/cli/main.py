@@ -59,7 +59,11 @@ SetOption = Annotated[
 ]
 NameOption = Annotated[
     str | None,
-    typer.Option("--name", help="Name of the instance. Needed only if several are running."),
+    typer.Option(
+        "--name",
+        help="Name of the instance. Needed only if several are running. HEADRACE_URL in the "
+        "environment names an app elsewhere instead.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -57,10 +57,10 @@ def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
 
 def _bundles(role: RoleSettings) -> list[dict[str, float]]:
     if role.gpus == 0:
-        return [{"CPU": role.cpus}]
-    bundle: dict[str, float] = {"GPU": 1}
+        return [{"CPU": role.cpus, **role.resources}]
+    bundle: dict[str, float] = {"GPU": 1, **role.resources}
     if role.cpus:
-        bundle = {"CPU": role.cpus, "GPU": 1}
+        bundle["CPU"] = role.cpus
     return [dict(bundle) for _ in range(role.gpus)]
 
 

@@ -77,9 +77,13 @@ def vllm_engine_args() -> frozenset[str]:
     )
 
 
-def check(config: HeadraceConfig) -> list[Problem]:
-    """All problems of a configuration whose single values are valid; empty if it can be started."""
-    problems = list(_gateway(config))
+def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
+    """All problems of a configuration whose single values are valid; empty if it can be started.
+
+    Args:
+        files_here: whether the files that it names should be on this machine.
+    """
+    problems = list(_gateway(config, files_here))
     for name, role in config.roles().items():
         problems += _role(name, role, config)
     problems += _roles_agree(config)
@@ -97,10 +101,12 @@ def warnings(config: HeadraceConfig) -> list[str]:
     return lines + _object_warnings(config)
 
 
-def _gateway(config: HeadraceConfig) -> Iterator[Problem]:
+def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
     gateway = config.gateway
     if gateway.port is None:
         yield "gateway.port", "is null, but this endpoint needs one; set 0 for any free port"
+    if not files_here:
+        return
     if gateway.api_keys_file is not None:
         try:
             read_keys(Path(gateway.api_keys_file))

@@ -35,27 +35,29 @@ unknown field or an impossible value stops it before anything starts.
 def render() -> str:
     """The whole page, in Markdown."""
     parts = [HEADER]
-    top = {n: f for n, f in HeadraceConfig.model_fields.items() if not _section(f)}
-    parts.append(_table("Top level", "", top))
+    top = {n: f for n, f in HeadraceConfig.model_fields.items() if not section_of(f)}
+    parts.append(table("Top level", "", top))
     first = ["model", "prefill", "gateway", "router"]
     rest = [n for n in HeadraceConfig.model_fields if n not in (*first, *top, "decode")]
     for name in first + rest:
-        section = _section(HeadraceConfig.model_fields[name])
+        section = section_of(HeadraceConfig.model_fields[name])
         assert section is not None
         title = "`prefill` and `decode`" if name == "prefill" else f"`{name}`"
-        parts.append(_table(title, section.__doc__ or "", section.model_fields))
+        parts.append(table(title, section.__doc__ or "", section.model_fields))
     parts.append("## Presets\n")
     for preset in ["laptop", *(n for n in preset_names() if n != "laptop")]:
         parts.append(f"### {preset}\n\n```yaml\n{preset_text(preset).rstrip()}\n```\n")
     return "\n".join(parts)
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a section; None if it is a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
+def table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
+    """A heading, what the section is about, and a row for each field, in Markdown."""
     lines = [f"## {title}", ""]
     if about:
         lines += [" ".join(about.split()), ""]

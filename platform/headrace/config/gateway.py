@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.keyfile import HASH
-from headrace.config.section import Section
+from headrace.config.section import Resources, Section
 from headrace.config.tlsfiles import TlsFiles
 
 _HOSTNAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
@@ -33,6 +33,11 @@ class GatewaySettings(Section):
         "`headrace up`.",
     )
     replicas: int = Field(default=1, ge=1, description="Number of gateways.")
+    resources: Resources = Field(
+        default_factory=dict,
+        description="Ray's custom resources that each gateway reserves. It runs only on nodes of "
+        "the cluster that offer them.",
+    )
     api_keys: list[str] = Field(
         default_factory=list,
         description="Accepted API keys; each request must carry one as `Authorization: Bearer "

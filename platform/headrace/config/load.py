@@ -84,13 +84,20 @@ def load_config(
     return validate(_relative_to(Path.cwd(), data))
 
 
-def validate(data: Mapping[str, Any]) -> HeadraceConfig:
-    """A configuration from plain data. Raises ConfigError with every problem found."""
+def validate(data: Mapping[str, Any], *, files_here: bool = True) -> HeadraceConfig:
+    """A configuration from plain data.
+
+    Args:
+        files_here: whether the files that it names should be on this machine.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
     try:
         config = HeadraceConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError([explain(e) for e in error.errors(include_url=False)]) from None
-    problems = check(config)
+    problems = check(config, files_here=files_here)
     if problems:
         raise ConfigError([f"{where}: {what}" for where, what in problems])
     return config

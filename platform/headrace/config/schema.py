@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config.gateway import GatewaySettings, Port
-from headrace.config.section import GIB, Section
+from headrace.config.section import GIB, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
 
@@ -73,6 +73,11 @@ class RoleSettings(Section):
         default=None,
         min_length=1,
         description="Required GPU type, by Ray's name, such as `H100` or `A10G`. null: any.",
+    )
+    resources: Resources = Field(
+        default_factory=dict,
+        description="Ray's custom resources that each replica reserves, or each GPU of it. It runs "
+        "only on nodes of the cluster that offer them.",
     )
     threads: int = Field(
         default=1, ge=1, description="Compute threads of each engine that runs on the CPU."

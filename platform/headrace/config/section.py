@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 
 GIB = 2**30
+
+Resources = dict[
+    Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_./-]*$")], Annotated[float, Field(gt=0)]
+]
+"""Ray's custom resources, by name."""
 
 
 class Section(BaseModel):

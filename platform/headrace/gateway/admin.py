@@ -189,7 +189,7 @@ class Admin:
 
     async def _status(self, pool: ReplicaPool) -> Answer:
         status = await self._backend.status()
-        told = {**status, "advice": advice_of(status["replicas"]), "gateway": self._state()}
+        told = {**status, "advice": advice_of(status.get("replicas", ())), "gateway": self._state()}
         return 200, _json(told), _JSON
 
     async def _plan(self, request_id: str) -> Answer:

@@ -34,12 +34,11 @@ def _serve_only(instance: state.Instance) -> dict[str, Any]:
 
 def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None:
     """Print a status document."""
-    up_for = human_seconds(max(0.0, time.time() - instance.started_at))
-    out.print(
-        f"{instance.name}: {instance.model} at {instance.endpoint}/v1 "
-        f"({instance.token_path}), up for {up_for}",
-        markup=False,
-    )
+    where = f"{instance.model} at {instance.endpoint}/v1 ({instance.token_path})"
+    if instance.started_at:
+        up_for = human_seconds(max(0.0, time.time() - instance.started_at))
+        where = f"{instance.name}: {where}, up for {up_for}"
+    out.print(where, markup=False)
     if instance.dashboard_url:
         out.print(f"dashboard: {instance.dashboard_url}", markup=False)
     replicas = data.get("replicas") or []

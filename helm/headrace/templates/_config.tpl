@@ -1,0 +1,56 @@
+{{/*
+Headrace's configuration as it is deployed: the values' `config`, with where gateways listen, the
+files of keys and TLS, and the Ray resources that put each replica onto its group of pods.
+*/}}
+{{- define "headrace.config" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $gateway := $config.gateway | default dict -}}
+{{- $tls := .Values.tls.existingSecret -}}
+{{- $keys := include "headrace.keys" . -}}
+{{- if not (or $keys $gateway.api_keys $gateway.insecure $gateway.tls_client_ca_file) -}}
+{{- fail "apiKeys.existingSecret: name a Secret with a file of API keys, or anyone who reaches the endpoint could use the model. Make one with `headrace keys add me -f keys.yaml` and `kubectl create secret generic headrace-keys --from-file=keys.yaml`. To do without: config.gateway.insecure=true" -}}
+{{- end -}}
+{{- if ne ($config.token_path | default "relay") "relay" -}}
+{{- fail (printf "config.token_path: must be relay in this chart, whose Service leads to the gateways, got %s" $config.token_path) -}}
+{{- end -}}
+{{- $_ := set $gateway "host" "0.0.0.0" -}}
+{{- $_ := set $gateway "port" (include "headrace.port" . | int) -}}
+{{- $_ := set $gateway "resources" (dict "headrace_gateway" 1) -}}
+{{- if $keys -}}
+{{- $_ := set $gateway "api_keys_file" "/etc/headrace/keys/keys.yaml" -}}
+{{- end -}}
+{{- if $tls -}}
+{{- $_ := set $gateway "tls_cert_file" "/etc/headrace/tls/tls.crt" -}}
+{{- $_ := set $gateway "tls_key_file" "/etc/headrace/tls/tls.key" -}}
+{{- end -}}
+{{- $_ := set $config "gateway" $gateway -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $own := get $config $role | default dict -}}
+{{- $_ := set $own "resources" (dict (printf "headrace_%s" $role) 1) -}}
+{{- $_ := set $config $role $own -}}
+{{- end -}}
+{{- $store := $config.store | default dict -}}
+{{- if eq .Values.disk.type "none" -}}
+{{- if $store.nvme_folder -}}
+{{- fail "disk.type: is none, but config.store.nvme_folder is set; choose hostPath, ephemeral or claim" -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $store "nvme_folder" ($store.nvme_folder | default "/kv") -}}
+{{- $_ := set $config "store" $store -}}
+{{- end -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{/* What Serve deploys (`serveConfigV2`). Every pod has Serve's proxy, by which KubeRay knows that the app answers. */}}
+{{- define "headrace.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+applications:
+  - name: headrace
+    route_prefix: /
+    import_path: headrace.app:build_configured
+    args:
+      {{- include "headrace.config" . | nindent 6 }}
+{{- end -}}

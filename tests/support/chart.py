@@ -1,0 +1,87 @@
+"""The Helm chart, rendered by Helm's own engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import yaml
+
+CHART = Path(__file__).resolve().parents[2] / "helm" / "headrace"
+PRESETS = ("laptop", "gpu-node", "gpu-cluster")
+KEYS = {"apiKeys": {"existingSecret": "headrace-keys"}}
+GROUPS = ("gateway", "prefill", "decode")
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The values of a preset, with API keys where it needs them."""
+    values = yaml.safe_load((CHART / f"values-{name}.yaml").read_text("utf-8"))
+    return dict(values) if name == "laptop" else {**values, **KEYS}
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with changes by dotted path: `{"disk.type": "hostPath"}`."""
+    made = json.loads(json.dumps(values))
+    for path, value in changes.items():
+        *above, last = path.split(".")
+        node = made
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return dict(made)
+
+
+def rendered(values: Mapping[str, Any], name: str = "demo") -> dict[str, str]:
+    """The text of each template by its name, as `helm template` prints it.
+
+    Raises:
+        helm.HelmError: the values are refused, with the reason.
+    """
+    return dict(_rendered(json.dumps(values), name))
+
+
+@lru_cache(maxsize=64)
+def _rendered(values: str, name: str) -> tuple[tuple[str, str], ...]:
+    given = json.loads(values)
+    with helm.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(given)
+        texts = chart.render(given, name=name, namespace="prod")
+    return tuple((path.partition("/templates/")[2], text) for path, text in texts.items())
+
+
+def objects(values: Mapping[str, Any], name: str = "demo") -> list[dict[str, Any]]:
+    """All objects of a release."""
+    return [
+        one
+        for path, text in rendered(values, name).items()
+        if path.endswith(".yaml")
+        for one in yaml.safe_load_all(text)
+        if one
+    ]
+
+
+def of_kind(kind: str, values: Mapping[str, Any], name: str = "demo") -> list[dict[str, Any]]:
+    """The objects of one kind."""
+    return [one for one in objects(values, name) if one["kind"] == kind]
+
+
+def ray_service(values: Mapping[str, Any], name: str = "demo") -> dict[str, Any]:
+    """The RayService."""
+    [found] = of_kind("RayService", values, name)
+    return found
+
+
+def pods(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The pod template of each group, by role: head, gateway, prefill, decode."""
+    cluster = ray_service(values)["spec"]["rayClusterConfig"]
+    workers = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"]["template"], **workers}
+
+
+def serve_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What Serve deploys."""
+    return dict(yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"]))

@@ -1,0 +1,407 @@
+"""What the Helm chart deploys: every object is one that Kubernetes, KubeRay and Serve take."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from headrace.chart.files import files
+from headrace.config.load import validate
+from tests.support.chart import (
+    CHART,
+    GROUPS,
+    PRESETS,
+    merged,
+    objects,
+    of_kind,
+    pods,
+    preset,
+    ray_service,
+    rendered,
+    serve_config,
+)
+from tests.support.tools import missing
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+LAPTOP = preset("laptop")
+CLUSTER = preset("gpu-cluster")
+KUBERNETES = "1.34"
+EVERYTHING = {
+    "monitoring.podMonitor": True,
+    "monitoring.prometheusRule": True,
+    "monitoring.dashboards": True,
+    "ingress.enabled": True,
+    "ingress.host": "llm.example.com",
+    "ingress.tlsSecret": "llm-tls",
+    "httpRoute.enabled": True,
+    "httpRoute.parentRefs": [{"name": "public"}],
+    "networkPolicy.clients": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+    "tls.existingSecret": "headrace-tls",
+    "gcsFaultTolerance.redisAddress": "redis:6379",
+    "gcsFaultTolerance.passwordSecret": "redis",
+    "modelCache.tokenSecret": "hub",
+    "image.pullSecrets": ["registry"],
+    "service.type": "LoadBalancer",
+    "decode.nodeSelector": {"gpu": "h100"},
+    "decode.resources": {"hugepages-2Mi": "2Gi", "rdma/ib": 1},
+}
+MATRIX: dict[str, dict[str, Any]] = {
+    **{name: preset(name) for name in PRESETS},
+    "everything": merged(CLUSTER, EVERYTHING),
+    "ephemeral disk": merged(LAPTOP, {"disk.type": "ephemeral", "disk.storageClassName": "fast"}),
+    "claimed disk": merged(LAPTOP, {"disk.type": "claim", "disk.claimName": "kv"}),
+    "claimed models": merged(
+        LAPTOP,
+        {"modelCache": {"type": "claim", "claimName": "models", "warmUp": True}},
+    ),
+    "claims of devices": merged(
+        CLUSTER,
+        {"decode.resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}]},
+    ),
+    "upgrades in steps": merged(
+        CLUSTER,
+        {"upgrade.type": "NewClusterWithIncrementalUpgrade", "upgrade.gatewayClassName": "istio"},
+    ),
+    "keys in the values": merged(
+        LAPTOP, {"apiKeys.file": "keys: []\n", "config.gateway.insecure": False}
+    ),
+    "no policies": merged(LAPTOP, {"networkPolicy.enabled": False, "preflight.enabled": False}),
+}
+CASES = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX.keys())
+
+
+def closed(node: Any) -> Any:
+    """A schema of a custom resource in which fields that it does not name are wrong."""
+    if isinstance(node, dict):
+        made = {key: closed(value) for key, value in node.items()}
+        if "properties" in made and "additionalProperties" not in made:
+            made["additionalProperties"] = bool(made.get("x-kubernetes-preserve-unknown-fields"))
+        return made
+    return [closed(each) for each in node] if isinstance(node, list) else node
+
+
+@pytest.fixture(scope="module")
+def kuberay() -> jsonschema.Draft202012Validator:
+    """KubeRay 1.7.0's schema of a RayService (Apache-2.0), without its descriptions."""
+    schema = json.loads((DATA / "rayservice_v1.json").read_text("utf-8"))
+    return jsonschema.Draft202012Validator(closed(schema))
+
+
+def test_the_generated_files_are_current() -> None:
+    """`python -m headrace.chart helm/headrace` writes them."""
+    for name, text in files().items():
+        assert (CHART / name).read_text("utf-8") == text, name
+
+
+def test_helm_finds_nothing_to_complain_of() -> None:
+    found = helm.lint(str(CHART), values=LAPTOP)
+    wrong = [one for one in found["messages"] if one["error"] != "icon is recommended"]
+    assert (wrong, found["errors"]) == ([], [])
+
+
+@CASES
+def test_built_in_kinds_are_valid_and_have_no_unknown_fields(values: dict[str, Any]) -> None:
+    own = ("RayService", "PodMonitor", "PrometheusRule", "HTTPRoute")
+    for one in objects(values):
+        if one["kind"] not in own:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    for role, template in pods(values).items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, **template}
+        pod["metadata"] = {"name": role, **template["metadata"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_custom_resources_of_others_are_valid() -> None:
+    """By the schemas of `@kubernetes-models`, which `make test` installs."""
+    folder = ROOT / "build" / "kubernetes_models"
+    if shutil.which("node") is None or not (folder / ".installed").exists():
+        missing("node, or @kubernetes-models", "install Node.js, then: make test")
+    kinds = ("PodMonitor", "PrometheusRule", "HTTPRoute")
+    found = [one for kind in kinds for one in of_kind(kind, MATRIX["everything"])]
+    broken = merged(found[0], {"spec.podMetricsEndpoints": 7})
+    done = subprocess.run(
+        ["node", "check.mjs"],
+        cwd=folder,
+        input=json.dumps([*found, broken]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    [wrong] = json.loads(done.stdout)
+    assert wrong.startswith("PodMonitor: ") and "podMetricsEndpoints" in wrong
+
+
+@CASES
+def test_the_ray_service_is_one_of_kuberays(
+    values: dict[str, Any], kuberay: jsonschema.Draft202012Validator
+) -> None:
+    wrong = [
+        f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}"
+        for error in kuberay.iter_errors(ray_service(values))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "path", ["spec", "spec.rayClusterConfig", "spec.rayClusterConfig.headGroupSpec.template.spec"]
+)
+def test_a_field_that_kuberay_does_not_know_is_found(
+    kuberay: jsonschema.Draft202012Validator, path: str
+) -> None:
+    assert not kuberay.is_valid(merged(ray_service(LAPTOP), {f"{path}.invented": 1}))
+
+
+@CASES
+def test_the_ray_service_keeps_the_rules_that_only_kuberays_code_has(
+    values: dict[str, Any],
+) -> None:
+    """`ray-operator/controllers/ray/utils/validation.go` of KubeRay 1.7.0."""
+    service = ray_service(values, name="a" * 53)
+    spec, cluster = service["spec"], service["spec"]["rayClusterConfig"]
+    assert len(service["metadata"]["name"]) <= 47
+    assert int(service["metadata"]["annotations"]["ray.io/initializing-timeout"]) > 0
+    strategy = spec["upgradeStrategy"]
+    if strategy["type"] == "NewClusterWithIncrementalUpgrade":
+        options = strategy["clusterUpgradeOptions"]
+        assert cluster["enableInTreeAutoscaling"] is True
+        assert 0 < options["stepSizePercent"] <= options["maxSurgePercent"] <= 100
+        assert options["intervalSeconds"] > 0 and options["gatewayClassName"]
+    assert "name" not in cluster["headGroupSpec"].get("headService", {}).get("metadata", {})
+    assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0), "for authOptions"
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for group in groups:
+        taken = {"num-cpus", "num-gpus", "memory", "resources", "labels", "redis-password"}
+        assert not taken & group["rayStartParams"].keys(), "beside `resources`"
+        assert group["template"]["spec"]["containers"]
+        assert "restartPolicy" not in group["template"]["spec"], "for the autoscaler"
+    for group in cluster["workerGroupSpecs"]:
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert not {"tlsOptions", "networkPolicy", "historyServerOptions"} & cluster.keys(), "alpha"
+
+
+@CASES
+def test_serve_takes_the_configuration_and_so_does_headrace(values: dict[str, Any]) -> None:
+    config = serve_config(values)
+    schema = ServeDeploySchema.model_validate(config)
+    [app] = schema.applications
+    assert app.import_path == "headrace.app:build_configured"
+    checked = validate(app.args, files_here=False)
+    assert checked.gateway.port != schema.http_options.port
+    for role in GROUPS:
+        group = next(
+            each
+            for each in ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+            if each["groupName"] == role
+        )
+        section = getattr(checked, role)
+        assert group["replicas"] == section.replicas
+        [name] = section.resources
+        assert name in group["resources"], "replicas fit their pods"
+
+
+@CASES
+def test_no_container_is_root_or_writes_its_own_file_system(values: dict[str, Any]) -> None:
+    specs = [template["spec"] for template in pods(values).values()]
+    specs += [job["spec"]["template"]["spec"] for job in of_kind("Job", values)]
+    specs += [pod["spec"] for pod in of_kind("Pod", values)]
+    for spec in specs:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            rights = container["securityContext"]
+            assert rights["readOnlyRootFilesystem"] is True
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["capabilities"]["drop"] == ["ALL"]
+            assert set(rights["capabilities"].get("add", [])) <= {"IPC_LOCK"}
+            mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+            home = {each["name"]: each.get("value") for each in container["env"]}["HOME"]
+            assert {"/tmp", home} <= mounted
+            if container["name"] not in ("model", "chat"):
+                assert {"/cache", "/dev/shm"} <= mounted
+
+
+def test_engines_get_their_devices_memory_and_rights() -> None:
+    engine = pods(MATRIX["everything"])["decode"]["spec"]
+    [container] = engine["containers"]
+    limits = container["resources"]["limits"]
+    assert container["resources"]["requests"] == limits
+    assert (limits["nvidia.com/gpu"], limits["rdma/ib"], limits["hugepages-2Mi"]) == (
+        *("1", "1", "2Gi"),
+    )
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    volumes = {volume["name"]: volume for volume in engine["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": f"{65 * 1024}Mi"}
+    assert volumes["kv"]["hostPath"]["path"] == "/var/lib/headrace"
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert (mounts["kv"], mounts["shm"], mounts["models"]) == ("/kv", "/dev/shm", "/models")
+    assert engine["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert "keys" not in volumes and "tls" not in volumes, "only gateways read these"
+
+
+def test_claims_of_devices_replace_the_resource_key() -> None:
+    spec = pods(MATRIX["claims of devices"])["decode"]["spec"]
+    [container] = spec["containers"]
+    assert container["resources"]["claims"] == [{"name": "gpu"}]
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+def test_the_service_leads_to_the_gateways_that_answer() -> None:
+    values = MATRIX["everything"]
+    [service] = of_kind("Service", values)
+    gateway = pods(values)["gateway"]
+    assert service["spec"]["selector"].items() <= gateway["metadata"]["labels"].items()
+    [container] = gateway["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    [wanted] = service["spec"]["ports"]
+    config = serve_config(values)["applications"][0]["args"]["gateway"]
+    assert ports[wanted["targetPort"]] == config["port"]
+    assert container["readinessProbe"]["httpGet"] == {
+        "path": "/health",
+        "port": "http",
+        "scheme": "HTTPS",
+    }
+    others = set(ports.values()) - {config["port"]}
+    assert config["port"] not in others
+
+
+def test_every_pod_is_checked_before_it_starts() -> None:
+    for role, template in pods(LAPTOP).items():
+        [check] = template["spec"]["initContainers"]
+        assert check["command"][:5] == ["headrace", "doctor", "--cluster", "--role", role]
+        assert check["command"][-1] == "/etc/headrace/config/headrace.yaml"
+    [document] = [one["data"]["headrace.yaml"] for one in of_kind("ConfigMap", LAPTOP)]
+    assert yaml.safe_load(document) == serve_config(LAPTOP)["applications"][0]["args"]
+
+
+def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
+    whole = sum(map(len, rendered(MATRIX["everything"]).values()))
+    chart = sum(path.stat().st_size for path in CHART.rglob("*") if path.is_file())
+    assert whole + chart < 700_000
+
+
+@pytest.mark.parametrize("values", [LAPTOP, CLUSTER], ids=["laptop", "gpu-cluster"])
+def test_rendering_twice_gives_the_same(values: dict[str, Any]) -> None:
+    """Argo CD compares: nothing random, nothing asked of a cluster."""
+    with helm.Chart.load(str(CHART)) as chart:
+        first, second = (chart.render(values, name="demo", namespace="prod") for _ in range(2))
+    assert first == second
+    for path in (CHART / "templates").rglob("*"):
+        if path.is_file():
+            text = path.read_text("utf-8")
+            for word in ("lookup ", "randAlpha", "genCA", "genSelfSigned", "now "):
+                assert word not in text, f"{path.name}: {word}"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"imge": {}}, "imge"),
+    ({"image.tags": "1"}, "/image"),
+    ({"image.digest": "sha256:1"}, "/image/digest"),
+    ({"image.pullPolicy": "Sometimes"}, "/image/pullPolicy"),
+    ({"rayVersion": "two"}, "/rayVersion"),
+    ({"config.prefill.replicas": 0}, "/config/prefill/replicas"),
+    ({"config.decode.gpu": 1}, "/config/decode"),
+    ({"config.decode.gpus": "one"}, "/config/decode/gpus"),
+    ({"config.gateway.host": "127.0.0.1"}, "/config/gateway"),
+    ({"config.gateway.max_concurrent": 0}, "/config/gateway/max_concurrent"),
+    ({"config.ray": {"num_cpus": 4}}, "/config"),
+    ({"config.router.policy": "fastest"}, "/config/router/policy"),
+    ({"config.store.dram_gb": -1}, "/config/store/dram_gb"),
+    ({"head.cpu": "two"}, "/head/cpu"),
+    ({"decode.memory": "16 GB"}, "/decode/memory"),
+    ({"decode.ipcLock": "yes"}, "/decode/ipcLock"),
+    ({"disk.type": "nfs"}, "/disk/type"),
+    ({"disk.hostPath": "kv"}, "/disk/hostPath"),
+    ({"service.port": 70_000}, "/service/port"),
+    ({"upgrade.type": "Rolling"}, "/upgrade/type"),
+    ({"startup.modelGB": 0}, "/startup/modelGB"),
+    ({"podSecurity.userId": 0}, "/podSecurity/userId"),
+    # What no schema says:
+    ({"config.gateway.insecure": False}, "apiKeys.existingSecret: name a Secret"),
+    ({"config.token_path": "direct"}, "config.token_path: must be relay"),
+    ({"config.store.nvme_folder": "/kv"}, "disk.type: is none, but"),
+    ({"disk.type": "claim"}, "disk.claimName: name the claim"),
+    ({"modelCache.type": "claim"}, "modelCache.claimName: name the claim"),
+    ({"modelCache.warmUp": True}, "modelCache.warmUp: needs"),
+    ({"ingress.enabled": True}, "ingress.host: name the host"),
+    ({"httpRoute.enabled": True}, "httpRoute.parentRefs: name at least one"),
+    (
+        {"upgrade.type": "NewClusterWithIncrementalUpgrade"},
+        "upgrade.gatewayClassName: name the class",
+    ),
+    (
+        {
+            "upgrade.type": "NewClusterWithIncrementalUpgrade",
+            "upgrade.gatewayClassName": "istio",
+            "upgrade.maxSurgePercent": 20,
+        },
+        "upgrade.stepSizePercent: must be at most",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[str(each[0])[:60] for each in WRONG])
+def test_a_wrong_value_is_refused_with_its_path(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm.HelmError) as refused:
+        rendered(merged(LAPTOP, changes))
+    text = str(refused.value)
+    assert said in text or said in text.replace(".", "/"), text
+
+
+def needs_new_cluster(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """KubeRay 1.7.0's rule (`rayservice_controller.go`, `util.go`): whether the Ray cluster's part
+    of the specification differs in more than what is changed in place."""
+
+    def compared(values: dict[str, Any]) -> Any:
+        cluster = ray_service(values)["spec"]["rayClusterConfig"]
+        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+            for in_place in ("replicas", "minReplicas", "maxReplicas"):
+                group.pop(in_place, None)
+            group["template"]["spec"].pop("tolerations", None)
+        return cluster
+
+    return bool(compared(before) != compared(after))
+
+
+@pytest.mark.parametrize(
+    ("changes", "new_cluster"),
+    [
+        ({"config.router.policy": "local"}, False),
+        ({"config.gateway.max_concurrent": 7}, False),
+        ({"config.speculation.enabled": True}, False),
+        ({"config.model.source": "org/other"}, False),
+        ({"config.decode.engine": {"max_num_seqs": 7}}, False),
+        ({"config.decode.replicas": 7}, False),
+        ({"config.gateway.replicas": 3}, False),
+        ({"decode.tolerations": [{"operator": "Exists"}]}, False),
+        ({"upgrade.deletionDelaySeconds": 7}, False),
+        ({"service.port": 80}, False),
+        ({"networkPolicy.enabled": False}, False),
+        ({"monitoring.podMonitor": True}, False),
+        ({"config.decode.gpus": 2}, True),
+        ({"config.store.dram_gb": 7}, True),
+        ({"config.drain_s": 7}, True),
+        ({"image.tag": "next"}, True),
+        ({"rayVersion": "2.61.0"}, True),
+        ({"decode.memory": "7Gi"}, True),
+        ({"disk.type": "hostPath"}, True),
+        ({"preflight.enabled": False}, True),
+        ({"rayToken.enabled": False}, True),
+    ],
+    ids=str,
+)
+def test_which_changes_need_a_new_ray_cluster(changes: dict[str, Any], new_cluster: bool) -> None:
+    """As docs/upgrades.md states it."""
+    assert needs_new_cluster(LAPTOP, merged(LAPTOP, changes)) is new_cluster
