@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import yaml
 
 from headrace.observability.dashboards.alerts import RUNBOOK, alerts
 from tests.support.program import ROOT
+from tests.support.tools import missing
 
 RULES = ROOT / "helm" / "headrace" / "files" / "alerts.yaml"
 END = 150
@@ -21,12 +21,14 @@ END = 150
 FAULT = 60
 Series = dict[str, str]
 
-PROMTOOL = shutil.which("promtool")
-if PROMTOOL is None and os.environ.get("HEADRACE_NEED_TOOLS"):
-    pytest.fail("promtool is missing: apt-get install -y prometheus", pytrace=False)
-pytestmark = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is missing: apt-get install -y prometheus"
-)
+
+def promtool(*arguments: str) -> None:
+    """Run it; what it finds wrong fails the test."""
+    program = shutil.which("promtool")
+    if program is None:
+        missing("promtool", "apt-get install -y prometheus")
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def steady(value: float, fault: float | None = None, minutes: int = FAULT) -> str:
@@ -228,17 +230,11 @@ def test_alerts_fire_on_their_fault_and_not_otherwise(tmp_path: Path) -> None:
         "tests": [a_group([empty]), a_group([name for name in CASES if name != empty])],
     }
     file.write_text(yaml.safe_dump(document))
-    done = subprocess.run(
-        [str(PROMTOOL), "test", "rules", str(file)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("test", "rules", str(file))
 
 
 def test_promtool_accepts_the_rules() -> None:
-    done = subprocess.run(
-        [str(PROMTOOL), "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    promtool("check", "rules", str(RULES))
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
