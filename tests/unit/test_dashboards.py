@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,17 @@ def test_narrowing_a_query_reaches_each_of_its_series() -> None:
 
 def test_a_board_has_no_more_panels_than_one_reads() -> None:
     assert all(len(board.panels) <= 10 for board in boards.described())
+
+
+def test_the_runbook_names_commands_and_settings_that_exist() -> None:
+    docs = CHART_FILES.parents[2] / "docs"
+    page, commands, settings = (
+        (docs / name).read_text() for name in ("runbook.md", "commands.md", "configuration.md")
+    )
+    named = set(re.findall(r"`headrace ([a-z]+(?: [a-z]+)?)", page))
+    assert named >= {"status", "explain", "doctor"}
+    for command in named:
+        assert f"`headrace {command}`" in commands, command
+    for section, field in re.findall(r"`(gateway|store|router|speculation)\.([a-z_]+)", page):
+        assert re.search(rf"`(?:{section}\.)?{field}`", settings), f"{section}.{field}"
+    assert len(re.findall(r"`(?:gateway|store)\.[a-z_]+`", page)) > 5
