@@ -231,7 +231,11 @@ class ReplicaPool:
             self._polled = True
             self._changed.set()
             self._changed = asyncio.Event()
-            self._on_poll()
+            try:
+                self._on_poll()
+            except Exception:  # the list matters more
+                logger.exception("the gateway's state is not exported any more")
+                self._on_poll = lambda: None
             await asyncio.sleep(HURRY_S)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S - HURRY_S)
