@@ -81,6 +81,9 @@ class Outcomes:
         costs: the replica's fits.
         step_tokens: the engines' token budget.
         token_bytes: of KV.
+
+    Attributes:
+        sums: of all requests since the start, by name.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Outcomes:
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
         self._computed: dict[str, int] = {}
         self._seen: deque[_Seen] = deque(maxlen=SEEN)
-        self._sums = {
+        self.sums: dict[str, float] = {
             "requests": 0,
             "prompt_tokens": 0,
             "reachable_tokens": 0,
@@ -122,12 +125,12 @@ class Outcomes:
         self._outcomes[plan.request_id] = found
         while len(self._outcomes) > KEPT:
             self._outcomes.popitem(last=False)
-        self._sums["requests"] += 1
-        self._sums["prompt_tokens"] += plan.prompt_tokens
-        self._sums["reachable_tokens"] += plan.reachable_tokens
-        self._sums["reached_tokens"] += min(cached_tokens, plan.prompt_tokens)
-        self._sums["cost_s"] += found.cost_s
-        self._sums["regret_s"] += found.regret_s
+        self.sums["requests"] += 1
+        self.sums["prompt_tokens"] += plan.prompt_tokens
+        self.sums["reachable_tokens"] += plan.reachable_tokens
+        self.sums["reached_tokens"] += min(cached_tokens, plan.prompt_tokens)
+        self.sums["cost_s"] += found.cost_s
+        self.sums["regret_s"] += found.regret_s
 
     def finished(self, plan: Plan, answer_tokens: int) -> None:
         """The request ended. One without a first token is no part of the traffic."""
@@ -166,4 +169,4 @@ class Outcomes:
                 traffic[f"{name}_square"] = float(squares.mean())
             seconds = self._clock() - self._seen[0].at_s
             traffic["rate"] = (len(self._seen) - 1) / seconds if seconds > 0 else 0.0
-        return {**self._sums, "traffic": traffic}
+        return {**self.sums, "traffic": traffic}

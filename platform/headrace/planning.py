@@ -123,6 +123,8 @@ class ReplicaPlanner:
             plan = self.router.plan(replace(request, stored_decode=stored), stale)
         if came is not None:
             self.router.heard(came)
+        if given is not None and stale is not None:
+            self.metrics.remade()
         self._plans[request_id] = plan
         self.metrics.planned(plan.kind, time.perf_counter() - started)
         self._changed()
@@ -205,7 +207,11 @@ class ReplicaPlanner:
         self.router.prefill_down(why, replica)
 
     def prefills_in_doubt(self) -> list[str]:
-        return self.router.sides.in_doubt(time.monotonic())
+        """As `PrefillSides.in_doubt`. Asked about once a second; what changes more slowly than that
+        is exported here, off the way of requests."""
+        found = self.router.sides.in_doubt(time.monotonic())
+        self.metrics.stands(len(found), self._outcomes.sums)
+        return found
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """The plan of a request that is remembered, and what became of it: `measured` is an

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -17,6 +18,7 @@ from ray.serve.deployment import Application
 from headrace.config.store import StoreSection
 from headrace.observability import ProcessSetup
 from headrace.observability.shared_memory import SHM, watch_siblings
+from headrace.observability.store import RayStoreMetrics
 from headrace_kvstore.arena.shared_file import remove_left
 from headrace_kvstore.cluster.keeper import StoreKeeper
 
@@ -63,10 +65,13 @@ def add_store(
         logger.warning("store: no engine uses NixlConnector alone, so none gets the KV store")
         return None
     options = {"name": "store", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    below = {"nvme": store.nvme_folder, "object": store.object_url}
+    tiers = ("dram", *(tier for tier, place in below.items() if place))
+    observe = partial(RayStoreMetrics, tiers)
     return (
         serve.deployment(StoreKeeper)
         .options(**options)
-        .bind(store.node_settings(name), StoreSetup(setup), store.share)
+        .bind(store.node_settings(name), StoreSetup(setup), store.share, observe)
     )
 
 

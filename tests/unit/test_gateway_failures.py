@@ -7,6 +7,7 @@ import json
 
 from aiohttp import web
 
+from headrace.gateway.backend import NoMetrics
 from headrace.gateway.relay import MAX_DELIVERIES
 from headrace.gateway.replicas import DOWN_S
 from tests.unit.gateway_fakes import (
@@ -143,6 +144,25 @@ async def test_a_stream_that_dies_midway_ends_with_an_error_event_and_without_do
         assert (error["type"], error["code"]) == ("server_error", "replica_lost")
         assert events[2:] == [b""]
         assert len(bench.replica.seen) == 1
+
+
+class Losses(NoMetrics):
+    def __init__(self) -> None:
+        self.when: list[str] = []
+
+    def replica_lost(self, when: str) -> None:
+        self.when.append(when)
+
+
+async def test_losses_are_counted_by_what_the_client_saw_of_them() -> None:
+    losses = Losses()
+    handler = in_turn(die_before_first_event, die_mid_stream)
+    async with (
+        gateway_over(handler, metrics=losses) as bench,
+        bench.client.post(CHAT, json=PROMPT) as response,
+    ):
+        assert b"replica_lost" in await response.read()
+    assert losses.when == ["worked", "stream"]
 
 
 async def test_a_stream_that_dies_after_done_is_whole() -> None:

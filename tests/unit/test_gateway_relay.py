@@ -278,12 +278,24 @@ class Counts:
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.own: list[float] = []
+        self.refusals: list[tuple[int, str]] = []
+        self.lost: list[str] = []
+        self.states: list[tuple[int, int, float]] = []
 
     def request_done(self, *args: Any) -> None:
         self.done.append(args)
 
     def own_seconds(self, seconds: float) -> None:
         self.own.append(seconds)
+
+    def refused(self, status: int, code: str) -> None:
+        self.refusals.append((status, code))
+
+    def replica_lost(self, when: str) -> None:
+        self.lost.append(when)
+
+    def state(self, *told: Any) -> None:
+        self.states.append(told)
 
 
 async def test_metrics_tell_status_times_and_the_gateways_own_share() -> None:
@@ -299,6 +311,9 @@ async def test_metrics_tell_status_times_and_the_gateways_own_share() -> None:
     assert 0 < ttft_s < seconds
     assert counts.done[1][:3] == (CHAT, 400, None)
     assert len(counts.own) == 1 and 0 < counts.own[0] < 0.1
+    assert [status for status, _ in counts.refusals] == [400] and counts.refusals[0][1]
+    ready, relaying, oldest_s = counts.states[-1]
+    assert ready == 1 and relaying >= 0 and oldest_s == 0.0
 
 
 async def test_the_gateways_own_share_leaves_out_the_wait_for_a_replica() -> None:

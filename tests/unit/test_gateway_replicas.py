@@ -75,6 +75,21 @@ async def test_without_a_word_of_serve_the_list_is_what_answers() -> None:
     await pool.aclose()
 
 
+async def test_who_is_told_of_each_look_and_fails_does_not_end_them() -> None:
+    cluster, told = Replicas(), list[int]()
+
+    def fail() -> None:
+        told.append(cluster.asked)
+        raise RuntimeError("no metrics today")
+
+    pool = ReplicaPool(cast(Backend, cluster), fail)
+    assert await pool.ready() == pool.ready_now == 2
+    pool.members(frozenset({"a"}))
+    await asked_again(cluster, 2 * HURRY_S + 1.0)
+    assert len(told) == 1
+    await pool.aclose()
+
+
 async def test_two_gateways_spread_a_burst_as_one_would() -> None:
     cluster = Replicas(["a", "b", "c"])
     pools = [await ready_pool(cluster) for _ in range(2)]

@@ -129,7 +129,7 @@ def test_the_keeper_is_told_whether_machines_share() -> None:
     for share in (True, False):
         app = add_store(StoreSection(share=share), [engine()], ProcessSetup())
         assert app is not None
-        assert app._bound_deployment.init_args[-1] is share
+        assert app._bound_deployment.init_args[2] is share
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ SECRET_TRIES = 5
 ANYWHERE = ("0.0.0.0", "[::]")
 
 Setup = Callable[[str], None]
+Observe = Callable[[dict[str, dict[str, Any] | None]], None]
+"""Told each machine's `Operations.stats`, None of a node that does not answer."""
 
 
 class StoreNodeActor:
@@ -77,19 +79,25 @@ class StoreKeeper:
         settings: of every machine's node.
         setup: prepares each process (logs, traces).
         share: whether machines lend each other their blocks.
+        observe: makes, in the keeper's process, what is told of the nodes after each check.
 
     Raises:
         SettingsError: they are unknown or impossible.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, settings: dict[str, Any], setup: Setup | None = None, share: bool = False
+        self,
+        settings: dict[str, Any],
+        setup: Setup | None = None,
+        share: bool = False,
+        observe: Callable[[], Observe] | None = None,
     ) -> None:
         if setup is not None:
             setup("store")
         self._peering = Peering(self._ask) if share else None
         self._name = NodeSettings.parse(settings).name
         self._settings, self._setup = settings, setup
+        self._observe = None if observe is None else observe()
         self._failures: Counter[str] = Counter()
         self._nodes: dict[str, Any] = {}
         self._why: dict[str, str] = {}
@@ -180,9 +188,10 @@ class StoreKeeper:
                 alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
                 for machine in self._nodes.keys() - alive:
                     del self._nodes[machine]
+            told: dict[str, dict[str, Any] | None] = dict.fromkeys(self._nodes)
             for machine, node in list(self._nodes.items()):
                 try:
-                    await asyncio.wait_for(node.stats.remote(), ANSWER_S)
+                    told[machine] = await asyncio.wait_for(node.stats.remote(), ANSWER_S)
                     self._why.pop(machine, None)
                 except ray.exceptions.ActorUnavailableError as error:
                     self._why[machine] = f"restarting: {_first_line(error)}"
@@ -193,6 +202,12 @@ class StoreKeeper:
                     self._nodes[machine] = self._make(machine)
                 except Exception as error:
                     self._why[machine] = f"does not answer: {_first_line(error)}"
+            if self._observe is not None:
+                try:
+                    self._observe(told)
+                except Exception:  # the nodes matter more
+                    logger.exception("what the store nodes tell is not observed any more")
+                    self._observe = None
             if self._peering is not None:
                 await self._peering.turn(dict(self._nodes))
 

@@ -136,16 +136,23 @@ class GatewayApp:
     async def start(self) -> None:
         """Bind to the running event loop and begin to poll for replicas."""
         if self._parts is None:
-            pool = ReplicaPool(self._backend)
+            pool = ReplicaPool(self._backend, self._tell)
             upstream = Upstream(self.options.connect_timeout_s)
             placer = None if self._make_placer is None else self._make_placer(pool, upstream)
-            relay = Relay(pool, upstream, self.options, placer)
+            relay = Relay(pool, upstream, self.options, placer, self._metrics.replica_lost)
             own = OwnRoutes(self._admin, self._corpora, self._intake, self._place, pool, relay)
             self._parts = _Parts(pool, upstream, relay, own, placer)
             self._traced = tracing.tracing_is_configured()
             pool.start()
             if placer is not None:
                 placer.start()
+
+    def _tell(self) -> None:
+        """Export how this gateway stands."""
+        if self._parts is not None:
+            placer = self._parts.placer
+            oldest_s = 0.0 if placer is None else placer.oldest_report_s
+            self._metrics.state(self._parts.pool.ready_now, self._relaying, oldest_s)
 
     @property
     def relaying(self) -> int:
@@ -237,16 +244,20 @@ class GatewayApp:
                 else:
                     raise errors.request_timeout(self.options.request_timeout_s) from None
         except ApiError as error:
-            await asked.refuse(error)
+            await self._refuse(asked, error)
         except Exception:
             logger.exception("request %s failed in the gateway", call.request_id.decode())
-            await asked.refuse(errors.internal_error())
+            await self._refuse(asked, errors.internal_error())
         finally:
             interrupts.close()
             call.drop_body()
             self._report(call, path)
             if span is not None:
                 tracing.end_span(span, call)
+
+    async def _refuse(self, asked: Asked, error: ApiError) -> None:
+        self._metrics.refused(error.status, error.code or error.kind)
+        await asked.refuse(error)
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:

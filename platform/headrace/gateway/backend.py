@@ -117,6 +117,27 @@ class GatewayMetrics(Protocol):
     def own_seconds(self, seconds: float) -> None:
         """Seconds of gateway code before the request went to a replica, waits left out."""
 
+    def refused(self, status: int, code: str) -> None:
+        """The gateway itself refused a request, or ended its stream with an error.
+
+        Args:
+            code: of `headrace.gateway.errors`, which has some thirty.
+        """
+
+    def replica_lost(self, when: str) -> None:
+        """A replica was lost: `before` it got the request, while it `worked` on it, or when its
+        answer had begun (`stream`), which only then is an error to the client."""
+
+    def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
+        """How this gateway stands; told about once a second.
+
+        Args:
+            ready: decode replicas that can be asked.
+            relaying: requests that replicas work on, or that wait for one.
+            oldest_report_s: age of the oldest report that plans are made from; 0 if nothing is
+                planned here.
+        """
+
 
 class NoMetrics:
     """Counts nothing: the default."""
@@ -127,6 +148,15 @@ class NoMetrics:
         """Ignore it."""
 
     def own_seconds(self, seconds: float) -> None:
+        """Ignore it."""
+
+    def refused(self, status: int, code: str) -> None:
+        """Ignore it."""
+
+    def replica_lost(self, when: str) -> None:
+        """Ignore it."""
+
+    def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """Ignore it."""
 
 

@@ -20,6 +20,7 @@ of `/v1/responses` is off (`headrace_decode.server`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -152,6 +153,7 @@ class Relay:
         upstream: the connections to them.
         options: limits.
         placer: plans where a request goes; None leaves that to the pool.
+        on_lost: told when a replica was lost, as `GatewayMetrics.replica_lost` says.
     """
 
     def __init__(
@@ -160,8 +162,10 @@ class Relay:
         upstream: Upstream,
         options: GatewayOptions,
         placer: Placer | None = None,
+        on_lost: Callable[[str], None] = lambda when: None,
     ) -> None:
         self._pool = pool
+        self._on_lost = on_lost
         self._upstream = upstream
         self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
@@ -226,6 +230,7 @@ class Relay:
                 self._give_up(placed)
                 placed = None
                 self._pool.failed(lease.replica, dying=lost.dying)
+                self._on_lost("worked" if lost.sent else "before")
                 if lost.sent:
                     deliveries += 1
                     if deliveries >= MAX_DELIVERIES:
@@ -315,6 +320,7 @@ class Relay:
             self._pool.failed(answer.lease.replica)
             tail = b""
             if not call.dialect.is_over(call.last):
+                self._on_lost("stream")
                 tail = call.dialect.event(errors.replica_lost("mid-stream"), call.last)
         call.sent_bytes += len(tail)
         await send({"type": "http.response.body", "body": tail})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from types import TracebackType
 
 from headrace.gateway import errors
@@ -67,10 +68,11 @@ class ReplicaPool:
 
     Args:
         backend: where the list comes from.
+        on_poll: called after each look at the list.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, on_poll: Callable[[], None] = lambda: None) -> None:
+        self._backend, self._on_poll = backend, on_poll
         self._replicas: list[ReplicaInfo] = []
         self._others: dict[str, int] = {}
         self._members: frozenset[str] | None = None
@@ -101,6 +103,11 @@ class ReplicaPool:
         self.start()
         if not self._polled:
             await self._changed.wait()
+        return self.ready_now
+
+    @property
+    def ready_now(self) -> int:
+        """As `ready`, by the list as it is."""
         down = self.down
         return sum(replica.replica_id not in down for replica in self._replicas)
 
@@ -224,6 +231,11 @@ class ReplicaPool:
             self._polled = True
             self._changed.set()
             self._changed = asyncio.Event()
+            try:
+                self._on_poll()
+            except Exception:  # the list matters more
+                logger.exception("the gateway's state is not exported any more")
+                self._on_poll = lambda: None
             await asyncio.sleep(HURRY_S)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S - HURRY_S)

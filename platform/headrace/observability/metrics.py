@@ -31,7 +31,7 @@ class RayGatewayMetrics:
             "headrace_gateway_ttft_seconds",
             "Seconds from a request's arrival to the first byte of its answer.",
             boundaries=TTFT_BUCKETS_S,
-            tag_keys=("path",),
+            tag_keys=("path", "streamed"),
         )
         self._seconds = Histogram(
             "headrace_gateway_request_seconds",
@@ -44,17 +44,46 @@ class RayGatewayMetrics:
             "Seconds the gateway's own code adds before a request goes to a replica.",
             boundaries=OWN_BUCKETS_S,
         )
+        self._refused = Counter(
+            "headrace_gateway_refused",
+            "Requests that the gateway itself refused, or streams that it ended with an error.",
+            tag_keys=("status", "code"),
+        )
+        self._lost = Counter(
+            "headrace_gateway_replica_losses",
+            "Requests whose replica was lost before, while or after it worked on them.",
+            tag_keys=("when",),
+        )
+        self._ready = Gauge("headrace_gateway_ready_replicas", "Decode replicas that answer.")
+        self._relaying = Gauge(
+            "headrace_gateway_relaying", "Requests at replicas, or waiting for one."
+        )
+        self._oldest = Gauge(
+            "headrace_gateway_oldest_report_seconds",
+            "Age of the oldest report that this gateway plans with.",
+        )
 
     def request_done(
         self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
     ) -> None:
         self._requests.inc(tags={"path": path, "status": str(status)})
         if ttft_s is not None:
-            self._ttft.observe(ttft_s, tags={"path": path})
+            self._ttft.observe(ttft_s, tags={"path": path, "streamed": "yes" if streamed else "no"})
         self._seconds.observe(seconds, tags={"path": path})
 
     def own_seconds(self, seconds: float) -> None:
         self._own.observe(seconds)
+
+    def refused(self, status: int, code: str) -> None:
+        self._refused.inc(tags={"status": str(status), "code": code})
+
+    def replica_lost(self, when: str) -> None:
+        self._lost.inc(tags={"when": when})
+
+    def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
+        self._ready.set(ready)
+        self._relaying.set(relaying)
+        self._oldest.set(oldest_report_s)
 
 
 class RayPlanMetrics:
@@ -78,6 +107,26 @@ class RayPlanMetrics:
             "Plans' questions to the machine's StoreNode without an answer, since start.",
             tag_keys=("kind",),
         )
+        self._remade = Counter(
+            "headrace_plans_remade",
+            "Gateways' plans that were not carried out, because they no longer fitted.",
+        )
+        self._tokens = Counter(
+            "headrace_plan_prompt_tokens",
+            "Prompt tokens: all, those that were held somewhere, those that were not computed.",
+            tag_keys=("held",),
+        )
+        self._cost = Counter(
+            "headrace_plan_cost_seconds", "What plans cost, with the measured TTFT."
+        )
+        self._regret = Counter(
+            "headrace_plan_regret_seconds", "What they cost above the next best choice."
+        )
+        self._in_doubt = Gauge(
+            "headrace_prefill_replicas_in_doubt",
+            "Prefill replicas that this decode replica does not ask, since they failed.",
+        )
+        self._told: dict[str, float] = {}
 
     def planned(self, kind: str, seconds: float) -> None:
         self._plans.inc(tags={"kind": kind})
@@ -93,6 +142,30 @@ class RayPlanMetrics:
         """How many of each kind there were since the start."""
         for kind, count in failures.items():
             self._surveys.set(count, tags={"kind": kind})
+
+    def remade(self) -> None:
+        self._remade.inc()
+
+    def stands(self, in_doubt: int, sums: Mapping[str, float]) -> None:
+        """Told about once a second.
+
+        Args:
+            in_doubt: prefill replicas that are not asked.
+            sums: `Outcomes.sums`.
+        """
+        self._in_doubt.set(in_doubt)
+        for name in ("prompt", "reachable", "reached"):
+            if more := self._more(sums, f"{name}_tokens"):
+                self._tokens.inc(more, tags={"held": name})
+        if more := self._more(sums, "cost_s"):
+            self._cost.inc(more)
+        if more := self._more(sums, "regret_s"):
+            self._regret.inc(more)
+
+    def _more(self, sums: Mapping[str, float], name: str) -> float:
+        """What has come to a sum since this was asked last."""
+        before, self._told[name] = self._told.get(name, 0.0), sums[name]
+        return max(0.0, sums[name] - before)
 
     def transferred(self, total_bytes: int) -> None:
         self._bytes.set(total_bytes)

@@ -239,16 +239,19 @@ class Cluster:
             self._take_off(name, plan.request_id, now_s)
         self.counts["withdrawn"] += 1
 
+    def oldest_report_s(self, now_s: float) -> float:
+        """Seconds since the replica that has been silent longest was heard; 0 without one."""
+        view = self._view
+        if view is None:
+            return 0.0
+        heard_s = (float(view.engines["heard_s"][view.row(name)]) for name in self._reports)
+        return now_s - min(heard_s, default=now_s)
+
     def stats(self, now_s: float) -> dict[str, Any]:
         """JSON-able state."""
-        heard_s = (
-            [self._view.engines["heard_s"][self._view.row(name)] for name in self._reports]
-            if self._view
-            else []
-        )
         return {
             "replicas": len(self._reports),
-            "oldest_report_s": round(now_s - min(heard_s, default=now_s), 3),
+            "oldest_report_s": round(self.oldest_report_s(now_s), 3),
             "booked": sum(map(len, self._booked.values())),
             "plans": dict(self.counts),
             "index": self.index.stats(),

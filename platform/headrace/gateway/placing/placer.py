@@ -153,6 +153,11 @@ class Placer:
         """The replica that a plan names did not take the request."""
         self.cluster.withdraw(placed.plan, self._clock())
 
+    @property
+    def oldest_report_s(self) -> float:
+        """As `Cluster.oldest_report_s`, now."""
+        return self.cluster.oldest_report_s(self._clock())
+
     def stats(self) -> dict[str, Any]:
         """JSON-able state."""
         return {**self.cluster.stats(self._clock()), "lines": self._lines.stats()}

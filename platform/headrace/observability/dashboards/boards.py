@@ -1,0 +1,522 @@
+"""The five dashboards. Each panel answers the question that its description asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from grafana_foundation_sdk.builders import common, timeseries
+from grafana_foundation_sdk.builders import dashboard as grafana
+from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
+from grafana_foundation_sdk.models.dashboard import (
+    Dashboard,
+    DataSourceRef,
+    GridPos,
+    VariableRefresh,
+)
+
+from headrace.observability.dashboards import alerts
+from headrace.observability.dashboards import promql as q
+from headrace.observability.dashboards.promql import CLUSTER
+
+WINDOW = "$__rate_interval"
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+SESSIONS = f'{CLUSTER}=~"${CLUSTER}"'
+WIDTH, HEIGHT = 12, 8
+"""Of a panel, in Grafana's grid of 24 columns."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart.
+
+    Attributes:
+        asks: the operator's question; Grafana shows it at the panel's head.
+        queries: PromQL by legend; `{{label}}` in a legend is filled in.
+        unit: Grafana's name of it.
+        most: top of the axis, where there is one.
+    """
+
+    title: str
+    asks: str
+    queries: dict[str, str] = field(hash=False)
+    unit: str = "short"
+    most: float | None = None
+
+
+@dataclass(frozen=True)
+class Board:
+    """A dashboard: its name in the address, its title, its panels."""
+
+    uid: str
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _quantiles(histogram: str, *quantiles: float, **labels: str) -> dict[str, str]:
+    return {f"p{100 * at:g}": q.quantile(at, histogram, WINDOW, **labels) for at in quantiles}
+
+
+def _slos() -> Board:
+    ttft = "ray_headrace_gateway_ttft_seconds"
+    in_time = f"{alerts.T['ttft_s'].value:g}"
+    good = q.rate(f"{ttft}_bucket", WINDOW, streamed="yes", le=in_time)
+    streams = q.rate(f"{ttft}_count", WINDOW, streamed="yes")
+    budget = 1 - alerts.T["ttft_objective"].value
+    return Board(
+        "headrace-slos",
+        "Headrace: SLOs",
+        (
+            Panel(
+                "Time to first token",
+                "How long do users of streams wait for the first token? Measured at the gateway.",
+                _quantiles(ttft, 0.5, 0.9, 0.99, streamed="yes"),
+                "s",
+            ),
+            Panel(
+                "Inter-token latency",
+                "How evenly do answers flow? Measured in the decode engines.",
+                _quantiles("ray_vllm_inter_token_latency_seconds", 0.5, 0.9, 0.99),
+                "s",
+            ),
+            Panel(
+                "Goodput",
+                f"How many streams a second begin within {in_time} s, of how many that begin?",
+                {"in time": good, "all": streams},
+                "reqps",
+            ),
+            Panel(
+                "TTFT budget burn",
+                "How many times faster than allowed are late streams spending the error budget? "
+                f"Above {alerts.t('burn_fast')} over an hour, somebody is called.",
+                {w: f"{alerts.slow_share(w)} / {budget:g}" for w in ("1h", "6h")},
+            ),
+            Panel(
+                "Answers",
+                "What are requests answered? 499 stands for clients that hung up.",
+                {"{{status}}": q.rate("ray_headrace_gateway_requests_total", WINDOW, "status")},
+                "reqps",
+            ),
+            Panel(
+                "Errors",
+                "Which share of requests ends in a 5xx, or in an error amid a stream?",
+                {"errors": q.share(alerts.failed_requests(WINDOW), alerts.requests(WINDOW))},
+                "percentunit",
+            ),
+            Panel(
+                "Tokens",
+                "How much work is done? Prompt tokens include those that were not computed.",
+                {
+                    "answers": q.rate("ray_vllm_generation_tokens_total", WINDOW),
+                    "prompts": q.rate(
+                        "ray_headrace_plan_prompt_tokens_total", WINDOW, held="prompt"
+                    ),
+                },
+                "short",
+            ),
+            Panel(
+                "Our own share",
+                "How much of the time to the first token do gateway and planning add themselves?",
+                {
+                    "gateway p99": q.quantile(0.99, "ray_headrace_gateway_own_seconds", WINDOW),
+                    "plan p99": q.quantile(0.99, "ray_headrace_plan_own_seconds", WINDOW),
+                },
+                "s",
+            ),
+        ),
+    )
+
+
+def _placement() -> Board:
+    ratio = "ray_headrace_plan_ttft_error_ratio"
+    tokens = "ray_headrace_plan_prompt_tokens_total"
+    prompts = q.rate(tokens, WINDOW, held="prompt")
+    return Board(
+        "headrace-placement",
+        "Headrace: placement",
+        (
+            Panel(
+                "Plans",
+                "Are prompts computed in decode engines (local) or prefill engines (remote)?",
+                {"{{kind}}": q.rate("ray_headrace_plans_total", WINDOW, "kind")},
+                "reqps",
+            ),
+            Panel(
+                "Measured over predicted TTFT",
+                "Can the plans be trusted? 1 is right; an alert counts those below 0.5 or above 2.",
+                {
+                    "{{kind}} p50": q.quantile(0.5, ratio, WINDOW, "kind"),
+                    "{{kind}} p90": q.quantile(0.9, ratio, WINDOW, "kind"),
+                },
+            ),
+            Panel(
+                "Hits",
+                "Of the prompt tokens that were held somewhere, how many were not computed again?",
+                {
+                    name: q.share(q.rate(tokens, WINDOW, held=name), prompts)
+                    for name in ("reachable", "reached")
+                },
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Regret",
+                "How much did choices cost above the next best one, of all that plans cost?",
+                {
+                    "regret": q.share(
+                        q.rate("ray_headrace_plan_regret_seconds_total", WINDOW),
+                        q.rate("ray_headrace_plan_cost_seconds_total", WINDOW),
+                    )
+                },
+                "percentunit",
+            ),
+            Panel(
+                "Queues",
+                "Do requests wait in the engines, and in those of which role?",
+                {
+                    f"{{{{deployment}}}} {what}": q.total(
+                        q.with_role(f"ray_vllm_num_requests_{what}"), "deployment"
+                    )
+                    for what in ("running", "waiting")
+                },
+            ),
+            Panel(
+                "KV cache in use",
+                "How full is the fullest engine of each role? At 100 % it preempts.",
+                {
+                    "{{deployment}}": q.most(
+                        q.with_role("ray_vllm_kv_cache_usage_perc"), "deployment"
+                    )
+                },
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Age of the oldest report",
+                "Do gateways plan with fresh reports? A replica silent for 2 s is not placed on.",
+                {"oldest": q.most("ray_headrace_gateway_oldest_report_seconds")},
+                "s",
+            ),
+            Panel(
+                "Plans made again",
+                "How many gateways' plans had grown stale when the replica got them?",
+                {"made again": q.rate("ray_headrace_plans_remade_total", WINDOW)},
+                "reqps",
+            ),
+        ),
+    )
+
+
+def _tiers() -> Board:
+    sources = "ray_vllm_prompt_tokens_by_source_total"
+    blocks = "ray_vllm_headrace_kv_blocks_total"
+    events = "ray_headrace_store_block_events_total"
+    size = q.total("ray_headrace_store_size_bytes", "tier")
+    return Board(
+        "headrace-tiers",
+        "Headrace: KV tiers",
+        (
+            Panel(
+                "Where prompt tokens come from",
+                "How much is computed, taken from the engine's cache, or loaded (NIXL or store)?",
+                {
+                    "{{source}}": f"{q.rate(sources, WINDOW, 'source')} / on ({CLUSTER}) "
+                    f"group_left () ({q.rate(sources, WINDOW)} > 0)"
+                },
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Blocks loaded and saved",
+                "Is the store used, and from which medium?",
+                {"{{event}}": q.rate(blocks, WINDOW, "event", event="~loaded_.*|saved")},
+                "ops",
+            ),
+            Panel(
+                "Room in use",
+                "How full is each tier, over all machines? DRAM is meant to be full.",
+                {
+                    "{{tier}}": q.share(q.total("ray_headrace_store_bytes", "tier"), size),
+                },
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Evictions",
+                "Does a tier forget faster than it is used? Then it is too small.",
+                {
+                    "{{tier}} {{event}}": q.rate(
+                        events, WINDOW, "tier", "event", event="~evicted|stored"
+                    )
+                },
+                "ops",
+            ),
+            Panel(
+                "Blocks lost, declined or not saved",
+                "Which blocks had to be computed although they were held, and why?",
+                {
+                    "{{event}}": q.rate(
+                        blocks, WINDOW, "event", event="~lost_.*|declined_.*|save_.*"
+                    )
+                },
+                "ops",
+            ),
+            Panel(
+                "Faults of the tiers",
+                "Do disks or object stores fail?",
+                {
+                    "{{tier}} {{event}}": q.rate(
+                        events, WINDOW, "tier", "event", event="~.*_failed|corrupt|breaker_opened"
+                    )
+                },
+                "ops",
+            ),
+            Panel(
+                "KV between engines",
+                "How much KV moves from prefill to decode engines over NIXL?",
+                {"bytes": q.rate("ray_vllm_nixl_bytes_transferred_sum", WINDOW)},
+                "Bps",
+            ),
+            Panel(
+                "A transfer's time",
+                "Does the network keep up?",
+                _quantiles("ray_vllm_nixl_xfer_time_seconds", 0.5, 0.99),
+                "s",
+            ),
+            Panel(
+                "Machines",
+                "Does each machine have its store node, its tiers and its peers?",
+                {
+                    "no node": q.most(q.pick("ray_headrace_store_nodes", up="no")),
+                    "{{tier}} {{state}}": q.total(
+                        q.pick("ray_headrace_store_tiers", state="!on"), "tier", "state"
+                    ),
+                    "peers down": q.most(q.pick("ray_headrace_store_peers", state="down")),
+                },
+            ),
+            Panel(
+                "Waiting to be written",
+                "Does the disk keep up with what is computed? What does not fit is not written.",
+                {"bytes": q.most("ray_headrace_store_backlog_bytes")},
+                "bytes",
+            ),
+        ),
+    )
+
+
+def _speculation() -> Board:
+    name = "ray_headrace_speculation_"
+    drafted, accepted = f"{name}drafted_tokens_total", f"{name}accepted_tokens_total"
+    steps = q.rate(f"{name}steps_total", WINDOW)
+    return Board(
+        "headrace-speculation",
+        "Headrace: speculation",
+        (
+            Panel(
+                "Tokens a request and step",
+                "What does drafting give? 1 is what an engine gives without drafts.",
+                {
+                    "tokens": q.share(
+                        q.rate(f"{name}emitted_tokens_total", WINDOW),
+                        q.rate(f"{name}row_steps_total", WINDOW),
+                    )
+                },
+            ),
+            Panel(
+                "Drafts",
+                "How many tokens are drafted, and from which source?",
+                {"{{source}}": q.rate(drafted, WINDOW, "source")},
+                "ops",
+            ),
+            Panel(
+                "Acceptance",
+                "Which sources' drafts survive?",
+                {
+                    "{{source}}": q.share(
+                        q.rate(accepted, WINDOW, "source"), q.rate(drafted, WINDOW, "source")
+                    )
+                },
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Steps with drafts",
+                "Does the budget still draft at this load? 0 under load is meant.",
+                {"steps": q.share(q.rate(f"{name}drafted_steps_total", WINDOW), steps)},
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Price",
+                "How likely must a draft token be accepted to be worth verifying?",
+                {"highest of the replicas": q.most(f"{name}survival_price")},
+                "percentunit",
+                1,
+            ),
+            Panel(
+                "Saved, and lost at most",
+                "Does drafting pay? Against steps that were not drafted for by chance.",
+                {
+                    "saved": q.total(f"{name}saved_seconds"),
+                    "lost at most": q.total(f"{name}regret_bound_seconds"),
+                },
+                "s",
+            ),
+            Panel(
+                "Cost of making drafts",
+                "How much of each second do the engines spend on making drafts?",
+                {"making drafts": q.rate(f"{name}propose_seconds_total", WINDOW)},
+                "percentunit",
+            ),
+            Panel(
+                "Mode and failures",
+                "Is drafting on, and does it fail? Replicas by mode; failed steps a second.",
+                {
+                    "{{mode}}": q.total(f"{name}mode", "mode"),
+                    "failures": q.rate(f"{name}failures_total", WINDOW),
+                },
+            ),
+        ),
+    )
+
+
+def _failures() -> Board:
+    targets = q.most("ray_serve_autoscaling_target_replicas", "deployment")
+    healthy = q.total("ray_serve_deployment_replica_healthy", "deployment")
+    return Board(
+        "headrace-failures",
+        "Headrace: failures",
+        (
+            Panel(
+                "Replicas missing",
+                "Which deployments have fewer healthy replicas than they should?",
+                {"{{deployment}}": f"clamp_min({targets} - {healthy}, 0)"},
+            ),
+            Panel(
+                "Replica starts in 15 minutes",
+                "Do replicas restart again and again? A new version starts each once.",
+                {"{{deployment}}": alerts.starts("15m")},
+            ),
+            Panel(
+                "Decode replicas that answer",
+                "Whom can the gateways ask?",
+                {
+                    "least": f"min by ({CLUSTER}) (ray_headrace_gateway_ready_replicas)",
+                    "most": q.most("ray_headrace_gateway_ready_replicas"),
+                },
+            ),
+            Panel(
+                "Requests whose replica was lost",
+                "Do users notice lost replicas? Only `stream` does harm; others are sent again.",
+                {"{{when}}": q.rate("ray_headrace_gateway_replica_losses_total", WINDOW, "when")},
+                "reqps",
+            ),
+            Panel(
+                "Refused",
+                "What does the gateway refuse, and why? 429: no room; 401: keys; 503: no replica.",
+                {
+                    "{{status}} {{code}}": q.rate(
+                        "ray_headrace_gateway_refused_total", WINDOW, "status", "code"
+                    )
+                },
+                "reqps",
+            ),
+            Panel(
+                "Remote prefills given up",
+                "How often does a decode replica compute what a prefill replica should have?",
+                {"given up": q.rate("ray_headrace_remote_prefill_failures_total", WINDOW)},
+                "reqps",
+            ),
+            Panel(
+                "Prefill replicas in doubt",
+                "How many breakers are open? Such replicas are not asked until a probe finds them.",
+                {"most, of a decode replica": q.most("ray_headrace_prefill_replicas_in_doubt")},
+            ),
+            Panel(
+                "KV that did not come",
+                "Do transfers between engines or questions to the store fail?",
+                {
+                    "NIXL transfers": q.rate("ray_vllm_nixl_num_failed_transfers_total", WINDOW),
+                    "NIXL notifications": q.rate(
+                        "ray_vllm_nixl_num_failed_notifications_total", WINDOW
+                    ),
+                    "expired before fetched": q.rate(
+                        "ray_vllm_nixl_num_kv_expired_reqs_total", WINDOW
+                    ),
+                    "questions: {{kind}}": q.rate(
+                        "ray_headrace_kv_survey_failures", WINDOW, "kind"
+                    ),
+                },
+                "ops",
+            ),
+        ),
+    )
+
+
+def described() -> list[Board]:
+    """The dashboards, before Grafana's form."""
+    return [_slos(), _placement(), _tiers(), _speculation(), _failures()]
+
+
+def boards() -> list[Dashboard]:
+    """The dashboards as Grafana reads them."""
+    return [_built(board) for board in described()]
+
+
+def _built(board: Board) -> Dashboard:
+    clusters = f"label_values(ray_headrace_gateway_ready_replicas, {CLUSTER})"
+    made = (
+        grafana.Dashboard(board.title)
+        .uid(board.uid)
+        .tags(["headrace"])
+        .time("now-1h", "now")
+        .refresh("30s")
+        .with_variable(
+            grafana.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+        )
+        .with_variable(
+            grafana.QueryVariable(CLUSTER)
+            .label("Ray session")
+            .datasource(SOURCE)
+            .query(clusters)
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            .multi(True)
+            .include_all(True)
+            .all_value(".*")
+        )
+    )
+    for number, panel in enumerate(board.panels):
+        made = made.with_panel(_chart(panel, number))
+    return made.build()
+
+
+def _chart(panel: Panel, number: int) -> timeseries.Panel:
+    columns = 24 // WIDTH
+    chart = (
+        timeseries.Panel()
+        .id(number + 1)
+        .title(panel.title)
+        .description(panel.asks)
+        .datasource(SOURCE)
+        .unit(panel.unit)
+        .min(0)
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .grid_pos(
+            GridPos(x=WIDTH * (number % columns), y=HEIGHT * (number // columns), w=WIDTH, h=HEIGHT)
+        )
+    )
+    if panel.most is not None:
+        chart = chart.max(panel.most)
+    for at, (legend, query) in enumerate(panel.queries.items()):
+        chart = chart.with_target(
+            Dataquery()
+            .expr(q.narrowed(query, SESSIONS))
+            .legend_format(legend)
+            .ref_id(chr(ord("A") + at))
+        )
+    return chart

@@ -1,0 +1,22 @@
+"""The files that the chart carries: one JSON document a dashboard, and the alerts' rule groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+from headrace.observability.dashboards.alerts import groups
+from headrace.observability.dashboards.boards import boards
+
+CHART_FILES = Path(__file__).parents[4] / "helm" / "headrace" / "files"
+WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the Python there."
+
+
+def files() -> dict[str, str]:
+    """Their texts, by path below `CHART_FILES`."""
+    encoder = JSONEncoder(sort_keys=True, indent=1)
+    found = {f"dashboards/{board.uid}.json": encoder.encode(board) + "\n" for board in boards()}
+    rules = yaml.safe_dump(groups(), sort_keys=False, width=100)
+    return {**found, "alerts.yaml": f"# {WRITTEN}\n{rules}"}

@@ -1,0 +1,87 @@
+"""The metrics that the dashboards brought along: of the store's nodes, and of plans' outcomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.observability import metrics, store
+from headrace.observability.metrics import RayPlanMetrics
+from headrace.observability.store import RayStoreMetrics
+from tests.unit.test_drafting_report import Recorded
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ignored:
+        def __init__(self, *args: Any, **fields: Any) -> None: ...
+
+    for module in (metrics, store):
+        monkeypatch.setattr(module, "Counter", Recorded)
+        monkeypatch.setattr(module, "Gauge", Recorded)
+    monkeypatch.setattr(metrics, "Histogram", Ignored)
+    monkeypatch.setattr(Recorded, "values", {})
+
+
+def node(evicted: int = 0, nvme: str = "on", **more: Any) -> dict[str, Any]:
+    """What a node tells."""
+    dram = {"state": "on", "bytes": 60, "size_bytes": 100, "blocks": 6, "evicted_total": evicted}
+    disk = {"state": nvme, "bytes": 500, "size_bytes": 1000, "blocks": 50, "writes": 7}
+    return {"tiers": {"dram": dram, "nvme": disk, "object": {"state": "off"}}, **more}
+
+
+def value(name: str, *tags: str) -> float | None:
+    return Recorded.values.get((f"headrace_store_{name}", *(tags or ("",))))
+
+
+def test_nodes_are_counted_and_tiers_summed() -> None:
+    peers = {"a": {"state": "up", "left_alone": False}, "b": {"state": "up", "left_alone": True}}
+    RayStoreMetrics(("dram", "nvme"))(
+        {"m1": node(remote={"peers": peers}), "m2": node(nvme="read-only"), "m3": None}
+    )
+    assert (value("nodes", "yes"), value("nodes", "no")) == (2, 1)
+    assert (value("tiers", "nvme", "on"), value("tiers", "nvme", "read-only")) == (1, 1)
+    assert (value("bytes", "dram"), value("size_bytes", "dram")) == (120, 200)
+    assert (value("peers", "up"), value("peers", "down")) == (1, 1)
+    assert value("block_events", "nvme", "stored") == 14
+
+
+def test_a_tier_that_is_not_configured_is_not_called_off() -> None:
+    RayStoreMetrics(("dram",))({"m1": node()})
+    assert value("tiers", "object", "off") is None
+
+
+def test_an_object_store_that_takes_no_writes_is_read_only() -> None:
+    assert store.state({"state": "on", "writing": "off"}) == "read-only"
+    assert store.state({"state": "off", "writing": "off"}) == "off"
+
+
+def test_counts_only_grow_though_nodes_start_anew_and_leave() -> None:
+    tell = RayStoreMetrics(("dram",))
+    told = (node(5), node(8), None, node(2))
+    for stats in told:
+        tell({"m1": stats})
+    assert value("block_events", "dram", "evicted") == 8 + 2
+    tell({})
+    tell({"m1": node(3)})
+    assert value("block_events", "dram", "evicted") == 8 + 2 + 3
+
+
+def test_what_came_of_plans_becomes_counters() -> None:
+    sums = {
+        "prompt_tokens": 100,
+        "reachable_tokens": 60,
+        "reached_tokens": 50,
+        "cost_s": 2.0,
+        "regret_s": 0.0,
+    }
+    tell = RayPlanMetrics()
+    tell.stands(1, sums)
+    tell.stands(0, {**sums, "prompt_tokens": 150, "regret_s": 0.5})
+    found = Recorded.values
+    assert found["headrace_plan_prompt_tokens", "prompt"] == 150
+    assert found["headrace_plan_prompt_tokens", "reached"] == 50
+    assert found["headrace_plan_cost_seconds", ""] == 2.0
+    assert found["headrace_plan_regret_seconds", ""] == 0.5
+    assert found["headrace_prefill_replicas_in_doubt", ""] == 0
