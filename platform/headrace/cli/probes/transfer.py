@@ -25,6 +25,7 @@ LENT_BYTES = 64 * 2**20
 PIECE_BYTES = 2 * 2**20
 MAX_LINE_BYTES = 256 * 2**10
 LONGEST_S = 10.0
+WAIT_S = 20.0
 PROTOCOL = "headrace-doctor-1"
 
 
@@ -63,7 +64,7 @@ def measure(address: str, seconds: float) -> tuple[Transfer | None, str]:
 
 def read(host: str, port: int, seconds: float) -> Transfer:
     """Measure against a listener. Raises OSError or ValueError with what is wrong."""
-    with socket.create_connection((host, port), timeout=10) as line:
+    with _connect(host, port) as line:
         line.settimeout(30)
         asked = time.time()
         _send(line, {"protocol": PROTOCOL})
@@ -83,6 +84,18 @@ def read(host: str, port: int, seconds: float) -> Transfer:
     return Transfer(
         nixl_gbps, nixl_error, tcp_gbps, clock_s, (answered - asked) / 2, dict(hello["facts"])
     )
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    """A connection; the listener gets `WAIT_S` to start."""
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=10)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def _read_nixl(hello: dict[str, Any], seconds: float) -> float:
