@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.cli.doctor.finding import Finding
+from headrace.cli.doctor.finding import Finding, Level
 from headrace.config import HeadraceConfig
 
 DEFAULT_SEED = "0"
@@ -123,7 +123,9 @@ def peer(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Finding]:
     mine, other = _mapping(ours, "env"), _mapping(theirs, "env")
     for name in sorted(mine.keys() | other.keys()):
         if mine.get(name) != other.get(name):
-            level = "FAIL" if name.startswith(BINDING) or name == "PYTHONHASHSEED" else "WARN"
+            level: Level = (
+                "FAIL" if name.startswith(BINDING) or name == "PYTHONHASHSEED" else "WARN"
+            )
             remedy = f"set {name} to one value in both roles' pods, or remove it"
             findings.append(Finding("peer", level, f"{_show(name)} differs", remedy))
     if ours.get("model") and theirs.get("model") and ours["model"] != theirs["model"]:

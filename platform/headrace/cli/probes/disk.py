@@ -115,8 +115,8 @@ def model_files(path: Path) -> ModelFiles:
     if not named and not present:
         problems.append("there is no weight file")
     for file in present:
-        if file.suffix == ".safetensors" and (error := _torn(file)):
-            problems.append(f"{file.name} {error}")
+        if file.suffix == ".safetensors" and (torn := _torn(file)):
+            problems.append(f"{file.name} {torn}")
     size = 0
     for file in present:
         with suppress(OSError):
