@@ -113,7 +113,7 @@ class Rehearsal:
             folder.mkdir(parents=True)
         options = f"lowerdir={self.base},upperdir={upper},workdir={work}"
         call("mount", "-t", "overlay", "overlay", "-o", options, str(root))
-        for place in ("proc", "dev"):
+        for place in ("proc", "sys", "dev"):  # UCX lists network devices in /sys
             call("mount", "--rbind", f"/{place}", str(root / place))
         for place in self.binds:
             target = root / str(place).lstrip("/")

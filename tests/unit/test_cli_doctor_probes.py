@@ -1,9 +1,11 @@
 """What the probes of `headrace doctor` make of the machine's own words, and which levels follow."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from headrace.cli import probes
 from headrace.cli.doctor import Finding, hardware, storage, surroundings
@@ -69,6 +71,22 @@ def test_each_finding_has_its_level_and_remedy(finding: Finding, level: str, rem
     assert finding.level == level, finding
     assert remedy in finding.remedy
     assert bool(finding.remedy) == (level != "OK")
+
+
+def test_remedies_name_values_that_the_chart_has() -> None:
+    root = Path(__file__).resolve().parents[2]
+    chart = root / "helm" / "headrace" / "values.yaml"
+    if not chart.is_file():
+        pytest.skip("there is no chart in this tree")
+    values = yaml.safe_load(chart.read_text("utf-8"))
+    texts = [p.read_text("utf-8") for p in (root / "platform/headrace/cli/doctor").glob("*.py")]
+    named = {n for text in texts for n in re.findall(r"values\s*\"?\s*\"?`([\w.]+)`", text)}
+    assert len(named) > 5
+    for name in sorted(named):
+        place = values
+        for key in name.split("."):
+            assert isinstance(place, dict) and key in place, f"the chart has no value {name}"
+            place = place[key]
 
 
 def test_nvidia_smis_listing() -> None:

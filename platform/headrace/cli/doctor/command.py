@@ -61,7 +61,8 @@ def doctor(
     tolerate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Name of a check whose failure is only a warning. Can be repeated.",
+            help="Name of a check whose failure is only a warning, such as NVMe or ray-token. Can "
+            "be repeated; the variable holds names between spaces.",
             envvar="HEADRACE_DOCTOR_TOLERATE",
         ),
     ] = None,
@@ -78,11 +79,13 @@ def doctor(
         ),
     ] = None,
     seconds: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0.1, help="Seconds of each transfer with --peer (at most 10), or of --listen."
+            min=0.1,
+            help="How long to listen (default: 600), or to measure each kind of transfer with "
+            "--peer (default: 2, at most 10).",
         ),
-    ] = 2.0,
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     termination_log: Annotated[
         Path, typer.Option(help="File that gets what is wrong, for the pod's status, if it exists.")
@@ -93,9 +96,8 @@ def doctor(
     The exit status is 1 if something must be repaired first.
     """
     if not cluster:
-        cluster_only = {"--peer": peer, "--listen": listen, "--expect-rdma": expect_rdma or None}
-        for name, value in cluster_only.items():
-            if value is not None and name != "--expect-rdma":
+        for name, value in {"--peer": peer, "--listen": listen}.items():
+            if value is not None:
                 raise CliError(f"{name} needs --cluster", 2)
         raise typer.Exit(check_machine(_load(file, preset, overrides), as_json=as_json))
     if role not in ("prefill", "decode", "gateway", "head"):
@@ -112,10 +114,10 @@ def doctor(
         raise typer.Exit(_tell(findings, as_json, termination_log)) from None
     this = pod.Pod(role, config, engines, expect_rdma, clock_url)  # type: ignore[arg-type]
     if listen is not None:
-        raise typer.Exit(_listen(this, listen, seconds))
+        raise typer.Exit(_listen(this, listen, seconds or 600.0))
     checks = pod.checks(this)
     if peer is not None:
-        checks = [("link", lambda: _measure(this, peer, seconds))]
+        checks = [("link", lambda: _measure(this, peer, seconds or 2.0))]
     findings = [_tolerated(f, tolerate or []) for f in finding.run(checks)]
     raise typer.Exit(_tell(findings, as_json, termination_log))
 
@@ -160,7 +162,8 @@ def _wrong(problem: str) -> Finding:
 
 
 def _tolerated(found: Finding, names: list[str]) -> Finding:
-    if found.level != "FAIL" or found.what not in names:
+    plain = {name.lower().replace(" ", "-") for name in names}
+    if found.level != "FAIL" or found.what.lower().replace(" ", "-") not in plain:
         return found
     return Finding(found.what, "WARN", f"{found.found} (tolerated)", found.remedy)
 

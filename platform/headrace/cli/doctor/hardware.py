@@ -153,7 +153,10 @@ def nixl(plugins: list[str], error: str, plugin_dir: str | None) -> Finding:
         plugin_dir: NIXL_PLUGIN_DIR.
     """
     if not plugins:
-        remedy = "use Headrace's image; without NIXL every prefill is local"
+        remedy = (
+            "use Headrace's image, with a network and with /sys, where UCX lists its devices; "
+            "without NIXL every prefill is local"
+        )
         if plugin_dir:
             remedy = f"NIXL_PLUGIN_DIR is {plugin_dir}: remove it, so that NIXL finds its own"
         return Finding("NIXL", "FAIL", error or "no plugin", remedy)

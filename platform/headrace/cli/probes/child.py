@@ -33,5 +33,6 @@ def in_process(
             return line.removeprefix("FOUND "), ""
     words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if done.returncode < 0:
-        return None, f"crashed (signal {-done.returncode})"
+        last = f": {words[-1][:300]}" if words else ""
+        return None, f"crashed (signal {-done.returncode}){last}"
     return None, words[-1] if words else f"exit status {done.returncode}"

@@ -17,10 +17,10 @@ from headrace import __version__
 from headrace.cli.probes.gpu import driver_version, torch_cuda
 from headrace.cli.probes.machine import package_versions, python_version
 
-PREFIXES = ("VLLM_", "UCX_", "NIXL_", "HEADRACE_")
+PREFIXES = ("VLLM_", "UCX_", "NIXL_")
 SINGLE = ("PYTHONHASHSEED",)
 # These name the pod or its own files, so they differ and may.
-PERSONAL = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "HEADRACE_ROLE", "HEADRACE_STATE")
+PERSONAL = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
 
 def describe(role_env: Mapping[str, str], model: Path | None) -> dict[str, Any]:
