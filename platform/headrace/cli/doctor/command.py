@@ -114,7 +114,9 @@ def doctor(
         raise typer.Exit(_tell(findings, as_json, termination_log)) from None
     this = pod.Pod(role, config, engines, expect_rdma, clock_url)  # type: ignore[arg-type]
     if listen is not None:
-        raise typer.Exit(_listen(this, listen, seconds or 600.0))
+        from headrace.cli.probes import transfer
+
+        transfer.become_listener(listen, _facts(this), seconds or 600.0)
     checks = pod.checks(this)
     if peer is not None:
         checks = [("link", lambda: _measure(this, peer, seconds or 2.0))]
@@ -177,17 +179,6 @@ def _tell(findings: list[Finding], as_json: bool, termination_log: Path) -> int:
 def _facts(this: pod.Pod) -> dict[str, object]:
     env = {"PYTHONHASHSEED": agreement.DEFAULT_SEED} | (this.engine.env if this.engine else {})
     return probes.describe(env, this.model_folder)
-
-
-def _listen(this: pod.Pod, port: int, seconds: float) -> int:
-    from headrace.cli.probes import transfer
-
-    try:
-        served = transfer.listen(port, _facts(this), seconds, link.announce)
-    except OSError as error:
-        raise CliError(f"--listen {port}: {error.strerror or error}") from None
-    stderr().print(f"{served} peers were served")
-    return 0
 
 
 def _measure(this: pod.Pod, peer: str, seconds: float) -> list[Finding]:

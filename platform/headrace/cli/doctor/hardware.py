@@ -80,16 +80,23 @@ def gpus(found: list[probes.Gpu], error: str, nodes: list[str], wanted: int) -> 
     return [Finding("GPUs", "OK", f"{count}: {words}")]
 
 
-def rdma(devices: list[str], nodes: list[str], expected: bool, net_devices: str | None) -> Finding:
+def rdma(
+    devices: list[str],
+    nodes: list[str],
+    expected: bool,
+    net_devices: str | None,
+    interfaces: list[str],
+) -> Finding:
     """RDMA that was asked for can be used.
 
     Args:
         devices: in sysfs, which shows the machine's.
         nodes: uverbs device files, which only a container with the resource has.
         net_devices: UCX_NET_DEVICES.
+        interfaces: network interfaces, which UCX_NET_DEVICES may name for TCP.
     """
     named = [d.split(":")[0] for d in (net_devices or "").split(",") if d.strip()]
-    missing = [d for d in named if d not in devices and d != "all" and d.startswith("mlx")]
+    missing = [d for d in named if d not in {*devices, *interfaces, "all"}]
     if missing:
         return Finding(
             "RDMA",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headrace.cli.console import stderr
 from headrace.cli.doctor.finding import Finding
 from headrace.cli.probes.transfer import Transfer
 
@@ -72,9 +71,3 @@ def _clock(done: Transfer, peer: str) -> Finding:
         return Finding("clock", "OK", found)
     remedy = "let the nodes' time service (chrony, systemd-timesyncd) synchronise"
     return Finding("clock", "WARN", found, remedy)
-
-
-def announce(port: int) -> None:
-    """Say that peers may come."""
-    stderr().print(f"listening on port {port}; on the other machine: headrace doctor --cluster "
-                   f"--peer THIS-POD:{port}")  # fmt: skip

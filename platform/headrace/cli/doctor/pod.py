@@ -153,7 +153,13 @@ def _nvme(pod: Pod) -> list[Finding]:
 
 def _rdma(pod: Pod, env: Mapping[str, str]) -> list[Finding]:
     nodes = probes.rdma_nodes()
-    seen = hardware.rdma(probes.rdma_devices(), nodes, pod.expect_rdma, env.get("UCX_NET_DEVICES"))
+    seen = hardware.rdma(
+        probes.rdma_devices(),
+        nodes,
+        pod.expect_rdma,
+        env.get("UCX_NET_DEVICES"),
+        probes.interfaces(),
+    )
     locked = hardware.memlock(
         probes.memlock_bytes(), probes.has_ipc_lock(), bool(nodes) or pod.expect_rdma
     )

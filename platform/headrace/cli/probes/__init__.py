@@ -40,6 +40,7 @@ from headrace.cli.probes.net import (
 from headrace.cli.probes.pod import (
     User,
     has_ipc_lock,
+    interfaces,
     memlock_bytes,
     memory_limit_bytes,
     needed_folders,
@@ -70,6 +71,7 @@ __all__ = [
     "hub_cache",
     "hub_snapshot",
     "hub_token",
+    "interfaces",
     "kubernetes_url",
     "memlock_bytes",
     "memory_limit_bytes",

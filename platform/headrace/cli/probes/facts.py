@@ -1,6 +1,6 @@
 """What must be equal on the machines of both roles, as one small description.
 
-Values of the environment travel as digests, since a variable may hold a secret.
+Values of the environment travel as digests; variables whose name speaks of a secret do not travel.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from headrace.cli.probes.machine import package_versions, python_version
 
 PREFIXES = ("VLLM_", "UCX_", "NIXL_")
 SINGLE = ("PYTHONHASHSEED",)
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 # These name the pod or its own files, so they differ and may.
 PERSONAL = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT")
 
@@ -30,9 +31,7 @@ def describe(role_env: Mapping[str, str], model: Path | None) -> dict[str, Any]:
         role_env: variables that the configuration gives to engines, over this container's own.
         model: the model's folder, if it is here.
     """
-    env = {k: v for k, v in os.environ.items() if k.startswith(PREFIXES) or k in SINGLE} | {
-        k: v for k, v in role_env.items() if k.startswith(PREFIXES) or k in SINGLE
-    }
+    env = {k: v for k, v in {**os.environ, **role_env}.items() if _matters(k)}
     major, minor = python_version()
     return {
         "versions": {
@@ -43,9 +42,15 @@ def describe(role_env: Mapping[str, str], model: Path | None) -> dict[str, Any]:
             "machine": platform.machine(),
         },
         "driver": driver_version(),
-        "env": {k: digest(v.encode()) for k, v in sorted(env.items()) if k not in PERSONAL},
+        "env": {k: digest(v.encode()) for k, v in sorted(env.items())},
         "model": model_digest(model) if model is not None else None,
     }
+
+
+def _matters(name: str) -> bool:
+    if name in PERSONAL or any(word in name for word in SECRET):
+        return False
+    return name.startswith(PREFIXES) or name in SINGLE
 
 
 def digest(data: bytes) -> str:

@@ -75,6 +75,11 @@ def rdma_nodes(dev: Path = Path("/dev/infiniband")) -> list[str]:
     return sorted(f.name for f in dev.iterdir() if f.name.startswith("uverbs"))
 
 
+def interfaces(folder: Path = Path("/sys/class/net")) -> list[str]:
+    """Names of the network interfaces."""
+    return sorted(f.name for f in folder.iterdir()) if folder.is_dir() else []
+
+
 def needed_folders(env: Mapping[str, str] = os.environ) -> dict[str, Path]:
     """Folders that an engine or Ray writes to, by what they are for."""
     home = Path(env.get("HOME") or "/")

@@ -2,20 +2,24 @@
 
 Both ends are `headrace doctor`. The talk is one JSON line each way, then reads:
 the listener lends `LENT_BYTES` of zeros through NIXL, and sends zeros over plain TCP when asked.
-It holds no secret and reads no memory of its peer. It serves one peer at a time, each for a
-bounded time, and ends by itself. The reader runs in a process of its own, because UCX can crash.
+It reads no memory of its peer. Over TCP, UCX checks nobody, so its memory may hold nothing worth
+reading: it is a program that begins with an environment without secrets. It serves one peer at a
+time, each for a bounded time, and ends by itself. The reader runs in a process of its own, because
+UCX can crash.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,6 +31,7 @@ MAX_LINE_BYTES = 256 * 2**10
 LONGEST_S = 10.0
 WAIT_S = 20.0
 PROTOCOL = "headrace-doctor-1"
+KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "NUMBA_CACHE_DIR")
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,29 @@ def _read_tcp(line: socket.socket, seconds: float) -> float:
     return count / passed / 1e9 if passed else 0.0
 
 
+def become_listener(port: int, facts: dict[str, Any], serve_s: float) -> NoReturn:
+    """Go on as a program that only listens, with nothing of this one's memory."""
+    env = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(("UCX_", "NIXL_"))}
+    words = [str(port), str(serve_s), json.dumps(facts)]
+    os.execve(sys.executable, [sys.executable, "-m", __name__, *words], env)
+
+
+def main(words: list[str]) -> int:
+    """The listener: PORT, SECONDS and its facts as JSON."""
+
+    def ready(port: int) -> None:
+        text = f"listening on port {port}; on the other machine: headrace doctor --cluster --peer"
+        print(f"{text} THIS-POD:{port}", file=sys.stderr, flush=True)
+
+    try:
+        served = listen(int(words[0]), json.loads(words[2]), float(words[1]), ready)
+    except OSError as error:
+        print(f"error: --listen {words[0]}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(f"{served} peers were served", file=sys.stderr)
+    return 0
+
+
 def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[int], None]) -> int:
     """Serve peers for `serve_s` seconds; returns how many were served.
 
@@ -217,3 +245,7 @@ def _receive(line: socket.socket) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("the other side speaks no protocol of `headrace doctor`")
     return message
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
