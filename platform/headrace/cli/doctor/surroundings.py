@@ -31,9 +31,12 @@ def user(who: probes.User) -> Finding:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    """Enough file descriptors: each stream takes two, each Ray worker hundreds."""
-    if soft >= MIN_OPEN_FILES:
-        return Finding("open files", "OK", f"limit {soft}")
+    """Enough file descriptors: each stream takes two, each Ray worker hundreds.
+
+    KubeRay raises the soft limit to `GOOD_OPEN_FILES` where the hard one lets it.
+    """
+    if soft >= MIN_OPEN_FILES or hard >= GOOD_OPEN_FILES:
+        return Finding("open files", "OK", f"limit {soft} (hard {hard})")
     return Finding(
         "open files",
         "FAIL" if hard < LEAST_OPEN_FILES else "WARN",
