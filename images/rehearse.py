@@ -115,10 +115,10 @@ class Rehearsal:
         call("mount", "-t", "overlay", "overlay", "-o", options, str(root))
         for place in ("proc", "sys", "dev"):  # UCX lists network devices in /sys
             call("mount", "--rbind", f"/{place}", str(root / place))
-        for place in self.binds:
-            target = root / str(place).lstrip("/")
+        for bind in self.binds:
+            target = root / str(bind).lstrip("/")
             target.mkdir(parents=True, exist_ok=True)
-            call("mount", "--bind", str(place), str(target))
+            call("mount", "--bind", str(bind), str(target))
         for file in ("/etc/resolv.conf", "/etc/hosts"):
             shutil.copy(file, root / file.lstrip("/"))
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
