@@ -114,7 +114,7 @@ def rdma(
             "RDMA",
             "FAIL",
             found,
-            "request the device plugin's resource (values `rdma`: rdma/ib, "
+            "request the device plugin's resource (values `decode.resources`: rdma/ib, "
             "rdma/hca_shared_devices, vpc.amazonaws.com/efa, ...), or switch it off to use TCP",
         )
     if nodes:
@@ -125,7 +125,7 @@ def rdma(
             "WARN",
             f"the node has {', '.join(devices)}, but this container may not use them: KV goes over "
             "TCP",
-            "request the device plugin's resource (values `rdma`)",
+            "request the device plugin's resource (values `decode.resources`)",
         )
     return Finding("RDMA", "OK", "no device (shared memory and TCP are used)")
 
@@ -148,7 +148,7 @@ def memlock(limit_bytes: int | None, ipc_lock: bool, needed: bool) -> Finding:
         "locked memory",
         "FAIL",
         f"{found}: registering KV for RDMA would fail (NIXL_ERR_BACKEND)",
-        "add the capability IPC_LOCK (values `rdma.ipcLock`; pod security `baseline` refuses it), "
+        "add the capability IPC_LOCK (values `decode.ipcLock`; pod security `baseline` forbids it), "
         "or raise LimitMEMLOCK of the node's container runtime",
     )
 

@@ -46,7 +46,8 @@ def link(done: Transfer, peer: str, rdma: bool, kv_bytes_per_token: int | None) 
             "link",
             "WARN",
             found,
-            "prefer one network for both roles (values `topologySpread`, node pools in one zone); "
+            "prefer one network for both roles (values "
+            "`decode.topologySpreadConstraints`, node pools in one zone); "
             "the router prices slow links and prefills locally",
         )
     else:

@@ -25,7 +25,7 @@ def shm(free_bytes: int, arena_bytes: int, object_store_bytes: int) -> Finding:
             "FAIL" if free_bytes < held else "WARN",
             found,
             f"mount an emptyDir (medium: Memory, sizeLimit {gib(held + SPARE_SHM_BYTES)}) at "
-            "/dev/shm (values `shm.size`), or lower store.dram_gb",
+            "/dev/shm (the chart does), or lower store.dram_gb",
         )
     return Finding("/dev/shm", "OK", found)
 
@@ -54,7 +54,7 @@ def nvme(folder: probes.Folder, wanted_bytes: int) -> Finding:
             "NVMe",
             "FAIL",
             f"{where}: {folder.error}",
-            "mount the volume of values `store.nvme` there, in this init container too, and let "
+            "mount the volume of values `disk` there, in this init container too, and let "
             "the pod's user write to it (securityContext.fsGroup; a hostPath must be made with "
             "that owner)",
         )
@@ -73,7 +73,7 @@ def nvme(folder: probes.Folder, wanted_bytes: int) -> Finding:
             "NVMe",
             "WARN",
             f"{found}; this is {kind}, not a disk",
-            "mount a volume there (values `store.nvme`: hostPath, local or ephemeral volume)",
+            "mount a volume there (values `disk`: hostPath, local or ephemeral volume)",
         )
     if folder.file_system in NETWORK_FILE_SYSTEMS:
         remedy = "use a local disk; for shared storage there is the object tier (store.object_url)"
@@ -110,7 +110,7 @@ def model_folder(files: probes.ModelFiles, source: str) -> Finding:
             "FAIL",
             f"{files.path}: {'; '.join(files.problems[:3])}{more}",
             f"download {source} again into the volume (the warm-up job does: values "
-            "`model.warmup`), and mount it in this init container too",
+            "`modelCache.warmUp`), and mount it in this init container too",
         )
     return Finding("model", "OK", f"{files.path} ({human_bytes(files.weight_bytes)} of weights)")
 
@@ -134,7 +134,7 @@ def model_hub(
             "model",
             "FAIL",
             f"HF_HUB_OFFLINE is set, and the cache is not complete: {why}",
-            "run the warm-up job with network access (values `model.warmup`), mount its volume at "
+            "run the warm-up job with a network (values `modelCache.warmUp`), mount its volume at "
             "HF_HOME, or remove HF_HUB_OFFLINE",
         )
     if status is None:
@@ -143,7 +143,7 @@ def model_hub(
             "FAIL",
             f"the hub does not answer: {error}",
             "let the pods reach it (NetworkPolicy, proxy: HTTPS_PROXY), name a mirror in "
-            "HF_ENDPOINT, or put the model on a volume (values `model.source`)",
+            "HF_ENDPOINT, or put the model on a volume (values `config.model`)",
         )
     if status in (401, 403):
         token = "the token has no access to it" if has_token else "no token is set"
@@ -152,7 +152,7 @@ def model_hub(
             "FAIL",
             f"the hub refuses {name} (HTTP {status}): it is gated, private or misspelt; {token}",
             "accept the model's terms on the hub, and give a token that may read it (values "
-            "`model.hubTokenSecret`, as HF_TOKEN)",
+            "`modelCache.tokenSecret`, as HF_TOKEN)",
         )
     if status == 404:
         return Finding("model", "FAIL", f"the hub has no {name}", "correct model.source")

@@ -93,14 +93,14 @@ def ray_token(mode: str, error: str) -> Finding:
             "Ray token",
             "WARN",
             f"RAY_AUTH_MODE is {mode}: whoever reaches Ray's ports can run code",
-            "set rayClusterConfig.authOptions.mode: token (values `ray.auth`)",
+            "set rayClusterConfig.authOptions.mode: token (values `rayToken.enabled`)",
         )
     if error:
         return Finding(
             "Ray token",
             "FAIL",
             f"RAY_AUTH_MODE is token, but there is none: {error}",
-            "make the Secret with the key `auth_token` that values `ray.auth.secretName` names, "
+            "make the Secret with a key `auth_token` that values `rayToken.existingSecret` names, "
             "and pass it to this container as RAY_AUTH_TOKEN",
         )
     return Finding("Ray token", "OK", "present")
