@@ -134,8 +134,8 @@ def model_hub(
             "model",
             "FAIL",
             f"HF_HUB_OFFLINE is set, and the cache is not complete: {why}",
-            "run the warm-up job with a network (values `modelCache.warmUp`), mount its volume at "
-            "HF_HOME, or remove HF_HUB_OFFLINE",
+            "run the warm-up job with a network (values `modelCache.warmUp`), mount its volume "
+            "at HF_HOME, or remove HF_HUB_OFFLINE",
         )
     if status is None:
         return Finding(
