@@ -148,7 +148,7 @@ def memlock(limit_bytes: int | None, ipc_lock: bool, needed: bool) -> Finding:
         "locked memory",
         "FAIL",
         f"{found}: registering KV for RDMA would fail (NIXL_ERR_BACKEND)",
-        "add the capability IPC_LOCK (values `decode.ipcLock`; pod security `baseline` forbids it), "
+        "add the capability IPC_LOCK (values `decode.ipcLock`; pod security `baseline` forbids it) "
         "or raise LimitMEMLOCK of the node's container runtime",
     )
 
