@@ -6,6 +6,10 @@ LOCK   ?= requirements/dev.lock
 ARGS   ?=
 TEST_TIMEOUT_S ?= 600
 BENCH_JSON     ?= build/bench/serving.json
+ENGINE ?= docker
+IMAGES ?= cpu gpu
+BUILD_ARGS ?=
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -13,7 +17,7 @@ TOOLS := build/tools
 STAMP := $(VENV)/.installed-$(notdir $(basename $(LOCK)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test soak bench lint format docs lock audit sbom clean
+.PHONY: help install serve test soak bench lint format docs lock audit sbom images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -85,6 +89,14 @@ sbom: install $(TOOLS)  ## write a CycloneDX bill of materials for each lock to 
 	    --pyproject pyproject.toml --output-reproducible --output-format JSON \
 	    --output-file build/sbom/$$lock.cdx.json || exit 1; \
 	  echo "build/sbom/$$lock.cdx.json"; \
+	done
+
+images: sbom  ## build headrace-cpu and headrace-gpu (ENGINE=podman, IMAGES=cpu for one)
+	@for name in $(IMAGES); do \
+	  $(ENGINE) build --file images/$$name.Dockerfile --tag headrace-$$name:$(VERSION) \
+	    --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
+	    $(BUILD_ARGS) . || exit 1; \
+	  echo "headrace-$$name:$(VERSION): build/sbom/$$name.cdx.json lists its Python packages"; \
 	done
 
 clean:  ## remove .venv, caches and build output

@@ -283,7 +283,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the virtual environment from a lock file.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--lock", type=Path, default=ROOT / "requirements" / "dev.lock")
-    parser.add_argument("--stamp", type=Path, required=True, help="file that marks success")
+    parser.add_argument("--stamp", type=Path, help="file that marks success")
+    parser.add_argument("--only-lock", action="store_true", help="leave Headrace itself out")
     options = parser.parse_args()
     if sys.platform != "linux":
         fail(f"Headrace needs Linux (vLLM and NIXL have no builds for {sys.platform})")
@@ -293,11 +294,13 @@ def main() -> None:
         fail("; ".join(missing))
     installer = Installer(options.venv.absolute())
     installer.install_lock(options.lock.absolute())
-    installer.install_project()
+    if not options.only_lock:
+        installer.install_project()
     installer.compile_bytecode()
-    for old in options.stamp.parent.glob(".installed-*"):
-        old.unlink()
-    options.stamp.touch()
+    if options.stamp is not None:
+        for old in options.stamp.parent.glob(".installed-*"):
+            old.unlink()
+        options.stamp.touch()
     say("done")
 
 

@@ -80,7 +80,7 @@ spec:
       image: {{ include "headrace.image" $root }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
       command: [headrace, doctor, --cluster, --role, {{ $role }}, -f, /etc/headrace/config/headrace.yaml]
-      {{- include "headrace.containerBody" (dict "root" $root "role" $role "gpus" $gpus "disk" $disk) | nindent 6 }}
+      {{- include "headrace.containerBody" (dict "root" $root "role" $role "gpus" $gpus "disk" $disk "preflight" true) | nindent 6 }}
   {{- end }}
   containers:
     - name: {{ .container }}
@@ -206,6 +206,22 @@ env:
   {{- with $root.Values.modelCache.tokenSecret }}
   - name: HF_TOKEN
     valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+  {{- end }}
+  {{- end }}
+  {{- if .preflight }}
+  {{- range $key, $count := $group.resources }}
+  {{- if or (hasPrefix "rdma/" $key) (hasSuffix "/efa" $key) }}
+  - {name: HEADRACE_EXPECT_RDMA, value: "1"}
+  {{- break }}
+  {{- end }}
+  {{- end }}
+  {{- if $root.Values.rayToken.existingSecret }}
+  - {name: RAY_AUTH_MODE, value: token}
+  - name: RAY_AUTH_TOKEN
+    valueFrom: {secretKeyRef: {name: {{ $root.Values.rayToken.existingSecret }}, key: auth_token}}
+  {{- else if $root.Values.rayToken.enabled }}
+  # KubeRay makes the token and hands it to Ray's containers only.
+  - {name: HEADRACE_DOCTOR_TOLERATE, value: ray-token}
   {{- end }}
   {{- end }}
   {{- range $name, $value := $group.env }}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.console import CliError, stderr, stdout
+from headrace.cli.doctor import doctor
 from headrace.cli.simulate import simulate
 from headrace.config import ConfigError, HeadraceConfig
 
@@ -235,12 +236,7 @@ def chat(
     command.chat(name, model=model, system=system, message=message, max_tokens=max_tokens)
 
 
-@app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Check this machine for problems, and print a remedy for each."""
-    from headrace.cli import doctor as command
-
-    raise typer.Exit(command.doctor(as_json=as_json))
+app.command()(doctor)
 
 
 @app.command(

@@ -1,23 +1,14 @@
-"""`headrace doctor`: checks this machine for problems, and prints a remedy for each.
+"""The checks of the machine on which `headrace up` would start an app.
 
 `probes` measures. The functions here decide, on plain values, what a measurement means.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Literal
-
-from rich.table import Table
-
 from headrace.cli import probes
-from headrace.cli.console import CliError, human_bytes, stderr, stdout
-from headrace.config import ConfigError, HeadraceConfig, load_config
-
-Level = Literal["OK", "WARN", "FAIL"]
-STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+from headrace.cli.console import human_bytes
+from headrace.cli.doctor.finding import Check, Finding, Level
+from headrace.config import HeadraceConfig
 
 # The versions in requirements/*.lock, with which Headrace is tested.
 TESTED = {"ray": "2.60.0", "vllm": "0.29.0", "nixl": "1.3.2"}
@@ -25,39 +16,7 @@ ENGINE_OVERHEAD_BYTES = 2 * 2**30  # libraries, weights of a small model and buf
 MIN_OPEN_FILES = 4096
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    what: str
-    level: Level
-    found: str
-    remedy: str = ""
-
-
-def doctor(*, as_json: bool) -> int:
-    """Print all findings; returns the exit status, 1 if one is FAIL."""
-    findings: list[Finding] = []
-    try:
-        config = load_config()
-    except ConfigError as error:
-        raise CliError(str(error), 2) from None
-    console = stderr()
-    for name, look in checks(config):
-        if not as_json and console.is_terminal:
-            console.print(f"checking {name} ...", style="dim", end="\r")
-        try:
-            findings += look()
-        except Exception as error:  # a probe that fails is a finding, not a traceback
-            findings.append(Finding(name, "WARN", f"could not be checked: {error}"))
-    if as_json:
-        print(json.dumps([asdict(f) for f in findings], indent=2))
-    else:
-        stdout().print(table(findings))
-    return 1 if any(f.level == "FAIL" for f in findings) else 0
-
-
-def checks(config: HeadraceConfig) -> list[tuple[str, Callable[[], list[Finding]]]]:
+def checks(config: HeadraceConfig) -> list[Check]:
     """All checks, in order."""
     return [
         ("python", lambda: [python(probes.python_version())]),
@@ -208,13 +167,3 @@ def leftovers(names: list[str]) -> Finding:
             "headrace down --all",
         )
     return Finding("instances", "OK", "none ended without cleaning up")
-
-
-def table(findings: list[Finding]) -> Table:
-    """The findings as a table."""
-    out = Table(box=None, pad_edge=False)
-    for column in ("", "what", "found", "remedy"):
-        out.add_column(column, overflow="fold")
-    for f in findings:
-        out.add_row(f"[{STYLES[f.level]}]{f.level}[/]", f.what, f.found, f.remedy)
-    return out

@@ -1,4 +1,4 @@
-"""Measurements for `headrace doctor`. Code that can crash or hang runs in another process."""
+"""Measurements of the machine that `headrace up` would use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from headrace.cli import cluster, state
+from headrace.cli.probes.child import in_process
 from headrace.config import HeadraceConfig
 
 # For each import package, the distributions that may contain it.
@@ -48,12 +49,12 @@ def package_versions() -> dict[str, str | None]:
 def torch_import() -> tuple[str | None, str]:
     """(version, ""), or (None, why torch cannot be imported)."""
     code = "import torch; print('FOUND ' + torch.__version__)"
-    return _in_process(code, timeout_s=120)
+    return in_process(code, timeout_s=120)
 
 
 def nixl_plugins() -> tuple[list[str], str]:
-    """(names, ""), or ([], why NIXL cannot make an agent)."""
-    found, error = _in_process(NIXL, timeout_s=60)
+    """(names, ""), or ([], why NIXL cannot make an agent). No GPU is touched: none is visible."""
+    found, error = in_process(NIXL, timeout_s=60, env={"CUDA_VISIBLE_DEVICES": ""})
     return (json.loads(found), "") if found is not None else ([], error)
 
 
@@ -132,24 +133,3 @@ def model(name: str) -> tuple[str, str | None, str]:
 def dead_instances() -> list[str]:
     """Instances that have a state file but are not running."""
     return [i.name for i in state.instances() if not i.running()]
-
-
-def _in_process(code: str, timeout_s: float) -> tuple[str | None, str]:
-    """(what `code` printed after FOUND, ""), or (None, its last line of stderr)."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no result within {timeout_s:g} s"
-    for line in done.stdout.splitlines():
-        if line.startswith("FOUND "):
-            return line.removeprefix("FOUND "), ""
-    words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    if done.returncode < 0:
-        return None, f"crashed (signal {-done.returncode})"
-    return None, words[-1] if words else f"exit status {done.returncode}"

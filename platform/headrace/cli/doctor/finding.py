@@ -1,0 +1,92 @@
+"""A finding: what one check saw, how bad it is, and what to do; and how findings are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+
+Level = Literal["OK", "WARN", "FAIL"]
+STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+ORDER = {"OK": 0, "WARN": 1, "FAIL": 2}
+
+# What Kubernetes keeps of /dev/termination-log, in bytes.
+TERMINATION_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    what: str
+    level: Level
+    found: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        """One line for logs and events."""
+        text = f"{self.level} {self.what}: {self.found}"
+        return f"{text}. Remedy: {self.remedy}" if self.remedy else text
+
+
+Check = tuple[str, Callable[[], list[Finding]]]
+
+
+def run(
+    checks: Sequence[Check], before: Callable[[str], None] = lambda name: None
+) -> list[Finding]:
+    """The findings of all checks, in order; `before` gets the name of each before it starts."""
+    findings: list[Finding] = []
+    for name, look in checks:
+        before(name)
+        try:
+            findings += look()
+        except Exception as error:  # a probe that fails is a finding, not a traceback
+            findings.append(Finding(name, "WARN", f"could not be checked: {error}"))
+    return findings
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+    return any(f.level == "FAIL" for f in findings)
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    return json.dumps([asdict(f) for f in findings], indent=2)
+
+
+def as_lines(findings: Sequence[Finding]) -> str:
+    """A line each, the worst last: Kubernetes shows the end of a log."""
+    return "\n".join(f.line() for f in sorted(findings, key=lambda f: ORDER[f.level]))
+
+
+def as_table(findings: Sequence[Finding]) -> Table:
+    """The findings as a table."""
+    out = Table(box=None, pad_edge=False)
+    for column in ("", "what", "found", "remedy"):
+        out.add_column(column, overflow="fold")
+    for f in findings:
+        out.add_row(f"[{STYLES[f.level]}]{f.level}[/]", f.what, f.found, f.remedy)
+    return out
+
+
+def leave_message(findings: Sequence[Finding], file: Path) -> None:
+    """Write what is wrong, the worst first, where Kubernetes looks for a container's last words.
+
+    Does nothing if the file does not exist, cannot be written, or nothing is wrong.
+    """
+    wrong = sorted((f for f in findings if f.level != "OK"), key=lambda f: -ORDER[f.level])
+    if not wrong or not file.exists():
+        return
+    text = "\n".join(f.line() for f in wrong).encode()
+    if len(text) > TERMINATION_BYTES:
+        tail = b"\n... the log of this container has the rest"
+        head = text[: TERMINATION_BYTES - len(tail)].decode(errors="ignore").encode()
+        text = head + tail
+    try:
+        file.write_bytes(text)
+    except OSError:
+        return

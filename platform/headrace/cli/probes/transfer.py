@@ -1,0 +1,251 @@
+"""Bandwidth and differences between two machines: one listens, the other reads from it.
+
+Both ends are `headrace doctor`. The talk is one JSON line each way, then reads:
+the listener lends `LENT_BYTES` of zeros through NIXL, and sends zeros over plain TCP when asked.
+It reads no memory of its peer. Over TCP, UCX checks nobody, so its memory may hold nothing worth
+reading: it is a program that begins with an environment without secrets. It serves one peer at a
+time, each for a bounded time, and ends by itself. The reader runs in a process of its own, because
+UCX can crash.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from headrace.cli.probes.child import in_process
+
+LENT_BYTES = 64 * 2**20
+PIECE_BYTES = 2 * 2**20
+MAX_LINE_BYTES = 256 * 2**10
+LONGEST_S = 10.0
+WAIT_S = 20.0
+PROTOCOL = "headrace-doctor-1"
+KEPT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "NUMBA_CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What was measured against a peer.
+
+    Attributes:
+        nixl_gbps: GB/s read through NIXL from host memory to host memory; None with `nixl_error`.
+        tcp_gbps: GB/s of one plain TCP stream, for comparison.
+        clock_s: seconds that this machine's clock is ahead of the peer's.
+        clock_error_s: half of the round trip in which the clocks were compared.
+        facts: the peer's own description, see `facts.describe`.
+    """
+
+    nixl_gbps: float | None
+    nixl_error: str
+    tcp_gbps: float
+    clock_s: float
+    clock_error_s: float
+    facts: dict[str, Any]
+
+
+def measure(address: str, seconds: float) -> tuple[Transfer | None, str]:
+    """(what was measured, ""), or (None, why nothing was). `seconds`: for each kind of transfer."""
+    host, _, port = address.rpartition(":")
+    code = (
+        "import dataclasses, json\n"
+        "from headrace.cli.probes.transfer import read\n"
+        f"done = read({host.strip('[]')!r}, {int(port)}, {min(seconds, LONGEST_S)!r})\n"
+        "print('FOUND ' + json.dumps(dataclasses.asdict(done)))"
+    )
+    found, error = in_process(code, timeout_s=60 + 3 * min(seconds, LONGEST_S))
+    return (Transfer(**json.loads(found)), "") if found is not None else (None, error)
+
+
+def read(host: str, port: int, seconds: float) -> Transfer:
+    """Measure against a listener. Raises OSError or ValueError with what is wrong."""
+    with _connect(host, port) as line:
+        line.settimeout(30)
+        asked = time.time()
+        _send(line, {"protocol": PROTOCOL})
+        hello = _receive(line)
+        answered = time.time()
+        if hello.get("protocol") != PROTOCOL:
+            raise ValueError(f"{host}:{port} is no `headrace doctor --listen` of this version")
+        clock_s = (asked + answered) / 2 - float(hello["time"])
+        nixl_gbps, nixl_error = None, str(hello["nixl_error"])
+        if not nixl_error:
+            try:
+                nixl_gbps = _read_nixl(hello, seconds)
+            except (ImportError, OSError, RuntimeError, ValueError) as error:
+                nixl_error = f"{type(error).__name__}: {error}"
+        _send(line, {"send_s": seconds})
+        tcp_gbps = _read_tcp(line, seconds)
+    return Transfer(
+        nixl_gbps, nixl_error, tcp_gbps, clock_s, (answered - asked) / 2, dict(hello["facts"])
+    )
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    """A connection; the listener gets `WAIT_S` to start."""
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=10)
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
+def _read_nixl(hello: dict[str, Any], seconds: float) -> float:
+    from headrace_kvstore.peers.agent import Agent
+
+    memory = np.ones(LENT_BYTES, np.uint8)
+    agent = Agent(memory.ctypes.data, memory.nbytes)
+    try:
+        name = agent.meet(base64.b64decode(hello["nixl"])).result(timeout=20)
+        offsets = np.arange(0, LENT_BYTES, PIECE_BYTES, dtype=np.uint64)
+        lengths = np.full(len(offsets), PIECE_BYTES, np.uint64)
+        local = offsets + np.uint64(memory.ctypes.data)
+        remote = offsets + np.uint64(hello["address"])
+
+        def once() -> None:
+            agent.read(name, local, remote, lengths, limit_s=20.0).result(timeout=25)
+
+        once()  # connects
+        if memory.any():
+            raise ValueError("the bytes that came are not those that were lent")
+        return _rate(once, seconds)
+    finally:
+        agent.close(5.0)
+
+
+def _rate(once: Callable[[], None], seconds: float) -> float:
+    begun, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - begun) < seconds or count == 0:
+        once()
+        count += 1
+    return count * LENT_BYTES / passed / 1e9 if passed else 0.0
+
+
+def _read_tcp(line: socket.socket, seconds: float) -> float:
+    buffer = bytearray(PIECE_BYTES)
+    begun, count = time.perf_counter(), 0
+    while (got := line.recv_into(buffer)) > 0:
+        count += got
+        if time.perf_counter() - begun > 2 * seconds + 5:
+            break
+    passed = time.perf_counter() - begun
+    return count / passed / 1e9 if passed else 0.0
+
+
+def become_listener(port: int, facts: dict[str, Any], serve_s: float) -> NoReturn:
+    """Go on as a program that only listens, with nothing of this one's memory."""
+    env = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(("UCX_", "NIXL_"))}
+    words = [str(port), str(serve_s), json.dumps(facts)]
+    os.execve(sys.executable, [sys.executable, "-m", __name__, *words], env)
+
+
+def main(words: list[str]) -> int:
+    """The listener: PORT, SECONDS and its facts as JSON."""
+
+    def ready(port: int) -> None:
+        text = f"listening on port {port}; on the other machine: headrace doctor --cluster --peer"
+        print(f"{text} THIS-POD:{port}", file=sys.stderr, flush=True)
+
+    try:
+        served = listen(int(words[0]), json.loads(words[2]), float(words[1]), ready)
+    except OSError as error:
+        print(f"error: --listen {words[0]}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    print(f"{served} peers were served", file=sys.stderr)
+    return 0
+
+
+def listen(port: int, facts: dict[str, Any], serve_s: float, ready: Callable[[int], None]) -> int:
+    """Serve peers for `serve_s` seconds; returns how many were served.
+
+    Args:
+        ready: called with the port (useful where 0 was asked for).
+
+    Raises:
+        OSError: the port is taken.
+    """
+    from headrace_kvstore.peers.agent import Agent
+
+    memory = np.zeros(LENT_BYTES, np.uint8)
+    agent, error = None, ""
+    try:
+        agent = Agent(memory.ctypes.data, memory.nbytes, serving=lambda: True)
+    except (ImportError, RuntimeError) as problem:
+        error = str(problem)
+    hello: dict[str, Any] = {"protocol": PROTOCOL, "facts": facts, "nixl_error": error}
+    if agent is not None:
+        hello |= {
+            "nixl": base64.b64encode(agent.metadata).decode(),
+            "address": memory.ctypes.data,
+        }
+    until, served = time.monotonic() + serve_s, 0
+    try:
+        with closing(_bind(port)) as server:
+            ready(server.getsockname()[1])
+            while (left := until - time.monotonic()) > 0:
+                server.settimeout(left)
+                try:
+                    line, _ = server.accept()
+                except TimeoutError:
+                    break
+                with closing(line), suppress(OSError, ValueError, LookupError, TypeError):
+                    _serve(line, hello)
+                    served += 1
+    finally:
+        if agent is not None:
+            agent.close(5.0)
+    return served
+
+
+def _bind(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a kernel without IPv6
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _serve(line: socket.socket, hello: dict[str, Any]) -> None:
+    line.settimeout(30)
+    _receive(line)
+    _send(line, hello | {"time": time.time()})
+    line.settimeout(60 + LONGEST_S)  # the peer reads through NIXL meanwhile
+    seconds = min(float(_receive(line)["send_s"]), LONGEST_S)
+    line.settimeout(10)
+    zeros, until = bytes(PIECE_BYTES), time.monotonic() + seconds
+    while time.monotonic() < until:
+        line.sendall(zeros)
+    line.shutdown(socket.SHUT_WR)
+
+
+def _send(line: socket.socket, message: dict[str, Any]) -> None:
+    line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(line: socket.socket) -> dict[str, Any]:
+    got = bytearray()
+    while not got.endswith(b"\n"):
+        more = line.recv(65536)
+        if not more or len(got) + len(more) > MAX_LINE_BYTES:
+            raise ValueError("the other side speaks no protocol of `headrace doctor`")
+        got += more
+    message = json.loads(got)
+    if not isinstance(message, dict):
+        raise ValueError("the other side speaks no protocol of `headrace doctor`")
+    return message
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
