@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from headrace.chart.files import files
+from headrace.cli.doctor.pod import Pod
 from headrace.config.load import validate
 from tests.support.chart import (
     CHART,
@@ -30,6 +33,7 @@ from tests.support.chart import (
     rendered,
     serve_config,
 )
+from tests.support.served import tiny_values
 from tests.support.tools import missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -284,6 +288,31 @@ def test_every_pod_is_checked_before_it_starts() -> None:
         assert check["command"][-1] == "/etc/headrace/config/headrace.yaml"
     [document] = [one["data"]["headrace.yaml"] for one in of_kind("ConfigMap", LAPTOP)]
     assert yaml.safe_load(document) == serve_config(LAPTOP)["applications"][0]["args"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_pods_of_the_presets_have_the_memory_that_the_preflight_asks_for(name: str) -> None:
+    values = preset(name)
+    config = validate(serve_config(values)["applications"][0]["args"], files_here=False)
+    units = {"Mi": 2**20, "Gi": 2**30}
+    for role, template in pods(values).items():
+        limit = template["spec"]["containers"][0]["resources"]["limits"]["memory"]
+        plan = Pod(role, config)  # type: ignore[arg-type]
+        assert int(limit[:-2]) * units[limit[-2:]] >= plan.memory_bytes, role
+
+
+@pytest.mark.parametrize("role", ["gateway", "decode"])
+def test_the_preflight_of_a_pod_lets_a_sound_one_start(role: str, tmp_path: Path) -> None:
+    """The init container's own command, environment and configuration, on this machine."""
+    values = tiny_values()
+    [check] = pods(values)[role]["spec"]["initContainers"]
+    [told] = of_kind("ConfigMap", values)
+    (file := tmp_path / "headrace.yaml").write_text(told["data"]["headrace.yaml"])
+    env = {each["name"]: each["value"] for each in check["env"] if "value" in each}
+    env = {**os.environ, **env, "HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "headrace.cli", *check["command"][1:-1], str(file)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
