@@ -32,12 +32,12 @@ $(STAMP): $(LOCK) pyproject.toml scripts/install.py
 serve: install  ## serve SmolLM2-135M-Instruct, or what ARGS="-f config.yaml" says
 	$(BIN)/headrace up $(ARGS)
 
-NODE := build/kubernetes_models
-$(NODE)/.installed: $(wildcard tests/support/kubernetes_models/*)
+NODE := build/node
+$(NODE)/.installed: $(wildcard tests/support/node/*)
 	@mkdir -p $(NODE)
-	@cp tests/support/kubernetes_models/* $(NODE)
+	@cp tests/support/node/* $(NODE)
 	@if command -v npm >/dev/null 2>&1; then npm ci --prefix $(NODE) --no-audit --no-fund --loglevel=error && touch $@; \
-	 else echo "npm is not here: custom resources of the chart are not checked"; fi
+	 else echo "npm is not here: tests that need its packages are skipped"; fi
 
 test: install $(NODE)/.installed  ## every test that needs no GPU (ARGS="tests/unit -k name" for a part)
 	$(BIN)/python -m tests.lanes --timeout=$(TEST_TIMEOUT_S) $(ARGS)

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.model import resolve
 from tests.support.app import MODEL, App
+from tests.support.browser import Browser
 from tests.support.certificates import Authority
 from tests.support.served import ServedApp, free_port, tiny_args
 
@@ -21,6 +22,7 @@ ORDER = (
     "test_drafting",
     "test_openai_client",
     "test_operator",
+    "test_console",
     "test_bad_requests",
     "test_hostile_client",
     "test_hang_up",
@@ -54,6 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def model_folder() -> Path:
     """The model, fetched at first use."""
     return Path(str(resolve(MODEL)))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    one = Browser(tmp_path_factory.mktemp("profile"))
+    yield one
+    one.close()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 
 from headrace.config.keyfile import hash_of, new_key
 from tests.support.app import App, until
+from tests.support.browser import Browser
 from tests.support.exact import answer_by
 from tests.support.prompts import noise, plain_prompts
 from tests.support.served import MODEL, START_S, ServedApp
@@ -166,3 +167,23 @@ def test_only_an_admin_key_administers(app: App, served: ServedApp) -> None:
         answer = app.client.request(method, path, json=body, headers=served.bearer("shop"))
         assert answer.status_code == 403, path
         assert answer.json()["error"]["code"] == "admin_only"
+
+
+def test_the_console_shows_nothing_and_orders_nothing_without_an_administrators_key(
+    app: App, served: ServedApp, browser: Browser
+) -> None:
+    browser.open(f"{app.url}/console")
+    until(lambda: "key" in browser.text("[role=alert]").lower(), 30, "it asks for a key")
+    assert browser.text("table") == ""
+
+    def show(key: str) -> None:
+        browser.run("document.querySelector('#key').value = ''")
+        browser.type("#key", key)
+        browser.click("button[type=submit]")
+
+    show(served.keys["shop"])
+    until(lambda: "admin" in browser.text("[role=alert]"), 30, "a tenant's key is not enough")
+    assert browser.text("table") == ""
+    show(served.keys["operator"])
+    until(lambda: "Updated" in browser.text("#updated"), 30, "the app is shown")
+    assert "?" not in browser.run("return location.href"), "a key is never in a URL"

@@ -1,4 +1,8 @@
-"""The Helm chart, rendered by Helm's own engine."""
+"""The Helm chart, rendered by Helm's own engine.
+
+`python -m tests.support.chart` writes the snapshots anew: do so after a change that is meant, and
+read what it changed.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import yaml
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "headrace"
 PRESETS = ("laptop", "gpu-node", "gpu-cluster")
+SNAPSHOTS = Path(__file__).resolve().parents[1] / "data" / "chart"
+REVIEWED = ("laptop", "gpu-cluster")
 KEYS = {"apiKeys": {"existingSecret": "headrace-keys"}}
 GROUPS = ("gateway", "prefill", "decode")
 
@@ -85,3 +91,19 @@ def pods(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def serve_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """What Serve deploys."""
     return dict(yaml.safe_load(ray_service(values)["spec"]["serveConfigV2"]))
+
+
+def snapshot(name: str) -> str:
+    """All that a preset renders, but dashboards and alerts, which lie in the chart as they are."""
+    texts = {path: text for path, text in rendered(preset(name)).items() if text.strip()}
+    return "".join(
+        f"--- # {path}\n{text.strip()}\n"
+        for path, text in sorted(texts.items())
+        if path != "monitoring.yaml"
+    )
+
+
+if __name__ == "__main__":
+    SNAPSHOTS.mkdir(exist_ok=True)
+    for reviewed in REVIEWED:
+        (SNAPSHOTS / f"{reviewed}.txt").write_text(snapshot(reviewed), "utf-8")

@@ -24,6 +24,8 @@ from tests.support.chart import (
     CHART,
     GROUPS,
     PRESETS,
+    REVIEWED,
+    SNAPSHOTS,
     merged,
     objects,
     of_kind,
@@ -32,6 +34,7 @@ from tests.support.chart import (
     ray_service,
     rendered,
     serve_config,
+    snapshot,
 )
 from tests.support.served import tiny_values
 from tests.support.tools import missing
@@ -128,14 +131,14 @@ def test_built_in_kinds_are_valid_and_have_no_unknown_fields(values: dict[str, A
 
 def test_custom_resources_of_others_are_valid() -> None:
     """By the schemas of `@kubernetes-models`, which `make test` installs."""
-    folder = ROOT / "build" / "kubernetes_models"
+    folder = ROOT / "build" / "node"
     if shutil.which("node") is None or not (folder / ".installed").exists():
         missing("node, or @kubernetes-models", "install Node.js, then: make test")
     kinds = ("PodMonitor", "PrometheusRule", "HTTPRoute")
     found = [one for kind in kinds for one in of_kind(kind, MATRIX["everything"])]
     broken = merged(found[0], {"spec.podMetricsEndpoints": 7})
     done = subprocess.run(
-        ["node", "check.mjs"],
+        ["node", "custom_resources.mjs"],
         cwd=folder,
         input=json.dumps([*found, broken]),
         capture_output=True,
@@ -319,6 +322,12 @@ def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
     whole = sum(map(len, rendered(MATRIX["everything"]).values()))
     chart = sum(path.stat().st_size for path in CHART.rglob("*") if path.is_file())
     assert whole + chart < 700_000
+
+
+@pytest.mark.parametrize("name", REVIEWED)
+def test_a_preset_renders_what_was_reviewed(name: str) -> None:
+    reviewed = (SNAPSHOTS / f"{name}.txt").read_text("utf-8")
+    assert snapshot(name) == reviewed, "if it is meant: python -m tests.support.chart"
 
 
 @pytest.mark.parametrize("values", [LAPTOP, CLUSTER], ids=["laptop", "gpu-cluster"])

@@ -205,6 +205,18 @@ def status(name: NameOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+def top(
+    name: NameOption = None,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once, and end.")] = False,
+) -> None:
+    """Show requests in flight, replicas, tiers and hits, live, until Ctrl-C."""
+    from headrace.cli.show import top as command
+
+    command.top(name, every_s=every, once=once)
+
+
+@app.command()
 def explain(
     request_id: Annotated[
         str, typer.Argument(help="The request's id: x-request-id of its answer.", metavar="REQUEST")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ from headrace.gateway.route_table import RouteTable
 from headrace_kvstore.salts import salt_of
 
 BACKEND_TIMEOUT_S = 10.0
+CONSOLE_STATE = "/headrace/v1/console"
+CONSOLE_S = 1.0
 
 _JSON = b"application/json"
 _PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -65,6 +68,7 @@ class Admin:
         self._version = headrace_version()
         self._options, self._keys_on, self._state = options, keys_on, state
         self._schema: tuple[RouteTable, bytes] | None = None
+        self._shown: tuple[float, asyncio.Future[Answer]] | None = None
         self._documents: dict[str, Document] = {
             "/": self._index,
             "/health": self._health,
@@ -72,6 +76,7 @@ class Admin:
             "/metrics": self._metrics,
             "/openapi.json": self._openapi,
             "/headrace/v1/status": self._status,
+            CONSOLE_STATE: self._console_state,
         }
 
     def find(self, path: str) -> Document | None:
@@ -191,6 +196,12 @@ class Admin:
         status = await self._backend.status()
         told = {**status, "advice": advice_of(status.get("replicas", ())), "gateway": self._state()}
         return 200, _json(told), _JSON
+
+    async def _console_state(self, pool: ReplicaPool) -> Answer:
+        """The status, at most `CONSOLE_S` old: however many pages look, replicas are asked once."""
+        if self._shown is None or monotonic() - self._shown[0] > CONSOLE_S:
+            self._shown = monotonic(), asyncio.ensure_future(self._status(pool))
+        return await asyncio.shield(self._shown[1])
 
     async def _plan(self, request_id: str) -> Answer:
         plan = await self._backend.plan(request_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
@@ -30,7 +31,7 @@ from headrace.gateway.door import limits
 from headrace.gateway.door.keys import Keys
 from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
-from headrace.gateway.own import OURS, OwnRoutes
+from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.placing.placer import Placer
 from headrace.gateway.relay import Call, Relay, forwarded
@@ -41,6 +42,9 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_engine.stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
+
+SHOWN = 50
+"""Of the requests in flight that the status tells."""
 
 MakePlacer = Callable[[ReplicaPool, Upstream], Placer]
 
@@ -106,6 +110,7 @@ class GatewayApp:
         self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
         self._intake = Intake(options, keys_on=keys_on)
         self._relaying = 0
+        self._calls: dict[int, Call] = {}  # in order of their begin, at most `max_concurrent`
         self._stall = LoopStall()
         self._across_sites = _cors(options, self._http)
         self._parts: _Parts | None = None
@@ -129,9 +134,26 @@ class GatewayApp:
             **({} if placer is None else {"router": placer.stats()}),
             "pid": os.getpid(),
             "relaying": self._relaying,
+            "requests": self._in_flight(),
             "body_bytes": self._intake.held_bytes,
             **self._stall.snapshot(),
         }
+
+    def _in_flight(self) -> list[dict[str, Any]]:
+        """The oldest requests that replicas work on, at most `SHOWN`."""
+        now = perf_counter()
+        oldest = itertools.islice(self._calls.values(), SHOWN)
+        return [
+            {
+                "id": call.request_id.decode("latin-1"),
+                "path": call.target.partition("?")[0],
+                "age_s": round(now - call.started, 3),
+                "ttft_s": call.ttft_s,
+                "sent_bytes": call.sent_bytes,
+                "replica": call.replica_id,
+            }
+            for call in oldest
+        ]
 
     async def start(self) -> None:
         """Bind to the running event loop and begin to poll for replicas."""
@@ -222,7 +244,7 @@ class GatewayApp:
         span = tracing.start_span(call, template) if self._traced else None
         try:
             try:
-                if path == "/health":
+                if needs_no_key(path):
                     await handler(asked)
                 else:
                     asked.caller = self._keys.caller(
@@ -315,9 +337,11 @@ class GatewayApp:
 
     async def _relay(self, call: Call, send: Send) -> None:
         assert self._parts is not None
+        self._calls[id(call)] = call
         try:
             await self._parts.relay.run(call, send)
         finally:
+            del self._calls[id(call)]
             if call.own_s is not None:
                 self._metrics.own_seconds(call.own_s)
 

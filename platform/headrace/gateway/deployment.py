@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
@@ -60,7 +61,9 @@ class ServeBackend:
         self._knock: DeploymentResponse[Any] | None = None
         self.wanted: Callable[[], bool] = lambda: False
         """Whether requests wait for a replica."""
-        self._notes = Notes(serve.get_replica_context().app_name, read_note, write_note)
+        self._app_name = serve.get_replica_context().app_name
+        self._dashboard = ray.init(ignore_reinit_error=True).dashboard_url or ""
+        self._notes = Notes(self._app_name, read_note, write_note)
 
     async def replicas(self) -> list[ReplicaInfo]:
         """The decode replicas that answer now; one that is dead is left out.
@@ -112,6 +115,7 @@ class ServeBackend:
             "plans": plans,
             "nixl_bytes": sum(replica["nixl"]["bytes"] for replica in decode),
             "store": store,
+            "ray": {"dashboard": self._dashboard, "app": self._app_name},
         }
 
     async def _store_status(self) -> list[dict[str, Any]]:

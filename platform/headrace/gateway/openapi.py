@@ -68,7 +68,7 @@ class Operation:
 
     def document(self) -> Schema:
         """Its OpenAPI object."""
-        schema = {"type": "string" if self.answer == "text/plain" else "object"}
+        schema = {"type": "string" if self.answer.startswith("text/") else "object"}
         names = [part[1:-1] for part in self.path.split("/") if part.startswith("{")]
         parameters = [_parameter(name, "path") for name in names]
         parameters += [_parameter(name, "query") for name in self.query]
@@ -84,7 +84,7 @@ class Operation:
         if self.body is not None:
             content = {"application/json": {"schema": {"$ref": _REF + self.body.__name__}}}
             found["requestBody"] = {"required": True, "content": content}
-        if self.path == "/health":
+        if self.path in ("/health", "/console"):
             found["security"] = []
         return found
 
@@ -105,6 +105,13 @@ OPERATIONS = (
     Operation(
         "GET", "/headrace/v1/status", "The state of the cluster.", (401, 403, 405, 429, 500, 504)
     ),
+    Operation(
+        "GET",
+        "/headrace/v1/console",
+        "The same, at most a second old: for the web console, however many pages look.",
+        (401, 403, 405, 429, 500, 504),
+    ),
+    Operation("GET", "/console", "The web console.", (404, 405), answer="text/html"),
     Operation(
         "GET",
         PLANS + "{request_id}",

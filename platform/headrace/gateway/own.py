@@ -1,4 +1,4 @@
-"""The gateway's own routes: its documents, orders to the app, prompts to warm, corpora.
+"""The gateway's own routes: documents, orders to the app, prompts to warm, corpora, the console.
 
 Everything below `/headrace/` is the gateway's, whether it exists or not.
 """
@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 
 import msgspec
 
+from headrace.console.files import find as console_file
+from headrace.console.files import is_console
 from headrace.gateway import errors
 from headrace.gateway.admin import Admin
 from headrace.gateway.asgi import JSON_TYPE
@@ -22,6 +24,13 @@ from headrace.gateway.replicas import ReplicaPool
 OURS = "/headrace/"
 MAX_ORDER_BODY_BYTES = 1_000
 READS = ("GET", "HEAD")
+
+
+def needs_no_key(path: str) -> bool:
+    """Whether everybody may ask: for the health, and for the console's files, which hold nothing of
+    the app."""
+    return path == "/health" or is_console(path)
+
 
 Handler = Callable[[Asked], Awaitable[None]]
 
@@ -62,6 +71,8 @@ class OwnRoutes:
             return self._document
         if path.startswith(MODELS + "/"):
             return self._model
+        if is_console(path):
+            return self._console
         return None
 
     async def _order(self, asked: Asked) -> None:
@@ -108,6 +119,17 @@ class OwnRoutes:
         asked.only(*READS)
         status, body, content_type = await self._admin.answer(document, self._pool)
         await asked.answer(status, body, (b"content-type", content_type))
+
+    async def _console(self, asked: Asked) -> None:
+        """A file of the console."""
+        asked.only(*READS)
+        file = console_file(asked.path)
+        if file is None:
+            raise errors.not_found(asked.path)
+        if asked.seen.get(b"if-none-match") == file.etag:
+            await asked.answer(304, b"", *file.headers)
+        else:
+            await asked.answer(200, file.body, *file.headers)
 
     async def _model(self, asked: Asked) -> None:
         """One model out of the replica's list, as vLLM has no route for it."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace.cli import client, state
 from headrace.cli.console import human_bytes, human_seconds, stdout
+
+Part = Text | Table
+"""What one `print` shows."""
 
 
 def status(name: str | None, *, as_json: bool) -> None:
@@ -34,47 +39,60 @@ def _serve_only(instance: state.Instance) -> dict[str, Any]:
 
 def render(instance: state.Instance, data: dict[str, Any], out: Console) -> None:
     """Print a status document."""
+    replicas = data.get("replicas") or []
+    for part in (*head(instance), *overview(instance, data), *fitted(replicas)):
+        out.print(part)
+
+
+def head(instance: state.Instance) -> Iterator[Part]:
+    """What runs, where, since when."""
     where = f"{instance.model} at {instance.endpoint}/v1 ({instance.token_path})"
     if instance.started_at:
         up_for = human_seconds(max(0.0, time.time() - instance.started_at))
         where = f"{instance.name}: {where}, up for {up_for}"
-    out.print(where, markup=False)
+    yield Text(where)
     if instance.dashboard_url:
-        out.print(f"dashboard: {instance.dashboard_url}", markup=False)
+        yield Text(f"dashboard: {instance.dashboard_url}")
+
+
+def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
+    """Replicas, tiers, and the app's totals."""
     replicas = data.get("replicas") or []
     if not replicas:
-        out.print(
+        yield Text(
             f'no details: token_path "{instance.token_path}" has no gateway, which collects them'
             if instance.token_path != "relay"
             else "no replica answered"
         )
         return
-    out.print(replica_table(replicas))
+    yield replica_table(replicas)
     if data.get("store"):
-        out.print(store_table(data["store"]))
+        yield store_table(data["store"])
     plans = data.get("plans") or {}
-    moved = data.get("nixl_bytes")
     words = ", ".join(f"{count} {kind}" for kind, count in plans.items()) or "none yet"
-    out.print(f"plans: {words}", markup=False)
+    yield Text(f"plans: {words}")
     placed = (data.get("gateway") or {}).get("router")
     if placed:
-        out.print(f"placed by this gateway: {placement(placed)}", markup=False)
-    for line in hindsight(replicas):
-        out.print(line, markup=False)
+        yield Text(f"placed by this gateway: {placement(placed)}")
+    yield from map(Text, hindsight(replicas))
     if data.get("advice"):
-        out.print(advice(data["advice"]), markup=False)
+        yield Text(advice(data["advice"]))
+    moved = data.get("nixl_bytes")
     if moved is not None:
-        out.print(f"moved over NIXL: {human_bytes(moved)}", markup=False)
+        yield Text(f"moved over NIXL: {human_bytes(moved)}")
+
+
+def fitted(replicas: list[dict[str, Any]]) -> Iterator[Part]:
+    """The routers' models of cost, and the prefill replicas that they leave out."""
     for replica in replicas:
         fits = (replica.get("router") or {}).get("fits")
         if fits:
-            out.print(fit_table(_short(replica), fits))
+            yield fit_table(_short(replica), fits)
             for name, side in (replica["router"].get("prefill") or {}).items():
                 breaker = side["breaker"]
                 if breaker["state"] != "closed":
                     where = name[:8] or "any replica"
-                    text = f"remote prefill at {where} is off: {json.dumps(breaker)}"
-                    out.print(text, markup=False)
+                    yield Text(f"remote prefill at {where} is off: {json.dumps(breaker)}")
 
 
 def placement(router: dict[str, Any]) -> str:

@@ -1,0 +1,140 @@
+"""The web console's files, and the document that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from headrace.console.files import CONSOLE, find
+from tests.unit.gateway_fakes import FakeReplica, answer, asked_from_elsewhere, gateway_over
+
+FILES = [
+    CONSOLE,
+    *(f"{CONSOLE}/{name}" for name in ("index.html", "app.js", "views.js", "style.css")),
+    *(f"{CONSOLE}/vendor/{name}" for name in ("htm-preact.js", "uplot.js", "uplot.css")),
+]
+STATE = "/headrace/v1/console"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("path", FILES)
+async def test_a_file_needs_no_key_and_says_what_it_may_load(path: str) -> None:
+    async with (
+        gateway_over(answer, api_keys=("k" * 8,)) as bench,
+        bench.client.get(path) as response,
+    ):
+        assert response.status == 200
+        policy = response.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert len(await response.read()) > 100
+
+
+async def test_a_browser_that_has_a_file_is_not_sent_it_again() -> None:
+    async with gateway_over(answer) as bench:
+        async with bench.client.get(CONSOLE) as response:
+            etag = response.headers["etag"]
+        async with bench.client.get(CONSOLE, headers={"if-none-match": etag}) as response:
+            assert (response.status, await response.read()) == (304, b"")
+        async with bench.client.get(CONSOLE, headers={"if-none-match": '"old"'}) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/console/", "/console/x.js", "/console/../own.py", "/console/vendor"],
+)
+async def test_only_the_listed_files_exist(path: str) -> None:
+    async with gateway_over(answer) as bench, bench.client.get(path) as response:
+        assert response.status == 404
+
+
+async def test_files_are_only_read() -> None:
+    async with gateway_over(answer) as bench, bench.client.post(CONSOLE, json={}) as response:
+        assert (response.status, response.headers["allow"]) == (405, "GET, HEAD")
+
+
+def test_the_pages_name_no_other_host_and_hold_no_inline_script() -> None:
+    for path in FILES:
+        file = find(path)
+        assert file is not None
+        if "/vendor/" in path:
+            continue
+        text = file.body.decode()
+        assert not re.search(r"https?://(?!\$)|//[a-z]+\.[a-z]", text), path
+        assert not re.search(r"<script>|\son[a-z]+=\"|style=\"|innerHTML", text), path
+        for name in re.findall(r'"(/console/[^"]+)"', text):
+            assert find(name) is not None, name
+
+
+async def test_the_state_needs_an_administrators_key() -> None:
+    async with gateway_over(answer, api_keys=("k" * 8,)) as bench:
+        async with bench.client.get(STATE) as response:
+            assert response.status == 401
+        key = {"authorization": f"Bearer {'k' * 8}"}
+        async with bench.client.get(STATE, headers=key) as response:
+            assert response.status == 403
+
+
+async def test_the_state_is_not_told_to_other_machines_without_keys() -> None:
+    from tests.unit.gateway_fakes import FakeCluster
+
+    assert (await asked_from_elsewhere(FakeCluster(), "GET", STATE, b""))["status"] == 403
+
+
+async def test_however_many_pages_look_the_cluster_is_asked_once_a_second() -> None:
+    async with gateway_over(answer) as bench:
+        asked = 0
+        told = bench.cluster.status
+
+        async def counted() -> dict[str, Any]:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0.05)
+            return await told()
+
+        bench.cluster.status = counted  # type: ignore[method-assign]
+
+        async def look() -> dict[str, Any]:
+            async with bench.client.get(STATE) as response:
+                return dict(await response.json())
+
+        states = await asyncio.gather(*(look() for _ in range(20)))
+        assert asked == 1
+        assert all(state == states[0] for state in states)
+
+
+async def test_requests_in_flight_are_told_the_oldest_first() -> None:
+    hold = asyncio.Event()
+
+    async def slow(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        await hold.wait()
+        return await answer(replica, request)
+
+    async with gateway_over(slow) as bench:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+
+        async def chat(name: str) -> int:
+            async with bench.client.post(
+                CHAT, json=body, headers={"x-request-id": name}
+            ) as response:
+                return response.status
+
+        first = asyncio.create_task(chat("first"))
+        await asyncio.sleep(0.2)
+        second = asyncio.create_task(chat("second"))
+        await asyncio.sleep(0.2)
+        async with bench.client.get("/headrace/v1/status") as response:
+            told = (await response.json())["gateway"]["requests"]
+        assert [one["id"] for one in told] == ["first", "second"]
+        assert told[0]["path"] == CHAT and told[0]["ttft_s"] is None
+        assert told[0]["age_s"] > told[1]["age_s"] > 0
+        hold.set()
+        assert [await first, await second] == [200, 200]
+        async with bench.client.get("/headrace/v1/status") as response:
+            assert (await response.json())["gateway"]["requests"] == []
