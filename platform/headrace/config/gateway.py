@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config.keyfile import HASH
+from headrace.config.keyfile import HASH, NAME
 from headrace.config.section import Resources, Section
 from headrace.config.tlsfiles import TlsFiles
 
@@ -18,6 +18,78 @@ _ORIGIN = re.compile(r"https?://[^/\s]+")
 _API_KEY = re.compile(r"^[\x21-\x7e]{8,}$")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class SloClassSettings(Section):
+    """What requests of one class may expect."""
+
+    ttft_target_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Most seconds to the first token. A request that cannot have it in time is "
+        "answered 429 at once. null: no target.",
+    )
+    itl_target_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest engine step that streams of this class should see: no more streams "
+        "are sent to an engine than keep it. null: no target.",
+    )
+    priority: int = Field(
+        default=0,
+        ge=-1000,
+        le=1000,
+        description="Requests pass those of the same tenant with a lower one.",
+    )
+    max_wait_s: float = Field(
+        default=120,
+        gt=0,
+        description="Most seconds in the queue of a request without a `ttft_target_s`.",
+    )
+    background: bool = Field(
+        default=False,
+        description="Send requests of this class only while nobody else waits and no engine has "
+        "a prompt to compute.",
+    )
+
+    @model_validator(mode="after")
+    def _background_has_no_target(self) -> SloClassSettings:
+        if self.background and self.ttft_target_s is not None:
+            raise ValueError("ttft_target_s: a background class has no target; set max_wait_s")
+        return self
+
+
+class AdmissionSettings(Section):
+    """The queue in front of the replicas: SLO classes, fair shares, early refusal."""
+
+    classes: dict[Annotated[str, Field(pattern=NAME)], SloClassSettings] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="SLO classes by name. A request names one in the header `x-headrace-slo` or "
+        "the field `vllm_xargs.slo`; an unknown name is answered 400.",
+    )
+    default_class: str | None = Field(
+        default=None,
+        description="Class of requests that name none and whose key has none. null: no targets.",
+    )
+    max_waiting: int = Field(
+        default=1024,
+        ge=1,
+        le=100_000,
+        description="Most requests in a gateway's queue. They count among `max_concurrent`, too.",
+    )
+    requests_per_replica: int = Field(
+        default=64,
+        ge=1,
+        description="While no replica has told what its engine's steps take: requests at each "
+        "replica at once.",
+    )
+
+    @model_validator(mode="after")
+    def _default_exists(self) -> AdmissionSettings:
+        if self.default_class is not None and self.default_class not in self.classes:
+            raise ValueError(f"default_class: there is no class {self.default_class!r}")
+        return self
 
 
 class GatewaySettings(Section):
@@ -136,6 +208,12 @@ class GatewaySettings(Section):
         default=False,
         description="Whether browsers may send cookies and other credentials. "
         "`allowed_origins` must then name the sites.",
+    )
+    admission: AdmissionSettings | None = Field(
+        default=None,
+        description="SLO classes, and a queue in front of the replicas that is fair to tenants "
+        "and refuses at once what would come too late. null: requests go to replicas as they "
+        "come.",
     )
 
     @field_validator("host")

@@ -9,6 +9,8 @@ The file is YAML, written by `headrace keys` or by hand:
       role: user                        # user, or admin: may also change how the app works
       max_concurrent: 16                # requests under way at once; left out: no limit
       requests_per_minute: 600          # left out: no limit
+      slo: interactive                  # SLO class of requests that name none
+      slo_classes: [interactive, batch] # those that requests may name; left out: all
 
 Keys are random and long, so a plain SHA-256 cannot be searched.
 """
@@ -44,6 +46,14 @@ class KeyEntry(BaseModel):
     role: Role = "user"
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    slo: Name | None = None
+    slo_classes: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _may_have_its_own_class(self) -> KeyEntry:
+        if self.slo and self.slo_classes is not None and self.slo not in self.slo_classes:
+            raise ValueError(f"slo: {self.slo!r} is not one of slo_classes")
+        return self
 
 
 class KeyFile(BaseModel):

@@ -24,6 +24,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from headrace.gateway import errors, tracing
 from headrace.gateway.admin import Admin
+from headrace.gateway.admission.classes import (
+    DEFAULT,
+    HEADER,
+    AdmissionOptions,
+    ClassError,
+    SloClass,
+)
+from headrace.gateway.admission.door import Door
 from headrace.gateway.asgi import ClientGone, Interrupts, Receive, Scope, Send, path_of
 from headrace.gateway.asked import BODY_LATE, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
@@ -33,7 +41,7 @@ from headrace.gateway.errors import ApiError
 from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
 from headrace.gateway.pick import affinity_key, draftable_tokens
-from headrace.gateway.placing.placer import Placer
+from headrace.gateway.placing.placer import PLACED, Placer
 from headrace.gateway.relay import Call, Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
@@ -48,6 +56,7 @@ SHOWN = 50
 
 MakePlacer = Callable[[ReplicaPool, Upstream], Placer]
 
+_NO_CLASSES = AdmissionOptions()
 CLIENT_GONE_STATUS = 499  # nginx's number for it; only in logs and metrics
 
 
@@ -85,6 +94,7 @@ class _Parts:
     relay: Relay
     own: OwnRoutes
     placer: Placer | None
+    door: Door | None
 
 
 class GatewayApp:
@@ -104,7 +114,10 @@ class GatewayApp:
         self._tenants = tenants
         self._backend = backend
         self._metrics = metrics
-        self._keys = Keys(options.api_keys, options.api_keys_file, options.admin_key_hash)
+        classes = None if options.admission is None else options.admission.classes
+        self._keys = Keys(
+            options.api_keys, options.api_keys_file, options.admin_key_hash, classes=classes
+        )
         keys_on = bool(self._keys)
         self._corpora = MemoryAdmin(backend, keys_on=keys_on)
         self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
@@ -130,8 +143,10 @@ class GatewayApp:
     def _state(self) -> dict[str, Any]:
         """Of this gateway, for the status."""
         placer = None if self._parts is None else self._parts.placer
+        door = None if self._parts is None else self._parts.door
         return {
             **({} if placer is None else {"router": placer.stats()}),
+            **({} if door is None else {"queue": door.stats()}),
             "pid": os.getpid(),
             "relaying": self._relaying,
             "requests": self._in_flight(),
@@ -163,11 +178,29 @@ class GatewayApp:
             placer = None if self._make_placer is None else self._make_placer(pool, upstream)
             relay = Relay(pool, upstream, self.options, placer, self._metrics.replica_lost)
             own = OwnRoutes(self._admin, self._corpora, self._intake, self._place, pool, relay)
-            self._parts = _Parts(pool, upstream, relay, own, placer)
+            door = self._door(pool, placer)
+            self._parts = _Parts(pool, upstream, relay, own, placer, door)
             self._traced = tracing.tracing_is_configured()
             pool.start()
             if placer is not None:
                 placer.start()
+            if door is not None:
+                door.start()
+
+    def _door(self, pool: ReplicaPool, placer: Placer | None) -> Door | None:
+        """The queue, where one is configured."""
+        options = self.options.admission
+        if options is None:
+            return None
+        door = Door(
+            *(options, pool, None if placer is None else placer.cluster),
+            one_tenant=not self._keys,
+            peers=self._backend.admitted,
+            waited=self._metrics.queued,
+        )
+        if placer is not None:
+            placer.on_plan, placer.least = door.planned, 1
+        return door
 
     def _tell(self) -> None:
         """Export how this gateway stands."""
@@ -175,6 +208,9 @@ class GatewayApp:
             placer = self._parts.placer
             oldest_s = 0.0 if placer is None else placer.oldest_report_s
             self._metrics.state(self._parts.pool.ready_now, self._relaying, oldest_s)
+            if self._parts.door is not None:
+                stats = self._parts.door.stats()
+                self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
 
     @property
     def relaying(self) -> int:
@@ -190,6 +226,8 @@ class GatewayApp:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
+            if parts.door is not None:
+                await parts.door.aclose()
             if parts.placer is not None:
                 await parts.placer.aclose()
             await parts.pool.aclose()
@@ -309,17 +347,49 @@ class GatewayApp:
             self._intake.answer_in_time(asked, spent_s=perf_counter() - call.started)
             if route is None:
                 route = await self._find(asked, pool)
-            if route.takes_json:
-                self._read(call)
-            await self._relay(call, asked.send)
+            slo = self._read(asked) if route.takes_json else DEFAULT
+            door = self._parts.door
+            if door is None or route.path not in PLACED:
+                await self._relay(call, asked.send)
+                return
+            began = perf_counter()
+            ticket = await door.enter(call.tenant, slo, len(call.body))
+            sent = perf_counter()
+            call.waited_s += sent - began
+            try:
+                await self._relay(call, asked.send)
+            finally:
+                first_s = total_s = None
+                if call.status == 200:
+                    total_s = perf_counter() - sent
+                    if call.streamed and call.ttft_s is not None:
+                        first_s = call.started + call.ttft_s - sent
+                door.left(ticket, first_s, total_s)
 
-    def _read(self, call: Call) -> None:
-        """What placing a request needs. The parsed body, several times as large, ends here."""
+    @property
+    def had(self) -> dict[str, float]:
+        """What each tenant has had from this gateway (`Backend.admitted`)."""
+        door = None if self._parts is None else self._parts.door
+        return {} if door is None else dict(door.admission.had)
+
+    def _read(self, asked: Asked) -> SloClass:
+        """What placing a request needs, and its class. The parsed body, several times as large,
+        ends here.
+
+        Raises:
+            ApiError: 400, the body is wrong, or names a class that the request cannot have.
+        """
+        call = asked.call
         limits.check_other_bytes(call.body)
         request = limits.parse_object(call.body)
         limits.check_fields(request)
         call.affinity = affinity_key(request)
         call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
+        options, caller = self.options.admission or _NO_CLASSES, asked.caller
+        try:
+            return options.choose(asked.seen.get(HEADER), request, caller.slo, caller.slo_classes)
+        except ClassError as error:
+            raise errors.unknown_class(str(error), error.param) from None
 
     async def _find(self, asked: Asked, pool: ReplicaPool) -> Route:
         """The route, as soon as a replica has told what it offers.

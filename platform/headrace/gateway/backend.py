@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
+from headrace.gateway.admission.classes import AdmissionOptions
 from headrace.router.tokens import TokenPrices
 from headrace_decode.routes import Route
 
@@ -97,6 +98,11 @@ class Backend(Protocol):
     async def metrics(self) -> bytes:
         """Prometheus' text format, for `GET /metrics`."""
 
+    async def admitted(self) -> dict[str, dict[str, float]]:
+        """What each other gateway has sent for each tenant since it started, in predicted seconds
+        of engine time; asked about once a second where admission is on."""
+        return {}
+
 
 class GatewayMetrics(Protocol):
     """Where the gateway reports; called once per relayed request, so keep it cheap."""
@@ -128,6 +134,17 @@ class GatewayMetrics(Protocol):
         """A replica was lost: `before` it got the request, while it `worked` on it, or when its
         answer had begun (`stream`), which only then is an error to the client."""
 
+    def queued(self, slo: str, seconds: float) -> None:
+        """A request of a class waited so long before it was sent to a replica."""
+
+    def queue(self, waiting: int, predicted_wait_s: float) -> None:
+        """How the queue stands, where admission is on; told about once a second.
+
+        Args:
+            waiting: requests in it.
+            predicted_wait_s: that the last one of them will wait.
+        """
+
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """How this gateway stands; told about once a second.
 
@@ -156,6 +173,12 @@ class NoMetrics:
     def replica_lost(self, when: str) -> None:
         """Ignore it."""
 
+    def queued(self, slo: str, seconds: float) -> None:
+        """Ignore it."""
+
+    def queue(self, waiting: int, predicted_wait_s: float) -> None:
+        """Ignore it."""
+
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """Ignore it."""
 
@@ -182,6 +205,7 @@ class GatewayOptions:
         allowed_origins: sites whose pages may call the relayed routes; `*` is any, none is off.
         allowed_methods, allowed_headers: what such pages may send; `*` is any.
         allow_credentials: whether their browsers may send cookies and the like.
+        admission: SLO classes and the queue (`admission.classes`); None for no queue.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -202,6 +226,7 @@ class GatewayOptions:
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
+    admission: AdmissionOptions | None = None
 
     @classmethod
     def of(cls, settings: object) -> GatewayOptions:
@@ -215,5 +240,9 @@ class GatewayOptions:
                     given[field.name] = settings[field.name]
             elif hasattr(settings, field.name):
                 given[field.name] = getattr(settings, field.name)
-        listed = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        listed: dict[str, Any] = {
+            name: tuple(value) for name, value in given.items() if isinstance(value, list)
+        }
+        if given.get("admission") is not None:
+            listed["admission"] = AdmissionOptions.of(given["admission"])
         return cls(**{**given, **listed})

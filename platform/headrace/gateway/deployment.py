@@ -58,6 +58,7 @@ class ServeBackend:
     ):
         self._decode, self._prefill, self._store = decode, prefill, store
         self._session: aiohttp.ClientSession | None = None
+        self._gateways: DeploymentHandle | None = None
         self._knock: DeploymentResponse[Any] | None = None
         self.wanted: Callable[[], bool] = lambda: False
         """Whether requests wait for a replica."""
@@ -179,6 +180,14 @@ class ServeBackend:
         except Exception as error:
             logger.error("an order is not kept for replicas that start later: %r", error)
 
+    async def admitted(self) -> dict[str, dict[str, float]]:
+        """What tenants have had from the app's other gateways."""
+        me = serve.get_replica_context()
+        if self._gateways is None:
+            self._gateways = serve.get_deployment_handle(me.deployment, self._app_name)
+        answers = await _broadcast(self._gateways, "headrace_admitted")
+        return {name: had for name, had in answers if name != me.replica_id.unique_id}
+
     async def metrics(self) -> bytes:
         """Prometheus text of the whole cluster."""
         if self._session is None:
@@ -263,6 +272,10 @@ class GatewayServer:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve's count of this gateway's requests, of which Serve sees only those of its proxy."""
         return ongoing_requests(self._requests.count)
+
+    async def headrace_admitted(self) -> tuple[str, dict[str, float]]:
+        """This gateway's id, and what each tenant has had from it."""
+        return serve.get_replica_context().replica_id.unique_id, self._app.had
 
     async def headrace_gateway(self) -> dict[str, Any]:
         """Where this gateway listens."""

@@ -7,6 +7,7 @@ Errors of the replica pass through unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,6 +166,42 @@ def too_many_requests(limit: int) -> ApiError:
         kind="rate_limit_error",
         code="too_many_requests",
         headers=[(b"retry-after", b"1")],
+    )
+
+
+def unknown_class(why: str, param: str) -> ApiError:
+    """400: the request names an SLO class that it cannot have."""
+    return ApiError(400, why, code="unknown_slo_class", param=param)
+
+
+def too_late(slo: str, target_s: float, wait_s: float, retry_after_s: float) -> ApiError:
+    """429: the first token would come after the class's target, whatever is done."""
+    return _overloaded(
+        f"The queue is about {wait_s:.1f} s long, so a request of the class '{slo}' would have no "
+        f"first token within {target_s:g} s. Try again later.",
+        retry_after_s,
+    )
+
+
+def queue_full(retry_after_s: float) -> ApiError:
+    """429: as many requests wait as may."""
+    return _overloaded("The queue is full. Try again later.", retry_after_s)
+
+
+def waited_too_long(slo: str, waited_s: float) -> ApiError:
+    """429: an admitted request waited past its deadline; the replicas got slower meanwhile."""
+    return _overloaded(
+        f"The request waited {waited_s:.1f} s, which is more than the class '{slo}' may.", 1.0
+    )
+
+
+def _overloaded(message: str, retry_after_s: float) -> ApiError:
+    return ApiError(
+        429,
+        message,
+        kind="rate_limit_error",
+        code="overloaded",
+        headers=[(b"retry-after", b"%d" % max(1, math.ceil(retry_after_s)))],
     )
 
 

@@ -114,6 +114,16 @@ class ReplicaPool:
     def __len__(self) -> int:
         return len(self._replicas)
 
+    def places(self, most: int) -> tuple[int, int, int]:
+        """Replicas that can be asked, how many requests they can take together until each has
+        `most`, and how many they have."""
+        down, ready, free, busy = self.down, 0, 0, 0
+        for replica in self._replicas:
+            if (name := replica.replica_id) not in down:
+                load = self.in_flight.get(name, 0) + self._others.get(name, 0)
+                ready, free, busy = ready + 1, free + max(0, most - load), busy + load
+        return ready, free, busy
+
     def try_lease(self, affinity: bytes, draftable_tokens: int = 0) -> Lease | None:
         """A place on the best replica, or None when none is ready."""
         replica = self.suggested(affinity, draftable_tokens)

@@ -62,6 +62,17 @@ class RayGatewayMetrics:
             "headrace_gateway_oldest_report_seconds",
             "Age of the oldest report that this gateway plans with.",
         )
+        self._queued = Histogram(
+            "headrace_gateway_queue_seconds",
+            "Seconds that a request waited in the gateway's queue before it went to a replica.",
+            boundaries=TTFT_BUCKETS_S,
+            tag_keys=("slo",),
+        )
+        self._waiting = Gauge("headrace_gateway_waiting", "Requests in the gateway's queue.")
+        self._wait = Gauge(
+            "headrace_gateway_predicted_wait_seconds",
+            "What the last request of the gateway's queue is predicted to wait.",
+        )
 
     def request_done(
         self, path: str, status: int, ttft_s: float | None, seconds: float, streamed: bool
@@ -79,6 +90,13 @@ class RayGatewayMetrics:
 
     def replica_lost(self, when: str) -> None:
         self._lost.inc(tags={"when": when})
+
+    def queued(self, slo: str, seconds: float) -> None:
+        self._queued.observe(seconds, tags={"slo": slo})
+
+    def queue(self, waiting: int, predicted_wait_s: float) -> None:
+        self._waiting.set(waiting)
+        self._wait.set(predicted_wait_s)
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         self._ready.set(ready)

@@ -187,6 +187,16 @@ class Cluster:
             engines = self._view.engines
             engines["call_s"], engines["call_error_s"] = np.mean(calls, axis=0)
 
+    @property
+    def view(self) -> View | None:
+        """All replicas, for who only reads; None before the first report."""
+        return self._view
+
+    @property
+    def fitted(self) -> bool:
+        """Whether a replica has told what its engine's steps take."""
+        return any(report.steps is not None for report in self._reports.values())
+
     # Plans
 
     def choices(self, now_s: float, down: Collection[str] = ()) -> int:

@@ -38,6 +38,8 @@ class Caller:
 
     Attributes:
         tenant: None where no keys are configured: one trust domain, divided by cache salts only.
+        slo: SLO class of requests that name none. slo_classes: those that they may name; None for
+            all.
     """
 
     name: str = ""
@@ -45,6 +47,8 @@ class Caller:
     role: Role = "admin"
     max_concurrent: int | None = None
     requests_per_minute: int | None = None
+    slo: str | None = None
+    slo_classes: frozenset[str] | None = None
     running: int = 0
     _allowance: float = field(default=0.0, repr=False)
     _since_s: float = field(default=0.0, repr=False)
@@ -110,6 +114,7 @@ class Keys:
         file: a key file, or None.
         admin_hash: hash of a key with the role admin, which the command line uses.
         now_s: a monotonic clock.
+        classes: names of the SLO classes; None where classes are not checked, as nothing uses them.
 
     Raises:
         ValueError: the file cannot be used, so that a wrong path never leaves the door open.
@@ -122,8 +127,9 @@ class Keys:
         admin_hash: str | None = None,
         *,
         now_s: Callable[[], float] = time.monotonic,
+        classes: Container[str] | None = None,
     ) -> None:
-        self._now_s = now_s
+        self._now_s, self._classes = now_s, classes
         self._file = None if file is None else Path(file)
         self._plain = [_plain_entry(key) for key in plain]
         if admin_hash is not None:
@@ -136,7 +142,7 @@ class Keys:
         entries = list(self._plain)
         if self._file is not None:
             self._stamp = stamp_of(self._file)
-            entries += read_keys(self._file).keys
+            entries += self._read(self._file)
         self._take(entries)
 
     def __bool__(self) -> bool:
@@ -174,12 +180,30 @@ class Keys:
             return
         self._stamp = stamp
         try:
-            entries = read_keys(self._file).keys
+            entries = self._read(self._file)
         except ValueError as error:
             logger.error("the API keys stay as they were: %s", error)
             return
         self._take([*self._plain, *entries])
         logger.info("read %d API keys from %s", len(entries), self._file)
+
+    def _read(self, file: Path) -> list[KeyEntry]:
+        """The file's keys.
+
+        Raises:
+            ValueError: it cannot be used, or names an SLO class that there is not.
+        """
+        entries = read_keys(file).keys
+        if self._classes is not None:
+            for entry in entries:
+                named = [*([entry.slo] if entry.slo else []), *(entry.slo_classes or ())]
+                for name in named:
+                    if name not in self._classes:
+                        raise ValueError(
+                            f"{file}: the key '{entry.name}' has the SLO class '{name}', which "
+                            "gateway.admission.classes does not have"
+                        )
+        return entries
 
     def _take(self, entries: Iterable[KeyEntry]) -> None:
         """Accept these keys from now on; what a key's requests use is kept."""
@@ -189,6 +213,9 @@ class Keys:
             caller.name, caller.tenant, caller.role = entry.name, entry.tenant, entry.role
             caller.max_concurrent = entry.max_concurrent
             caller.requests_per_minute = entry.requests_per_minute
+            caller.slo = entry.slo
+            allowed = entry.slo_classes
+            caller.slo_classes = None if allowed is None else frozenset(allowed)
             self._callers[entry.hash] = caller
 
 

@@ -94,6 +94,10 @@ class Placer:
         self._clock = clock
         self._lines = Lines(self.cluster.feed, self._report, clock)
         self._task: asyncio.Task[None] | None = None
+        self.on_plan: Callable[[Plan], None] = lambda plan: None
+        """Told of each plan, in the task of its request."""
+        self.least = 2
+        """Replicas from which on they are followed; with one there is nothing to choose."""
         self._known: set[str] = set()
 
     def start(self) -> None:
@@ -147,6 +151,7 @@ class Placer:
             plan = self.cluster.plan(prompt, self._clock(), self._pool.down)
         except NobodyAnswersError:
             return None
+        self.on_plan(plan)
         return Placed(plan, [(PLAN_HEADER, encode(plan))])
 
     def withdraw(self, placed: Placed) -> None:
@@ -200,8 +205,8 @@ class Placer:
             self.cluster.counts["bad_reports"] += 1
 
     async def _follow(self) -> None:
-        """Learn who there is, for ever, once there is more than one to choose."""
-        while len(self._pool) < 2:
+        """Learn who there is, for ever, once there are `least`."""
+        while len(self._pool) < self.least:
             await asyncio.sleep(LOOK_S)
         await _compile()
         while True:

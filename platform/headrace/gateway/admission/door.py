@@ -1,0 +1,245 @@
+"""The queue in front of the replicas, for asyncio: requests wait here until it is their turn.
+
+What the replicas can take is read off the gateway's view of them (`room`), at most every `LOOK_S`,
+and every `TURN_S` while somebody waits. Where no replica has told what its steps take, it is read
+off the requests at each replica, of which there may be `requests_per_replica`. While no replica is
+known at all, nobody waits here: the relay waits for one, and says so if none comes.
+
+Several gateways share the replicas. Each sees the others' requests in the replicas' reports, and
+leaves what they take. About once a second each asks the others what every tenant has had there, and
+charges it here. So a tenant has one share, however many gateways it asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from headrace.gateway import errors
+from headrace.gateway.admission.admission import Admission, Refused, Ticket
+from headrace.gateway.admission.classes import AdmissionOptions, SloClass
+from headrace.gateway.admission.room import Room, room_of
+from headrace.gateway.replicas import ReplicaPool
+from headrace.router.cluster import Cluster
+from headrace.router.plan import Plan
+
+logger = logging.getLogger("headrace.gateway")
+
+LOOK_S, TURN_S = 0.05, 0.02
+PEERS_S = 1.0
+REPORT_S = 0.05
+"""How long a report may be under way."""
+UNSEEN_S = 2.0
+"""A request that no report shows after so long went nowhere."""
+_PROMPT_TOKENS, _GAIN = 256.0, 0.05
+
+Peers = Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]
+"""Seconds that each tenant has had from each other gateway, since that started."""
+
+_sent: ContextVar[Ticket | None] = ContextVar("headrace_admitted", default=None)
+
+
+class Door:
+    """One gateway's queue. Use it from its event loop.
+
+    Args:
+        options: the classes, and how long the queue may be.
+        pool: the decode replicas.
+        cluster: what the gateway knows of all replicas; None where nothing is planned.
+        one_tenant: whether no keys are configured.
+        peers: asks the other gateways; None where there are none.
+        waited: told how long each request waited, with its class's name.
+    """
+
+    def __init__(
+        self,
+        options: AdmissionOptions,
+        pool: ReplicaPool,
+        cluster: Cluster | None,
+        *,
+        one_tenant: bool,
+        peers: Peers | None = None,
+        waited: Callable[[str, float], None] = lambda slo, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.admission = Admission(options.max_waiting, one_tenant=one_tenant)
+        self._pool, self._cluster, self._peers = pool, cluster, peers
+        self._clock, self._waited = clock, waited
+        self._room, self._looked_s = Room(), -math.inf
+        self._turns: dict[Ticket, asyncio.Future[None]] = {}
+        self._unplanned: deque[Ticket] = deque()
+        self._prompt_tokens = _PROMPT_TOKENS
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._heard: dict[str, dict[str, float]] = {}
+
+    def start(self) -> None:
+        """Begin to ask the other gateways; call it in the event loop."""
+        if self._peers is not None and self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._hear())
+
+    async def aclose(self) -> None:
+        """Ask nobody any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def enter(self, tenant: str | None, slo: SloClass, body_bytes: int) -> Ticket:
+        """Wait until a request may be sent; `left` must follow.
+
+        Args:
+            tenant: whose it is; None where no keys are configured.
+
+        Raises:
+            ApiError: 429, it would come too late, or the queue is full.
+        """
+        now_s, admission = self._clock(), self.admission
+        room = self._look(now_s, LOOK_S)
+        ticket = admission.arrive(tenant or "", slo, body_bytes, now_s, room)
+        if isinstance(ticket, Refused):
+            raise _refusal(slo, ticket)
+        if ticket.waits:
+            turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+            self._turn()
+            try:
+                await turn
+            except BaseException:
+                if ticket.waits:
+                    admission.cancel(ticket, self._clock())
+                elif ticket.sent_s is not None:
+                    self.left(ticket, None, None)
+                raise
+            finally:
+                del self._turns[ticket]
+            self._waited(slo.name, self._clock() - now_s)
+        _sent.set(ticket)
+        self._unplanned.append(ticket)
+        return ticket
+
+    def planned(self, plan: Plan) -> None:
+        """A plan was made for the request of this task."""
+        ticket = _sent.get()
+        if ticket is not None:
+            seconds = plan.predicted.get(f"{plan.kind}.compute", 0.0)
+            self.admission.planned(ticket, seconds)
+            ticket.planned = True
+            self._prompt_tokens += _GAIN * (plan.compute_tokens - self._prompt_tokens)
+
+    def left(self, ticket: Ticket, first_s: float | None, total_s: float | None) -> None:
+        """A request that entered has ended.
+
+        Args:
+            first_s: seconds from when it was sent to its first token, where that is known.
+            total_s: seconds from when it was sent to its end; None if it had no answer.
+        """
+        if first_s is not None and not ticket.planned:
+            self.admission.planned(ticket, max(0.0, first_s - ticket.queue_s))
+        answer_s = None
+        if total_s is not None:
+            before_s = ticket.cost.prefill_s + ticket.queue_s if first_s is None else first_s
+            answer_s = max(0.0, total_s - before_s)
+        self.admission.ended(ticket, answer_s, self._room.rows)
+        if self._turns:
+            self._turn()
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able state."""
+        return {**self.admission.stats(), "engines": self._room.engines, "open": self._room.open}
+
+    # Inside
+
+    def _look(self, now_s: float, every_s: float) -> Room:
+        """What the replicas can take."""
+        if now_s - self._looked_s < every_s:
+            return self._room
+        self._looked_s = now_s
+        cluster = self._cluster
+        view = None if cluster is None or not cluster.fitted else cluster.view
+        if view is not None:
+            prompts = float(view.engines["prompts"].sum())
+            if prompts > 0 and not any(ticket.planned for ticket in self._unplanned):
+                tokens = float(view.engines["queued_tokens"].sum()) / prompts
+                self._prompt_tokens += _GAIN * (tokens - self._prompt_tokens)
+            heard_s = float(view.engines["heard_s"].max(initial=-math.inf))
+            self._room = room_of(
+                *(view, now_s),
+                prompt_tokens=max(1.0, self._prompt_tokens),
+                itl_s=self.admission.itl_s,
+                sent=sum(self._unseen(now_s, heard_s - REPORT_S)),
+            )
+        if view is None or not self._room.engines:
+            self._room = self._counted()
+        self.admission.price(known=view is not None, engines=self._room.engines)
+        return self._room
+
+    def _unseen(self, now_s: float, heard_s: float) -> Iterator[bool]:
+        """Requests that no report and no plan shows yet."""
+        sent, since_s = self._unplanned, max(heard_s, now_s - UNSEEN_S)
+        while sent and (sent[0].planned or (sent[0].sent_s or now_s) < since_s):
+            sent.popleft()
+        return (not ticket.planned for ticket in sent)
+
+    def _counted(self) -> Room:
+        """The room by the number of requests at each replica."""
+        self._unplanned.clear()
+        ready, free, busy = self._pool.places(self.options.requests_per_replica)
+        if not ready:
+            return Room([0.0], streams=1 << 30, idle=True)
+        return Room([0.0] * ready, streams=free, engines=ready, idle=not busy)
+
+    def _turn(self) -> None:
+        """Send those whose turn it is, and come again while somebody waits."""
+        admission, now_s = self.admission, self._clock()
+        while (ticket := admission.expired(now_s)) is not None:
+            turn = self._turns.get(ticket)
+            if turn is not None and not turn.done():
+                waited_s = now_s - ticket.arrived_s
+                turn.set_exception(errors.waited_too_long(ticket.slo.name, waited_s))
+        room = self._look(now_s, TURN_S)
+        while (ticket := admission.next(now_s, room)) is not None:
+            turn = self._turns.get(ticket)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if len(admission):
+            self._timer = asyncio.get_running_loop().call_later(TURN_S, self._turn)
+
+    async def _hear(self) -> None:
+        assert self._peers is not None
+        while True:
+            await asyncio.sleep(PEERS_S)
+            try:
+                self.hear(await self._peers())
+            except Exception as error:
+                logger.debug("cannot ask the other gateways: %r", error)
+
+    def hear(self, told: Mapping[str, Mapping[str, float]]) -> None:
+        """Charge what tenants have had from other gateways since those told last."""
+        heard: dict[str, dict[str, float]] = {}
+        for gateway, had in told.items():
+            before = self._heard.get(gateway)
+            heard[gateway] = dict(had)
+            for tenant, seconds in had.items():
+                more_s = 0.0 if before is None else seconds - before.get(tenant, 0.0)
+                if more_s > 0.0 and math.isfinite(more_s):
+                    self.admission.had_elsewhere(tenant, more_s)
+        self._heard = heard
+
+
+def _refusal(slo: SloClass, refused: Refused) -> errors.ApiError:
+    if refused.why == "full":
+        return errors.queue_full(refused.retry_after_s)
+    return errors.too_late(slo.name, slo.patience_s, refused.wait_s, refused.retry_after_s)

@@ -1,0 +1,211 @@
+"""Whose turn it is: start-time fair queueing over tenants, in predicted seconds of engine time.
+
+Each tenant has a virtual counter, the seconds that it has had. The next request is the first one of
+the tenant whose counter is least; then this counter grows by what the request takes (Goyal, Vin and
+Cheng, "Start-time fair queuing", 1996). The queue's virtual time is the counter of the tenant that
+was served last. A tenant that comes, or comes back, begins there at the earliest. So what a tenant
+leaves is used by the others, and neither has it saved anything nor do they owe anything for it.
+
+While two tenants both wait, what they get differs by at most the largest request of each (the
+paper's theorem 1), and by what the predictions were off, which is corrected (`charge`) as soon as
+it is known. No counter is ever more than `MOST_AHEAD_S` ahead of the virtual time, so no debt lasts
+longer either.
+
+Among its own requests a tenant's order is: higher priority first, then the one that must go first,
+then the one that came first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+MOST_AHEAD_S = 60.0
+"""Of a tenant's counter before the virtual time."""
+MOST_TENANTS = 4096
+"""Counters that are kept of tenants without a waiting request."""
+
+Order = tuple[int, float, int]
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request in the queue.
+
+    Attributes:
+        tenant: whose it is.
+        cost_s: predicted seconds of engine time, above 0.
+        priority: see above. latest_s: when it must have been sent.
+    """
+
+    tenant: str
+    cost_s: float
+    priority: int = 0
+    latest_s: float = 0.0
+    order: Order = (0, 0.0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """One with waiting requests."""
+
+    start_s: float
+    queue: list[Waiting] = field(default_factory=list)
+    cost_s: float = 0.0
+
+
+def _order(waiting: Waiting) -> Order:
+    return waiting.order
+
+
+class FairQueue:
+    """The requests that wait. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._virtual_s = 0.0
+        self._backlog: dict[str, _Tenant] = {}
+        self._ends: OrderedDict[str, float] = OrderedDict()
+        """Counters of tenants without a waiting request, where they are ahead."""
+        self._heap: list[tuple[float, int, str]] = []
+        self._number = 0
+        self._size = 0
+        self.cost_s = 0.0
+        """Of all that wait."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def tenants(self) -> int:
+        """With waiting requests."""
+        return len(self._backlog)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        for tenant in self._backlog.values():
+            yield from tenant.queue
+
+    def of(self, tenant: str) -> list[Waiting]:
+        """A tenant's waiting requests, in its order. Not to be changed."""
+        found = self._backlog.get(tenant)
+        return [] if found is None else found.queue
+
+    def waiting_s(self, tenant: str) -> float:
+        """What a tenant's waiting requests take."""
+        found = self._backlog.get(tenant)
+        return 0.0 if found is None else found.cost_s
+
+    def place_of(self, waiting: Waiting) -> int:
+        """Where among its tenant's requests a new one would stand."""
+        key = (-waiting.priority, waiting.latest_s, self._number + 1)
+        return bisect_left(self.of(waiting.tenant), key, key=_order)
+
+    def push(self, waiting: Waiting) -> None:
+        """A request waits."""
+        self._number += 1
+        waiting.order = (-waiting.priority, waiting.latest_s, self._number)
+        tenant = self._backlog.get(waiting.tenant)
+        if tenant is None:
+            start_s = self._counter(waiting.tenant)
+            tenant = self._backlog[waiting.tenant] = _Tenant(start_s)
+            self._offer(waiting.tenant, start_s)
+        insort(tenant.queue, waiting, key=_order)
+        tenant.cost_s += waiting.cost_s
+        self.cost_s += waiting.cost_s
+        self._size += 1
+
+    def first(self) -> Waiting | None:
+        """The next request, which stays; None if nobody waits."""
+        heap = self._heap
+        while heap:
+            start_s, _, name = heap[0]
+            tenant = self._backlog.get(name)
+            if tenant is not None and tenant.start_s == start_s:
+                return tenant.queue[0]
+            heapq.heappop(heap)  # of an earlier counter
+        return None
+
+    def pop(self) -> Waiting:
+        """Take the next request, and charge its tenant.
+
+        Raises:
+            LookupError: nobody waits.
+        """
+        waiting = self.first()
+        if waiting is None:
+            raise LookupError("nobody waits")
+        tenant = self._backlog[waiting.tenant]
+        self._virtual_s = tenant.start_s
+        tenant.start_s += waiting.cost_s
+        self._take(tenant, waiting, 0)
+        return waiting
+
+    def remove(self, waiting: Waiting) -> None:
+        """A request waits no more, and was not sent.
+
+        Raises:
+            LookupError: it does not wait.
+        """
+        tenant = self._backlog[waiting.tenant]
+        at = bisect_left(tenant.queue, waiting.order, key=_order)
+        if at == len(tenant.queue) or tenant.queue[at] is not waiting:
+            raise LookupError("the request does not wait")
+        self._take(tenant, waiting, at)
+
+    def passed(self, tenant: str, cost_s: float) -> None:
+        """A request was sent without waiting, while nobody waited."""
+        start_s = self._counter(tenant)
+        self._virtual_s = start_s
+        self._keep(tenant, start_s + cost_s)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """What a tenant has had is more than was charged, or less, below 0."""
+        waits = self._backlog.get(tenant)
+        if waits is None:
+            end_s = self._counter(tenant) + seconds
+            if not self._size and seconds > 0.0:  # time passes for everybody
+                self._virtual_s = max(self._virtual_s, end_s - seconds)
+            self._keep(tenant, end_s)
+            return
+        start_s = min(waits.start_s + seconds, self._virtual_s + MOST_AHEAD_S)
+        waits.start_s = max(self._virtual_s, start_s)
+        self._offer(tenant, waits.start_s)
+
+    def _counter(self, tenant: str) -> float:
+        return max(self._virtual_s, self._ends.get(tenant, 0.0))
+
+    def _keep(self, tenant: str, end_s: float) -> None:
+        ends = self._ends
+        if end_s <= self._virtual_s:
+            ends.pop(tenant, None)
+            return
+        ends[tenant] = min(end_s, self._virtual_s + MOST_AHEAD_S)
+        ends.move_to_end(tenant)
+        if len(ends) > MOST_TENANTS:
+            ends.popitem(last=False)
+
+    def _take(self, tenant: _Tenant, waiting: Waiting, at: int) -> None:
+        name = waiting.tenant
+        del tenant.queue[at]
+        self._size -= 1
+        if self._size:
+            self.cost_s -= waiting.cost_s
+            tenant.cost_s -= waiting.cost_s
+        else:
+            self.cost_s = tenant.cost_s = 0.0
+        if tenant.queue:
+            tenant.start_s = min(tenant.start_s, self._virtual_s + MOST_AHEAD_S)
+            self._offer(name, tenant.start_s)
+        else:
+            del self._backlog[name]
+            self._keep(name, tenant.start_s)
+
+    def _offer(self, name: str, start_s: float) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (start_s, self._number, name))
+        if len(self._heap) > 64 + 4 * len(self._backlog):
+            backlog = self._backlog.items()
+            self._heap = [(each.start_s, at, name) for at, (name, each) in enumerate(backlog)]
+            heapq.heapify(self._heap)

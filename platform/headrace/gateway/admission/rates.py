@@ -1,0 +1,100 @@
+"""How fast the queue moves, for everybody and for one tenant.
+
+The rate is what the queue sent on while requests waited, in predicted seconds of engine time a
+second. So it follows replicas that come and go, and a price that is off by a factor cancels out.
+
+A tenant can count on its fair part of that rate: each of the others takes what it has taken of
+late, and at most an equal part. One part more is kept, because a further tenant may come while a
+request waits, as in `door.budget`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+from headrace.gateway.admission.fair import MOST_TENANTS
+
+MEMORY_S = 3.0
+LOOK_S = 0.1
+_ACTIVE = 0.01
+"""Of the rate: a tenant that takes less does not count."""
+
+
+class Rates:
+    """What the queue sends on.
+
+    Args:
+        one: whether all requests are one tenant's.
+    """
+
+    def __init__(self, *, one: bool = False) -> None:
+        self._one = one
+        self._sent_s, self._time_s = 0.0, 0.0
+        self._waiting_since_s: float | None = None
+        self._taken: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._look_s = -math.inf
+        self._count, self._equal, self._others = 0, 0.0, 0.0
+        self.prior = 1.0
+        """Expected rate before the first request has waited: engines that can be asked."""
+
+    @property
+    def rate(self) -> float:
+        """Seconds of engine time a second, above 0."""
+        return max((self._sent_s + self.prior) / (self._time_s + 1.0), 1e-6)
+
+    def restart(self) -> None:
+        """Costs mean something else from now on."""
+        self._sent_s = self._time_s = 0.0
+        self._taken.clear()
+        self._look_s = -math.inf
+
+    def waits(self, now_s: float, *, somebody: bool) -> None:
+        """Whether somebody waits, from now on."""
+        since_s = self._waiting_since_s
+        if since_s is not None:
+            left = math.exp((since_s - now_s) / MEMORY_S)
+            self._sent_s *= left
+            self._time_s = self._time_s * left + MEMORY_S * (1.0 - left)
+        self._waiting_since_s = now_s if somebody else None
+
+    def sent(self, tenant: str, cost_s: float, now_s: float) -> None:
+        """A request was sent."""
+        if self._waiting_since_s is not None:
+            self._sent_s += cost_s
+        if self._one:
+            return
+        taken_s, at_s = self._taken.get(tenant, (0.0, now_s))
+        self._taken[tenant] = taken_s * math.exp((at_s - now_s) / MEMORY_S) + cost_s, now_s
+        self._taken.move_to_end(tenant)
+        if len(self._taken) > MOST_TENANTS:
+            self._taken.popitem(last=False)
+
+    def of(self, tenant: str, now_s: float) -> float:
+        """What a tenant can count on, seconds of engine time a second."""
+        rate = self.rate
+        if self._one:
+            return rate
+        if now_s - self._look_s >= LOOK_S:
+            self._look(rate, now_s)
+        own = min(self._rate_of(tenant, now_s), self._equal)
+        active = own > 0.0 and own >= _ACTIVE * rate
+        count = self._count + (not active)
+        others = min(self._others - (own if active else 0.0), rate * (count - 1) / count)
+        return (rate - max(0.0, others)) * count / (count + 1)
+
+    def _rate_of(self, tenant: str, now_s: float) -> float:
+        taken_s, at_s = self._taken.get(tenant, (0.0, now_s))
+        return taken_s * math.exp((at_s - now_s) / MEMORY_S) / MEMORY_S
+
+    def _look(self, rate: float, now_s: float) -> None:
+        """Sum up the tenants; at most every `LOOK_S`, since there may be thousands."""
+        self._look_s = now_s
+        rates = {tenant: self._rate_of(tenant, now_s) for tenant in self._taken}
+        for tenant, each in rates.items():
+            if each < 1e-4 * rate:
+                del self._taken[tenant]
+        busy = [each for each in rates.values() if each >= _ACTIVE * rate]
+        self._count = len(busy)
+        self._equal = rate / max(1, self._count)
+        self._others = sum(min(each, self._equal) for each in busy)
