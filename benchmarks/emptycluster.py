@@ -33,5 +33,8 @@ class EmptyCluster(Backend):
     async def set_policy(self, policy: str) -> int:
         return 0
 
+    async def admitted(self) -> dict[str, dict[str, float]]:
+        return {}
+
     async def metrics(self) -> bytes:
         return b""

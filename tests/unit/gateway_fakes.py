@@ -102,6 +102,7 @@ class FakeCluster:
     warmed: tuple[list[dict[str, Any]], str, bool] | None = None
     document: dict[str, Any] = field(default_factory=dict)
     told_status: dict[str, Any] | None = None
+    elsewhere: dict[str, dict[str, float]] = field(default_factory=dict)
 
     async def replicas(self) -> list[ReplicaInfo]:
         self.asked += 1
@@ -133,6 +134,9 @@ class FakeCluster:
 
     async def plan(self, request_id: str) -> dict[str, Any] | None:
         return {"request_id": request_id, "kind": "local"} if request_id == "known" else None
+
+    async def admitted(self) -> dict[str, dict[str, float]]:
+        return self.elsewhere
 
     async def metrics(self) -> bytes:
         return b"# TYPE headrace_requests counter\nheadrace_requests 1\n"

@@ -18,7 +18,7 @@ from headrace.router.place import PlaceRequest, place
 from headrace.router.plan import RouterSettings
 from headrace.router.view import View
 from headrace.simulate.hardware import Engine
-from headrace.simulate.sight import Ask, Choice, Report, Sight
+from headrace.simulate.sight import Ask, Choice, Report, Reports, Sight
 from headrace_kvstore.compiled import jit
 from headrace_kvstore.supply import DRAM
 
@@ -35,10 +35,7 @@ class Headrace:
         self._placed: deque[tuple[float, int]] = deque()
 
     def __call__(self, sight: Sight, ask: Ask, rng: Random) -> Choice:
-        view = self._view or self._new_view(sight)
-        if sight.report is not self._report:
-            self._learn(view, sight)
-        self._books(view, sight)
+        view = self._now(sight)
         engines = len(sight.node)
         held = np.concatenate([ask.match, ask.stores])
         plan = place(
@@ -64,6 +61,18 @@ class Headrace:
         self._placed.append((sight.now_s, computes))
         assert engines > decode
         return Choice(prefill, decode)
+
+    def seen(self, sight: Sight, reports: Reports, now_s: float) -> View:
+        """The view as it is now, for who only reads."""
+        reports.arrive(sight, now_s)
+        return self._now(sight)
+
+    def _now(self, sight: Sight) -> View:
+        view = self._view or self._new_view(sight)
+        if sight.report is not self._report:
+            self._learn(view, sight)
+        self._books(view, sight)
+        return view
 
     def _new_view(self, sight: Sight) -> View:
         hardware, engines = sight.hardware, len(sight.node)

@@ -16,7 +16,8 @@ The prediction:
 Of these only the first can be changed. A prompt that takes longer than its target alone is admitted
 while nobody waits: it will not get faster. Since a tenant's requests never pass another tenant's
 beyond its fair part, an admitted request stays in time whatever others send. Where a prediction
-fails all the same (a replica dies), a request is given up at `LATE` times its wait.
+fails all the same (a replica dies), a request is given up when its first token would come at `LATE`
+times its target.
 
 Background requests have a queue of their own, which moves while nobody waits in the first one and
 no engine has a prompt to compute. They have no target, and are refused when the queue is full, or
@@ -40,7 +41,7 @@ from headrace.gateway.admission.rates import Rates
 from headrace.gateway.admission.room import Room
 
 LATE = 1.1
-"""An admitted request that has waited so much longer than it may is given up."""
+"""An admitted request whose first token would come so much later than it should is given up."""
 MOST_RETRY_S = 60.0
 
 
@@ -142,7 +143,7 @@ class Admission:
         queue.push(ticket)
         ticket.waits = True
         self._number += 1
-        ticket.expires_s = now_s + LATE * (ticket.latest_s - now_s)
+        ticket.expires_s = ticket.latest_s + (LATE - 1.0) * slo.patience_s
         heapq.heappush(self._expiring, (ticket.expires_s, self._number, ticket))
         self.rates.waits(now_s, somebody=bool(self._front))
         return ticket

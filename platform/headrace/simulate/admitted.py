@@ -1,0 +1,236 @@
+"""The gateway's admission in the simulator: the same code (`headrace.gateway.admission`) before the
+gateway's own placement.
+
+A request that comes goes, waits or is refused, as at a gateway; one that waits is placed when it is
+its turn. A gateway knows of a prompt only its bytes: here the bytes are the tokens, and what of
+them is cached it learns by the plans. Several gateways get the requests in turn, share the engines,
+and tell each other once a second what tenants have had.
+
+The gateways' queues live in the simulation's clock. A request that is placed again after a failure
+was admitted before, and is not asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.gateway.admission.admission import Admission, Refused, Ticket
+from headrace.gateway.admission.classes import DEFAULT, SloClass
+from headrace.gateway.admission.door import LOOK_S, PEERS_S, TURN_S
+from headrace.gateway.admission.room import Room, room_of
+from headrace.simulate.best import best_case
+from headrace.simulate.hardware import Engine, Hardware, prefill_s
+from headrace.simulate.ours import Headrace
+from headrace.simulate.outcome import outcome_of
+from headrace.simulate.run import Run, Settings, _check, _Player
+from headrace.simulate.sight import Ask, Choice
+from headrace.simulate.state import DONE, NEW
+from headrace.simulate.trace import Workload
+
+_PROMPT_TOKENS, _GAIN = 2048.0, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """Whose the requests are, and what they want.
+
+    Attributes:
+        tenant: number of each request's tenant, int [requests].
+        slo: the class of each tenant's requests.
+        gateways: how many share the engines.
+        max_waiting: most requests in each one's queue.
+    """
+
+    tenant: NDArray[np.int64]
+    slo: Sequence[SloClass] = (DEFAULT,)
+    gateways: int = 1
+    max_waiting: int = 1024
+
+    def class_of(self, tenant: int) -> SloClass:
+        return self.slo[min(tenant, len(self.slo) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What became of each request; arrays [requests].
+
+    Attributes:
+        refused: at once. expired: after it had waited. queued_s: in the queue; nan where it did not
+            go. retry_s: `Retry-After` of those that were refused, else nan.
+    """
+
+    refused: NDArray[np.bool_]
+    expired: NDArray[np.bool_]
+    queued_s: NDArray[np.float64]
+    retry_s: NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Gateway:
+    admission: Admission
+    told: dict[str, float] = field(default_factory=dict)
+
+
+class _AdmittedPlayer(_Player):
+    """A run with queues before the engines."""
+
+    policy: Headrace
+
+    def __init__(
+        self,
+        work: Workload,
+        hardware: Hardware,
+        prefills: int,
+        decodes: int,
+        policy: Headrace,
+        settings: Settings,
+        tenancy: Tenancy,
+    ) -> None:
+        super().__init__(work, hardware, prefills, decodes, policy, settings)
+        one = int(tenancy.tenant.max(initial=0)) == 0
+        self.tenancy = tenancy
+        self.gateways = [
+            _Gateway(Admission(tenancy.max_waiting, one_tenant=one))
+            for _ in range(tenancy.gateways)
+        ]
+        count = len(work)
+        self.told = Admitted(
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.bool_),
+            np.full(count, np.nan),
+            np.full(count, np.nan),
+        )
+        self._room, self._looked_s = Room(), -math.inf
+        self._requests: dict[Ticket, int] = {}
+        self._under_way: dict[int, tuple[_Gateway, Ticket]] = {}
+        self._turn_s, self._peers_s = 0.0, PEERS_S
+        self._now: tuple[_Gateway, Ticket] | None = None
+        self._prompt_tokens = _PROMPT_TOKENS
+
+    def _advance(self, until_s: float) -> None:
+        while self._requests and self._turn_s < until_s:
+            if self._turn_s > float(self.s.now_s[0]):
+                super()._advance(self._turn_s)
+            self._turn(max(self._turn_s, float(self.s.now_s[0])))
+            self._turn_s += TURN_S
+        super()._advance(until_s)
+
+    def _place(self, r: int, now_s: float) -> None:
+        if self.s.req[r]["phase"] != NEW:
+            super()._place(r, now_s)
+            return
+        gateway = self.gateways[r % len(self.gateways)]
+        tenant = int(self.tenancy.tenant[r])
+        ticket = gateway.admission.arrive(
+            *(str(tenant), self.tenancy.class_of(tenant), int(self.s.req["prompt"][r]), now_s),
+            self._look(now_s, LOOK_S),
+        )
+        if isinstance(ticket, Refused):
+            self.told.refused[r], self.told.retry_s[r] = True, ticket.retry_after_s
+            self.s.ev.count[4] += 1
+        elif ticket.waits:
+            self._requests[ticket] = r
+            self._turn_s = max(self._turn_s, now_s + TURN_S)
+        else:
+            self._go(gateway, ticket, r, now_s)
+
+    def _turn(self, now_s: float) -> None:
+        for gateway in self.gateways:
+            admission = gateway.admission
+            while (ticket := admission.expired(now_s)) is not None:
+                self.told.expired[self._requests.pop(ticket)] = True
+                self.s.ev.count[4] += 1
+            room = self._look(now_s, TURN_S)
+            while (ticket := admission.next(now_s, room)) is not None:
+                self._go(gateway, ticket, self._requests.pop(ticket), now_s)
+
+    def _go(self, gateway: _Gateway, ticket: Ticket, r: int, now_s: float) -> None:
+        self.told.queued_s[r] = now_s - ticket.arrived_s
+        self._now = self._under_way[r] = gateway, ticket
+        super()._place(r, now_s)
+        self._now = None
+
+    def _send(self, r: int, choice: Choice, ask: Ask, need: int) -> None:
+        super()._send(r, choice, ask, need)
+        if self._now is None:
+            return
+        gateway, ticket = self._now
+        e = choice.decode if choice.prefill is None else choice.prefill
+        block = self.s.limits.block_tokens
+        tokens = need - min(int(ask.store[e]), (need - 1) // block) * block
+        side = self.work_side(e)
+        seconds = prefill_s(side.curve, tokens, need, side.step_tokens)
+        gateway.admission.planned(ticket, seconds)
+        self._prompt_tokens += _GAIN * (tokens - self._prompt_tokens)
+
+    def work_side(self, e: int) -> Engine:
+        hardware = self.sight.hardware
+        return hardware.prefill if e < self.sight.prefills else hardware.decode
+
+    def _look(self, now_s: float, every_s: float) -> Room:
+        if now_s - self._looked_s < every_s:
+            return self._room
+        self._looked_s = now_s
+        self._note_ended()
+        if now_s >= self._peers_s:
+            self._tell_peers()
+            self._peers_s = now_s + PEERS_S
+        view = self.policy.seen(self.sight, self.reports, now_s)
+        self._room = room_of(
+            view,
+            now_s,
+            prompt_tokens=self._prompt_tokens,
+            itl_s=min(gateway.admission.itl_s for gateway in self.gateways),
+        )
+        for gateway in self.gateways:
+            gateway.admission.price(known=True, engines=self._room.engines)
+        return self._room
+
+    def _note_ended(self) -> None:
+        numbers = np.fromiter(self._under_way, np.int64, len(self._under_way))
+        for r in numbers[self.s.req["phase"][numbers] == DONE].tolist():
+            gateway, ticket = self._under_way.pop(r)
+            answer_s = float(self.s.req["end_s"][r] - self.s.req["first_s"][r])
+            gateway.admission.ended(ticket, answer_s, self._room.rows)
+
+    def _tell_peers(self) -> None:
+        told = [dict(gateway.admission.had) for gateway in self.gateways]
+        for at, gateway in enumerate(self.gateways):
+            for other, had in enumerate(told):
+                if other != at:
+                    for tenant, seconds in had.items():
+                        more_s = seconds - self.gateways[other].told.get(tenant, 0.0)
+                        if more_s > 0.0:
+                            gateway.admission.had_elsewhere(tenant, more_s)
+        for gateway, had in zip(self.gateways, told, strict=True):
+            gateway.told = had
+
+
+def simulate_admitted(
+    work: Workload,
+    hardware: Hardware,
+    prefills: int,
+    decodes: int,
+    policy: Headrace,
+    tenancy: Tenancy,
+    settings: Settings | None = None,
+) -> tuple[Run, Admitted]:
+    """Play a workload as `simulate` does, with admission before the placement.
+
+    Raises:
+        SimulationError: as `simulate`.
+    """
+    settings = settings or Settings()
+    _check(work, hardware, prefills, decodes, settings)
+    player = _AdmittedPlayer(work, hardware, prefills, decodes, policy, settings, tenancy)
+    player.play(None)
+    from_s = settings.warm_share * work.seconds
+    reachable = best_case(work, hardware, from_s).hit_rate
+    outcome = outcome_of(player.s, settings.targets, reachable, from_s, float(player.s.now_s[0]))
+    course = {name: np.array(values) for name, values in player.course.items()}
+    return Run(outcome, course, player.s), player.told

@@ -1,0 +1,288 @@
+"""A gateway with a queue: classes, refusals in OpenAI's shape, fair turns, and no cost when off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from headrace.config.keyfile import hash_of
+from headrace.gateway.admission.classes import AdmissionOptions
+from tests.unit.gateway_fakes import (
+    BODY,
+    CHAT,
+    MESSAGES,
+    PROMPT,
+    Bench,
+    FakeReplica,
+    answer,
+    gateway_over,
+    soon,
+)
+
+CLASSES = {
+    "interactive": {"ttft_target_s": 2.0, "itl_target_s": 0.05},
+    "hurried": {"ttft_target_s": 0.2},
+    "batch": {"background": True, "max_wait_s": 5.0},
+    "patient": {"max_wait_s": 60.0, "priority": 1},
+}
+
+
+def options(**more: Any) -> AdmissionOptions:
+    return AdmissionOptions.of({"classes": CLASSES, **more})
+
+
+class Slow:
+    """A replica that answers when it is told to, and notes in which order it was asked."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.go = asyncio.Semaphore(0)
+
+    async def handle(self, replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        self.order.append(json.loads(request[BODY])["messages"][0]["content"])
+        await self.go.acquire()
+        return web.json_response({"object": "chat.completion"})
+
+
+@asynccontextmanager
+async def queued(
+    replica: Slow, admission: AdmissionOptions, **more: Any
+) -> AsyncIterator[tuple[Bench, Any]]:
+    async with gateway_over(replica.handle, admission=admission, **more) as bench:
+        tasks: list[asyncio.Task[Any]] = []
+
+        def ask(text: str, slo: str | None = None, key: str | None = None) -> asyncio.Task[Any]:
+            headers = {} if slo is None else {"x-headrace-slo": slo}
+            if key is not None:
+                headers["authorization"] = f"Bearer {key}"
+            body = {**PROMPT, "messages": [{"role": "user", "content": text}]}
+
+            async def post() -> Any:
+                async with bench.client.post(CHAT, json=body, headers=headers) as got:
+                    return got.status, got.headers, await got.json()
+
+            tasks.append(asyncio.create_task(post()))
+            return tasks[-1]
+
+        try:
+            yield bench, ask
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def queue_of(bench: Bench) -> dict[str, Any]:
+    status = await (await bench.client.get("/headrace/v1/status")).json()
+    return dict(status["gateway"]["queue"])
+
+
+async def waiting(bench: Bench, number: int) -> None:
+    async with asyncio.timeout(3):
+        while True:
+            queue = await queue_of(bench)
+            if queue["waiting"] + queue["background_waiting"] == number:
+                return
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("admission", [None, options()])
+async def test_an_unknown_class_is_refused(admission: AdmissionOptions | None) -> None:
+    async with gateway_over(answer, admission=admission) as bench:
+        got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "gold"})
+        error = (await got.json())["error"]
+        assert (got.status, error["code"]) == (400, "unknown_slo_class")
+        assert error["param"] == "x-headrace-slo"
+        assert not bench.replica.seen
+
+
+@pytest.mark.parametrize("value", ["gold", 7, ["interactive"]])
+async def test_a_class_may_stand_in_the_body_and_is_checked_there(value: object) -> None:
+    async with gateway_over(answer, admission=options()) as bench:
+        body = {**PROMPT, "vllm_xargs": {"slo": value}}
+        got = await bench.client.post(CHAT, json=body)
+        assert (got.status, (await got.json())["error"]["param"]) == (400, "vllm_xargs.slo")
+        body["vllm_xargs"] = {"slo": "interactive"}
+        assert (await bench.client.post(CHAT, json=body)).status == 200
+
+
+async def test_the_class_goes_to_no_replica() -> None:
+    async with gateway_over(answer, admission=options()) as bench:
+        await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "interactive"})
+        assert "x-headrace-slo" not in bench.replica.seen[0].headers
+
+
+async def test_requests_beyond_a_replica_s_places_wait_for_their_turn() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1)) as (bench, ask):
+        first = ask("1")
+        await soon(lambda: slow.order == ["1"])
+        second = ask("2")
+        await waiting(bench, 1)
+        assert slow.order == ["1"]
+        slow.go.release()
+        assert (await first)[0] == 200
+        await soon(lambda: slow.order == ["1", "2"])
+        slow.go.release()
+        assert (await second)[0] == 200
+        queue = await queue_of(bench)
+        assert (queue["waiting"], queue["admitted"], queue["waited"]) == (0, 2, 1)
+
+
+async def test_what_would_come_too_late_is_refused_at_once_in_openai_s_shape() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1)) as (bench, ask):
+        ask("1")
+        await soon(lambda: slow.order == ["1"])
+        ask("2", "patient"), ask("3", "patient")
+        await waiting(bench, 2)
+        began = time.monotonic()
+        status, headers, body = await ask("4", "hurried")
+        assert time.monotonic() - began < 0.15
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert body["error"]["code"] == "overloaded" and set(body["error"]) == {
+            *("message", "type", "param", "code")
+        }
+        assert 1 <= int(headers["retry-after"]) <= 60
+        assert (await queue_of(bench))["refused"] == 1
+
+
+async def test_a_refusal_has_the_shape_of_its_api() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1, max_waiting=1)) as (bench, ask):
+        ask("1")
+        await soon(lambda: slow.order == ["1"])
+        ask("2", "patient")
+        await waiting(bench, 1)
+        got = await bench.client.post(MESSAGES, json=PROMPT)
+        told = await got.json()
+        assert (got.status, told["type"]) == (429, "error")
+        assert told["error"]["type"] == "rate_limit_error"
+
+
+async def test_the_queue_is_bounded() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1, max_waiting=2)) as (bench, ask):
+        for text in "123":
+            ask(text, "patient")
+            await soon(lambda: bool(slow.order))
+        await waiting(bench, 2)
+        status, headers, body = await ask("4", "patient")
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+        assert "full" in body["error"]["message"] and int(headers["retry-after"]) >= 1
+
+
+async def test_who_hangs_up_waits_no_more() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1)) as (bench, ask):
+        ask("1")
+        await soon(lambda: slow.order == ["1"])
+        gone = ask("2")
+        await waiting(bench, 1)
+        gone.cancel()
+        await waiting(bench, 0)
+        slow.go.release()
+        assert (await ask_and_go(ask, slow))[0] == 200
+        assert slow.order == ["1", "3"]
+
+
+async def ask_and_go(ask: Any, slow: Slow) -> Any:
+    task = ask("3")
+    await soon(lambda: slow.order[-1] == "3")
+    slow.go.release()
+    return await task
+
+
+async def test_an_admitted_request_that_waits_in_vain_is_given_up() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1)) as (bench, ask):
+        ask("1")
+        await soon(lambda: slow.order == ["1"])
+        status, _, body = await ask("2", "hurried")
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+        assert (await queue_of(bench))["expired"] == 1
+
+
+async def test_a_background_request_goes_when_nobody_else_is_there() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=2)) as (bench, ask):
+        ask("1")
+        await soon(lambda: slow.order == ["1"])
+        await asyncio.sleep(0.1)
+        ask("background", "batch")
+        await waiting(bench, 1)
+        ask("2")
+        await soon(lambda: slow.order == ["1", "2"])
+        assert (await queue_of(bench))["background_waiting"] == 1
+        slow.go.release()
+        slow.go.release()
+        await soon(lambda: slow.order[-1] == "background")
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    def entry(name: str, **more: Any) -> dict[str, Any]:
+        return {"name": name, "hash": hash_of(f"key-{name}".encode()), "tenant": name, **more}
+
+    file = tmp_path / "keys.yaml"
+    keys = [
+        entry("heavy"),
+        entry("light"),
+        entry("held", slo="batch", slo_classes=["batch"]),
+        entry("admin", role="admin"),
+    ]
+    file.write_text(yaml.safe_dump({"keys": keys}))
+    return file
+
+
+async def test_tenants_take_turns(key_file: Path) -> None:
+    slow = Slow()
+    admission = options(requests_per_replica=1, default_class="patient")
+    async with queued(slow, admission, api_keys_file=str(key_file)) as (_bench, ask):
+        ask("first", key="key-heavy")
+        await soon(lambda: slow.order == ["first"])
+        for text in ("h1", "h2", "h3", "h4"):
+            ask(text, key="key-heavy")
+            await asyncio.sleep(0.02)
+        ask("l1", key="key-light")
+        await asyncio.sleep(0.02)
+        ask("l2", key="key-light")
+        await asyncio.sleep(0.05)
+        for _ in range(7):
+            await asyncio.sleep(0.06)
+            slow.go.release()
+        await soon(lambda: len(slow.order) == 7)
+        assert slow.order.index("l2") <= 4
+
+
+async def test_a_key_has_a_class_and_may_be_held_to_it(key_file: Path) -> None:
+    slow = Slow()
+    async with queued(slow, options(), api_keys_file=str(key_file)) as (_bench, ask):
+        status, _, body = await ask("1", "interactive", key="key-held")
+        assert (status, body["error"]["code"]) == (400, "unknown_slo_class")
+        assert "batch" in body["error"]["message"] and "hurried" not in body["error"]["message"]
+
+
+async def test_a_key_with_a_class_that_there_is_not_stops_the_start(key_file: Path) -> None:
+    with pytest.raises(ValueError, match="'held' has the SLO class 'batch'"):
+        async with gateway_over(answer, admission=AdmissionOptions(), api_keys_file=str(key_file)):
+            pass
+
+
+async def test_health_and_administration_never_wait() -> None:
+    slow = Slow()
+    async with queued(slow, options(requests_per_replica=1, max_waiting=1)) as (bench, ask):
+        ask("1"), ask("2")
+        await waiting(bench, 1)
+        for path in ("/health", "/headrace/v1/status", "/version"):
+            async with asyncio.timeout(1):
+                assert (await bench.client.get(path)).status == 200
