@@ -42,13 +42,15 @@ class Tenancy:
     Attributes:
         tenant: number of each request's tenant, int [requests].
         slo: the class of each tenant's requests.
-        gateways: how many share the engines.
+        gateways: how many share the engines. gateway: the one that gets each request, int
+            [requests]; None for one after the other.
         max_waiting: most requests in each one's queue.
     """
 
     tenant: NDArray[np.int64]
     slo: Sequence[SloClass] = (DEFAULT,)
     gateways: int = 1
+    gateway: NDArray[np.int64] | None = None
     max_waiting: int = 1024
 
     def class_of(self, tenant: int) -> SloClass:
@@ -62,12 +64,14 @@ class Admitted:
     Attributes:
         refused: at once. expired: after it had waited. queued_s: in the queue; nan where it did not
             go. retry_s: `Retry-After` of those that were refused, else nan.
+        admissions: of the gateways, as they ended.
     """
 
     refused: NDArray[np.bool_]
     expired: NDArray[np.bool_]
     queued_s: NDArray[np.float64]
     retry_s: NDArray[np.float64]
+    admissions: Sequence[Admission]
 
 
 @dataclass(slots=True)
@@ -104,6 +108,7 @@ class _AdmittedPlayer(_Player):
             np.zeros(count, np.bool_),
             np.full(count, np.nan),
             np.full(count, np.nan),
+            [gateway.admission for gateway in self.gateways],
         )
         self._room, self._looked_s = Room(), -math.inf
         self._requests: dict[Ticket, int] = {}
@@ -124,7 +129,8 @@ class _AdmittedPlayer(_Player):
         if self.s.req[r]["phase"] != NEW:
             super()._place(r, now_s)
             return
-        gateway = self.gateways[r % len(self.gateways)]
+        chosen = self.tenancy.gateway
+        gateway = self.gateways[r % len(self.gateways) if chosen is None else int(chosen[r])]
         tenant = int(self.tenancy.tenant[r])
         ticket = gateway.admission.arrive(
             *(str(tenant), self.tenancy.class_of(tenant), int(self.s.req["prompt"][r]), now_s),

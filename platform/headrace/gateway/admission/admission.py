@@ -10,14 +10,17 @@ once what becomes of a request:
 
 The prediction:
 
-    wait = what its tenant's requests before it take / what its tenant can count on (`rates`)
+    wait = doubt * work of its tenant's requests before it / what its tenant can count on (`rates`)
     TTFT = wait + engine's queue when it is sent + seconds to compute its prompt
 
-Of these only the first can be changed. A prompt that takes longer than its target alone is admitted
-while nobody waits: it will not get faster. Since a tenant's requests never pass another tenant's
-beyond its fair part, an admitted request stays in time whatever others send. Where a prediction
-fails all the same (a replica dies), a request is given up when its first token would come at `LATE`
-times its target.
+`doubt` has predictions kept 19 times of 20. What prompts take is only a mean until a plan reads
+them, so many expensive ones may stand one behind the other. It is learned from what requests
+waited.
+
+A prompt that alone takes longer than its target is admitted while nobody waits: it will not get
+faster. A tenant's requests pass another tenant's only up to its fair part, so an admitted request
+stays in time whatever others send. Where a prediction fails all the same (a replica dies), a
+request is given up when its first token would come at `LATE` times its target.
 
 Background requests have a queue of their own, which moves while nobody waits in the first one and
 no engine has a prompt to compute. They have no target, and are refused when the queue is full, or
@@ -43,6 +46,9 @@ from headrace.gateway.admission.room import Room
 LATE = 1.1
 """An admitted request whose first token would come so much later than it should is given up."""
 MOST_RETRY_S = 60.0
+DOUBT_GAIN, MOST_DOUBT = 0.1, 4.0
+BROKEN, MARGIN = 0.05, 0.05
+"""Share of waits that may be longer than predicted, by more than this part of the target."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +60,7 @@ class Ticket(Waiting):
         arrived_s: when it came. expires_s: when it is given up, if it still waits.
         sent_s: when it was sent; None while it waits.
         planned: whether it is known how long its prompt takes.
+        predicted_s: wait in the queue, when it came.
         queue_s: predicted wait at the engine, when it was sent.
     """
 
@@ -65,6 +72,7 @@ class Ticket(Waiting):
     sent_s: float | None = None
     planned: bool = False
     waits: bool = False
+    predicted_s: float = 0.0
     queue_s: float = 0.0
 
 
@@ -106,13 +114,16 @@ class Admission:
         self.counts = Counts()
         self.rates = Rates(one=one_tenant)
         self.priced = False
+        self.doubt = 1.0
+        """See above; at least 1."""
         self.had: OrderedDict[str, float] = OrderedDict()
         """Seconds that each tenant has had from this gateway since it started."""
         self._max_waiting = max_waiting
         self._front, self._back = FairQueue(), FairQueue()
         self._expiring: list[tuple[float, int, Ticket]] = []
         self._number = 0
-        self._streams: dict[SloClass, int] = {}
+        self._streams: dict[str, tuple[int, float | None]] = {}
+        """Of each class: streams under way, and its ITL target."""
 
     # What comes
 
@@ -160,6 +171,7 @@ class Admission:
         queue.pop()
         self.counts.waited += 1
         self.counts.wait_s += now_s - ticket.arrived_s
+        self._learn(ticket, now_s)
         self._send(ticket, now_s, room)
         self.rates.waits(now_s, somebody=bool(self._front))
         return ticket
@@ -171,6 +183,7 @@ class Admission:
             ticket = heapq.heappop(expiring)[2]
             if ticket.waits:
                 self.counts.expired += 1
+                self._learn(ticket, now_s)
                 self.cancel(ticket, now_s)
                 return ticket
         return None
@@ -201,11 +214,12 @@ class Admission:
             answer_s: seconds from its first token to its last; None if it had none.
             rows: streams that shared its engine, at least 1.
         """
-        left = self._streams.get(ticket.slo, 0) - 1
+        slo = ticket.slo
+        left = self._streams.get(slo.name, (0, None))[0] - 1
         if left > 0:
-            self._streams[ticket.slo] = left
+            self._streams[slo.name] = left, slo.itl_target_s
         else:
-            self._streams.pop(ticket.slo, None)
+            self._streams.pop(slo.name, None)
         if answer_s is None or not self.priced or ticket.cost is UNPRICED:
             return
         self.costs.answered(ticket.tenant, answer_s)
@@ -231,7 +245,7 @@ class Admission:
     @property
     def itl_s(self) -> float:
         """The least ITL target of the streams under way; inf for none."""
-        targets = (slo.itl_target_s for slo in self._streams if slo.itl_target_s is not None)
+        targets = (itl_s for _, itl_s in self._streams.values() if itl_s is not None)
         return min(targets, default=math.inf)
 
     def wait_s(self, tenant: str, now_s: float) -> float:
@@ -247,6 +261,7 @@ class Admission:
             "tenants_waiting": self._front.tenants,
             "waiting_engine_s": round(self._front.cost_s, 3),
             "rate": round(self.rates.rate, 3),
+            "doubt": round(self.doubt, 3),
             "predicted_wait_s": round(self._front.cost_s / self.rates.rate, 3),
             "priced": self.priced,
             "admitted": counts.admitted,
@@ -256,6 +271,15 @@ class Admission:
         }
 
     # Inside
+
+    def _learn(self, ticket: Ticket, now_s: float) -> None:
+        """A prediction is put to the test: a step up for one that was broken, a small one down for
+        one that was kept, so that `BROKEN` of them are broken (Robbins and Monro, 1951)."""
+        if ticket.slo.background:
+            return
+        promised_s = ticket.predicted_s * self.doubt + MARGIN * ticket.slo.patience_s
+        broken = now_s - ticket.arrived_s > promised_s
+        self.doubt = min(MOST_DOUBT, max(1.0, self.doubt + DOUBT_GAIN * (broken - BROKEN)))
 
     def _may_go(self, slo: SloClass, room: Room) -> bool:
         if slo.background:
@@ -267,8 +291,10 @@ class Admission:
         room.take(ticket.cost.prefill_s)
         counts = self.counts
         counts.admitted += 1
-        self._streams[ticket.slo] = self._streams.get(ticket.slo, 0) + 1
-        if not ticket.slo.background:
+        slo = ticket.slo
+        count = self._streams.get(slo.name, (0, None))[0]
+        self._streams[slo.name] = count + 1, slo.itl_target_s
+        if not slo.background:
             self.rates.sent(ticket.tenant, ticket.cost_s, now_s)
             self._tell(ticket.tenant, ticket.cost_s)
 
@@ -289,7 +315,9 @@ class Admission:
         place = queue.place_of(ticket)
         ahead_s = sum(each.cost_s for each in own[:place])
         wait_s = ahead_s / rate
-        late_s = wait_s - slack_s
+        ticket.predicted_s = wait_s
+        rate /= self.doubt
+        late_s = ahead_s / rate - slack_s
         ahead_s += ticket.cost_s
         for each in own[place:]:
             late_s = max(late_s, ahead_s / rate - (each.latest_s - now_s))

@@ -1,7 +1,8 @@
 """The queue in front of the replicas, for asyncio: requests wait here until it is their turn.
 
 What the replicas can take is read off the gateway's view of them (`room`), at most every `LOOK_S`,
-and every `TURN_S` while somebody waits. Where no replica has told what its steps take, it is read
+and every `TURN_S` while somebody waits. A request that finds an older room open goes, and the look
+comes behind it. Where no replica has told what its steps take, it is read
 off the requests at each replica, of which there may be `requests_per_replica`. While no replica is
 known at all, nobody waits here: the relay waits for one, and says so if none comes.
 
@@ -73,7 +74,7 @@ class Door:
         self.admission = Admission(options.max_waiting, one_tenant=one_tenant)
         self._pool, self._cluster, self._peers = pool, cluster, peers
         self._clock, self._waited = clock, waited
-        self._room, self._looked_s = Room(), -math.inf
+        self._room, self._looked_s, self._looks = Room(), -math.inf, False
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
         self._unplanned: deque[Ticket] = deque()
         self._prompt_tokens = _PROMPT_TOKENS
@@ -105,7 +106,12 @@ class Door:
             ApiError: 429, it would come too late, or the queue is full.
         """
         now_s, admission = self._clock(), self.admission
-        room = self._look(now_s, LOOK_S)
+        room = self._room
+        if now_s - self._looked_s >= LOOK_S:
+            if room.open and not len(admission):
+                self._look_soon()  # and not while this request waits for it
+            else:
+                room = self._look(now_s, LOOK_S)
         ticket = admission.arrive(tenant or "", slo, body_bytes, now_s, room)
         if isinstance(ticket, Refused):
             raise _refusal(slo, ticket)
@@ -158,6 +164,15 @@ class Door:
         return {**self.admission.stats(), "engines": self._room.engines, "open": self._room.open}
 
     # Inside
+
+    def _look_soon(self) -> None:
+        if not self._looks:
+            self._looks = True
+            asyncio.get_running_loop().call_soon(self._look_now)
+
+    def _look_now(self) -> None:
+        self._looks = False
+        self._look(self._clock(), LOOK_S)
 
     def _look(self, now_s: float, every_s: float) -> Room:
         """What the replicas can take."""

@@ -79,7 +79,7 @@ class Rates:
             self._look(rate, now_s)
         own = min(self._rate_of(tenant, now_s), self._equal)
         active = own > 0.0 and own >= _ACTIVE * rate
-        count = self._count + (not active)
+        count = max(1, self._count + (not active))
         others = min(self._others - (own if active else 0.0), rate * (count - 1) / count)
         return (rate - max(0.0, others)) * count / (count + 1)
 

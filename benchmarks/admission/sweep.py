@@ -1,0 +1,170 @@
+"""Goodput, shares and lateness with admission and without, on simulated engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.gateway.admission import admission, rates
+from headrace.gateway.admission.classes import SloClass
+from headrace.simulate.admitted import Admitted, Tenancy, simulate_admitted
+from headrace.simulate.best import capacity_rate
+from headrace.simulate.hardware import Hardware, prefill_s
+from headrace.simulate.ours import Headrace
+from headrace.simulate.outcome import Targets
+from headrace.simulate.run import Run, Settings, simulate
+from headrace.simulate.state import DONE
+from headrace.simulate.trace import Trace, Workload, multiply
+
+ENGINES = 8
+"""Of each role."""
+SECONDS, WARM = 300.0, 0.3
+TARGETS = Targets(ttft_s=4.0, itl_s=0.05)
+SLO = SloClass("interactive", ttft_target_s=TARGETS.ttft_s, itl_target_s=TARGETS.itl_s)
+LATE = 1.1
+LOADS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
+TIMES = 10
+"""What the heavy tenant sends for each request of the light one."""
+BOTH_WANT_ALL = 16.0
+"""Load at which the light tenant alone would want more than all engines."""
+
+Bools = NDArray[np.bool_]
+
+
+class Sweep:
+    """All runs over one trace."""
+
+    def __init__(self, trace: Trace, seeds: int) -> None:
+        self.trace, self.seeds, self.hardware = trace, range(seeds), Hardware()
+        self.rate = capacity_rate(trace, self.hardware, ENGINES, SECONDS, WARM)
+        self.settings = Settings(warm_share=WARM, drain_s=60.0, targets=TARGETS)
+
+    def work(self, load: float, seed: int) -> Workload:
+        return multiply(self.trace, self.rate * load, SECONDS, seed)
+
+    def plain(self, work: Workload) -> Run:
+        """Without admission."""
+        return simulate(work, self.hardware, ENGINES, ENGINES, Headrace(), self.settings)
+
+    def admitted(self, work: Workload, tenancy: Tenancy) -> tuple[Run, Admitted]:
+        return simulate_admitted(
+            work, self.hardware, ENGINES, ENGINES, Headrace(), tenancy, self.settings
+        )
+
+    # ---- goodput and lateness -------------------------------------------------------------
+
+    def loads(self, loads: tuple[float, ...], report: dict[str, Any]) -> None:
+        """Requests a second that keep their targets, at each load, and how late admitted ones are;
+        means over the seeds."""
+        best = {"with": 0.0, "without": 0.0}
+        for load in loads:
+            runs = [self._load(load, seed) for seed in self.seeds]
+            told = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+            for arm in best:
+                best[arm] = max(best[arm], told[f"goodput_{arm}"])
+                told[f"goodput_{arm}_vs_peak"] = told[f"goodput_{arm}"] / best[arm]
+            report[f"load_{load:g}"] = told
+
+    def _load(self, load: float, seed: int) -> dict[str, float]:
+        work = self.work(load, seed)
+        plain = self.plain(work)
+        run, told = self.admitted(work, Tenancy(np.zeros(len(work), np.int64), (SLO,)))
+        seen = self._seen(work)
+        ended = seen & (run.state.req["phase"] == DONE) & self._possible(work)
+        ttft = (run.state.req["first_s"] - run.state.req["arrival_s"])[ended]
+        queued = told.queued_s[seen]
+        per_s = 1.0 / (SECONDS * (1.0 - WARM))
+        return {
+            "asked": float(seen.sum()) * per_s,
+            "goodput_without": plain.outcome.goodput * plain.outcome.requests * per_s,
+            "goodput_with": run.outcome.goodput * run.outcome.requests * per_s,
+            "ttft_p50_without": plain.outcome.ttft_p50,
+            "ttft_p50_with": float(np.median(ttft)),
+            "ttft_p99_without": plain.outcome.ttft_p99,
+            "ttft_p99_with": float(np.percentile(ttft, 99)),
+            "refused_share": float(told.refused[seen].mean()),
+            "expired_share": float(told.expired[seen].mean()),
+            "queued_max_s": float(np.nanmax(queued)),
+            "late_share": float((ttft > LATE * TARGETS.ttft_s).mean()),
+        }
+
+    def _seen(self, work: Workload) -> Bools:
+        return np.asarray(work.arrival_s >= WARM * SECONDS)
+
+    def _possible(self, work: Workload) -> Bools:
+        """Requests whose prompt takes less than its target even if nothing of it is cached."""
+        side, prompts = self.hardware.prefill, self.trace.prompt[work.row].tolist()
+        alone = [prefill_s(side.curve, each, each, side.step_tokens) for each in prompts]
+        return np.array(alone) < TARGETS.ttft_s
+
+    # ---- shares ---------------------------------------------------------------------------
+
+    def shares(self, report: dict[str, Any]) -> None:
+        """What a tenant with `TIMES` times the requests of another gets, in engine seconds over
+        the other's, when both want all and when the other wants little."""
+        for name, load, gateways in (
+            ("both_want_all", BOTH_WANT_ALL, 1),
+            ("both_want_all_two_gateways", BOTH_WANT_ALL, 2),
+            ("light_wants_little", 1.3, 1),
+        ):
+            runs = [self._share(load, gateways, seed) for seed in self.seeds]
+            report[name] = {each: float(np.mean([run[each] for run in runs])) for each in runs[0]}
+
+    def _share(self, load: float, gateways: int, seed: int) -> dict[str, float]:
+        work = self.work(load, seed)
+        light = np.random.default_rng(seed).random(len(work)) < 1.0 / (1 + TIMES)
+        # The heavy tenant asks all gateways, the light one only the first.
+        gateway = np.where(light, 0, np.arange(len(work)) % gateways)
+        tenancy = Tenancy(light.astype(np.int64), (SLO,), gateways, gateway)
+        run, told = self.admitted(work, tenancy)
+        plain = self.plain(work)
+        seen = self._seen(work)
+        return {
+            "heavy_vs_light": self._ratio(run, light, seen),
+            "heavy_vs_light_without": self._ratio(plain, light, seen),
+            "light_refused_share": float(told.refused[seen & light].mean()),
+            "heavy_refused_share": float(told.refused[seen & ~light].mean()),
+            "expired_share": float(told.expired[seen].mean()),
+            "goodput": run.outcome.goodput * run.outcome.requests / (SECONDS * (1.0 - WARM)),
+        }
+
+    def _ratio(self, run: Run, light: Bools, seen: Bools) -> float:
+        """Engine seconds of the heavy tenant over those of the light one: of prompts as they were
+        computed, of answers as long as they lasted, divided by the streams of an engine. Without
+        regard to what the queue itself believed."""
+        req = run.state.req
+        rows = max(1.0, float(run.course["running"].mean()) / ENGINES)
+        until = np.minimum(req["end_s"], SECONDS)
+        first = np.minimum(req["first_s"], SECONDS)
+        side = self.hardware.prefill
+        token_s = prefill_s(side.curve, side.step_tokens, side.step_tokens, side.step_tokens)
+        engine_s = req["computed"] * token_s / side.step_tokens + (until - first) / rows
+        engine_s = np.where(seen & (req["first_s"] < SECONDS), engine_s, 0.0)
+        return float(engine_s[~light].sum() / engine_s[light].sum())
+
+    # ---- without a part -------------------------------------------------------------------
+
+    def ablations(self, report: dict[str, Any]) -> None:
+        """The sweep's figures at two loads with one mechanism left out."""
+        without: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "all": nullcontext,
+            "no_doubt": lambda: mock.patch.object(admission, "DOUBT_GAIN", 0.0),
+            "no_measured_rate": lambda: mock.patch.object(
+                rates.Rates, "rate", property(lambda self: self.prior)
+            ),
+        }
+        for name, changed in without.items():
+            with changed():
+                told: dict[str, Any] = {}
+                for load in (1.1, 2.0):
+                    runs = [self._load(load, seed) for seed in self.seeds]
+                    told[f"load_{load:g}"] = {
+                        each: float(np.mean([run[each] for run in runs]))
+                        for each in ("goodput_with", "refused_share", "expired_share", "late_share")
+                    }
+            report[name] = told
