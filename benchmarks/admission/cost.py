@@ -13,6 +13,7 @@ from headrace.gateway.admission.admission import Admission
 from headrace.gateway.admission.classes import AdmissionOptions, SloClass
 from headrace.gateway.admission.door import Door
 from headrace.gateway.admission.room import Room, room_of
+from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.replicas import ReplicaPool
 from headrace.router.cluster import Cluster
 from headrace.router.plan import RouterSettings
@@ -33,6 +34,13 @@ class _Known(Cluster):
     @property
     def fitted(self) -> bool:
         return True
+
+
+class _Nobody(EmptyCluster):
+    """Lists no replicas."""
+
+    async def replicas(self) -> list[ReplicaInfo]:
+        return []
 
 
 def _view() -> View:
@@ -61,7 +69,7 @@ def measure(report: dict[str, Any]) -> None:
 
 async def _measure(report: dict[str, Any]) -> None:
     options = AdmissionOptions({"interactive": SLO}, max_waiting=1 << 20)
-    pool = ReplicaPool(EmptyCluster())
+    pool = ReplicaPool(_Nobody())
     door = Door(options, pool, _Known(), one_tenant=False)
     names = [f"tenant-{number}" for number in range(100)]
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from headrace.config import GatewaySettings
 from headrace.config.tlsfiles import TlsFiles
 from headrace.gateway import GatewayOptions, ReplicaInfo, Server, build_gateway_app, serve_gateway
+from headrace.gateway.app import GatewayApp
 from headrace_decode.routes import Route
 
 TOKEN = "internal-secret"
@@ -150,6 +151,7 @@ class Bench:
     cluster: FakeCluster
     client: aiohttp.ClientSession
     url: str
+    app: GatewayApp
 
     @property
     def replica(self) -> FakeReplica:
@@ -178,7 +180,7 @@ async def gateway_over(
     connector = aiohttp.TCPConnector(ssl=client_tls) if client_tls else None
     client = aiohttp.ClientSession(url, auto_decompress=False, connector=connector)
     try:
-        yield Bench(gateway, cluster, client, url)
+        yield Bench(gateway, cluster, client, url, app)
     finally:
         await client.close()
         for member in cluster.members:

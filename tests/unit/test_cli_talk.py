@@ -89,7 +89,17 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
                 "plans": {"local": 5, "prompt_tokens": 1000, "held_tokens": 250},
                 "replicas": 2,
                 "oldest_report_s": 0.21,
-            }
+            },
+            "queue": {
+                "waiting": 3,
+                "background_waiting": 1,
+                "tenants_waiting": 2,
+                "predicted_wait_s": 1.46,
+                "admitted": 1200,
+                "waited": 40,
+                "refused": 7,
+                "expired": 0,
+            },
         },
     }
     out = io.StringIO()
@@ -106,6 +116,8 @@ def test_status_shows_queue_kv_bytes_plans_and_fits() -> None:
         "moved over NIXL: 3.0 MiB",
         "placed by this gateway: 5 local, 0 remote; 25% of their prompt tokens were held; "
         "2 replicas known, oldest report 0.2 s",
+        "queue of this gateway: 3 wait, of 2 tenants, the last about 1.5 s; 1 in the background; "
+        "1,200 admitted, 40 of them after a wait, 7 refused, 0 given up",
         "base_s 0.0218, samples 40",
         'remote prefill at abcdefgh is off: {"state": "open", "reason": "timed out"}',
     ):

@@ -16,17 +16,23 @@ from aiohttp import web
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway.admission.classes import AdmissionOptions
+from headrace.gateway.admission.door import Door
+from headrace.gateway.admission.fair import Waiting
+from headrace.gateway.replicas import ReplicaPool
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
     MESSAGES,
     PROMPT,
     Bench,
+    FakeCluster,
     FakeReplica,
     answer,
     gateway_over,
     soon,
 )
+from tests.unit.test_gateway_placing import App
+from tests.unit.test_router_cluster import report
 
 CLASSES = {
     "interactive": {"ttft_target_s": 2.0, "itl_target_s": 0.05},
@@ -79,6 +85,11 @@ async def queued(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def door_of(bench: Bench) -> Door:
+    assert bench.app._parts is not None and bench.app._parts.door is not None
+    return bench.app._parts.door
 
 
 async def queue_of(bench: Bench) -> dict[str, Any]:
@@ -276,6 +287,59 @@ async def test_a_key_with_a_class_that_there_is_not_stops_the_start(key_file: Pa
     with pytest.raises(ValueError, match="'held' has the SLO class 'batch'"):
         async with gateway_over(answer, admission=AdmissionOptions(), api_keys_file=str(key_file)):
             pass
+
+
+async def test_a_plan_tells_the_queue_what_a_prompt_takes() -> None:
+    app = App()
+    async with gateway_over(
+        *[app.handle] * app.count, make_placer=app.make, admission=options()
+    ) as bench:
+        await bench.client.get("/v1/models")
+        for _ in range(3):
+            app.tell()
+            assert (await bench.client.post(CHAT, json=PROMPT)).status == 200
+        queue = await queue_of(bench)
+        assert (queue["priced"], queue["admitted"], queue["engines"]) == (True, 3, 2)
+        assert door_of(bench).admission.costs.expect("", 1000, 1.0).prefill_s > 0.1
+        assert bench.app.had[""] > 0.0
+
+
+async def test_engines_that_are_busy_for_long_make_requests_wait_and_then_be_refused() -> None:
+    app = App()
+    async with gateway_over(
+        *[app.handle] * app.count, make_placer=app.make, admission=options()
+    ) as bench:
+        await bench.client.get("/v1/models")
+        assert app.placer is not None
+        for name in app.names():
+            busy = report(name, seq=5, prompts=9, queued_tokens=200_000, queued_pairs=10**9)
+            app.placer.cluster.report(busy, app.placer._clock())
+        await asyncio.sleep(0.06)
+        began = time.monotonic()
+        for _ in range(2):
+            got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "hurried"})
+        assert (got.status, int(got.headers["retry-after"]) >= 1) == (429, True)
+        assert time.monotonic() - began < 1.0
+        assert (await queue_of(bench))["open"] is False
+
+
+async def test_what_other_gateways_sent_is_charged_as_far_as_it_is_new() -> None:
+    door = Door(options(), ReplicaPool(FakeCluster()), None, one_tenant=False)
+    front = door.admission._front
+    front.push(Waiting("a", 1.0)), front.push(Waiting("b", 1.0)), front.push(Waiting("a", 1.0))
+    door.hear({"g2": {"a": 100.0}})
+    door.hear({"g2": {"a": 105.0, "b": float("nan")}})
+    assert [front.pop().tenant for _ in range(2)] == ["b", "a"]
+    door.hear({"g2": {"a": 2.0}})  # started anew
+    assert front.pop().tenant == "a"
+
+
+async def test_gateways_ask_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.gateway.admission.door.PEERS_S", 0.01)
+    async with gateway_over(answer, admission=options()) as bench:
+        bench.cluster.elsewhere = {"g2": {"a": 1.0}}
+        await bench.client.get("/health")
+        await soon(lambda: door_of(bench)._heard == {"g2": {"a": 1.0}})
 
 
 async def test_health_and_administration_never_wait() -> None:

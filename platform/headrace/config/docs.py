@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,10 +45,24 @@ def render() -> str:
         assert section is not None
         title = "`prefill` and `decode`" if name == "prefill" else f"`{name}`"
         parts.append(table(title, section.__doc__ or "", section.model_fields))
+        for path, inner in inner_sections(name, section):
+            parts.append(table(f"`{path}`", inner.__doc__ or "", inner.model_fields))
     parts.append("## Presets\n")
     for preset in ["laptop", *(n for n in preset_names() if n != "laptop")]:
         parts.append(f"### {preset}\n\n```yaml\n{preset_text(preset).rstrip()}\n```\n")
     return "\n".join(parts)
+
+
+def inner_sections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Sections within a section that may be left out, and those of a mapping of sections, each with
+    its path."""
+    for name, field in section.model_fields.items():
+        for kind in typing.get_args(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                mapped = typing.get_origin(field.annotation) is dict
+                inner = f"{path}.{name}{'.NAME' if mapped else ''}"
+                yield inner, kind
+                yield from inner_sections(inner, kind)
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -74,6 +74,9 @@ def overview(instance: state.Instance, data: dict[str, Any]) -> Iterator[Part]:
     placed = (data.get("gateway") or {}).get("router")
     if placed:
         yield Text(f"placed by this gateway: {placement(placed)}")
+    queue = (data.get("gateway") or {}).get("queue")
+    if queue:
+        yield Text(f"queue of this gateway: {admission(queue)}")
     yield from map(Text, hindsight(replicas))
     if data.get("advice"):
         yield Text(advice(data["advice"]))
@@ -103,6 +106,16 @@ def placement(router: dict[str, Any]) -> str:
     return (
         f"{kinds}; {held:.0%} of their prompt tokens were held; "
         f"{router['replicas']} replicas known, oldest report {router['oldest_report_s']:.1f} s"
+    )
+
+
+def admission(queue: dict[str, Any]) -> str:
+    """How a gateway's queue stands, and what became of the requests that came."""
+    return (
+        f"{queue['waiting']} wait, of {queue['tenants_waiting']} tenants, the last about "
+        f"{queue['predicted_wait_s']:.1f} s; {queue['background_waiting']} in the background; "
+        f"{queue['admitted']:,} admitted, {queue['waited']:,} of them after a wait, "
+        f"{queue['refused']:,} refused, {queue['expired']:,} given up"
     )
 
 

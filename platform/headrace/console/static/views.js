@@ -35,7 +35,7 @@ export function Topology({ state }) {
     used: one.kv_usage ?? 0,
   });
   const columns = [
-    ["Gateway", [{ name: `process ${state.gateway?.pid ?? ""}`, told: `${state.gateway?.relaying ?? 0} requests`, used: 0 }]],
+    ["Gateway", [{ name: `process ${state.gateway?.pid ?? ""}`, told: `${state.gateway?.relaying ?? 0} requests${state.gateway?.queue ? `, ${state.gateway.queue.waiting + state.gateway.queue.background_waiting} of them wait` : ""}`, used: 0 }]],
     ["Decode", of("decode").map(engine)],
     ["Prefill", of("prefill").map(engine)],
     ["KV store", (state.store ?? []).map((node) => ({
