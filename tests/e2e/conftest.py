@@ -97,6 +97,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
         "replicas": 2,
         "tls_cert_file": str(cert),
         "tls_key_file": str(key),
+        "admission": {"classes": {"quick": {"ttft_target_s": 60}}},
     }
     with ServedApp(args) as app, pytest.MonkeyPatch.context() as environment:
         environment.setenv("SSL_CERT_FILE", str(authority.file))

@@ -144,6 +144,35 @@ def test_prompts_go_where_their_blocks_are(served: ServedApp, client: openai.Ope
     assert len(hits) >= len(talks) * (TURNS - 1) / 2, "gateways have made most plans"
 
 
+def test_gateways_admit_by_what_replicas_told_and_tell_each_other(
+    served: ServedApp, client: openai.OpenAI
+) -> None:
+    def asked(slo: str) -> openai.types.Completion:
+        headers = {"x-headrace-slo": slo}
+        return client.completions.create(
+            model=MODEL, prompt=[400] * 50, max_tokens=2, extra_headers=headers
+        )
+
+    def queues() -> list[dict[str, object]]:
+        every = (
+            httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["gateway"]
+            for _ in range(20)
+        )
+        return list({status["pid"]: status["queue"] for status in every}.values())
+
+    def know_each_other() -> bool:
+        assert asked("quick").choices
+        told = queues()
+        return len(told) == 2 and all(
+            (queue["priced"], queue["gateways"], queue["waiting"]) == (True, 2, 0) for queue in told
+        )
+
+    until(know_each_other, 120, "both gateways have admitted requests by prices")
+    with pytest.raises(openai.BadRequestError, match="no SLO class 'gold'"):
+        asked("gold")
+    assert all(queue["refused"] == queue["expired"] == 0 for queue in queues())
+
+
 @contextlib.contextmanager
 def slowed(pid: int) -> Iterator[None]:
     """A process gets a fifth of the time."""

@@ -237,6 +237,8 @@ def simulate_admitted(
     player.play(None)
     from_s = settings.warm_share * work.seconds
     reachable = best_case(work, hardware, from_s).hit_rate
-    outcome = outcome_of(player.s, settings.targets, reachable, from_s, float(player.s.now_s[0]))
+    with np.errstate(invalid="ignore"):  # those that were refused have no end
+        until_s = float(player.s.now_s[0])
+        outcome = outcome_of(player.s, settings.targets, reachable, from_s, until_s)
     course = {name: np.array(values) for name, values in player.course.items()}
     return Run(outcome, course, player.s), player.told

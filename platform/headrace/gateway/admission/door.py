@@ -161,7 +161,9 @@ class Door:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able state."""
-        return {**self.admission.stats(), "engines": self._room.engines, "open": self._room.open}
+        room = self._room
+        told = {"engines": room.engines, "open": room.open, "gateways": 1 + len(self._heard)}
+        return {**self.admission.stats(), **told}
 
     # Inside
 
