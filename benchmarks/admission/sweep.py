@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -34,6 +34,37 @@ BOTH_WANT_ALL = 16.0
 """Load at which the light tenant alone would want more than all engines."""
 
 Bools = NDArray[np.bool_]
+
+
+def _engines_for_rate() -> AbstractContextManager[Any]:
+    """An engine does a second of work a second, whatever was measured."""
+    return mock.patch.object(rates.Rates, "rate", property(lambda self: self.prior))
+
+
+@contextmanager
+def _dear(factor: float) -> Iterator[None]:
+    """All work is predicted to take so much longer than it does."""
+    planned, ended = admission.Admission.planned, admission.Admission.ended
+
+    def dear_plan(self: admission.Admission, ticket: admission.Ticket, seconds: float) -> None:
+        planned(self, ticket, factor * seconds)
+
+    def dear_end(
+        self: admission.Admission, ticket: admission.Ticket, answer_s: float | None, rows: float
+    ) -> None:
+        ended(self, ticket, None if answer_s is None else factor * answer_s, rows)
+
+    with (
+        mock.patch.object(admission.Admission, "planned", dear_plan),
+        mock.patch.object(admission.Admission, "ended", dear_end),
+    ):
+        yield
+
+
+@contextmanager
+def _dear_and_engines_for_rate() -> Iterator[None]:
+    with _dear(3.0), _engines_for_rate():
+        yield
 
 
 class Sweep:
@@ -152,11 +183,11 @@ class Sweep:
     def ablations(self, report: dict[str, Any]) -> None:
         """The sweep's figures at two loads with one mechanism left out."""
         without: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-            "all": nullcontext,
-            "no_doubt": lambda: mock.patch.object(admission, "DOUBT_GAIN", 0.0),
-            "no_measured_rate": lambda: mock.patch.object(
-                rates.Rates, "rate", property(lambda self: self.prior)
-            ),
+            "nothing": nullcontext,
+            "doubt": lambda: mock.patch.object(admission, "DOUBT_GAIN", 0.0),
+            "measured_rate": _engines_for_rate,
+            "right_prices": lambda: _dear(3.0),
+            "right_prices_and_measured_rate": _dear_and_engines_for_rate,
         }
         for name, changed in without.items():
             with changed():

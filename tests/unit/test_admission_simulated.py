@@ -1,4 +1,4 @@
-"""The gateway's admission before simulated engines: each request is answered, or refused at once."""
+"""The gateway's admission before simulated engines: who comes is answered, or refused at once."""
 
 from __future__ import annotations
 
