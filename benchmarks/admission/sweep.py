@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.gateway.admission import admission, rates
+from headrace.gateway.admission import admission, rates, room
 from headrace.gateway.admission.classes import SloClass
 from headrace.simulate.admitted import Admitted, Tenancy, simulate_admitted
 from headrace.simulate.best import capacity_rate
@@ -188,6 +188,7 @@ class Sweep:
             "measured_rate": _engines_for_rate,
             "right_prices": lambda: _dear(3.0),
             "right_prices_and_measured_rate": _dear_and_engines_for_rate,
+            "lead_of_two_steps": lambda: mock.patch.object(room, "LEAD_STEPS", 1.0),
         }
         for name, changed in without.items():
             with changed():

@@ -19,6 +19,7 @@ from headrace.gateway.admission.classes import AdmissionOptions
 from headrace.gateway.admission.door import Door
 from headrace.gateway.admission.fair import Waiting
 from headrace.gateway.replicas import ReplicaPool
+from headrace.router.wire import decode
 from tests.unit.gateway_fakes import (
     BODY,
     CHAT,
@@ -31,7 +32,7 @@ from tests.unit.gateway_fakes import (
     gateway_over,
     soon,
 )
-from tests.unit.test_gateway_placing import App
+from tests.unit.test_gateway_placing import App, asked
 from tests.unit.test_router_cluster import report
 
 CLASSES = {
@@ -302,6 +303,24 @@ async def test_a_plan_tells_the_queue_what_a_prompt_takes() -> None:
         assert (queue["priced"], queue["admitted"], queue["engines"]) == (True, 3, 2)
         assert door_of(bench).admission.costs.expect("", 1000, 1.0).prefill_s > 0.1
         assert bench.app.had[""] > 0.0
+
+
+async def test_plans_are_made_by_the_targets_of_a_request_s_class() -> None:
+    app = App()
+    admission = AdmissionOptions.of({"classes": {"at once": {"ttft_target_s": 1e-6}}})
+    async with gateway_over(
+        *[app.handle] * app.count, make_placer=app.make, admission=admission
+    ) as bench:
+        await bench.client.get("/v1/models")
+        for slo in (None, "at once"):
+            app.tell()
+            headers = {} if slo is None else {"x-headrace-slo": slo}
+            assert (await bench.client.post(CHAT, json=PROMPT, headers=headers)).status == 200
+        members = bench.cluster.members
+        requests = [each for member in members for each in asked(member)]
+        plans = [decode(each.headers["x-headrace-plan"].encode()) for each in requests]
+        refused = [plan.refusal.reasons for plan in plans if plan.refusal is not None]
+        assert refused == [("breaks the TTFT target",)]
 
 
 async def test_engines_that_are_busy_for_long_make_requests_wait_and_then_be_refused() -> None:

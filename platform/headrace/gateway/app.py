@@ -199,7 +199,7 @@ class GatewayApp:
             waited=self._metrics.queued,
         )
         if placer is not None:
-            placer.on_plan, placer.least = door.planned, 1
+            placer.on_plan, placer.targets, placer.least = door.planned, door.targets, 1
         return door
 
     def _tell(self) -> None:

@@ -44,6 +44,9 @@ vLLM {vllm}.
 - **Tenants.** A key proves its tenant, and tenants share no KV and no drafts. `cache_salt` in the
   body of a request divides its tenant further. vLLM offers the field in chat completions,
   completions, responses and messages.
+- **SLO classes.** With [admission](admission.md) a request may name its class in the header
+  `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A name that does not exist is answered 400.
+  A request that would come too late is answered 429 with `Retry-After`, at once.
 - **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
   may by default. No page may call `/headrace/`.
 

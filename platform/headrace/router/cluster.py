@@ -63,6 +63,16 @@ class Prompt:
     stored: Sequence[Supply] = ()
 
 
+class Targets(NamedTuple):
+    """Seconds to a request's first token, and of an engine's longest step; None for no target."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+
+
+NO_TARGETS = Targets()
+
+
 class _Booked(NamedTuple):
     """A plan's share of an engine's work, until the engine's reports have it."""
 
@@ -213,8 +223,17 @@ class Cluster:
             self._judge(name, now_s)
         return int(np.count_nonzero(self._view.engines["decode"]))
 
-    def plan(self, prompt: Prompt, now_s: float, down: Collection[str] = ()) -> Plan:
+    def plan(
+        self,
+        prompt: Prompt,
+        now_s: float,
+        down: Collection[str] = (),
+        targets: Targets = NO_TARGETS,
+    ) -> Plan:
         """Where to send a request; it is booked there.
+
+        Args:
+            targets: of the request, in place of the settings'.
 
         Raises:
             NobodyAnswersError: no decode replica may be asked.
@@ -236,6 +255,8 @@ class Cluster:
                 affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
                 output_tokens_max=prompt.output_tokens_max,
                 local_only=prompt.local_only,
+                itl_target_s=targets.itl_s,
+                ttft_target_s=targets.ttft_s,
                 looks=now_s >= self._look_s,
             ),
         )

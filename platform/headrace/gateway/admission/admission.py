@@ -201,7 +201,7 @@ class Admission:
 
     def planned(self, ticket: Ticket, prefill_s: float) -> None:
         """A plan was made for a request that was sent: so long its prompt takes."""
-        if ticket.planned or not self.priced:
+        if ticket.planned or not self.priced or ticket.cost is UNPRICED:
             return
         ticket.planned = True
         self.costs.prefilled(ticket.tenant, ticket.body_bytes, prefill_s)

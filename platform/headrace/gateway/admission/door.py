@@ -26,9 +26,10 @@ from typing import Any
 from headrace.gateway import errors
 from headrace.gateway.admission.admission import Admission, Refused, Ticket
 from headrace.gateway.admission.classes import AdmissionOptions, SloClass
+from headrace.gateway.admission.costs import LEAST_S
 from headrace.gateway.admission.room import Room, room_of
 from headrace.gateway.replicas import ReplicaPool
-from headrace.router.cluster import Cluster
+from headrace.router.cluster import NO_TARGETS, Cluster, Targets
 from headrace.router.plan import Plan
 
 logger = logging.getLogger("headrace.gateway")
@@ -132,6 +133,16 @@ class Door:
         _sent.set(ticket)
         self._unplanned.append(ticket)
         return ticket
+
+    def targets(self) -> Targets:
+        """What is left of the targets of this task's request."""
+        ticket = _sent.get()
+        if ticket is None:
+            return NO_TARGETS
+        ttft_s = ticket.slo.ttft_target_s
+        if ttft_s is not None:
+            ttft_s = max(LEAST_S, ttft_s - (self._clock() - ticket.arrived_s))
+        return Targets(ttft_s, ticket.slo.itl_target_s)
 
     def planned(self, plan: Plan) -> None:
         """A plan was made for the request of this task."""

@@ -29,7 +29,7 @@ from headrace.gateway.errors import Headers
 from headrace.gateway.placing.lines import LineInfo, Lines
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
-from headrace.router.cluster import Cluster, Prompt, warm
+from headrace.router.cluster import NO_TARGETS, Cluster, Prompt, Targets, warm
 from headrace.router.place import NobodyAnswersError
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.wire import encode
@@ -96,6 +96,8 @@ class Placer:
         self._task: asyncio.Task[None] | None = None
         self.on_plan: Callable[[Plan], None] = lambda plan: None
         """Told of each plan, in the task of its request."""
+        self.targets: Callable[[], Targets] = lambda: NO_TARGETS
+        """What the request of the present task may expect."""
         self.least = 2
         """Replicas from which on they are followed; with one there is nothing to choose."""
         self._known: set[str] = set()
@@ -148,7 +150,7 @@ class Placer:
             self.cluster.counts["no_keys"] += 1
             return None
         try:
-            plan = self.cluster.plan(prompt, self._clock(), self._pool.down)
+            plan = self.cluster.plan(prompt, self._clock(), self._pool.down, self.targets())
         except NobodyAnswersError:
             return None
         self.on_plan(plan)
