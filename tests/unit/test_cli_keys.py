@@ -54,6 +54,8 @@ def test_a_revoked_key_is_gone_and_the_others_stay(
         "role": "user",
         "max_concurrent": 3,
         "requests_per_minute": None,
+        "slo": None,
+        "slo_classes": None,
     }
 
 

@@ -160,6 +160,7 @@ async def test_a_stream_that_has_begun_keeps_no_body() -> None:
     ):
         assert await response.content.readany() == EVENTS[0]
         assert app()._intake.held_bytes == 0
+        gc.collect()  # of tests before
         calls: list[Any] = [each for each in gc.get_objects() if isinstance(each, Call)]
         assert [call.body for call in calls if call.target == CHAT] == [b""]
         go_on.set()

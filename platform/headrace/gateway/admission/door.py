@@ -21,14 +21,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.gateway import errors
 from headrace.gateway.admission.admission import Admission, Refused, Ticket
 from headrace.gateway.admission.classes import AdmissionOptions, SloClass
 from headrace.gateway.admission.costs import LEAST_S
 from headrace.gateway.admission.room import Room, room_of
-from headrace.gateway.replicas import ReplicaPool
 from headrace.router.cluster import NO_TARGETS, Cluster, Targets
 from headrace.router.plan import Plan
 
@@ -48,6 +47,14 @@ Peers = Callable[[], Awaitable[Mapping[str, Mapping[str, float]]]]
 _sent: ContextVar[Ticket | None] = ContextVar("headrace_admitted", default=None)
 
 
+class Places(Protocol):
+    """The decode replicas (`headrace.gateway.replicas.ReplicaPool`)."""
+
+    def places(self, most: int) -> tuple[int, int, int]:
+        """Replicas that can be asked, how many requests they can take together until each has
+        `most`, and how many they have."""
+
+
 class Door:
     """One gateway's queue. Use it from its event loop.
 
@@ -63,7 +70,7 @@ class Door:
     def __init__(
         self,
         options: AdmissionOptions,
-        pool: ReplicaPool,
+        pool: Places,
         cluster: Cluster | None,
         *,
         one_tenant: bool,
