@@ -98,7 +98,6 @@ class Counts:
     waited: int = 0
     refused: int = 0
     expired: int = 0
-    wait_s: float = 0.0
 
 
 class Admission:
@@ -170,7 +169,6 @@ class Admission:
             return None
         queue.pop()
         self.counts.waited += 1
-        self.counts.wait_s += now_s - ticket.arrived_s
         self._learn(ticket, now_s)
         self._send(ticket, now_s, room)
         self.rates.waits(now_s, somebody=bool(self._front))
@@ -247,10 +245,6 @@ class Admission:
         """The least ITL target of the streams under way; inf for none."""
         targets = (itl_s for _, itl_s in self._streams.values() if itl_s is not None)
         return min(targets, default=math.inf)
-
-    def wait_s(self, tenant: str, now_s: float) -> float:
-        """Predicted for a request of a tenant that stands behind all its others."""
-        return self._front.waiting_s(tenant) / self.rates.of(tenant, now_s)
 
     def stats(self) -> dict[str, float | int]:
         """JSON-able state."""
