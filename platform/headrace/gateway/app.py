@@ -190,6 +190,7 @@ class GatewayApp:
         """Stop polling and close the connections to replicas."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
+            await parts.relay.aclose()
             if parts.placer is not None:
                 await parts.placer.aclose()
             await parts.pool.aclose()

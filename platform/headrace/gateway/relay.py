@@ -10,8 +10,13 @@ What is retried, until the request's own time limit:
   has had the time to replace it. From a healthy replica it is the answer.
 
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
-or the last bytes of any other body, are here. A stream is passed on in whole events, so that an
-error event can be put behind them at any time.
+or the last bytes of any other body, are here. A stream is passed on in whole events. When its
+replica is lost midway, another one takes it up behind them (`replay.journal`): the same one if it
+lives, and at most `MAX_DELIVERIES` times without a new event. A stream that cannot be taken up ends
+with an error event.
+
+A replica that has been silent for a while is asked whether it is well (`replay.watch`), so one that
+hangs is lost, too.
 
 Asking again is safe on every relayed route, since none changes anything at the replica: the store
 of `/v1/responses` is off (`headrace_decode.server`).
@@ -31,9 +36,12 @@ from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
+from headrace.gateway.replay.journal import Diverged, Journal
+from headrace.gateway.replay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
+from headrace_decode.replay.said import HEADER
 from headrace_decode.routes import Route
 
 MAX_DELIVERIES = 3
@@ -41,6 +49,7 @@ HEALTH_TIMEOUT_S = 2.0
 MOST_PLACED_HEAD_BYTES = 32 * 1024
 
 _DYING = frozenset({500, 502, 503})
+_MIDWAY = "mid-stream, and the stream cannot go on elsewhere: "
 # Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
 _NOT_COPIED = frozenset(
     {
@@ -56,6 +65,7 @@ _NOT_COPIED = frozenset(
         b"date",
         b"server",
         b"x-request-id",
+        HEADER,
     }
 )
 
@@ -96,6 +106,7 @@ class Call:
         ttft_s: seconds from the start to the first body bytes sent.
         last: the events of a stream that were sent last.
         held: counts the body.
+        said: the lines of its stream so far, for the replica that takes it up.
     """
 
     request_id: bytes
@@ -117,6 +128,7 @@ class Call:
     sent_bytes: int = 0
     last: bytes = b""
     held: Held | None = None
+    said: bytes = b""
 
     def drop_body(self) -> None:
         """The body is needed no more: no replica will be asked again."""
@@ -169,6 +181,11 @@ class Relay:
         self._upstream = upstream
         self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
+        self._watch = Watch(self._is_healthy)
+
+    async def aclose(self) -> None:
+        """Stop to watch replicas."""
+        await self._watch.aclose()
 
     async def run(self, call: Call, send: Send) -> None:
         """Get an answer and copy it to the client.
@@ -177,7 +194,9 @@ class Relay:
             ApiError: no answer could be had; nothing was sent.
         """
         answer = await self.fetch(call)
-        call.drop_body()
+        journal = self._journal(call, answer)
+        if journal.why_not is not None:
+            call.drop_body()
         try:
             call.status = answer.reply.status
             call.streamed = answer.streamed
@@ -188,7 +207,7 @@ class Relay:
             start = {"type": "http.response.start", "status": call.status, "headers": headers}
             if answer.streamed:
                 await send(start)
-                await self._copy_stream(call, answer, send)
+                await self._copy_stream(call, answer, journal, send)
             else:
                 headers.append((b"content-length", b"%d" % len(answer.body)))
                 await send(start)
@@ -198,8 +217,11 @@ class Relay:
         finally:
             answer.close()
 
-    async def fetch(self, call: Call) -> Answer:
+    async def fetch(self, call: Call, prefer: str = "") -> Answer:
         """An answer from some replica; the caller closes it.
+
+        Args:
+            prefer: the replica to ask first, if it is ready; without it a plan is made.
 
         Raises:
             ApiError: 503 when no replica was ready in time, 502 when it was lost too often.
@@ -207,9 +229,11 @@ class Relay:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._queue_timeout_s
         deliveries = 0
-        placed = await self._place(call)
+        lease = self._pool.lease_of(prefer) if prefer else None
+        placed = await self._place(call) if lease is None else None
         while True:
-            lease = None if placed is None else self._pool.lease_of(placed.plan.decode)
+            if lease is None and placed is not None:
+                lease = self._pool.lease_of(placed.plan.decode)
             if lease is None:
                 self._give_up(placed)
                 placed = None
@@ -222,14 +246,15 @@ class Relay:
                     )
                 finally:
                     call.waited_s += perf_counter() - began
-            call.replica_id = lease.replica.replica_id
+            replica = lease.replica
+            call.replica_id = replica.replica_id
             try:
                 return await self._attempt(call, lease, placed)
             except ReplicaLost as lost:
                 lease.release()
                 self._give_up(placed)
-                placed = None
-                self._pool.failed(lease.replica, dying=lost.dying)
+                lease = placed = None
+                self._pool.failed(replica, dying=lost.dying)
                 self._on_lost("worked" if lost.sent else "before")
                 if lost.sent:
                     deliveries += 1
@@ -277,53 +302,129 @@ class Relay:
         headers = call.headers + _introduced(call, lease.replica)
         if placed is not None:
             headers += placed.headers
-        reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
-        try:
-            streamed = _is_event_stream(reply.headers)
-            body = await reply.read_some()
-            if not streamed:
-                parts = [body]
-                while parts[-1]:
-                    parts.append(await reply.read_some())
-                body = b"".join(parts)
-            failed = reply.status in _DYING or (streamed and body.startswith(call.dialect.failed))
-            if failed and not await self._is_healthy(lease.replica):
-                why = f"status {reply.status} and an error from a dying replica"
-                raise ReplicaLost(why, sent=True, dying=True)
-        except BaseException:
-            reply.close()
-            raise
+        body = call.body
+        if call.method == "POST" and call.route is not None:
+            headers = [*headers, (HEADER, b"%d" % len(call.said))]
+            body = call.said + body
+        with self._watch.over(lease.replica) as watched:
+            async with watched.waits():
+                reply = await self._upstream.send(url, call.method, call.target, headers, body)
+            try:
+                streamed = _is_event_stream(reply.headers)
+                async with watched.waits():
+                    body = await reply.read_some()
+                if not streamed:
+                    parts = [body]
+                    async with watched.waits():
+                        while parts[-1]:
+                            parts.append(await reply.read_some())
+                            watched.heard()
+                    body = b"".join(parts)
+                failed = reply.status in _DYING or (
+                    streamed and body.startswith(call.dialect.failed)
+                )
+                if failed and not await self._is_healthy(lease.replica):
+                    why = f"status {reply.status} and an error from a dying replica"
+                    raise ReplicaLost(why, sent=True, dying=True)
+            except BaseException:
+                reply.close()
+                raise
         return Answer(lease, reply, body, streamed)
 
-    async def _copy_stream(self, call: Call, answer: Answer, send: Send) -> None:
-        """Pass on the events of a stream, each as soon as it is whole."""
-        read_some = answer.reply.read_some
-        chunk, tail = answer.body, b""
+    def _journal(self, call: Call, answer: Answer) -> Journal:
+        """Of a stream; it says why the stream cannot be taken up."""
+        journal = Journal(call.dialect.failed)
+        if not any(name == HEADER for name, _ in answer.reply.headers):
+            journal.stop("its replica does not tell what its engine said")
+        elif call.held is None or not call.held.keep(call.held.size):
+            journal.stop("the gateway has no room to keep its request")
+        return journal
+
+    async def _copy_stream(self, call: Call, answer: Answer, journal: Journal, send: Send) -> None:
+        """Pass on the events of a stream to its end, from as many replicas as it takes."""
+        first, tries, had = answer, 0, 0
+        tail = b""
         try:
-            while chunk:
-                if tail:
-                    chunk = tail + chunk
-                    tail = b""
-                if not chunk.endswith(b"\n\n"):
-                    cut = chunk.rfind(b"\n\n") + 2
-                    if cut == 1:
-                        cut = 0
-                    chunk, tail = chunk[:cut], chunk[cut:]
-                if chunk:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    if call.ttft_s is None:
-                        call.ttft_s = perf_counter() - call.started
-                    call.sent_bytes += len(chunk)
-                    call.last = chunk
-                chunk = await read_some()
-        except ReplicaLost:
-            self._pool.failed(answer.lease.replica)
-            tail = b""
-            if not call.dialect.is_over(call.last):
-                self._on_lost("stream")
-                tail = call.dialect.event(errors.replica_lost("mid-stream"), call.last)
+            while True:
+                try:
+                    tail = await self._copy_events(call, answer, journal, send)
+                    break
+                except (ReplicaLost, Diverged) as lost:
+                    if call.dialect.is_over(call.last):
+                        self._pool.failed(answer.lease.replica)
+                        break
+                    tries = 1 if journal.progress > had else tries + 1
+                    had = journal.progress
+                    try:
+                        answer = await self._take_up(call, answer, journal, lost, tries)
+                    except errors.ApiError as error:
+                        self._on_lost("stream")
+                        tail = call.dialect.event(error, call.last)
+                        break
+        finally:
+            if answer is not first:
+                answer.close()
         call.sent_bytes += len(tail)
         await send({"type": "http.response.body", "body": tail})
+
+    async def _copy_events(self, call: Call, answer: Answer, journal: Journal, send: Send) -> bytes:
+        """Pass on the events of one answer, each as soon as it is whole; what is behind the last.
+
+        Raises:
+            ReplicaLost: the answer broke off.
+            Diverged: it is not the stream that the client has.
+        """
+        read_some, chunk = answer.reply.read_some, answer.body
+        with self._watch.over(answer.lease.replica) as watched:
+            async with watched.waits():
+                while chunk:
+                    events, error = journal.pass_on(chunk)
+                    if events:
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
+                        if call.ttft_s is None:
+                            call.ttft_s = perf_counter() - call.started
+                        call.sent_bytes += len(events)
+                        call.last = events
+                    if error:
+                        if await self._is_healthy(answer.lease.replica):
+                            return error
+                        raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
+                    chunk = await read_some()
+                    watched.heard()
+        return journal.rest()
+
+    async def _take_up(
+        self,
+        call: Call,
+        answer: Answer,
+        journal: Journal,
+        lost: ReplicaLost | Diverged,
+        tries: int,
+    ) -> Answer:
+        """A second answer to a stream that broke off, which begins with what the client has.
+
+        Raises:
+            ApiError: it cannot be had.
+        """
+        replica = answer.lease.replica
+        answer.close()
+        dying = isinstance(lost, ReplicaLost) and lost.dying
+        lives = not dying and await self._is_healthy(replica)
+        if not lives:
+            self._pool.failed(replica, dying=dying)
+        if journal.why_not is not None:
+            raise errors.replica_lost(_MIDWAY + journal.why_not)
+        if isinstance(lost, Diverged) or tries > MAX_DELIVERIES:
+            raise errors.replica_lost(f"{_MIDWAY}{lost}, {tries} times in a row")
+        call.said = journal.take_up()
+        answer = await self.fetch(call, replica.replica_id if lives else "")
+        if answer.reply.status != 200 or not any(n == HEADER for n, _ in answer.reply.headers):
+            answer.close()
+            raise errors.replica_lost(f"{_MIDWAY}another replica answered {answer.reply.status}")
+        self._on_lost("taken_up")
+        return answer
 
     async def _is_healthy(self, replica: ReplicaInfo) -> bool:
         """Whether the replica's own health check passes."""

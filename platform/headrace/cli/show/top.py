@@ -27,9 +27,7 @@ def top(name: str | None, *, every_s: float, once: bool) -> None:
     """
     instance = client.running_instance(name)
     if instance.token_path != "relay":
-        raise CliError(
-            f'token_path "{instance.token_path}" has no gateway to ask'
-        )
+        raise CliError(f'token_path "{instance.token_path}" has no gateway to ask')
     out = stdout()
     state = _ask(instance)
     if once or not out.is_terminal:
