@@ -107,6 +107,7 @@ async def _main(model: str) -> None:
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
     line += ["--block-size", str(BLOCK_TOKENS), "--prefix-caching-hash-algo", "sha256_cbor"]
+    line += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -70,7 +70,7 @@ class TakingUpLLM(AsyncLLM):
         prompt: Any,
         params: SamplingParams,
         run: Callable[[Generate], AsyncGenerator[Any, None]],
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """A request's outputs, with those said elsewhere before them, told to its `Recorder`.
 
         Args:

@@ -2,7 +2,7 @@
 
 A replica puts a line before those events of a stream that an output of its engine led to:
 
-    :hr [[0,[2023,11]]]
+    :hr [{"i":0,"t":[2023,11]}]
 
 It is a comment of the event stream's format (WHATWG HTML, 9.2.6), which clients skip; gateways take
 it out. When the replica is lost, another one is sent the lines of all events that the client has,
@@ -32,7 +32,12 @@ Ranked = tuple[TokenId, float, int]
 """A token id, its log-probability, its rank among all tokens."""
 
 
-class Said(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+class Said(
+    msgspec.Struct,
+    omit_defaults=True,
+    frozen=True,
+    rename={"index": "i", "tokens": "t", "logprobs": "l", "finish": "f", "stop": "s"},
+):
     """What one output of the engine adds to one choice.
 
     Attributes:

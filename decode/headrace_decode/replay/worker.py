@@ -53,7 +53,7 @@ class TakingUpWorker(PlatformWorker):  # type: ignore[misc]
             new for new in step.scheduled_new_reqs if new.req_id not in names
         ]
         cached = step.scheduled_cached_reqs
-        nothing_new = [[] for _ in back] if cached.new_token_ids else []
+        nothing_new: list[list[int]] = [[] for _ in back] if cached.new_token_ids else []
         told.scheduled_cached_reqs = replace(
             cached,
             req_ids=[*cached.req_ids, *(new.req_id for new, _ in back)],

@@ -34,7 +34,8 @@ from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.placing.placer import Placer
-from headrace.gateway.relay import Call, Relay, forwarded
+from headrace.gateway.relay.call import Call
+from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
 from headrace_decode.routes import Route

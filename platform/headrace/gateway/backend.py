@@ -126,7 +126,8 @@ class GatewayMetrics(Protocol):
 
     def replica_lost(self, when: str) -> None:
         """A replica was lost: `before` it got the request, while it `worked` on it, or when its
-        answer had begun (`stream`), which only then is an error to the client."""
+        stream had begun: another one took it up (`taken_up`), or it ended with an error (`stream`).
+        """
 
     def state(self, ready: int, relaying: int, oldest_report_s: float) -> None:
         """How this gateway stands; told about once a second.

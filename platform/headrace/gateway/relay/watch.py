@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.upstream import ReplicaLost
@@ -43,7 +43,7 @@ class Watched:
             self._patience.reschedule(self._loop.time())
 
     @contextlib.asynccontextmanager
-    async def waits(self):  # type: ignore[no-untyped-def]
+    async def waits(self) -> AsyncIterator[None]:
         """While its owner waits for the replica.
 
         Raises:

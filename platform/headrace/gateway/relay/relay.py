@@ -11,11 +11,11 @@ What is retried, until the request's own time limit:
 
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
 or the last bytes of any other body, are here. A stream is passed on in whole events. When its
-replica is lost midway, another one takes it up behind them (`replay.journal`): the same one if it
+replica is lost midway, another one takes it up behind them (`journal`): the same one if it
 lives, and at most `MAX_DELIVERIES` times without a new event. A stream that cannot be taken up ends
 with an error event.
 
-A replica that has been silent for a while is asked whether it is well (`replay.watch`), so one that
+A replica that has been silent for a while is asked whether it is well (`watch`), so one that
 hangs is lost, too.
 
 Asking again is safe on every relayed route, since none changes anything at the replica: the store
@@ -26,30 +26,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import perf_counter
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions, ReplicaInfo
-from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
-from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
-from headrace.gateway.replay.journal import Diverged, Journal
-from headrace.gateway.replay.watch import Watch
+from headrace.gateway.relay.call import Answer, Call
+from headrace.gateway.relay.streams import Streams
+from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
-from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
 from headrace_decode.replay.said import HEADER
-from headrace_decode.routes import Route
 
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
 MOST_PLACED_HEAD_BYTES = 32 * 1024
 
 _DYING = frozenset({500, 502, 503})
-_MIDWAY = "mid-stream, and the stream cannot go on elsewhere: "
 # Hop-by-hop headers (RFC 9110, 7.6.1), and those that the gateway or its server writes itself.
 _NOT_COPIED = frozenset(
     {
@@ -92,71 +88,6 @@ _NOT_FORWARDED = frozenset(
 )
 
 
-@dataclass(slots=True)
-class Call:
-    """One client request on its way, and what became of it.
-
-    Attributes:
-        route: the replica's operation that it asks for; None for the gateway's own documents.
-        started: `perf_counter` at the request's head.
-        tenant: whom the key proves; None where no keys are configured.
-        waited_s: seconds spent waiting for the client's body or for a replica.
-        own_s: seconds of gateway code before the replica got the request; None before that.
-        status: sent to the client; 0 before that.
-        ttft_s: seconds from the start to the first body bytes sent.
-        last: the events of a stream that were sent last.
-        held: counts the body.
-        said: the lines of its stream so far, for the replica that takes it up.
-    """
-
-    request_id: bytes
-    method: str
-    target: str
-    headers: Headers
-    body: bytes = b""
-    affinity: bytes = b""
-    tenant: str | None = None
-    draftable_tokens: int = 0
-    route: Route | None = None
-    started: float = field(default_factory=perf_counter)
-    waited_s: float = 0.0
-    own_s: float | None = None
-    replica_id: str = ""
-    status: int = 0
-    ttft_s: float | None = None
-    streamed: bool = False
-    sent_bytes: int = 0
-    last: bytes = b""
-    held: Held | None = None
-    said: bytes = b""
-
-    def drop_body(self) -> None:
-        """The body is needed no more: no replica will be asked again."""
-        self.body = b""
-        if self.held is not None:
-            self.held.release()
-
-    @property
-    def dialect(self) -> Dialect:
-        """How its errors are written."""
-        return OPENAI if self.route is None else dialect_of(self.route.api)
-
-
-@dataclass(slots=True)
-class Answer:
-    """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
-
-    lease: Lease
-    reply: Reply
-    body: bytes
-    streamed: bool
-
-    def close(self) -> None:
-        """End the exchange with the replica; before its end this aborts the request there."""
-        self.reply.close()
-        self.lease.release()
-
-
 class Relay:
     """Sends calls to replicas.
 
@@ -182,6 +113,7 @@ class Relay:
         self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
         self._watch = Watch(self._is_healthy)
+        self._streams = Streams(pool, self._watch, self.fetch, self._is_healthy, on_lost)
 
     async def aclose(self) -> None:
         """Stop to watch replicas."""
@@ -194,8 +126,7 @@ class Relay:
             ApiError: no answer could be had; nothing was sent.
         """
         answer = await self.fetch(call)
-        journal = self._journal(call, answer)
-        if journal.why_not is not None:
+        if not answer.streamed:
             call.drop_body()
         try:
             call.status = answer.reply.status
@@ -207,7 +138,7 @@ class Relay:
             start = {"type": "http.response.start", "status": call.status, "headers": headers}
             if answer.streamed:
                 await send(start)
-                await self._copy_stream(call, answer, journal, send)
+                await self._streams.copy(call, answer, send)
             else:
                 headers.append((b"content-length", b"%d" % len(answer.body)))
                 await send(start)
@@ -330,101 +261,6 @@ class Relay:
                 reply.close()
                 raise
         return Answer(lease, reply, body, streamed)
-
-    def _journal(self, call: Call, answer: Answer) -> Journal:
-        """Of a stream; it says why the stream cannot be taken up."""
-        journal = Journal(call.dialect.failed)
-        if not any(name == HEADER for name, _ in answer.reply.headers):
-            journal.stop("its replica does not tell what its engine said")
-        elif call.held is None or not call.held.keep(call.held.size):
-            journal.stop("the gateway has no room to keep its request")
-        return journal
-
-    async def _copy_stream(self, call: Call, answer: Answer, journal: Journal, send: Send) -> None:
-        """Pass on the events of a stream to its end, from as many replicas as it takes."""
-        first, tries, had = answer, 0, 0
-        tail = b""
-        try:
-            while True:
-                try:
-                    tail = await self._copy_events(call, answer, journal, send)
-                    break
-                except (ReplicaLost, Diverged) as lost:
-                    if call.dialect.is_over(call.last):
-                        self._pool.failed(answer.lease.replica)
-                        break
-                    tries = 1 if journal.progress > had else tries + 1
-                    had = journal.progress
-                    try:
-                        answer = await self._take_up(call, answer, journal, lost, tries)
-                    except errors.ApiError as error:
-                        self._on_lost("stream")
-                        tail = call.dialect.event(error, call.last)
-                        break
-        finally:
-            if answer is not first:
-                answer.close()
-        call.sent_bytes += len(tail)
-        await send({"type": "http.response.body", "body": tail})
-
-    async def _copy_events(self, call: Call, answer: Answer, journal: Journal, send: Send) -> bytes:
-        """Pass on the events of one answer, each as soon as it is whole; what is behind the last.
-
-        Raises:
-            ReplicaLost: the answer broke off.
-            Diverged: it is not the stream that the client has.
-        """
-        read_some, chunk = answer.reply.read_some, answer.body
-        with self._watch.over(answer.lease.replica) as watched:
-            async with watched.waits():
-                while chunk:
-                    events, error = journal.pass_on(chunk)
-                    if events:
-                        await send(
-                            {"type": "http.response.body", "body": events, "more_body": True}
-                        )
-                        if call.ttft_s is None:
-                            call.ttft_s = perf_counter() - call.started
-                        call.sent_bytes += len(events)
-                        call.last = events
-                    if error:
-                        if await self._is_healthy(answer.lease.replica):
-                            return error
-                        raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
-                    chunk = await read_some()
-                    watched.heard()
-        return journal.rest()
-
-    async def _take_up(
-        self,
-        call: Call,
-        answer: Answer,
-        journal: Journal,
-        lost: ReplicaLost | Diverged,
-        tries: int,
-    ) -> Answer:
-        """A second answer to a stream that broke off, which begins with what the client has.
-
-        Raises:
-            ApiError: it cannot be had.
-        """
-        replica = answer.lease.replica
-        answer.close()
-        dying = isinstance(lost, ReplicaLost) and lost.dying
-        lives = not dying and await self._is_healthy(replica)
-        if not lives:
-            self._pool.failed(replica, dying=dying)
-        if journal.why_not is not None:
-            raise errors.replica_lost(_MIDWAY + journal.why_not)
-        if isinstance(lost, Diverged) or tries > MAX_DELIVERIES:
-            raise errors.replica_lost(f"{_MIDWAY}{lost}, {tries} times in a row")
-        call.said = journal.take_up()
-        answer = await self.fetch(call, replica.replica_id if lives else "")
-        if answer.reply.status != 200 or not any(n == HEADER for n, _ in answer.reply.headers):
-            answer.close()
-            raise errors.replica_lost(f"{_MIDWAY}another replica answered {answer.reply.status}")
-        self._on_lost("taken_up")
-        return answer
 
     async def _is_healthy(self, replica: ReplicaInfo) -> bool:
         """Whether the replica's own health check passes."""

@@ -4,13 +4,15 @@ A replica tells in lines between the events of a stream what its engine said (`h
 replay.said`). The journal takes the lines out and counts the events behind each. To take the stream
 up, another replica gets the lines of all events that the client has. It leads its serving layer
 through the same outputs, so its answer begins with the same lines and as many events, which the
-journal swallows. An answer that does not is never passed on.
+journal swallows. An answer that does not is never passed on. Ids that the first replica made up
+stay: they take the place of the other one's in the events that follow.
 
 Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
 
+from headrace.gateway.relay.dialect import OPENAI, Dialect
 from headrace_decode.replay.said import END, MARK, MOST_BYTES
 
 _REFUSED = MARK + b'"'
@@ -24,7 +26,7 @@ class Journal:
     """One stream.
 
     Args:
-        failed: how an event of the stream begins that says that the replica failed.
+        dialect: how its errors begin, and which ids its events refer to.
 
     Attributes:
         why_not: why the stream cannot be taken up; None if it can.
@@ -32,8 +34,10 @@ class Journal:
         progress: events passed on.
     """
 
-    def __init__(self, failed: tuple[bytes, ...]) -> None:
-        self._failed = failed
+    def __init__(self, dialect: Dialect = OPENAI) -> None:
+        self._failed, self._id_pattern = dialect.failed, dialect.ids
+        self._ids: dict[bytes, None] = {}  # in the events that the client has, in their order
+        self._other_ids: dict[bytes, None] = {}  # likewise of the second answer
         self._lines: list[bytes] = [b""]  # the first stands for what comes before any line
         self._events = [0]
         self._tail = b""
@@ -65,8 +69,12 @@ class Journal:
                 self._line(part)
             elif part.startswith(self._failed):
                 return _joined(given), END.join([*parts[number:], b""])
-            elif self._is_new():
-                given.append(part)
+            else:
+                new = self._is_new()
+                if self._id_pattern is not None:
+                    part = self._with_ids(part, new=new)
+                if new:
+                    given.append(part)
         return _joined(given), b""
 
     def rest(self) -> bytes:
@@ -80,6 +88,7 @@ class Journal:
             self._events.pop()
         self._tail = b""
         self._at, self._swallowed = 0, 0
+        self._other_ids = {}
         return b"".join(line + END for line in self._lines[1:])
 
     def _line(self, line: bytes) -> None:
@@ -113,6 +122,21 @@ class Journal:
         self._events[-1] += 1
         self.progress += 1
         return True
+
+    def _with_ids(self, event: bytes, *, new: bool) -> bytes:
+        """The event with the ids that the client knows, in place of those that the second replica
+        made; in a stream of one answer they are the same."""
+        assert self._id_pattern is not None
+        seen = dict.fromkeys(self._id_pattern.findall(event))
+        if self._at is None and not self._other_ids:
+            self._ids.update(seen)
+            return event
+        self._other_ids.update(seen)
+        if new:
+            known = dict(zip(self._other_ids, self._ids, strict=False))
+            event = self._id_pattern.sub(lambda found: known.get(found[0], found[0]), event)
+            self._ids.update(dict.fromkeys(self._id_pattern.findall(event)))
+        return event
 
     def _check_whole(self) -> None:
         assert self._at is not None
