@@ -125,7 +125,6 @@ def _alone(app: App, prompt: str, tokens: int) -> list[dict[int, float]]:
 def assert_nothing_was_lost(answers: list[Answer], killed_at: float) -> list[Answer]:
     """Every request is answered whole; the streams that lost their replica."""
     assert not failures(answers), failures(answers)
-    assert any(a.began_s > killed_at for a in answers), "none was sent while the replica was gone"
     cut = [
         answer
         for answer in answers

@@ -140,3 +140,19 @@ async def test_a_stream_that_loses_every_replica_without_a_new_event_is_given_up
             body = await response.read()
         assert sum(len(each.seen) for each in bench.cluster.members) == 1 + MAX_TRIES
     assert body.startswith(EVENTS[0] + b'data: {"error"') and b"in a row" in body
+
+
+async def test_a_stream_that_kills_engines_is_not_tried_again() -> None:
+    handler = tells(*WHOLE[:2], ERROR_EVENT)
+    async with gateway_over(handler, handler) as bench:
+        for each in bench.cluster.members:
+            each.healthy = False
+        stream = {**PROMPT, "stream": True}
+        async with bench.client.post(CHAT, json=stream) as response:
+            assert b"in a row" in await response.read()
+        async with bench.client.post(CHAT, json=stream) as response:
+            assert response.status == 422
+            assert (await response.json())["error"]["code"] == "request_quarantined"
+        assert sum(len(each.seen) for each in bench.cluster.members) == 1 + MAX_TRIES
+        async with bench.client.post(CHAT, json={**stream, "seed": 1}) as response:
+            assert response.status == 200, "another request is asked"

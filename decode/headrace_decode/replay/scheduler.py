@@ -30,6 +30,7 @@ class _TakesUp:
         """As vLLM's, with what the request has said as its output."""
         if (said := said_by(request.sampling_params)) and not request.num_output_tokens:
             request.append_output_token_ids(said)
+            request.prefill_stats = None  # they are of prompts; more than that may be cached
         super().add_request(request)  # type: ignore[misc]
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
@@ -34,6 +34,7 @@ from headrace.gateway.backend import GatewayOptions, ReplicaInfo
 from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
 from headrace.gateway.relay.call import Answer, Call
+from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.streams import Streams
 from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
@@ -113,7 +114,10 @@ class Relay:
         self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
         self._watch = Watch(self._is_healthy)
-        self._streams = Streams(pool, self._watch, self.fetch, self._is_healthy, on_lost)
+        self._quarantine = Quarantine(monotonic)
+        self._streams = Streams(
+            pool, self._watch, self._quarantine, self.fetch, self._is_healthy, on_lost
+        )
 
     async def aclose(self) -> None:
         """Stop to watch replicas."""
@@ -157,6 +161,7 @@ class Relay:
         Raises:
             ApiError: 503 when no replica was ready in time, 502 when it was lost too often.
         """
+        self._quarantine.check(call.target, call.body)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._queue_timeout_s
         deliveries = 0
@@ -190,6 +195,7 @@ class Relay:
                 if lost.sent:
                     deliveries += 1
                     if deliveries >= MAX_DELIVERIES:
+                        self._quarantine.add(call.target, call.body)
                         when = f"while it worked on this request, {deliveries} times in a row"
                         raise errors.replica_lost(when) from lost
                     until = loop.time() + self._queue_timeout_s

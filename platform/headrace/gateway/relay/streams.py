@@ -15,11 +15,14 @@ from headrace.gateway.asgi import Send
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.journal import Diverged, Journal
+from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
 
-MAX_TRIES = 3
+MAX_TRIES = 2
+COUNTED_BYTES = 16 * 1024
+"""What a stream's lines may hold before they count as kept."""
 _MIDWAY = "mid-stream, and the stream cannot go on elsewhere: "
 
 
@@ -29,6 +32,7 @@ class Streams:
     Args:
         pool: the replicas.
         watch: finds those that hang.
+        quarantine: for requests that kill one after the other.
         fetch: gets an answer to a call, from the replica named if it is ready.
         healthy: whether a replica's health check passes; bounded in time.
         on_lost: as of `relay.Relay`.
@@ -38,11 +42,13 @@ class Streams:
         self,
         pool: ReplicaPool,
         watch: Watch,
+        quarantine: Quarantine,
         fetch: Callable[[Call, str], Awaitable[Answer]],
         healthy: Callable[[ReplicaInfo], Awaitable[bool]],
         on_lost: Callable[[str], None],
     ) -> None:
         self._pool, self._watch, self._on_lost = pool, watch, on_lost
+        self._quarantine = quarantine
         self._fetch, self._healthy = fetch, healthy
 
     async def copy(self, call: Call, answer: Answer, send: Send) -> None:
@@ -91,10 +97,15 @@ class Streams:
             Diverged: it is not the stream that the client has.
         """
         read_some, chunk = answer.reply.read_some, answer.body
+        counted = journal.line_bytes // COUNTED_BYTES * COUNTED_BYTES
         with self._watch.over(answer.lease.replica) as watched:
             async with watched.waits():
                 while chunk:
                     events, error = journal.pass_on(chunk)
+                    if journal.line_bytes - counted >= COUNTED_BYTES:
+                        if call.held is None or not call.held.keep(journal.line_bytes - counted):
+                            journal.stop("the gateway has no room to keep what it said")
+                        counted = journal.line_bytes
                     if events:
                         await send(
                             {"type": "http.response.body", "body": events, "more_body": True}
@@ -133,6 +144,8 @@ class Streams:
         if journal.why_not is not None:
             raise errors.replica_lost(_MIDWAY + journal.why_not)
         if isinstance(lost, Diverged) or tries > MAX_TRIES:
+            if dying:
+                self._quarantine.add(call.target, call.body)
             raise errors.replica_lost(f"{_MIDWAY}{lost}, {tries} times in a row")
         call.said = journal.take_up()
         again = await self._fetch(call, replica.replica_id if lives else "")
