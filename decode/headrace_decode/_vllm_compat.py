@@ -279,16 +279,24 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
     """Ray's vLLM engine around a `PlannedLLM`.
 
     Args:
-        planning: (vLLM config of the started engine, its meter) -> its planning.
+        planning: (vLLM config of the started engine, its meter) -> its planning; None for an
+            engine that runs each request at once.
     """
 
     llm: PlannedLLM
 
     def __init__(
-        self, llm_config: Any, *, planning: Callable[[VllmConfig, EngineMeter], Planning]
+        self,
+        llm_config: Any,
+        *,
+        planning: Callable[[VllmConfig, EngineMeter], Planning] | None = None,
     ) -> None:
         super().__init__(llm_config)
-        self.make_llm = partial(PlannedLLM, planning=lambda config: planning(config, self.meter))
+        self.make_llm = PlannedLLM
+        if planning is not None:
+            self.make_llm = partial(
+                PlannedLLM, planning=lambda config: planning(config, self.meter)
+            )
 
 
 def vllm_version() -> str:

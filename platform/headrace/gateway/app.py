@@ -44,6 +44,9 @@ from headrace_engine.stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
 
+WANTED_S = 10.0
+"""Requests of so long ago still wake a decode deployment that is scaled to zero: a prefill replica
+may have answered them."""
 SHOWN = 50
 """Of the requests in flight that the status tells."""
 
@@ -111,6 +114,7 @@ class GatewayApp:
         self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
         self._intake = Intake(options, keys_on=keys_on)
         self._relaying = 0
+        self._relayed_s = -WANTED_S
         self._calls: dict[int, Call] = {}  # in order of their begin, at most `max_concurrent`
         self._stall = LoopStall()
         self._across_sites = _cors(options, self._http)
@@ -176,6 +180,11 @@ class GatewayApp:
             placer = self._parts.placer
             oldest_s = 0.0 if placer is None else placer.oldest_report_s
             self._metrics.state(self._parts.pool.ready_now, self._relaying, oldest_s)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is work for a replica, or was a moment ago."""
+        return self._relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
 
     @property
     def relaying(self) -> int:
@@ -293,6 +302,7 @@ class GatewayApp:
         if self._relaying >= self.options.max_concurrent:
             raise errors.too_many_requests(self.options.max_concurrent)
         self._relaying += 1
+        self._relayed_s = perf_counter()
         try:
             yield
         finally:

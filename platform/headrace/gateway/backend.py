@@ -29,6 +29,7 @@ class ReplicaInfo:
         routes: what clients may ask of it.
         in_flight: requests on its port, from all gateways.
         token: what its port asks of a gateway.
+        stands_in: whether it is a prefill replica, for when no decode replica is ready.
     """
 
     replica_id: str
@@ -40,6 +41,7 @@ class ReplicaInfo:
     routes: tuple[Route, ...] = ()
     in_flight: int = 0
     token: str = ""
+    stands_in: bool = False
 
     @property
     def reported(self) -> int:

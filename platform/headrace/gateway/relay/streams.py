@@ -138,7 +138,8 @@ class Streams:
         replica = answer.lease.replica
         answer.close()
         dying = isinstance(lost, ReplicaLost) and lost.dying
-        lives = not dying and await self._healthy(replica)
+        hangs = isinstance(lost, ReplicaLost) and lost.hangs
+        lives = not dying and not hangs and await self._healthy(replica)
         if not lives:
             self._pool.failed(replica, dying=dying)
         if journal.why_not is not None:

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.upstream import ReplicaLost
 
-SILENT_S = 3.0
+SILENT_S = 2.0
 """From the last byte of a request's answer until its replica is asked, and between two asks."""
-LOOK_S = 1.0
+LOOK_S = 0.5
 
 
 class Watched:
@@ -55,7 +55,7 @@ class Watched:
         except TimeoutError as error:
             if self._patience is None or not self._patience.expired():
                 raise
-            raise ReplicaLost("it hangs", sent=True) from error
+            raise ReplicaLost("it hangs", sent=True, hangs=True) from error
         finally:
             self._patience = None
 
