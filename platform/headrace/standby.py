@@ -83,7 +83,8 @@ class StandIn:
                 await self._listener.stop(grace)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        assert self._making is not None
+        if scope["type"] != "http" or self._making is None:
+            return  # the server asks at its start, when there is no application yet
         self._wanted.set()
         app = await asyncio.shield(self._making)
         await app(scope, receive, send)
