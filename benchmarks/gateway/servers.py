@@ -26,6 +26,7 @@ from headrace.gateway import (
     serve_gateway,
 )
 from headrace.gateway.backend import NoMetrics
+from headrace_decode.replay.said import HEADER, Said, line
 from headrace_decode.routes import Route
 from tests.support.certificates import Authority
 
@@ -39,7 +40,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def fake_replica(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI app: `max_tokens` events, one each `TOKEN_GAP_S`, the first at once."""
+    """An ASGI app: `max_tokens` events, one each `TOKEN_GAP_S`, the first at once; for a gateway
+    with the lines that a replica puts between them."""
     if scope["type"] != "http":
         return
     message = await receive()
@@ -48,11 +50,15 @@ async def fake_replica(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         body += message["body"]
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    tells = any(name == HEADER for name, _ in scope["headers"])
+    if tells:
+        headers.append((HEADER, b"1"))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for token in range(json.loads(body)["max_tokens"]):
         if token:
             await asyncio.sleep(TOKEN_GAP_S)
-        await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        said = line((Said(0, (token,)),)) if tells else b""
+        await send({"type": "http.response.body", "body": said + EVENT, "more_body": True})
     await send({"type": "http.response.body", "body": DONE})
 
 

@@ -29,6 +29,8 @@ from headrace_decode.internal import PLAN, TENANT, ASGIApp
 from headrace_decode.keys import RENDER_ONLY, KeysRoute, Prompt, Rendered, Supplies
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
+from headrace_decode.replay.llm import Generate, TakingUpLLM
+from headrace_decode.replay.scheduler import SAID
 from headrace_decode.speculation.request import request_arguments
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_decode.turns import PROMPTS, turn
@@ -40,8 +42,8 @@ from headrace_engine.tracing import span
 from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.salts import salt_of, tenant_of
 
-CLIENT_TRANSFERS = frozenset({PARAMS_KEY, "ec_transfer_params"})
-"""Fields of a request that name memory of an engine or of an encoder."""
+RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})
+"""Arguments that no client may give: they are ours, or name memory of an engine or an encoder."""
 
 GRAMMAR_FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
@@ -75,7 +77,7 @@ class Planning:
     """Step time that drafts shall not make longer; None for no such target."""
 
 
-class PlannedLLM(AsyncLLM):
+class PlannedLLM(TakingUpLLM):
     """An engine that plans each request before it runs it.
 
     Args:
@@ -107,14 +109,13 @@ class PlannedLLM(AsyncLLM):
     async def generate(  # type: ignore[override]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As `AsyncLLM.generate`, under the tenant's salt, and less the transfer parameters that a
-        client sends: they name memory.
+        """As `AsyncLLM.generate`, under the tenant's salt, and less what is `RESERVED`.
 
         Raises:
             Rendered: the prompt is wanted and not the answer.
         """
         await turn()
-        sampling_params = without_transfer_params(sampling_params)
+        sampling_params = without_reserved(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
@@ -127,14 +128,15 @@ class PlannedLLM(AsyncLLM):
             policy = (planning.tenants if planning else ALL_ALIKE).of(tenant_of(salt or ""))
             itl_s = planning.itl_target_s if planning else None
             sampling_params = with_drafting_facts(sampling_params, salt, policy, itl_s)
-        plain = super().generate
-        if self.planning is None:
-            outputs = plain(prompt, sampling_params, request_id, **kwargs)
-        else:
-            outputs = self.planning.orchestrator.run(
+
+        def run(plain: Generate) -> AsyncGenerator[RequestOutput, None]:
+            if self.planning is None:
+                return plain(prompt, sampling_params, request_id, **kwargs)
+            return self.planning.orchestrator.run(
                 self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
             )
-        async with aclosing(outputs):
+
+        async with aclosing(self.recorded(prompt, sampling_params, run)) as outputs:
             async for output in outputs:
                 if output.finished and grammar_failed(output, sampling_params):
                     raise VLLMValidationError(
@@ -215,7 +217,7 @@ class PlannedLLM(AsyncLLM):
     def _work(
         self,
         planning: Planning,
-        plain: Callable[..., AsyncGenerator[RequestOutput, None]],
+        plain: Generate,
         prompt: Any,
         params: SamplingParams,
         request_id: str,
@@ -277,16 +279,24 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
     """Ray's vLLM engine around a `PlannedLLM`.
 
     Args:
-        planning: (vLLM config of the started engine, its meter) -> its planning.
+        planning: (vLLM config of the started engine, its meter) -> its planning; None for an
+            engine that runs each request at once.
     """
 
     llm: PlannedLLM
 
     def __init__(
-        self, llm_config: Any, *, planning: Callable[[VllmConfig, EngineMeter], Planning]
+        self,
+        llm_config: Any,
+        *,
+        planning: Callable[[VllmConfig, EngineMeter], Planning] | None = None,
     ) -> None:
         super().__init__(llm_config)
-        self.make_llm = partial(PlannedLLM, planning=lambda config: planning(config, self.meter))
+        self.make_llm = PlannedLLM
+        if planning is not None:
+            self.make_llm = partial(
+                PlannedLLM, planning=lambda config: planning(config, self.meter)
+            )
 
 
 def vllm_version() -> str:
@@ -418,12 +428,12 @@ def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:
     )
 
 
-def without_transfer_params(params: SamplingParams) -> SamplingParams:
-    """Drop transfer parameters that came with the request."""
-    if not params.extra_args or CLIENT_TRANSFERS.isdisjoint(params.extra_args):
+def without_reserved(params: SamplingParams) -> SamplingParams:
+    """Drop the arguments that no client may give."""
+    if not params.extra_args or RESERVED.isdisjoint(params.extra_args):
         return params
     cleaned = copy.copy(params)
-    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k not in CLIENT_TRANSFERS}
+    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k not in RESERVED}
     return cleaned
 
 

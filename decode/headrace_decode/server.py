@@ -35,9 +35,11 @@ from ray.util import get_node_ip_address
 from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning, keys_route
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
+from headrace_decode.health import Health
 from headrace_decode.internal import InternalOnly
 from headrace_decode.keys import KeysRoute
 from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_decode.replay.recorder import Recorded
 from headrace_decode.report import DraftingReports, drafting_facts
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
@@ -175,7 +177,9 @@ class DecodeServer(PDDecodeServer):
         await self._obey_notes()
         self._tasks.append(asyncio.create_task(self._keep_obeying()))
         if wiring.listen is not None:
-            self._port = InFlight(app, max_ongoing_requests)
+            meter = self.engine.meter
+            well = Health(Recorded(app), lambda: (meter.steps_total, meter.running))
+            self._port = InFlight(well, max_ongoing_requests)
             guarded = InternalOnly(self._with_keys(self._port), self._token)
             watched = self._stall.over(guarded)
             self._listener = await wiring.listen(watched, get_node_ip_address(), 0)

@@ -32,11 +32,13 @@ from headrace.observability import ProcessSetup
 from headrace.observability.drafting import RayDraftingMetrics
 from headrace.planning import RouterPlanner
 from headrace.speculation import add_speculation, tenants_of
+from headrace.standby import StandIn
 from headrace.store import add_store
+from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
 from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.request_router import routed_as
-from headrace_prefill.server import DPPrefillServer, PrefillServer
+from headrace_prefill.server import DPPrefillServer, PrefillServer, Standby
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -78,7 +80,7 @@ def build_app(args: dict[str, Any]) -> Application:
         "prefill",
         PrefillServer,
         DPPrefillServer,
-        {"setup": setup, "store": store},
+        {"setup": setup, "store": store, "standby": _standby(pd, section.token_path)},
         section.drain_s,
     )
     wiring = DecodeWiring(
@@ -110,6 +112,13 @@ def build_configured(args: dict[str, Any]) -> Application:
         ConfigError: the configuration cannot be used; with a line for each problem.
     """
     return build_app(to_app_args(validate(args, files_here=False)))
+
+
+def _standby(pd: PDServingArgs, token_path: str) -> Standby | None:
+    """How prefill replicas stand in for decode replicas; None where they cannot."""
+    if token_path != "relay" or _is_grouped(pd.prefill_config):
+        return None
+    return Standby(PlannedVLLMEngine, StandIn)
 
 
 def _use_quiet_nixl(engine: dict[str, Any]) -> None:

@@ -12,16 +12,19 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from ray import get_runtime_context, serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.deployment import DPServer, PDPrefillServer
+from ray.serve.llm.deployment import DPServer, LLMServer, PDPrefillServer
 from ray.util import get_node_ip_address
 from vllm import RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine._vllm_compat import compute_gate, engine_facts
@@ -40,6 +43,23 @@ from headrace_kvstore.cluster.keeper import join_store
 logger = logging.getLogger("headrace.prefill")
 
 
+class StandIn(Protocol):
+    """Answers clients with a prefill replica's engine while no decode replica can."""
+
+    async def start(self) -> None: ...
+    def info(self) -> dict[str, Any]: ...
+    async def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Standby:
+    """What lets a prefill replica answer clients; both are importable by name."""
+
+    engine_cls: type[MeteredVLLMEngine]
+    stand_in: Callable[[Callable[[], Awaitable[Any]], Any], StandIn]
+    """(maker of vLLM's application, the engine) -> the port."""
+
+
 class PrefillServer(PDPrefillServer):
     """Ray's prefill server that also takes prompts as token ids.
 
@@ -47,6 +67,7 @@ class PrefillServer(PDPrefillServer):
         llm_config: the prefill `LLMConfig`.
         setup: called once in the replica before the engine starts (logging, tracing).
         store: the deployment that keeps the machines' StoreNodes; None without a store.
+        standby: how it stands in for decode replicas; None if it does not.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -55,11 +76,18 @@ class PrefillServer(PDPrefillServer):
         *,
         setup: Callable[[str], None] | None = None,
         store: DeploymentHandle | None = None,
+        standby: Standby | None = None,
     ):
         if setup is not None:
             setup("prefill")
-        await super().__init__(llm_config, engine_cls=MeteredVLLMEngine)
+        engine_cls = MeteredVLLMEngine if standby is None else standby.engine_cls
+        await super().__init__(llm_config, engine_cls=engine_cls)
         self.engine: MeteredVLLMEngine
+        self._stand_in: StandIn | None = None
+        if standby is not None:
+            make_app = partial(LLMServer.__serve_build_asgi_app__, self)
+            self._stand_in = standby.stand_in(make_app, self.engine)
+            await self._stand_in.start()
         self._gate = compute_gate(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
@@ -125,7 +153,9 @@ class PrefillServer(PDPrefillServer):
             detokenize=False,
             extra_args={PARAMS_KEY: produce_params()},
         )
-        outputs = self.engine.llm.generate(
+        # vLLM's own: what a stand-in puts before it is for clients' requests.
+        outputs = AsyncLLM.generate(
+            self.engine.llm,
             prompt,
             params,
             request.request_id,
@@ -159,6 +189,10 @@ class PrefillServer(PDPrefillServer):
         line = getattr(self, "_line", None)
         if line is not None:
             line.drains()
+        stand_in = getattr(self, "_stand_in", None)
+        if stand_in is not None:
+            await stand_in.stop()
+        if line is not None:
             await line.close()
         joining = getattr(self, "_joining", None)
         if joining is not None:
@@ -178,8 +212,10 @@ class PrefillServer(PDPrefillServer):
         return self._replica_id
 
     async def headrace_replica(self) -> dict[str, Any]:
-        """What gateways need to follow this replica's reports and blocks."""
-        return self._line.info()
+        """What gateways need to follow this replica's reports and blocks, and to ask it for answers
+        where it stands in."""
+        stands_in = {} if self._stand_in is None else self._stand_in.info()
+        return {"replica_id": self._replica_id, **stands_in, **self._line.info()}
 
     async def headrace_status(self) -> dict[str, Any]:
         """JSON-able state of this replica."""

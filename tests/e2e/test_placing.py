@@ -1,21 +1,23 @@
 """Two gateways place requests on two decode and two prefill replicas: prompts go where their blocks
 are, through whichever gateway they come, and again after a gateway was killed or a replica was
-silent."""
+silent. Streams outlive the replicas that answer them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.support.app import until
@@ -269,3 +271,78 @@ def test_a_replica_that_is_silent_for_ten_seconds_loses_nothing_and_blocks_are_f
             talk.turn()
     hits = [hit for talk in talks for hit in talk.hits()[-1:]]
     assert hits and sum(hits) >= HITS * len(hits), misses(talks)
+
+
+STREAMS, STREAM_TOKENS = 6, 500
+
+
+class Stream(threading.Thread):
+    """One greedy answer, token by token.
+
+    Attributes:
+        replica: that answered first.
+        longest_s: the longest silence after the first token.
+    """
+
+    def __init__(self, served: ServedApp, seed: int) -> None:
+        super().__init__()
+        self._url, self._random = served.url, random.Random(seed)
+        self.tokens: list[int] = []
+        self.replica, self.longest_s, self.error = "", 0.0, ""
+        self.answers, self.done = threading.Event(), False
+        self.start()
+
+    def run(self) -> None:
+        body = {
+            "model": MODEL,
+            "prompt": [self._random.randrange(300, 1800) for _ in range(300)],
+            "max_tokens": STREAM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        url = f"{self._url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=120) as response:
+            self.replica = response.headers["x-headrace-replica"]
+            heard_s = None
+            for line in response.iter_lines():
+                now = time.monotonic()
+                self.longest_s = max(self.longest_s, now - (heard_s or now))
+                heard_s = now
+                if line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    self.error = self.error or str(event.get("error", ""))
+                    for choice in event.get("choices", ()):
+                        self.tokens += choice["token_ids"]
+                    self.answers.set()
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_streams_go_on_when_their_replica_stops_or_dies(
+    served: ServedApp, how: signal.Signals
+) -> None:
+    whole = [Stream(served, seed) for seed in range(STREAMS)]
+    for stream in whole:
+        stream.join()
+    streams = [Stream(served, seed) for seed in range(STREAMS)]
+    for stream in streams:
+        assert stream.answers.wait(60)
+    replicas = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["replicas"]
+    victim = Counter(stream.replica for stream in streams).most_common(1)[0][0]
+    pid = next(one["pid"] for one in replicas if one["replica_id"] == victim)
+    stopped = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in stopped:
+        process.send_signal(how)
+    for stream in streams:
+        stream.join()
+    if how == signal.SIGSTOP:
+        for process in stopped:
+            process.resume()
+    cut = [stream for stream in streams if stream.replica == victim]
+    print(f"{how.name}: longest silences {[round(stream.longest_s, 2) for stream in cut]} s")
+    assert all(stream.done and not stream.error for stream in streams)
+    assert [stream.tokens for stream in streams] == [stream.tokens for stream in whole]
+    until(lambda: know_all(served), 400, "both gateways know of all replicas again")

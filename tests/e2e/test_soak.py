@@ -18,7 +18,7 @@ from tests.support.faults import (
     CLIENTS,
     PROMPTS,
     assert_end,
-    assert_only_streams_were_lost,
+    assert_nothing_was_lost,
     failures,
     kill,
     wait_for_new,
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(int(KILLS 
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_kills_in_a_row_lose_only_what_was_streaming(app: App, role: str) -> None:
+def test_kills_in_a_row_lose_nothing(app: App, role: str) -> None:
     shm = None
     for number in range(KILLS):
         pid = int(app.replica(role)["pid"])
@@ -48,14 +48,11 @@ def test_kills_in_a_row_lose_only_what_was_streaming(app: App, role: str) -> Non
             assert_end(orphans)
             wait_for_new(app, role, pid)
         answers = load.stop()
-        if role == "prefill":
-            assert not failures(answers), f"kill {number}: a request failed"
-        elif failures(answers):
-            assert_only_streams_were_lost(answers, killed_at)
+        cut = assert_nothing_was_lost(answers, killed_at)
         with app.policy("remote"):
             wait_for_remote(app)
         app.wait_idle(limit_s=60)
-        print(f"kill {number}: {len(answers)} requests, {len(failures(answers))} streams lost")
+        print(f"kill {number}: {len(answers)} requests, {len(cut)} streams went on")
         if number == 0:
             shm = len(os.listdir(run.SHM))
     assert shm is None or len(os.listdir(run.SHM)) <= shm + KILLS // 4, "files in /dev/shm pile up"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.rest_servers import BLOCK_TOKENS, NAME, TOKEN, rest_servers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 CALL: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 12}
 INPUT: dict[str, Any] = {"model": NAME, "input": "One, two, three,", "temperature": 0}
@@ -72,6 +74,49 @@ REFUSALS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "a stream with a wrong field": ("/v1/responses", {**INPUT, "stream": True, "top_p": 7}),
     "a prompt that is too long": ("/v1/responses", {**INPUT, "input": "word " * 4000}),
     "nothing to score": ("/generative_scoring", {"model": NAME, "query": "Is it?"}),
+}
+STORY: dict[str, Any] = {**CALL, "messages": [{"role": "user", "content": "Tell me a story."}]}
+SHAPE = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+NAMED = {"type": "function", "function": {"name": "tell"}}
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT_PATH, STORY),
+    "completion": (COMPLETION_PATH, {"model": NAME, "prompt": "One, two,", "temperature": 0}),
+    "log-probabilities": (CHAT_PATH, {**STORY, "logprobs": True, "top_logprobs": 3}),
+    "a completion's log-probabilities": (
+        COMPLETION_PATH,
+        {"model": NAME, "prompt": "One, two,", "temperature": 0, "logprobs": 2},
+    ),
+    "seed": (CHAT_PATH, {**STORY, "temperature": 1.0, "seed": 7}),
+    "n = 2": (CHAT_PATH, {**STORY, "temperature": 1.0, "seed": 3, "n": 2}),
+    "stop string": (CHAT_PATH, {**STORY, "max_tokens": 40, "stop": ["upon a time, there"]}),
+    "usage": (
+        CHAT_PATH,
+        {**STORY, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "penalties": (
+        CHAT_PATH,
+        {**STORY, "presence_penalty": 1.5, "repetition_penalty": 1.3, "min_tokens": 12},
+    ),
+    "JSON": (
+        CHAT_PATH,
+        {
+            **STORY,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "one", "schema": SHAPE},
+            },
+        },
+    ),
+    "tool": (
+        CHAT_PATH,
+        {
+            **STORY,
+            "tools": [{"type": "function", "function": {"name": "tell", "parameters": SHAPE}}],
+            "tool_choice": NAMED,
+        },
+    ),
+    "message": ("/v1/messages", STORY),
+    "response": ("/v1/responses", {**INPUT, "max_output_tokens": 12}),
 }
 _VARIES = re.compile(r'(?<=[_"-])[0-9a-f]{16,32}\b|(?<="created":)\d+|(?<="created_at":)\d+')
 
@@ -336,3 +381,77 @@ def test_only_the_replicas_own_port_tells_keys_and_only_to_gateways(servers: Ser
     asked = {"target": "/v1/chat/completions", "body": CALL}
     assert servers.gateway.post("/headrace/internal/keys", json=asked).status_code == 404
     assert servers.replica.post("/headrace/internal/keys", json=asked).status_code == 403
+
+
+def pieces(body: bytes) -> tuple[dict[str, Any], list[float]]:
+    """A stream, however its texts were cut into events: for each place in its events the texts in a
+    row, or the values that stood there; and apart from that all log-probabilities."""
+    texts: dict[str, Any] = {}
+    logprobs: list[float] = []
+
+    def take(value: Any, place: str, choice: Any) -> None:
+        if isinstance(value, dict):
+            choice = value.get("index", choice)
+            for name, inner in value.items():
+                if name not in ("created", "created_at", "sequence_number", "logprob"):
+                    take(inner, f"{place}.{name}", choice)
+                elif name == "logprob":
+                    logprobs.append(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                take(inner, place, choice)
+        elif isinstance(value, float):
+            logprobs.append(value)
+        elif isinstance(value, str) and place.endswith(("delta", "text", "content", "arguments")):
+            texts[f"{place} {choice}"] = texts.get(f"{place} {choice}", "") + value
+        elif value is not None:
+            texts.setdefault(f"{place} {choice}", {})[value] = None
+
+    for event in body.split(b"\n\n"):
+        for one in event.split(b"\n"):
+            if one.startswith(b"data: {"):
+                take(json.loads(_VARIES.sub("0", one[6:].decode())), "", None)
+    return texts, logprobs
+
+
+def streamed(servers: Servers, name: str, cuts: str) -> bytes:
+    path, body = STREAMS[name]
+    headers = {"x-request-id": uuid.uuid4().hex, **({"x-cut-after": cuts} if cuts else {})}
+    answer = servers.gateway.post(path, json={**body, "stream": True}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+def assert_goes_on(servers: Servers, name: str, cuts: str) -> None:
+    whole, cut = streamed(servers, name, ""), streamed(servers, name, cuts)
+    texts, logprobs = pieces(whole)
+    again, logprobs_again = pieces(cut)
+    assert again == texts
+    assert logprobs_again == pytest.approx(logprobs, abs=1e-3)  # another order of arithmetic
+    assert cut.count(b"[DONE]") == whole.count(b"[DONE]")
+    for item in set(re.findall(rb'"item_id":"([a-z]+_[0-9a-f]+)"', cut)):
+        assert b'"id":"%s"' % item in cut, "what later events refer to has come before"
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_that_loses_its_replica_several_times_is_the_same(
+    servers: Servers, name: str
+) -> None:
+    assert_goes_on(servers, name, "1,3,7")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_hundred_streams_that_lose_their_replica_are_the_same(
+    servers: Servers, name: str
+) -> None:
+    for cut in range(100):
+        assert_goes_on(servers, name, f"{cut % 13},{cut % 7 + 1}")
+
+
+def test_a_stream_of_several_prompts_ends_with_an_error_that_says_why(servers: Servers) -> None:
+    body = {"model": NAME, "prompt": ["One, two,", "Red, green,"], "stream": True}
+    answer = servers.gateway.post(COMPLETION_PATH, json=body, headers={"x-cut-after": "4"})
+    error = json.loads(answer.content.split(b"data: ")[-1])["error"]
+    assert error["code"] == "replica_lost"
+    assert "one request asks the engine several times" in error["message"]

@@ -45,7 +45,7 @@ class Browser:
     def text(self, selector: str) -> str:
         """Of the first element; empty if there is none."""
         return str(
-            self.run("return document.querySelector(arguments[0])?.innerText", selector) or ""
+            self.run("return document.querySelector(arguments[0])?.textContent", selector) or ""
         )
 
     def run(self, script: str, *arguments: Any) -> Any:

@@ -24,6 +24,34 @@ TOKEN = "of the replica's port"
 BLOCK_TOKENS = 128
 
 
+class Cutting:
+    """ASGI: breaks streams off. A request with the header `x-cut-after: 3,5` loses its connection
+    after the third event of its first answer, and after the fifth of the answer that goes on."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._cuts: dict[bytes, list[int]] = {}
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        if b"x-cut-after" not in headers:
+            await self._app(scope, receive, send)
+            return
+        wanted = [int(one) for one in headers[b"x-cut-after"].split(b",")]
+        cuts = self._cuts.setdefault(headers[b"x-request-id"], wanted)
+        left = cuts.pop(0) if cuts else None
+
+        async def cutting(message: dict[str, Any]) -> None:
+            nonlocal left
+            if left is not None and message["type"] == "http.response.body":
+                if left == 0:
+                    raise ConnectionAbortedError("cut by the test")
+                left -= 1
+            await send(message)
+
+        await self._app(scope, receive, cutting)
+
+
 @contextlib.contextmanager
 def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[str, str, str]]:
     """The URLs of vLLM's own server, of the gateway and of the replica's port, while the program
@@ -73,11 +101,13 @@ async def _main(model: str) -> None:
     from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
     from headrace_decode._vllm_compat import PlannedLLM, keys_route
     from headrace_decode.internal import InternalOnly
+    from headrace_decode.replay.recorder import Recorded
     from headrace_decode.routes import keep_public_routes, public_routes
 
     line = ["--model", model, "--served-model-name", NAME, "--dtype", "float32"]
     line += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
     line += ["--block-size", str(BLOCK_TOKENS), "--prefix-caching-hash-algo", "sha256_cbor"]
+    line += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
 
@@ -89,7 +119,7 @@ async def _main(model: str) -> None:
     plain, replica = await application(), await application()
     keep_public_routes(replica)
     plain_server = await serve_gateway(plain, "127.0.0.1", 0)
-    guarded = InternalOnly(keys_route(replica, replica, llm), TOKEN)
+    guarded = InternalOnly(Cutting(Recorded(keys_route(replica, replica, llm))), TOKEN)
     replica_server = await serve_gateway(guarded, "127.0.0.1", 0)
 
     class OneReplica:

@@ -241,9 +241,12 @@ async def stream(replica: FakeReplica, request: web.Request) -> web.StreamRespon
     return response
 
 
-async def begin_stream(request: web.Request) -> web.StreamResponse:
+async def begin_stream(
+    request: web.Request, more: dict[str, str] | None = None
+) -> web.StreamResponse:
     """The head of an event stream."""
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    kind = {"content-type": "text/event-stream; charset=utf-8"}
+    response = web.StreamResponse(headers={**kind, **(more or {})})
     await response.prepare(request)
     return response
 

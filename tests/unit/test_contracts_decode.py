@@ -97,14 +97,14 @@ def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> Non
 def test_transfer_parameters_are_taken_out_and_put_in() -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_compat import with_transfer_params, without_transfer_params
+    from headrace_decode._vllm_compat import with_transfer_params, without_reserved
 
     names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
     sent = SamplingParams(extra_args={**names_memory, "mine": 1})
-    clean = without_transfer_params(sent)
+    clean = without_reserved(sent)
     assert clean.extra_args == {"mine": 1}
     assert sent.extra_args is not None and PARAMS_KEY in sent.extra_args, "the caller's is kept"
-    assert without_transfer_params(clean) is clean
+    assert without_reserved(clean) is clean
     pull = {"do_remote_prefill": True}
     pulling = with_transfer_params(clean, pull)
     assert pulling.extra_args == {"mine": 1, PARAMS_KEY: pull}

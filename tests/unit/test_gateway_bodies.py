@@ -15,7 +15,7 @@ from headrace.gateway import errors
 from headrace.gateway.app import GatewayApp
 from headrace.gateway.door.budget import BodyBudget
 from headrace.gateway.listen import bind
-from headrace.gateway.relay import Call
+from headrace.gateway.relay.call import Call
 from tests.unit.gateway_fakes import (
     CHAT,
     EVENTS,

@@ -59,8 +59,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     return kept
 
 
-def backend(handle: Handle) -> ServeBackend:
-    return ServeBackend(handle, handle)  # type: ignore[arg-type]
+def backend(decode: Handle, prefill: Handle | None = None) -> ServeBackend:
+    return ServeBackend(decode, prefill or Handle([]))  # type: ignore[arg-type]
 
 
 async def test_while_requests_wait_one_call_asks_serve_for_a_replica(notes: object) -> None:
@@ -88,6 +88,14 @@ async def test_a_replica_without_a_url_is_not_listed(notes: object) -> None:
     told = [{"replica_id": "a", "url": "http://a", "token": "t"}, {"replica_id": "b", "url": None}]
     [only] = await backend(Handle(told)).replicas()
     assert (only.replica_id, only.token) == ("a", "t")
+
+
+async def test_a_prefill_replica_that_can_stand_in_is_listed_also_without_a_decode_replica(
+    notes: object,
+) -> None:
+    told = [{"replica_id": "p", "url": "http://p", "stands_in": True}, {"replica_id": "q"}]
+    [only] = await backend(Handle([]), Handle(told)).replicas()
+    assert only.replica_id == "p" and only.stands_in
 
 
 async def test_an_order_is_kept_for_replicas_that_start_later(notes: dict[str, bytes]) -> None:

@@ -8,7 +8,7 @@ import json
 from aiohttp import web
 
 from headrace.gateway.backend import NoMetrics
-from headrace.gateway.relay import MAX_DELIVERIES
+from headrace.gateway.relay.relay import MAX_DELIVERIES
 from headrace.gateway.replicas import DOWN_S
 from tests.unit.gateway_fakes import (
     CHAT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,12 @@ def test_no_replica_is_no_choice() -> None:
 def test_replicas_that_are_down_are_never_chosen() -> None:
     assert pick([replica("a")], {}, {"a"}, b"") is None
     assert pick([replica("a"), replica("b", waiting=9)], {}, {"a"}, b"") == replica("b", waiting=9)
+
+
+def test_a_prefill_replica_stands_in_only_while_no_decode_replica_is_ready() -> None:
+    spare = replace(replica("p"), stands_in=True)
+    assert choices([spare, replica("a", waiting=50)]) == ["a"] * len(KEYS)
+    assert choices([spare, replica("a")], frozenset("a")) == ["p"] * len(KEYS)
 
 
 def test_fewest_requests_in_flight_wins() -> None:

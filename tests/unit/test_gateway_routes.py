@@ -11,8 +11,8 @@ from aiohttp import web
 
 from headrace.gateway import ReplicaInfo
 from headrace.gateway.backend import NoMetrics
-from headrace.gateway.dialect import DIALECTS
 from headrace.gateway.errors import ApiError
+from headrace.gateway.relay.dialect import DIALECTS
 from headrace.gateway.route_table import RouteTable
 from headrace_decode.routes import Route
 from tests.unit.gateway_fakes import (

@@ -13,17 +13,14 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
+from headrace_decode.replay.worker import TakingUpWorker
 from headrace_decode.speculation.proposer import HeadraceProposer, RunnerView
 
 if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-
     from headrace_decode.speculation.cpu_sampler import CpuRejectionSampler
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class SpeculatingWorker(PlatformWorker):  # type: ignore[misc]
+class SpeculatingWorker(TakingUpWorker):
     """vLLM's worker of the platform, with a line to the proposer.
 
     Of the workers that share a model only the first one drafts: the scheduler asks no other.

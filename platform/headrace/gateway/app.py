@@ -42,7 +42,8 @@ from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.placing.placer import PLACED, Placer
-from headrace.gateway.relay import Call, Relay, forwarded
+from headrace.gateway.relay.call import Call
+from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
 from headrace_decode.routes import Route
@@ -51,6 +52,9 @@ from headrace_engine.stall import LoopStall
 
 logger = logging.getLogger("headrace.gateway")
 
+WANTED_S = 10.0
+"""Requests of so long ago still wake a decode deployment that is scaled to zero: a prefill replica
+may have answered them."""
 SHOWN = 50
 """Of the requests in flight that the status tells."""
 
@@ -123,6 +127,7 @@ class GatewayApp:
         self._admin = Admin(backend, model_id, options, keys_on=keys_on, state=self._state)
         self._intake = Intake(options, keys_on=keys_on)
         self._relaying = 0
+        self._relayed_s = -WANTED_S
         self._calls: dict[int, Call] = {}  # in order of their begin, at most `max_concurrent`
         self._stall = LoopStall()
         self._across_sites = _cors(options, self._http)
@@ -213,6 +218,11 @@ class GatewayApp:
                 self._metrics.queue(stats["waiting"], stats["predicted_wait_s"])
 
     @property
+    def wanted(self) -> bool:
+        """Whether there is work for a replica, or was a moment ago."""
+        return self._relaying > 0 or perf_counter() - self._relayed_s < WANTED_S
+
+    @property
     def relaying(self) -> int:
         """Requests that replicas work on, or that wait for one."""
         return self._relaying
@@ -228,6 +238,7 @@ class GatewayApp:
             parts, self._parts = self._parts, None
             if parts.door is not None:
                 await parts.door.aclose()
+            await parts.relay.aclose()
             if parts.placer is not None:
                 await parts.placer.aclose()
             await parts.pool.aclose()
@@ -329,6 +340,7 @@ class GatewayApp:
         if self._relaying >= self.options.max_concurrent:
             raise errors.too_many_requests(self.options.max_concurrent)
         self._relaying += 1
+        self._relayed_s = perf_counter()
         try:
             yield
         finally:

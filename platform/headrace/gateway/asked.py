@@ -14,7 +14,7 @@ from headrace.gateway.door import limits
 from headrace.gateway.door.budget import BodyBudget
 from headrace.gateway.door.keys import ANYONE, Caller, may_administer
 from headrace.gateway.errors import ApiError
-from headrace.gateway.relay import Call
+from headrace.gateway.relay.call import Call
 
 BODY_LATE = "body late"
 TIME_UP = "time up"

@@ -30,6 +30,7 @@ class ReplicaInfo:
         routes: what clients may ask of it.
         in_flight: requests on its port, from all gateways.
         token: what its port asks of a gateway.
+        stands_in: whether it is a prefill replica, for when no decode replica is ready.
     """
 
     replica_id: str
@@ -41,6 +42,7 @@ class ReplicaInfo:
     routes: tuple[Route, ...] = ()
     in_flight: int = 0
     token: str = ""
+    stands_in: bool = False
 
     @property
     def reported(self) -> int:
@@ -132,7 +134,8 @@ class GatewayMetrics(Protocol):
 
     def replica_lost(self, when: str) -> None:
         """A replica was lost: `before` it got the request, while it `worked` on it, or when its
-        answer had begun (`stream`), which only then is an error to the client."""
+        stream had begun: another one took it up (`taken_up`), or it ended with an error (`stream`).
+        """
 
     def queued(self, slo: str, seconds: float) -> None:
         """A request of a class waited so long before it was sent to a replica."""

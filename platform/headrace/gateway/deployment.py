@@ -63,7 +63,7 @@ class ServeBackend:
         self.wanted: Callable[[], bool] = lambda: False
         """Whether requests wait for a replica."""
         self._app_name = serve.get_replica_context().app_name
-        self._dashboard = ray.init(ignore_reinit_error=True).dashboard_url or ""
+        self._dashboard = dashboard_address()
         self._notes = Notes(self._app_name, read_note, write_note)
 
     async def replicas(self) -> list[ReplicaInfo]:
@@ -74,11 +74,12 @@ class ServeBackend:
         """
         try:
             answers = await _ask_all(self._decode, "headrace_replica")
+            self._knock = None
         except DeploymentUnavailableError:  # Serve knows of no running replica
             self._ask_for_one()
-            return []
-        self._knock = None
-        return [ReplicaInfo.of(answer) for answer in answers if answer["url"]]
+            answers = []
+        answers += await _broadcast(self._prefill, "headrace_replica")
+        return [ReplicaInfo.of(answer) for answer in answers if answer.get("url")]
 
     async def lines(self) -> dict[str, LineInfo]:
         """Where each replica tells of itself, those of both roles, by its id."""
@@ -246,7 +247,7 @@ class GatewayServer:
             tenants=tenants,
             make_placer=partial(Placer, router, backend.lines),
         )
-        backend.wanted = lambda: self._app.relaying > 0
+        backend.wanted = lambda: self._app.wanted
         loop = asyncio.get_running_loop()
 
         def tell(replicas: frozenset[str]) -> None:
@@ -302,6 +303,14 @@ def _forget_orders() -> None:
     status = serve.status().applications.get(app)
     if status is not None and status.status == ApplicationStatus.DELETING:
         drop_notes(prefix(app))
+
+
+def dashboard_address() -> str:
+    """Where the dashboard of this process's cluster is, `host:port`, or what Ray's
+    RAY_OVERRIDE_DASHBOARD_URL says; empty without one."""
+    if not ray.is_initialized():
+        return ""
+    return ray.init(ignore_reinit_error=True).dashboard_url or ""  # it only tells, here
 
 
 async def _broadcast(handle: DeploymentHandle, method: str, *args: Any) -> list[Any]:

@@ -245,6 +245,17 @@ def replica_lost(when: str) -> ApiError:
     )
 
 
+def quarantined(left_s: float) -> ApiError:
+    """422: the same request killed several replicas."""
+    return ApiError(
+        422,
+        "This request was given to several replicas, and each died while it worked on it. It is "
+        f"not tried again for {left_s:.0f} s.",
+        kind="server_error",
+        code="request_quarantined",
+    )
+
+
 def stopping() -> ApiError:
     """503, or the last event of a stream: this gateway ends, and its time to drain is over."""
     return ApiError(

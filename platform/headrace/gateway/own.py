@@ -18,7 +18,7 @@ from headrace.gateway.asgi import JSON_TYPE
 from headrace.gateway.asked import Asked, Intake
 from headrace.gateway.memory import MEMORY, MemoryAdmin, tenant_of
 from headrace.gateway.openapi import MODELS, ROUTER, SPECULATION, WARM
-from headrace.gateway.relay import Relay
+from headrace.gateway.relay.relay import Relay
 from headrace.gateway.replicas import ReplicaPool
 
 OURS = "/headrace/"

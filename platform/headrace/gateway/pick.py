@@ -8,7 +8,8 @@ gateways see each other's load, and what each sends counts at once.
 A request that can be drafted for leaves out those where its tokens are clearly dearer
 (`headrace.router.tokens`). Of the rest the least load wins. Ties go to the replica with the highest
 rendezvous weight for the request's affinity key, so a conversation stays where its prefix is
-cached, and losing one replica moves only the conversations that it held.
+cached, and losing one replica moves only the conversations that it held. Prefill replicas that can
+stand in are asked only when no decode replica is ready.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def pick(
         The choice, or None when every replica is down or there is none.
     """
     ready = [replica for replica in replicas if replica.replica_id not in down]
+    ready = [replica for replica in ready if not replica.stands_in] or ready
     loads = {each.replica_id: _load(each, in_flight, others) for each in ready}
     if draftable_tokens and len(ready) > 1:
         prices = {replica.replica_id: replica.prices for replica in ready}

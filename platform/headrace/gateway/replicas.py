@@ -103,13 +103,14 @@ class ReplicaPool:
         self.start()
         if not self._polled:
             await self._changed.wait()
-        return self.ready_now
+        down = self.down
+        return sum(each.replica_id not in down for each in self._replicas)
 
     @property
     def ready_now(self) -> int:
-        """As `ready`, by the list as it is."""
+        """As `ready`, by the list as it is, and decode replicas only."""
         down = self.down
-        return sum(replica.replica_id not in down for replica in self._replicas)
+        return sum(each.replica_id not in down and not each.stands_in for each in self._replicas)
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -174,7 +175,7 @@ class ReplicaPool:
     def members(self, replica_ids: frozenset[str]) -> None:
         """Serve's word on who runs: others get no more requests, and new ones are asked at once."""
         self._members = replica_ids
-        self._replicas = [each for each in self._replicas if each.replica_id in replica_ids]
+        self._replicas = _of(self._replicas, replica_ids)
         self._wake.set()
 
     async def known_routes(self, waited_s: float) -> RouteTable:
@@ -227,7 +228,7 @@ class ReplicaPool:
                 had = dict(self.in_flight)
                 replicas = await self._backend.replicas()
                 if self._members is not None:
-                    replicas = [each for each in replicas if each.replica_id in self._members]
+                    replicas = _of(replicas, self._members)
                 self._replicas = list(replicas)
                 self._others = {
                     each.replica_id: max(0, each.reported - had.get(each.replica_id, 0))
@@ -249,3 +250,8 @@ class ReplicaPool:
             await asyncio.sleep(HURRY_S)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), POLL_S - HURRY_S)
+
+
+def _of(replicas: list[ReplicaInfo], members: frozenset[str]) -> list[ReplicaInfo]:
+    """The decode replicas among these members, and all that can stand in."""
+    return [each for each in replicas if each.stands_in or each.replica_id in members]

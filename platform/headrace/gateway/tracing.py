@@ -9,7 +9,7 @@ from headrace.gateway.errors import Headers
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from headrace.gateway.relay import Call
+    from headrace.gateway.relay.call import Call
 
 
 def tracing_is_configured() -> bool:

@@ -23,12 +23,14 @@ class ReplicaLost(Exception):
         why: what happened, for the log.
         sent: whether the replica may have begun to work on the request.
         dying: whether the replica is there and says that it cannot go on.
+        hangs: whether its health check has failed already.
     """
 
-    def __init__(self, why: str, *, sent: bool, dying: bool = False) -> None:
+    def __init__(self, why: str, *, sent: bool, dying: bool = False, hangs: bool = False) -> None:
         super().__init__(why)
         self.sent = sent
         self.dying = dying
+        self.hangs = hangs
 
 
 class Reply:

@@ -132,7 +132,7 @@ export function Tiers({ state }) {
   const sum = (name) => told.reduce((total, one) => total + one[name], 0);
   const all = Math.max(1, sum("prompt_tokens"));
   return html`<section aria-labelledby="tiers"><h2 id="tiers">KV tiers</h2>
-    <p>Of all prompt tokens, ${percent(sum("reachable_tokens") / all)} were held somewhere when they were planned, and ${percent(sum("reached_tokens") / all)}
+    <p>Of all prompt tokens, ${percent(sum("reachable_tokens") / all)} were held somewhere when they were planned, and ${percent(sum("reached_tokens") / all)}${" "}
       were not computed. Regret: ${percent(sum("regret_s") / Math.max(1e-9, sum("cost_s")))} of what the plans cost.</p>
     <${Table} label="KV tiers" none="No KV store runs." rows=${rows} head=${["Tier", "State", "Blocks", "Used", "Size", "Hits", "Misses"]} /></section>`;
 }
@@ -158,7 +158,7 @@ export function Plan({ plan, onPlan }) {
     <form onSubmit=${look}><label for="request">Request id</label>
       <input id="request" ref=${field} required placeholder="x-request-id of its answer" /><button type="submit">Explain</button></form>
     ${plan.error && html`<p role="alert">${plan.error}</p>`}
-    ${told && html`<div id="plan-told"><p>${told.request_id}: ${told.kind}, answered by ${told.decode}${told.prefill ? `, prefilled by ${told.replica || told.prefill}` : ""}:
+    ${told && html`<div id="plan-told"><p>${told.request_id}: ${told.kind}, answered by ${told.decode}${told.prefill ? `, prefilled by ${told.replica || told.prefill}` : ""}:${" "}
         ${told.runs.map((run) => `${run.tokens} tokens ${run.source}`).join(", ")}.</p>
       <p>Planned by a ${told.made_by}, because ${told.reasons[0]}.
         ${told.measured ? ` First token after ${seconds(told.measured.ttft_s)}, regret ${seconds(told.measured.regret_s)}.` : ""}</p>
@@ -170,11 +170,11 @@ export function Plan({ plan, onPlan }) {
 /** How each decode replica drafts. */
 export function Drafting({ state }) {
   const rows = state.replicas.filter((one) => one.speculation).map((one) => {
-    const told = one.speculation;
-    return [short(one), told.mode ?? "", JSON.stringify(told.prices ?? told.price ?? {}).slice(0, 200)];
+    const steps = (one.speculation.prices ?? {}).step_s ?? [];
+    return [short(one), one.speculation.mode ?? "", steps.slice(0, 9).map(seconds).join(", ")];
   });
   return html`<section aria-labelledby="drafting"><h2 id="drafting">Drafting</h2>
-    <${Table} label="Drafting" none="No replica drafts." rows=${rows} head=${["Replica", "Mode", "Prices"]} /></section>`;
+    <${Table} label="Drafting" none="No replica drafts." rows=${rows} head=${["Replica", "Mode", "A step with 0, 1, 2 ... draft tokens"]} /></section>`;
 }
 
 /** The models that routers have fitted. */

@@ -2,7 +2,9 @@
 
 A body counts from its first byte that has come, not from its announced length, so a client that
 announces much and sends nothing takes nothing. It counts until no replica can need it again: when
-the first byte of the answer has been sent, or the request has ended.
+the first byte of the answer has been sent, or the request has ended. A stream that another replica
+could take up keeps its body to its end, as long as all streams keep no more than half of the
+budget.
 
 A tenant may hold as many bytes as are free. Alone it fills half of the budget. Two tenants fill a
 third each, and n of them leave one part of n + 1 free for the next one. That room has to be kept
@@ -27,6 +29,7 @@ class BodyBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
+        self.kept_bytes = 0
         self._of_tenant: dict[str, int] = {}
 
     def hold(self, tenant: str | None = None) -> Held:
@@ -57,10 +60,10 @@ class BodyBudget:
 class Held:
     """What one request holds."""
 
-    __slots__ = ("_budget", "_tenant", "size")
+    __slots__ = ("_budget", "_kept", "_tenant", "size")
 
     def __init__(self, budget: BodyBudget, tenant: str | None) -> None:
-        self._budget, self._tenant, self.size = budget, tenant, 0
+        self._budget, self._tenant, self.size, self._kept = budget, tenant, 0, 0
 
     def add(self, size: int) -> None:
         """Hold more bytes.
@@ -71,7 +74,26 @@ class Held:
         self._budget._take(self._tenant, size)
         self.size += size
 
+    def keep(self, size: int) -> bool:
+        """Have so many bytes more for the rest of a stream, of those held or new ones.
+
+        Returns:
+            False if there is no room; what was kept before is kept on.
+        """
+        budget = self._budget
+        if 2 * (budget.kept_bytes + size) > budget.limit_bytes:
+            return False
+        try:
+            self.add(max(0, self._kept + size - self.size))
+        except errors.ApiError:
+            return False
+        self._kept += size
+        budget.kept_bytes += size
+        return True
+
     def release(self) -> None:
         """Hold nothing any more. Idempotent."""
+        self._budget.kept_bytes -= self._kept
+        self._kept = 0
         self._budget._give(self._tenant, self.size)
         self.size = 0

@@ -40,12 +40,15 @@ class Dialect:
         error_event: an error as the last event of a stream; gets the bytes sent before, too.
         failed: how the first event of a stream begins that failed before its answer.
         ended: how the last event of a whole stream may begin.
+        ids: what the ids look like that a replica makes up and later events refer to; None where
+            there are none.
     """
 
     document: Callable[[ApiError], dict[str, Any]]
     error_event: Callable[[ApiError, bytes], Event]
     failed: tuple[bytes, ...]
     ended: tuple[bytes, ...]
+    ids: re.Pattern[bytes] | None = None
 
     def body(self, error: ApiError) -> bytes:
         """The answer's body."""
@@ -90,6 +93,7 @@ DIALECTS = {
             b"event: response.failed\n",
             _ERROR_EVENT,
         ),
+        ids=re.compile(rb"\b[a-z]+_[0-9a-f]{16,32}\b"),
     ),
     "anthropic": Dialect(
         _anthropic,

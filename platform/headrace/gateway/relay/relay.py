@@ -10,8 +10,13 @@ What is retried, until the request's own time limit:
   has had the time to replace it. From a healthy replica it is the answer.
 
 To widen the second case, nothing is sent to the client before the first bytes of a stream's body,
-or the last bytes of any other body, are here. A stream is passed on in whole events, so that an
-error event can be put behind them at any time.
+or the last bytes of any other body, are here. A stream is passed on in whole events. When its
+replica is lost midway, another one takes it up behind them (`journal`): the same one if it
+lives, and at most `MAX_DELIVERIES` times without a new event. A stream that cannot be taken up ends
+with an error event.
+
+A replica that has been silent for a while is asked whether it is well (`watch`), so one that
+hangs is lost, too.
 
 Asking again is safe on every relayed route, since none changes anything at the replica: the store
 of `/v1/responses` is off (`headrace_decode.server`).
@@ -21,20 +26,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 
 from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.backend import GatewayOptions, ReplicaInfo
-from headrace.gateway.dialect import OPENAI, Dialect, dialect_of
-from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
+from headrace.gateway.relay.call import Answer, Call
+from headrace.gateway.relay.quarantine import Quarantine
+from headrace.gateway.relay.streams import Streams
+from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
-from headrace.gateway.upstream import ReplicaLost, Reply, Upstream
+from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
-from headrace_decode.routes import Route
+from headrace_decode.replay.said import HEADER
 
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
@@ -56,6 +62,7 @@ _NOT_COPIED = frozenset(
         b"date",
         b"server",
         b"x-request-id",
+        HEADER,
     }
 )
 
@@ -82,69 +89,6 @@ _NOT_FORWARDED = frozenset(
 )
 
 
-@dataclass(slots=True)
-class Call:
-    """One client request on its way, and what became of it.
-
-    Attributes:
-        route: the replica's operation that it asks for; None for the gateway's own documents.
-        started: `perf_counter` at the request's head.
-        tenant: whom the key proves; None where no keys are configured.
-        waited_s: seconds spent waiting for the client's body or for a replica.
-        own_s: seconds of gateway code before the replica got the request; None before that.
-        status: sent to the client; 0 before that.
-        ttft_s: seconds from the start to the first body bytes sent.
-        last: the events of a stream that were sent last.
-        held: counts the body.
-    """
-
-    request_id: bytes
-    method: str
-    target: str
-    headers: Headers
-    body: bytes = b""
-    affinity: bytes = b""
-    tenant: str | None = None
-    draftable_tokens: int = 0
-    route: Route | None = None
-    started: float = field(default_factory=perf_counter)
-    waited_s: float = 0.0
-    own_s: float | None = None
-    replica_id: str = ""
-    status: int = 0
-    ttft_s: float | None = None
-    streamed: bool = False
-    sent_bytes: int = 0
-    last: bytes = b""
-    held: Held | None = None
-
-    def drop_body(self) -> None:
-        """The body is needed no more: no replica will be asked again."""
-        self.body = b""
-        if self.held is not None:
-            self.held.release()
-
-    @property
-    def dialect(self) -> Dialect:
-        """How its errors are written."""
-        return OPENAI if self.route is None else dialect_of(self.route.api)
-
-
-@dataclass(slots=True)
-class Answer:
-    """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
-
-    lease: Lease
-    reply: Reply
-    body: bytes
-    streamed: bool
-
-    def close(self) -> None:
-        """End the exchange with the replica; before its end this aborts the request there."""
-        self.reply.close()
-        self.lease.release()
-
-
 class Relay:
     """Sends calls to replicas.
 
@@ -169,6 +113,15 @@ class Relay:
         self._upstream = upstream
         self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
+        self._watch = Watch(self._is_healthy)
+        self._quarantine = Quarantine(monotonic)
+        self._streams = Streams(
+            pool, self._watch, self._quarantine, self.fetch, self._is_healthy, on_lost
+        )
+
+    async def aclose(self) -> None:
+        """Stop to watch replicas."""
+        await self._watch.aclose()
 
     async def run(self, call: Call, send: Send) -> None:
         """Get an answer and copy it to the client.
@@ -177,7 +130,8 @@ class Relay:
             ApiError: no answer could be had; nothing was sent.
         """
         answer = await self.fetch(call)
-        call.drop_body()
+        if not answer.streamed:
+            call.drop_body()
         try:
             call.status = answer.reply.status
             call.streamed = answer.streamed
@@ -188,7 +142,7 @@ class Relay:
             start = {"type": "http.response.start", "status": call.status, "headers": headers}
             if answer.streamed:
                 await send(start)
-                await self._copy_stream(call, answer, send)
+                await self._streams.copy(call, answer, send)
             else:
                 headers.append((b"content-length", b"%d" % len(answer.body)))
                 await send(start)
@@ -198,18 +152,24 @@ class Relay:
         finally:
             answer.close()
 
-    async def fetch(self, call: Call) -> Answer:
+    async def fetch(self, call: Call, prefer: str = "") -> Answer:
         """An answer from some replica; the caller closes it.
+
+        Args:
+            prefer: the replica to ask first, if it is ready; without it a plan is made.
 
         Raises:
             ApiError: 503 when no replica was ready in time, 502 when it was lost too often.
         """
+        self._quarantine.check(call.target, call.body)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._queue_timeout_s
         deliveries = 0
-        placed = await self._place(call)
+        lease = self._pool.lease_of(prefer) if prefer else None
+        placed = await self._place(call) if lease is None else None
         while True:
-            lease = None if placed is None else self._pool.lease_of(placed.plan.decode)
+            if lease is None and placed is not None:
+                lease = self._pool.lease_of(placed.plan.decode)
             if lease is None:
                 self._give_up(placed)
                 placed = None
@@ -222,18 +182,20 @@ class Relay:
                     )
                 finally:
                     call.waited_s += perf_counter() - began
-            call.replica_id = lease.replica.replica_id
+            replica = lease.replica
+            call.replica_id = replica.replica_id
             try:
                 return await self._attempt(call, lease, placed)
             except ReplicaLost as lost:
                 lease.release()
                 self._give_up(placed)
-                placed = None
-                self._pool.failed(lease.replica, dying=lost.dying)
+                lease = placed = None
+                self._pool.failed(replica, dying=lost.dying)
                 self._on_lost("worked" if lost.sent else "before")
                 if lost.sent:
                     deliveries += 1
                     if deliveries >= MAX_DELIVERIES:
+                        self._quarantine.add(call.target, call.body)
                         when = f"while it worked on this request, {deliveries} times in a row"
                         raise errors.replica_lost(when) from lost
                     until = loop.time() + self._queue_timeout_s
@@ -277,53 +239,34 @@ class Relay:
         headers = call.headers + _introduced(call, lease.replica)
         if placed is not None:
             headers += placed.headers
-        reply = await self._upstream.send(url, call.method, call.target, headers, call.body)
-        try:
-            streamed = _is_event_stream(reply.headers)
-            body = await reply.read_some()
-            if not streamed:
-                parts = [body]
-                while parts[-1]:
-                    parts.append(await reply.read_some())
-                body = b"".join(parts)
-            failed = reply.status in _DYING or (streamed and body.startswith(call.dialect.failed))
-            if failed and not await self._is_healthy(lease.replica):
-                why = f"status {reply.status} and an error from a dying replica"
-                raise ReplicaLost(why, sent=True, dying=True)
-        except BaseException:
-            reply.close()
-            raise
+        body = call.body
+        if call.method == "POST" and call.route is not None:
+            headers = [*headers, (HEADER, b"%d" % len(call.said))]
+            body = call.said + body
+        with self._watch.over(lease.replica) as watched:
+            async with watched.waits():
+                reply = await self._upstream.send(url, call.method, call.target, headers, body)
+            try:
+                streamed = _is_event_stream(reply.headers)
+                async with watched.waits():
+                    body = await reply.read_some()
+                if not streamed:
+                    parts = [body]
+                    async with watched.waits():
+                        while parts[-1]:
+                            parts.append(await reply.read_some())
+                            watched.heard()
+                    body = b"".join(parts)
+                failed = reply.status in _DYING or (
+                    streamed and body.startswith(call.dialect.failed)
+                )
+                if failed and not await self._is_healthy(lease.replica):
+                    why = f"status {reply.status} and an error from a dying replica"
+                    raise ReplicaLost(why, sent=True, dying=True)
+            except BaseException:
+                reply.close()
+                raise
         return Answer(lease, reply, body, streamed)
-
-    async def _copy_stream(self, call: Call, answer: Answer, send: Send) -> None:
-        """Pass on the events of a stream, each as soon as it is whole."""
-        read_some = answer.reply.read_some
-        chunk, tail = answer.body, b""
-        try:
-            while chunk:
-                if tail:
-                    chunk = tail + chunk
-                    tail = b""
-                if not chunk.endswith(b"\n\n"):
-                    cut = chunk.rfind(b"\n\n") + 2
-                    if cut == 1:
-                        cut = 0
-                    chunk, tail = chunk[:cut], chunk[cut:]
-                if chunk:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    if call.ttft_s is None:
-                        call.ttft_s = perf_counter() - call.started
-                    call.sent_bytes += len(chunk)
-                    call.last = chunk
-                chunk = await read_some()
-        except ReplicaLost:
-            self._pool.failed(answer.lease.replica)
-            tail = b""
-            if not call.dialect.is_over(call.last):
-                self._on_lost("stream")
-                tail = call.dialect.event(errors.replica_lost("mid-stream"), call.last)
-        call.sent_bytes += len(tail)
-        await send({"type": "http.response.body", "body": tail})
 
     async def _is_healthy(self, replica: ReplicaInfo) -> bool:
         """Whether the replica's own health check passes."""

@@ -1,0 +1,126 @@
+"""Steady streams of greedy answers, and what each client saw."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+LIMIT_S = 240.0
+"""An answer that takes longer hangs."""
+
+
+@dataclass
+class Seen:
+    """One stream.
+
+    Attributes:
+        came_s: when each event came, `monotonic`.
+        replica: that began to answer.
+        why: what ended it other than its end.
+    """
+
+    prompt: int
+    began_s: float
+    tokens: list[int] = field(default_factory=list)
+    came_s: list[float] = field(default_factory=list)
+    replica: str = ""
+    why: str = ""
+
+    def silence_s(self) -> float:
+        """The longest time without an event behind the first."""
+        pairs = zip(self.came_s, self.came_s[1:], strict=False)
+        return max((later - earlier for earlier, later in pairs), default=0.0)
+
+    def around(self, moment_s: float) -> bool:
+        """Whether it was streaming then."""
+        return bool(self.came_s) and self.came_s[0] < moment_s < self.came_s[-1]
+
+
+def ask(
+    url: str,
+    model: str,
+    prompts: Sequence[str],
+    which: int,
+    tokens: int,
+    into: list[Seen] | None = None,
+) -> Seen:
+    """Stream one answer to its end. `into` gets it at its begin."""
+    seen = Seen(which, time.monotonic())
+    if into is not None:
+        into.append(seen)
+    body = {
+        "model": model,
+        "prompt": prompts[which],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    headers = {"x-request-id": f"chaos-{uuid.uuid4().hex}", "connection": "close"}
+    seen.why = "no end"
+    try:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S
+        ) as answer:
+            seen.replica = answer.headers.get("x-headrace-replica", "")
+            if answer.status_code != 200:
+                seen.why = f"{answer.status_code}: {answer.read()[:300]!r}"
+                return seen
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    seen.why = ""
+                elif line.startswith("data: "):
+                    seen.came_s.append(time.monotonic())
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        seen.why = str(event["error"])
+                        break
+                    for choice in event["choices"]:
+                        seen.tokens += choice["token_ids"] or ()
+    except httpx.TimeoutException:
+        seen.why = "hung"
+    except httpx.HTTPError as error:
+        seen.why = repr(error)
+    return seen
+
+
+class Load:
+    """So many clients, each asking again as soon as it is answered, until `stop`."""
+
+    def __init__(
+        self, url: str, model: str, prompts: Sequence[str], clients: int, tokens: int
+    ) -> None:
+        self.seen: list[Seen] = []
+        self._ask = lambda which: ask(url, model, prompts, which, tokens, self.seen)
+        self._prompts, self._over = len(prompts), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._client, args=(number,), daemon=True)
+            for number in range(clients)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _client(self, number: int) -> None:
+        while not self._over.is_set():
+            self._ask(number % self._prompts)
+            number += len(self._threads)
+
+    def stop(self) -> list[Seen]:
+        """Let each finish its answer; all that was seen."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        return self.seen
+
+
+def tokens_per_s(seen: Sequence[Seen], from_s: float, to_s: float) -> float:
+    """Events in a time, by all streams: tokens, but for those that came together."""
+    count = sum(from_s <= came < to_s for one in list(seen) for came in list(one.came_s))
+    return count / (to_s - from_s)

@@ -1,0 +1,161 @@
+"""An engine's frontend that takes streams up where another replica left them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from vllm import RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.outputs import STREAM_FINISHED
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
+from headrace_decode.replay.recorder import RECORDER, Recorder
+from headrace_decode.replay.said import Output, tokens_of
+
+SCHEDULERS = {
+    False: "headrace_decode.replay.scheduler.TakingUp",
+    True: "headrace_decode.replay.scheduler.TakingUpAsync",
+}
+WORKER = "headrace_decode.replay.worker.TakingUpWorker"
+PLATFORM_WORKERS = frozenset(
+    {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
+)
+"""Those in whose place `WORKER` can stand."""
+OUR_WORKERS = frozenset({WORKER, "headrace_decode.speculation.drafting_worker.SpeculatingWorker"})
+
+Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
+
+
+class Again:
+    """One request on its second way: what was said, and what of it the serving layer gets."""
+
+    def __init__(self, outputs: list[Output]) -> None:
+        self.outputs = outputs
+        self._given: dict[int, dict[int, RequestOutput]] = {}
+
+    def give(self, index: int, given: dict[int, RequestOutput]) -> None:
+        """What the serving layer gets for one choice, by the number of the output."""
+        self._given[index] = given
+
+    def take(self) -> list[RequestOutput]:
+        """All of it, each output once and with its choices in their order."""
+        found = []
+        for number, output in enumerate(self.outputs):
+            parts = [
+                given[number]
+                for index in dict.fromkeys(said.index for said in output)
+                if number in (given := self._given.get(index, {}))
+            ]
+            for part in parts[1:]:
+                parts[0].add(part, aggregate=True)
+            found += parts[:1]
+        self._given.clear()
+        return found
+
+
+class TakingUpLLM(AsyncLLM):
+    """vLLM's, with our schedulers and workers where they can stand."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        self._cannot = _prepare(vllm_config)
+        self._draws_again = not vllm_config.use_v2_model_runner
+        self._again: dict[str, Again] = {}
+        super().__init__(vllm_config, *args, **kwargs)
+
+    async def recorded(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        run: Callable[[Generate], AsyncGenerator[Any, None]],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """A request's outputs, with those said elsewhere before them, told to its `Recorder`.
+
+        Args:
+            run: runs the request, given what asks the engine (`AsyncLLM.generate`).
+        """
+        recorder = RECORDER.get()
+        if recorder is None:
+            async with aclosing(run(super().generate)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        again = Again(recorder.begin(self._cannot or why_not(prompt, params)))
+        left = MOST_SEEDED if params.seed is not None and self._draws_again else None
+        plain = super().generate
+
+        def taking_up(
+            prompt: Any, params: SamplingParams, name: str, **kwargs: Any
+        ) -> AsyncGenerator[RequestOutput, None]:
+            return self._taking_up(again, name, plain(prompt, params, name, **kwargs))
+
+        async with aclosing(run(taking_up if again.outputs else plain)) as outputs:
+            async for output in outputs:
+                for earlier in again.take():
+                    left = _tell(recorder, earlier, left)
+                    yield earlier
+                left = _tell(recorder, output, left)
+                yield output
+        for earlier in again.take():  # nothing was left to say
+            _tell(recorder, earlier, left)
+            yield earlier
+
+    async def _taking_up(
+        self, again: Again, name: str, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._again[name] = again
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        finally:
+            self._again.pop(name, None)
+
+    async def _add_request(
+        self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        """As vLLM's. One that was taken up is led through what it said before the engine gets it,
+        and the engine does not get it if it had ended."""
+        again = self._again.get(request.external_req_id)
+        if again is None:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        choices = 1 if parent_req is None else parent_req.n
+        self.output_processor.add_request(request, prompt, parent_req, index, queue)
+        given, ended = feed(self.output_processor, queue, request.request_id, index, again.outputs)
+        again.give(index, given)
+        if not ended:
+            said = tokens_of(again.outputs, index)
+            request.sampling_params = with_said(request.sampling_params, said)
+            await self.engine_core.add_request_async(request)
+        elif index == choices - 1 and not self.output_processor.external_req_ids.get(
+            request.external_req_id
+        ):
+            queue.put(STREAM_FINISHED)
+
+
+def _tell(recorder: Recorder, output: RequestOutput, left: int | None) -> int | None:
+    """Record an output; how many tokens may still be said, if there is a limit."""
+    said = output_of(output)
+    recorder.add(said)
+    if left is not None:
+        left -= sum(len(one.tokens) for one in said)
+        if left < 0:
+            recorder.stop(f"it has a seed and more than {MOST_SEEDED} tokens")
+    return left
+
+
+def _prepare(config: VllmConfig) -> str | None:
+    """Put our scheduler and worker in; why that cannot be, if so."""
+    scheduler, parallel = config.scheduler_config, config.parallel_config
+    if scheduler.scheduler_cls is not None:
+        return f"the engine runs with scheduler_cls {scheduler.scheduler_cls}"
+    if not config.use_v2_model_runner:
+        if parallel.worker_cls in PLATFORM_WORKERS:
+            parallel.worker_cls = WORKER
+        elif parallel.worker_cls not in OUR_WORKERS:
+            return f"the engine runs with worker_cls {parallel.worker_cls}"
+    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    return None

@@ -1,0 +1,161 @@
+"""Puts the lines of `said` into a replica's streams, and takes those to take up off a request.
+
+ASGI, around vLLM's application. It acts on requests with the header `HEADER` only, and on answers
+that are event streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from headrace_decode.replay.said import HEADER, MOST_BYTES, Output, line, read
+
+Message = MutableMapping[str, Any]
+ASGIApp = Callable[[Message, Any, Any], Awaitable[None]]
+
+
+class Recorder:
+    """One request's lines: those to take up, and those to send.
+
+    Attributes:
+        again: what the stream's engine said elsewhere.
+    """
+
+    def __init__(self) -> None:
+        self.again: list[Output] = []
+        self._began = False
+        self._lines: list[bytes] = []
+        self._silent = False
+
+    def begin(self, why_not: str | None) -> list[Output]:
+        """The engine gets the request: what it has said already.
+
+        Args:
+            why_not: why what follows cannot be taken up elsewhere, if it cannot.
+        """
+        if self._began:
+            why_not = "one request asks the engine several times"
+        self._began = True
+        if why_not is not None:
+            self.stop(why_not)
+        return self.again
+
+    def stop(self, why: str) -> None:
+        """The stream cannot be taken up from here on."""
+        if not self._silent:
+            self._lines.append(line(why))
+            self._silent = True
+
+    def add(self, output: Output) -> None:
+        """The engine said something, which the serving layer gets now."""
+        if not self._silent:
+            self._lines.append(line(output))
+
+    def take(self) -> bytes:
+        """The lines since the last time."""
+        if not self._lines:
+            return b""
+        lines = b"".join(self._lines)
+        self._lines.clear()
+        return lines
+
+
+RECORDER: ContextVar[Recorder | None] = ContextVar("headrace_recorder", default=None)
+"""Of the request that this task answers; None if nobody wants its lines."""
+
+
+class Recorded:
+    """ASGI: gives each request that asks for it a `Recorder`, and sends its lines."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        told = None
+        if scope["type"] == "http":
+            told = next((value for name, value in scope["headers"] if name == HEADER), None)
+        if told is None:
+            await self._app(scope, receive, send)
+            return
+        recorder = Recorder()
+        size = int(told) if told.isdigit() and len(told) < 10 else MOST_BYTES + 1
+        if size > MOST_BYTES:
+            await _refuse(send, f"{HEADER.decode()}: must be 0 to {MOST_BYTES}")
+            return
+        if size:
+            try:
+                lines, receive = await _split(receive, size)
+                recorder.again = read(lines)
+            except ValueError as error:
+                await _refuse(send, f"{HEADER.decode()}: {error}")
+                return
+            scope = {**scope, "headers": _shorter(scope["headers"], size)}
+        before = RECORDER.set(recorder)
+        try:
+            await self._app(scope, receive, _with_lines(send, recorder))
+        finally:
+            RECORDER.reset(before)
+
+
+def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[None]]:
+    streams = False
+
+    async def sending(message: Message) -> None:
+        nonlocal streams
+        if message["type"] == "http.response.start":
+            streams = any(
+                name == b"content-type" and value.startswith(b"text/event-stream")
+                for name, value in message["headers"]
+            )
+            if streams:
+                message["headers"] = [*message["headers"], (HEADER, b"1")]
+        elif streams and (body := message.get("body")):
+            message["body"] = recorder.take() + body
+        await send(message)
+
+    return sending
+
+
+async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
+    """The first `size` bytes of a body, and a `receive` that gives the rest.
+
+    Raises:
+        ValueError: the body is shorter.
+    """
+    parts, have, more = [], 0, True
+    while have < size and more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise ValueError("the client left")
+        parts.append(message.get("body", b""))
+        have += len(parts[-1])
+        more = message.get("more_body", False)
+    whole = b"".join(parts)
+    if have < size:
+        raise ValueError(f"the body has {have} bytes, not {size}")
+    rest: Message | None = {"type": "http.request", "body": whole[size:], "more_body": more}
+
+    async def receiving() -> Any:
+        nonlocal rest
+        if rest is not None:
+            message, rest = rest, None
+            return message
+        return await receive()
+
+    return whole[:size], receiving
+
+
+def _shorter(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
+    return [
+        (name, b"%d" % (int(value) - size) if name == b"content-length" else value)
+        for name, value in headers
+    ]
+
+
+async def _refuse(send: Any, why: str) -> None:
+    headers = [(b"content-type", b"text/plain")]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": why.encode()})

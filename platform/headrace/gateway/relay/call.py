@@ -1,0 +1,84 @@
+"""A client's request on its way through the gateway, and the answer that it got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from headrace.gateway.door.budget import Held
+from headrace.gateway.errors import Headers
+from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
+from headrace.gateway.replicas import Lease
+from headrace.gateway.upstream import Reply
+from headrace_decode.replay.said import HEADER
+from headrace_decode.routes import Route
+
+
+@dataclass(slots=True)
+class Call:
+    """One client request on its way, and what became of it.
+
+    Attributes:
+        route: the replica's operation that it asks for; None for the gateway's own documents.
+        started: `perf_counter` at the request's head.
+        tenant: whom the key proves; None where no keys are configured.
+        waited_s: seconds spent waiting for the client's body or for a replica.
+        own_s: seconds of gateway code before the replica got the request; None before that.
+        status: sent to the client; 0 before that.
+        ttft_s: seconds from the start to the first body bytes sent.
+        last: the events of a stream that were sent last.
+        held: counts the body.
+        said: the lines of its stream so far, for the replica that takes it up.
+    """
+
+    request_id: bytes
+    method: str
+    target: str
+    headers: Headers
+    body: bytes = b""
+    affinity: bytes = b""
+    tenant: str | None = None
+    draftable_tokens: int = 0
+    route: Route | None = None
+    started: float = field(default_factory=perf_counter)
+    waited_s: float = 0.0
+    own_s: float | None = None
+    replica_id: str = ""
+    status: int = 0
+    ttft_s: float | None = None
+    streamed: bool = False
+    sent_bytes: int = 0
+    last: bytes = b""
+    held: Held | None = None
+    said: bytes = b""
+
+    def drop_body(self) -> None:
+        """The body is needed no more: no replica will be asked again."""
+        self.body = b""
+        if self.held is not None:
+            self.held.release()
+
+    @property
+    def dialect(self) -> Dialect:
+        """How its errors are written."""
+        return OPENAI if self.route is None else dialect_of(self.route.api)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply that may be passed on: of a stream the first bytes, of any other the whole body."""
+
+    lease: Lease
+    reply: Reply
+    body: bytes
+    streamed: bool
+
+    def close(self) -> None:
+        """End the exchange with the replica; before its end this aborts the request there."""
+        self.reply.close()
+        self.lease.release()
+
+    @property
+    def tells(self) -> bool:
+        """Whether this is a stream with lines (`headrace_decode.replay.said`)."""
+        return self.streamed and any(name == HEADER for name, _ in self.reply.headers)

@@ -1,0 +1,154 @@
+"""What a stream's client has, and how a second answer is cut so that it goes on behind that.
+
+A replica tells in lines between the events of a stream what its engine said (`headrace_decode.
+replay.said`). The journal takes the lines out and counts the events behind each. To take the stream
+up, another replica gets the lines of all events that the client has. It leads its serving layer
+through the same outputs, so its answer begins with the same lines and as many events, which the
+journal swallows. An answer that does not is never passed on. Ids that the first replica made up
+stay: they take the place of the other one's in the events that follow.
+
+Pure: bytes in, bytes out.
+"""
+
+from __future__ import annotations
+
+from headrace.gateway.relay.dialect import OPENAI, Dialect
+from headrace_decode.replay.said import END, MARK, MOST_BYTES
+
+_REFUSED = MARK + b'"'
+
+
+class Diverged(Exception):
+    """A second answer is not the stream that the client has the beginning of."""
+
+
+class Journal:
+    """One stream.
+
+    Args:
+        dialect: how its errors begin, and which ids its events refer to.
+
+    Attributes:
+        why_not: why the stream cannot be taken up; None if it can.
+        line_bytes: of all lines kept.
+        progress: events passed on.
+    """
+
+    def __init__(self, dialect: Dialect = OPENAI) -> None:
+        self._failed, self._id_pattern = dialect.failed, dialect.ids
+        self._ids: dict[bytes, None] = {}  # in the events that the client has, in their order
+        self._other_ids: dict[bytes, None] = {}  # likewise of the second answer
+        self._lines: list[bytes] = [b""]  # the first stands for what comes before any line
+        self._events = [0]
+        self._tail = b""
+        self._at: int | None = None  # while swallowing: the line that was seen last
+        self._swallowed = 0
+        self.why_not: str | None = None
+        self.line_bytes = 0
+        self.progress = 0
+
+    def pass_on(self, chunk: bytes) -> tuple[bytes, bytes]:
+        """The whole events in a chunk for the client; and the rest, from the first event on that
+        says that the replica failed, which is then in neither the client's hands nor the journal.
+
+        Raises:
+            Diverged: this is no continuation of what the client has.
+        """
+        chunk = self._tail + chunk
+        cut = chunk.rfind(END) + 2
+        if cut == 1:
+            self._tail = chunk
+            return b"", b""
+        self._tail = chunk[cut:]
+        whole = chunk[:cut]
+        parts = whole.split(END)
+        parts.pop()
+        given: list[bytes] = []
+        for number, part in enumerate(parts):
+            if part.startswith(MARK):
+                self._line(part)
+            elif part.startswith(self._failed):
+                return _joined(given), END.join([*parts[number:], b""])
+            else:
+                new = self._is_new()
+                if self._id_pattern is not None:
+                    part = self._with_ids(part, new=new)
+                if new:
+                    given.append(part)
+        return _joined(given), b""
+
+    def rest(self) -> bytes:
+        """What came behind the last whole event; the stream is at its end."""
+        return self._tail
+
+    def take_up(self) -> bytes:
+        """The lines of all events that the client has; what follows comes from a second answer."""
+        while len(self._lines) > 1 and not self._events[-1]:
+            self._lines.pop()
+            self._events.pop()
+        self._tail = b""
+        self._at, self._swallowed = 0, 0
+        self._other_ids = {}
+        return b"".join(line + END for line in self._lines[1:])
+
+    def _line(self, line: bytes) -> None:
+        if line.startswith(_REFUSED):
+            self.stop(line[len(_REFUSED) : -1].decode("utf-8", "replace"))
+            return
+        if self._at is not None:
+            self._check_whole()
+            self._at, self._swallowed = self._at + 1, 0
+            if self._at < len(self._lines):
+                if self._lines[self._at] != line:
+                    raise Diverged("another line")
+                return
+            self._at = None
+        if self.why_not is None:
+            self._lines.append(line)
+            self._events.append(0)
+            self.line_bytes += len(line)
+            if self.line_bytes > MOST_BYTES:
+                self.stop(f"its lines have more than {MOST_BYTES} bytes")
+
+    def _is_new(self) -> bool:
+        """Whether the client lacks the event that comes now."""
+        if self._at is not None:
+            if self._swallowed < self._events[self._at]:
+                self._swallowed += 1
+                return False
+            if self._at + 1 < len(self._lines):
+                raise Diverged("more events behind a line")
+            self._at = None
+        self._events[-1] += 1
+        self.progress += 1
+        return True
+
+    def _with_ids(self, event: bytes, *, new: bool) -> bytes:
+        """The event with the ids that the client knows, in place of those that the second replica
+        made; in a stream of one answer they are the same."""
+        assert self._id_pattern is not None
+        seen = dict.fromkeys(self._id_pattern.findall(event))
+        if self._at is None and not self._other_ids:
+            self._ids.update(seen)
+            return event
+        self._other_ids.update(seen)
+        if new:
+            known = dict(zip(self._other_ids, self._ids, strict=False))
+            event = self._id_pattern.sub(lambda found: known.get(found[0], found[0]), event)
+            self._ids.update(dict.fromkeys(self._id_pattern.findall(event)))
+        return event
+
+    def _check_whole(self) -> None:
+        assert self._at is not None
+        if self._swallowed < self._events[self._at]:
+            raise Diverged("fewer events behind a line")
+
+    def stop(self, why: str) -> None:
+        """Keep nothing any more: the stream is not taken up."""
+        self.why_not = self.why_not or why
+        if self._at is None:
+            self._lines, self._events = [b""], [0]
+
+
+def _joined(events: list[bytes]) -> bytes:
+    return END.join([*events, b""]) if events else b""

@@ -1,0 +1,157 @@
+"""Passes a stream on to its client, from as many replicas as it takes.
+
+When the replica is lost midway, another one takes the stream up behind what the client has: the
+same one if it lives, since it holds the KV. That is tried `MAX_TRIES` times without a new event in
+between; then the stream ends with an error event, as one does that cannot be taken up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+
+from headrace.gateway import errors
+from headrace.gateway.asgi import Send
+from headrace.gateway.backend import ReplicaInfo
+from headrace.gateway.relay.call import Answer, Call
+from headrace.gateway.relay.journal import Diverged, Journal
+from headrace.gateway.relay.quarantine import Quarantine
+from headrace.gateway.relay.watch import Watch
+from headrace.gateway.replicas import ReplicaPool
+from headrace.gateway.upstream import ReplicaLost
+
+MAX_TRIES = 2
+COUNTED_BYTES = 16 * 1024
+"""What a stream's lines may hold before they count as kept."""
+_MIDWAY = "mid-stream, and the stream cannot go on elsewhere: "
+
+
+class Streams:
+    """Of one event loop.
+
+    Args:
+        pool: the replicas.
+        watch: finds those that hang.
+        quarantine: for requests that kill one after the other.
+        fetch: gets an answer to a call, from the replica named if it is ready.
+        healthy: whether a replica's health check passes; bounded in time.
+        on_lost: as of `relay.Relay`.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        watch: Watch,
+        quarantine: Quarantine,
+        fetch: Callable[[Call, str], Awaitable[Answer]],
+        healthy: Callable[[ReplicaInfo], Awaitable[bool]],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._pool, self._watch, self._on_lost = pool, watch, on_lost
+        self._quarantine = quarantine
+        self._fetch, self._healthy = fetch, healthy
+
+    async def copy(self, call: Call, answer: Answer, send: Send) -> None:
+        """Pass on the events of a stream to its end. The caller closes the first answer."""
+        journal = self._journal(call, answer)
+        first, tries, had, tail = answer, 0, 0, b""
+        try:
+            while True:
+                try:
+                    tail = await self._copy_events(call, answer, journal, send)
+                    break
+                except (ReplicaLost, Diverged) as lost:
+                    if call.dialect.is_over(call.last):
+                        self._pool.failed(answer.lease.replica)
+                        break
+                    tries = 1 if journal.progress > had else tries + 1
+                    had = journal.progress
+                    try:
+                        answer = await self._take_up(call, answer, journal, lost, tries)
+                    except errors.ApiError as error:
+                        self._on_lost("stream")
+                        tail = call.dialect.event(error, call.last)
+                        break
+        finally:
+            if answer is not first:
+                answer.close()
+        call.sent_bytes += len(tail)
+        await send({"type": "http.response.body", "body": tail})
+
+    def _journal(self, call: Call, answer: Answer) -> Journal:
+        """Of a stream; it says why the stream cannot be taken up."""
+        journal = Journal(call.dialect)
+        if not answer.tells:
+            journal.stop("its replica does not tell what its engine said")
+        elif call.held is None or not call.held.keep(call.held.size):
+            journal.stop("the gateway has no room to keep its request")
+        if journal.why_not is not None:
+            call.drop_body()
+        return journal
+
+    async def _copy_events(self, call: Call, answer: Answer, journal: Journal, send: Send) -> bytes:
+        """Pass on the events of one answer, each as soon as it is whole; what is behind the last.
+
+        Raises:
+            ReplicaLost: the answer broke off.
+            Diverged: it is not the stream that the client has.
+        """
+        read_some, chunk = answer.reply.read_some, answer.body
+        counted = journal.line_bytes // COUNTED_BYTES * COUNTED_BYTES
+        with self._watch.over(answer.lease.replica) as watched:
+            async with watched.waits():
+                while chunk:
+                    events, error = journal.pass_on(chunk)
+                    if journal.line_bytes - counted >= COUNTED_BYTES:
+                        if call.held is None or not call.held.keep(journal.line_bytes - counted):
+                            journal.stop("the gateway has no room to keep what it said")
+                        counted = journal.line_bytes
+                    if events:
+                        await send(
+                            {"type": "http.response.body", "body": events, "more_body": True}
+                        )
+                        if call.ttft_s is None:
+                            call.ttft_s = perf_counter() - call.started
+                        call.sent_bytes += len(events)
+                        call.last = events
+                    if error:
+                        if await self._healthy(answer.lease.replica):
+                            return error
+                        raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
+                    chunk = await read_some()
+                    watched.heard()
+        return journal.rest()
+
+    async def _take_up(
+        self,
+        call: Call,
+        answer: Answer,
+        journal: Journal,
+        lost: ReplicaLost | Diverged,
+        tries: int,
+    ) -> Answer:
+        """A second answer to a stream that broke off, which begins with what the client has.
+
+        Raises:
+            ApiError: it cannot be had.
+        """
+        replica = answer.lease.replica
+        answer.close()
+        dying = isinstance(lost, ReplicaLost) and lost.dying
+        hangs = isinstance(lost, ReplicaLost) and lost.hangs
+        lives = not dying and not hangs and await self._healthy(replica)
+        if not lives:
+            self._pool.failed(replica, dying=dying)
+        if journal.why_not is not None:
+            raise errors.replica_lost(_MIDWAY + journal.why_not)
+        if isinstance(lost, Diverged) or tries > MAX_TRIES:
+            if dying:
+                self._quarantine.add(call.target, call.body)
+            raise errors.replica_lost(f"{_MIDWAY}{lost}, {tries} times in a row")
+        call.said = journal.take_up()
+        again = await self._fetch(call, replica.replica_id if lives else "")
+        if again.reply.status != 200 or not again.tells:
+            again.close()
+            raise errors.replica_lost(f"{_MIDWAY}another replica answered {again.reply.status}")
+        self._on_lost("taken_up")
+        return again

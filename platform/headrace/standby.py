@@ -1,0 +1,98 @@
+"""A prefill replica stands in for decode replicas while none of them is ready.
+
+It has an engine and the weights, and often the prompt's KV. So it answers clients over a port of
+its own as a decode replica does, but each request is computed whole where it is: nothing is planned
+and nothing is drafted. Gateways send it requests, and streams to take up, only while no decode
+replica can be asked (`gateway.pick`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from ray.util import get_node_ip_address
+
+from headrace_decode._vllm_compat import PlannedVLLMEngine
+from headrace_decode.health import Health
+from headrace_decode.internal import InternalOnly
+from headrace_decode.replay.recorder import Recorded
+from headrace_decode.routes import keep_public_routes, public_routes
+from headrace_decode.server import base_url, without_responses_store
+from headrace_engine.serving._ray_compat import shutdown_seconds
+from headrace_engine.serving.draining import grace_s
+from headrace_engine.serving.inflight import InFlight
+
+BUILD_AFTER_S = 5.0
+"""From the start until the application is made; a request that comes before has it made at once."""
+
+
+class StandIn:
+    """The port of one prefill replica.
+
+    Args:
+        make_app: makes vLLM's application over the engine; about a second of work.
+        engine: the replica's.
+    """
+
+    def __init__(self, make_app: Callable[[], Awaitable[Any]], engine: PlannedVLLMEngine) -> None:
+        self._make_app, self._engine = make_app, engine
+        self._token = secrets.token_urlsafe(32)
+        self._making: asyncio.Task[Any] | None = None
+        self._wanted = asyncio.Event()
+        self._listener: Any = None
+        self._routes: list[dict[str, Any]] = []
+        meter = engine.meter
+        well = Health(self._answer, lambda: (meter.steps_total, meter.running))
+        self._port = InFlight(Recorded(well))
+
+    async def start(self) -> None:
+        """Listen."""
+        from headrace.gateway.listen import serve_gateway
+
+        without_responses_store()
+        guarded = InternalOnly(self._port, self._token)
+        self._listener = await serve_gateway(guarded, get_node_ip_address(), 0)
+        self._making = asyncio.create_task(self._make())
+
+    def info(self) -> dict[str, Any]:
+        """What gateways are told; `backend.ReplicaInfo`."""
+        listens = self._listener is not None and not self._engine.llm.errored
+        meter = self._engine.meter
+        return {
+            "url": base_url(get_node_ip_address(), self._listener.port) if listens else None,
+            "token": self._token,
+            "routes": self._routes,
+            "in_flight": self._port.count,
+            "running": meter.running,
+            "waiting": meter.waiting,
+            "stands_in": True,
+        }
+
+    async def stop(self) -> None:
+        """Finish the requests of the port, as long as Serve lets them."""
+        if self._making is not None:
+            self._making.cancel()
+        if self._listener is not None:
+            grace = 1.0 if self._engine.llm.errored else grace_s(*shutdown_seconds())
+            with contextlib.suppress(Exception):
+                await self._listener.stop(grace)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or self._making is None:
+            return  # the server asks at its start, when there is no application yet
+        self._wanted.set()
+        app = await asyncio.shield(self._making)
+        await app(scope, receive, send)
+
+    async def _make(self) -> Any:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wanted.wait(), BUILD_AFTER_S)
+        app = await self._make_app()
+        keep_public_routes(app)
+        self._routes = [asdict(route) for route in public_routes(app)]
+        return app

@@ -1,0 +1,135 @@
+"""What a stream's client has, and how a second answer goes on behind it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.gateway.relay.dialect import DIALECTS
+from headrace.gateway.relay.journal import Diverged, Journal
+from headrace_decode.replay.said import MOST_BYTES, Said, line
+
+ERROR = b'data: {"error":{"message":"EngineDeadError"}}'
+GROUPS = st.lists(st.integers(0, 3), min_size=1, max_size=12)
+"""How many events the serving layer makes of each output of the engine."""
+
+
+def stream(groups: list[int], before: int = 0) -> list[bytes]:
+    """The parts of a stream: lines and events."""
+    number = itertools.count()
+    parts = [b"data: begin %d\n\n" % n for n in range(before)]
+    for token, events in enumerate(groups):
+        parts.append(line((Said(0, (token,)),)))
+        parts += [b"data: %d\n\n" % next(number) for _ in range(events)]
+    return [*parts, b"data: [DONE]\n\n"]
+
+
+def events_of(parts: list[bytes]) -> bytes:
+    return b"".join(part for part in parts if not part.startswith(b":"))
+
+
+def passed(journal: Journal, data: bytes, rng: random.Random) -> bytes:
+    """What the client gets of bytes that come in pieces."""
+    given_on = b""
+    while data:
+        size = rng.randint(1, 40)
+        given_on += journal.pass_on(data[:size])[0]
+        data = data[size:]
+    return given_on
+
+
+@given(GROUPS, st.integers(0, 2), st.randoms(use_true_random=False))
+def test_the_client_gets_the_events_and_no_line(
+    groups: list[int], before: int, rng: random.Random
+) -> None:
+    parts = stream(groups, before)
+    assert passed(Journal(), b"".join(parts), rng) == events_of(parts)
+
+
+@given(GROUPS, st.integers(0, 2), st.lists(st.integers(0, 400), max_size=3), st.randoms())
+def test_however_often_it_is_cut_the_client_gets_each_event_once(
+    groups: list[int], before: int, cuts: list[int], rng: random.Random
+) -> None:
+    parts = stream(groups, before)
+    whole = b"".join(parts)
+    journal, got = Journal(), b""
+    for cut in cuts:
+        got += passed(journal, whole[:cut], rng)
+        lines = journal.take_up()
+        assert whole.replace(b"data", b"").count(lines[:10]) or not lines
+        assert all(part + b"\n\n" in parts for part in lines.split(b"\n\n") if part)
+    got += passed(journal, whole, rng)
+    assert got == events_of(parts)
+    assert journal.rest() == b""
+
+
+def test_lines_that_led_to_no_event_are_computed_again() -> None:
+    journal = Journal()
+    journal.pass_on(b"".join(stream([1, 0, 2, 0, 0])[:-1]))
+    assert journal.take_up() == b"".join(line((Said(0, (n,)),)) for n in range(3))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        stream([1, 2, 2]),  # fewer events behind the first line
+        stream([2, 1, 2]),  # fewer behind the second
+        stream([3, 2, 2]),  # more
+        [line((Said(0, (99,)),)), *stream([2, 2, 2])[1:]],  # another token
+        stream([2, 2, 2], before=1),  # an event that was not there
+    ],
+)
+def test_another_stream_is_never_passed_on(other: list[bytes]) -> None:
+    journal = Journal()
+    journal.pass_on(b"".join(stream([2, 2, 2])[:8]))
+    journal.take_up()
+    with pytest.raises(Diverged):
+        journal.pass_on(b"".join(other))
+
+
+def test_an_error_of_the_replicas_is_neither_passed_on_nor_kept() -> None:
+    journal = Journal()
+    data = b"".join(stream([1, 1])[:4]) + ERROR + b"\n\ndata: [DONE]\n\n"
+    events, error = journal.pass_on(data)
+    assert events == b"data: 0\n\ndata: 1\n\n"
+    assert error == ERROR + b"\n\ndata: [DONE]\n\n"
+    journal.take_up()
+    assert journal.pass_on(b"".join(stream([1, 1]))) == (b"data: [DONE]\n\n", b"")
+
+
+def test_a_replica_says_why_a_stream_cannot_be_taken_up() -> None:
+    journal = Journal()
+    data = line((Said(0, (1,)),)) + b"data: 0\n\n" + line("two prompts") + b"data: 1\n\n"
+    assert journal.pass_on(data)[0] == b"data: 0\n\ndata: 1\n\n"
+    assert journal.why_not == "two prompts"
+    assert journal.take_up() == b""
+
+
+def test_what_it_keeps_is_bounded() -> None:
+    journal = Journal()
+    long = line((Said(0, tuple(range(100_000))),))
+    for _ in range(MOST_BYTES // len(long) + 2):
+        journal.pass_on(long + b"data: 0\n\n")
+    assert journal.why_not is not None and "bytes" in journal.why_not
+    assert journal.take_up() == b""
+
+
+def test_later_events_keep_the_ids_of_the_first_answer() -> None:
+    def events(item: str, response: str) -> list[bytes]:
+        names = [f'{{"id":"resp_{response * 16}"}}', f'{{"item":{{"id":"msg_{item * 32}"}}}}']
+        names += [f'{{"item_id":"msg_{item * 32}","n":{n}}}' for n in range(2)]
+        names += [f'{{"id":"resp_{response * 16}","output":["msg_{item * 32}"]}}']
+        return [f"data: {name}\n\n".encode() for name in names]
+
+    journal = Journal(DIALECTS["responses"])
+    first, second = events("a", "b"), events("c", "d")
+    said = [line((Said(0, (n,)),)) for n in range(2)]
+    got = journal.pass_on(b"".join([*first[:2], said[0], first[2]]))[0]
+    assert journal.take_up() == said[0]
+    rest = [*second[:2], said[0], second[2], said[1], *second[3:]]
+    got += b"".join(journal.pass_on(part)[0] for part in rest)
+    assert got == b"".join(first)
