@@ -162,12 +162,14 @@ class Admin:
 
     async def _health(self, pool: ReplicaPool) -> Answer:
         ready = await pool.ready()
+        well = bool(ready or pool.standing_in)
         health = {
-            "status": "ok" if ready else "unavailable",
+            "status": "ok" if well else "unavailable",
             "model": self._model_id,
             "replicas_ready": ready,
+            "standing_in": pool.standing_in,
         }
-        return (200 if ready else 503), _json(health), _JSON
+        return (200 if well else 503), _json(health), _JSON
 
     async def _get_version(self, pool: ReplicaPool) -> Answer:
         return 200, _json({"version": self._version}), _JSON

@@ -99,21 +99,31 @@ class ReplicaPool:
             self._poller = None
 
     async def ready(self) -> int:
-        """How many replicas can be asked now."""
+        """How many decode replicas can be asked now."""
         self.start()
         if not self._polled:
             await self._changed.wait()
-        down = self.down
-        return sum(each.replica_id not in down for each in self._replicas)
+        return self.ready_now
 
     @property
     def ready_now(self) -> int:
-        """As `ready`, by the list as it is, and decode replicas only."""
+        """As `ready`, by the list as it is."""
+        return self._ready(stands_in=False)
+
+    @property
+    def standing_in(self) -> int:
+        """Prefill replicas that answer if no decode replica can."""
+        return self._ready(stands_in=True)
+
+    def _ready(self, *, stands_in: bool) -> int:
         down = self.down
-        return sum(each.replica_id not in down and not each.stands_in for each in self._replicas)
+        return sum(
+            each.stands_in == stands_in and each.replica_id not in down for each in self._replicas
+        )
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        """Decode replicas."""
+        return sum(not each.stands_in for each in self._replicas)
 
     def places(self, most: int) -> tuple[int, int, int]:
         """Replicas that can be asked, how many requests they can take together until each has
