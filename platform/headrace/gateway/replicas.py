@@ -129,7 +129,10 @@ class ReplicaPool:
         """Replicas that can be asked, how many requests they can take together until each has
         `most`, and how many they have."""
         down, ready, free, busy = self.down, 0, 0, 0
+        stand_ins_count = not self.ready_now
         for replica in self._replicas:
+            if replica.stands_in and not stand_ins_count:
+                continue
             if (name := replica.replica_id) not in down:
                 load = self.in_flight.get(name, 0) + self._others.get(name, 0)
                 ready, free, busy = ready + 1, free + max(0, most - load), busy + load
