@@ -320,7 +320,9 @@ class Stream(threading.Thread):
                     self.answers.set()
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)]
+)
 def test_streams_go_on_when_their_replica_stops_or_dies(
     served: ServedApp, how: signal.Signals
 ) -> None:
