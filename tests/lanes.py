@@ -3,8 +3,8 @@
     python -m tests.lanes [pytest's options]
 
 The longest part, the apps', prints as it goes; the log of another part is shown at its end and kept
-in build/test/. What failed is said once more at the end. With a path among the arguments this is
-plain pytest.
+in build/test/, and so is what each test cost (PART.json). What failed is said once more at the end.
+With a path among the arguments this is plain pytest.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> int:
 
     def test(name: str) -> int:
         status = run_part(name, arguments)
+        if report(name).exists():
+            shutil.copy(report(name), KEPT)
         if name != APPS:
             shutil.copy(log(name), KEPT)
             with shown:

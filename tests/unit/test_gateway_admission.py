@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -157,9 +156,8 @@ async def test_what_would_come_too_late_is_refused_at_once_in_openai_s_shape() -
         await soon(lambda: slow.order == ["1"])
         ask("2", "patient"), ask("3", "patient")
         await waiting(bench, 2)
-        began = time.monotonic()
         status, headers, body = await ask("4", "hurried")
-        assert time.monotonic() - began < 0.15
+        assert slow.order == ["1"], "nobody was waited for"
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
         assert body["error"]["code"] == "overloaded" and set(body["error"]) == {
             *("message", "type", "param", "code")
@@ -334,11 +332,9 @@ async def test_engines_that_are_busy_for_long_make_requests_wait_and_then_be_ref
             busy = report(name, seq=5, prompts=9, queued_tokens=200_000, queued_pairs=10**9)
             app.placer.cluster.report(busy, app.placer._clock())
         await asyncio.sleep(0.06)
-        began = time.monotonic()
         for _ in range(2):
             got = await bench.client.post(CHAT, json=PROMPT, headers={"x-headrace-slo": "hurried"})
         assert (got.status, int(got.headers["retry-after"]) >= 1) == (429, True)
-        assert time.monotonic() - began < 1.0
         assert (await queue_of(bench))["open"] is False
 
 
