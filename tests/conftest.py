@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support import compiled, costs, run
@@ -17,6 +18,12 @@ from tests.support.app import App, Session
 from tests.support.startup import sitecustomize
 
 ENDING_S = 10.0
+
+# A busy machine may take any time for an example, and for drawing one.
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -60,11 +60,12 @@ class Wire:
 
 
 def requests(model: str) -> Iterator[Request]:
-    """All of them; about 130."""
+    """All of them; about 140."""
     yield from _strings(model)
     yield from _shapes(model)
     yield from _grammars(model)
     yield from _heads(model)
+    yield from _resumed(model)
 
 
 def _strings(model: str) -> Iterator[Request]:
@@ -134,6 +135,23 @@ def _grammars(model: str) -> Iterator[Request]:
     for name, spec in specs.items():
         asked = {"model": model, "prompt": "Hi", "max_tokens": 4, "structured_outputs": spec}
         yield Request(f"grammar: {name}", _json(asked))
+
+
+def _resumed(model: str) -> Iterator[Request]:
+    """Streams that never were, to be resumed (docs/replay.md)."""
+    body = _json({"model": model, "prompt": "Hi", "max_tokens": 4, "stream": True})
+    said = {
+        "tokens of no vocabulary": b':hr [{"i":0,"t":[2000000000]}]\n\ndata: {}\n\n',
+        "more tokens than asked for": b':hr [{"i":0,"t":[5,5,5,5,5,5]}]\n\ndata: {}\n\n',
+        "a choice that nobody asked for": b':hr [{"i":60000,"t":[5]}]\n\ndata: {}\n\n',
+        "log-probabilities": b':hr [{"i":0,"t":[5],"l":[[[5,0.0,1]]]}]\n\ndata: {}\n\n',
+        "no JSON": b":hr " + b"[" * MEGABYTE + b"\n\ndata: {}\n\n",
+        "many lines": b':hr [{"i":0,"t":[]}]\n\ndata: {}\n\n' * 100_000,
+        "blank lines": b"\n" * MEGABYTE,
+    }
+    for name, stream in said.items():
+        headers = {"x-headrace-resume": str(len(stream))}
+        yield Request(f"resumed: {name}", stream + body, ANSWERED, headers=headers)
 
 
 def _heads(model: str) -> Iterator[Request]:

@@ -40,7 +40,7 @@ def remote(app: App) -> Iterator[App]:
         yield app
 
 
-@pytest.mark.parametrize("victim", ["replica", "engine core"])
+@pytest.mark.parametrize("victim", ["replica", pytest.param("engine core", marks=pytest.mark.soak)])
 def test_prefill_dies_under_load(remote: App, victim: str) -> None:
     app = remote
     pid = int(app.replica("prefill")["pid"])

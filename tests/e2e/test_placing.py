@@ -20,6 +20,7 @@ import openai
 import psutil
 import pytest
 
+from headrace.resume import Resuming
 from tests.support.app import until
 from tests.support.faults import engine_core
 from tests.support.served import MODEL, ServedApp
@@ -60,10 +61,12 @@ class Conversation:
         plans: of its turns.
     """
 
-    def __init__(self, served: ServedApp, client: openai.OpenAI, seed: int) -> None:
+    def __init__(
+        self, served: ServedApp, client: openai.OpenAI, seed: int, tokens: int = START_TOKENS
+    ) -> None:
         self._served, self._client = served, client
         self._random = random.Random(seed)
-        self._tokens: list[int] = self._words(START_TOKENS)
+        self._tokens: list[int] = self._words(tokens)
         self.plans: list[dict[str, object]] = []
 
     def turn(self) -> None:
@@ -202,7 +205,7 @@ def test_a_prefill_replica_that_becomes_slow_gets_no_more_work(
     def asked() -> Iterator[str]:
         """The replicas that gateways have prefill new prompts."""
         for seed in range(MOST_ASKED):
-            one = Conversation(served, client, 200 + seed)
+            one = Conversation(served, client, 200 + seed, tokens=1000)
             one.turn()
             yield from (str(plan["replica"]) for plan in one.plans if placed(plan))
 
@@ -234,8 +237,16 @@ def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
     talks = [Conversation(served, client, 100 + seed) for seed in range(CONVERSATIONS)]
     for talk in talks:
         talk.turn()
+    whole = streams_of(served, resumes=True)
+    for stream in whole:
+        stream.join()
+    streams = streams_of(served, resumes=True)
     killed = min(gateways(served))
     os.kill(killed, signal.SIGKILL)
+    for stream in streams:
+        stream.join()
+    assert all(stream.done and not stream.error for stream in streams)
+    assert [stream.tokens for stream in streams] == [stream.tokens for stream in whole]
     for talk in talks:
         talk.turn()
     until(lambda: killed not in gateways(served) and know_all(served), 400, "there are two again")
@@ -284,9 +295,10 @@ class Stream(threading.Thread):
         longest_s: the longest silence after the first token.
     """
 
-    def __init__(self, served: ServedApp, seed: int) -> None:
+    def __init__(self, served: ServedApp, seed: int, *, resumes: bool) -> None:
         super().__init__()
         self._url, self._random = served.url, random.Random(seed)
+        self._transport = Resuming() if resumes else httpx.HTTPTransport()
         self.tokens: list[int] = []
         self.replica, self.longest_s, self.error = "", 0.0, ""
         self.answers, self.done = threading.Event(), False
@@ -303,7 +315,10 @@ class Stream(threading.Thread):
             "return_token_ids": True,
         }
         url = f"{self._url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=120) as response:
+        with (
+            httpx.Client(transport=self._transport, timeout=120) as client,
+            client.stream("POST", url, json=body) as response,
+        ):
             self.replica = response.headers["x-headrace-replica"]
             heard_s = None
             for line in response.iter_lines():
@@ -320,18 +335,24 @@ class Stream(threading.Thread):
                     self.answers.set()
 
 
+def streams_of(served: ServedApp, *, resumes: bool = False) -> list[Stream]:
+    """Some, each with its first token; the same ones each time."""
+    streams = [Stream(served, seed, resumes=resumes) for seed in range(STREAMS)]
+    for stream in streams:
+        assert stream.answers.wait(60)
+    return streams
+
+
 @pytest.mark.parametrize(
     "how", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)]
 )
 def test_streams_go_on_when_their_replica_stops_or_dies(
     served: ServedApp, how: signal.Signals
 ) -> None:
-    whole = [Stream(served, seed) for seed in range(STREAMS)]
+    whole = streams_of(served)
     for stream in whole:
         stream.join()
-    streams = [Stream(served, seed) for seed in range(STREAMS)]
-    for stream in streams:
-        assert stream.answers.wait(60)
+    streams = streams_of(served)
     replicas = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["replicas"]
     victim = Counter(stream.replica for stream in streams).most_common(1)[0][0]
     pid = next(one["pid"] for one in replicas if one["replica_id"] == victim)

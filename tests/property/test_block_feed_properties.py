@@ -94,7 +94,7 @@ OTHER = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps=st.lists(st.one_of(CHANGE, CHANGE, CHANGE, OTHER), max_size=60))
 def test_it_ends_with_what_the_sources_hold(steps: list[tuple]) -> None:
     index = BlockIndex(2**20)

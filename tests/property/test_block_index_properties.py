@@ -225,6 +225,5 @@ TestCrowdedBlockIndex = Crowded.TestCase
 TestBlockIndex.settings = TestCrowdedBlockIndex.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

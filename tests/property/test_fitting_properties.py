@@ -13,7 +13,7 @@ COEFFICIENT = st.floats(-5, 5)
 
 
 @given(theta=st.tuples(COEFFICIENT, COEFFICIENT), seed=st.integers(0, 2**16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_noisy_linear_law_is_recovered(theta: tuple[float, float], seed: int) -> None:
     rng = np.random.default_rng(seed)
     fit = RecursiveLeastSquares((0.0, 0.0), (10.0, 10.0), error=1.0)
@@ -24,7 +24,7 @@ def test_a_noisy_linear_law_is_recovered(theta: tuple[float, float], seed: int) 
 
 
 @given(seed=st.integers(0, 2**16), outlier=st.sampled_from([1e3, -1e3, 1e9]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_outliers_do_not_carry_the_fit_away(seed: int, outlier: float) -> None:
     rng = np.random.default_rng(seed)
     fit = RecursiveLeastSquares((0.0, 0.0), (10.0, 10.0), error=1.0)
@@ -39,7 +39,7 @@ ANYTHING = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(samples=st.lists(st.tuples(ANYTHING, ANYTHING, ANYTHING), max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_input_breaks_a_fit(samples: list[tuple[float, float, float]]) -> None:
     fit = RecursiveLeastSquares((0.0, 0.0), (1.0, 1.0), error=1.0)
     for x0, x1, y in samples:

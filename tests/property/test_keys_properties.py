@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -25,7 +25,6 @@ SALTS = st.text(max_size=30) | st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     token_ids=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=100),
     salt=SALTS,

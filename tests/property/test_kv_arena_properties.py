@@ -227,5 +227,5 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.told == self.ready.keys()
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestArena = ArenaMachine.TestCase

@@ -97,4 +97,4 @@ def note_of(note: Note) -> tuple[bytes, bytes]:
 
 
 TestBoards = Boards.TestCase
-TestBoards.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBoards.settings = settings(max_examples=60, stateful_step_count=40)

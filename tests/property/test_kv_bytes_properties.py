@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kvstore import checksum as sums
@@ -17,7 +17,6 @@ from tests.support.kvsums import Memory, model_sum
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400), SEEDS, st.lists(st.integers(0, 400), max_size=4), st.data())
 def test_sums_do_not_depend_on_how_a_run_is_cut_or_placed(
     data: bytes, seed: int, cuts: list[int], draw: st.DataObject
@@ -39,7 +38,6 @@ def test_sums_do_not_depend_on_how_a_run_is_cut_or_placed(
     assert b"".join(target.get() for target in targets) == data
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=600), SEEDS, st.data())
 def test_damage_is_seen(data: bytes, seed: int, draw: st.DataObject) -> None:
     damaged = bytearray(data)
@@ -63,13 +61,11 @@ def test_damage_is_seen(data: bytes, seed: int, draw: st.DataObject) -> None:
         assert sums.checksum_of(bytes(damaged), seed) != sums.checksum_of(data, seed)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), SEEDS, SEEDS)
 def test_other_seeds_give_other_sums(data: bytes, one: int, two: int) -> None:
     assert (sums.checksum_of(data, one) == sums.checksum_of(data, two)) == (one == two)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_layout_holds_each_byte_of_a_block_once_and_in_memory_order(draw: st.DataObject) -> None:
     """For any order of axes, any padding, and blocks made of several kernel blocks."""

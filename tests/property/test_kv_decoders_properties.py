@@ -78,7 +78,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(frame=st.binary(max_size=100) | values | damaged())
 def test_a_frame_is_a_message_or_refused(name: str, frame: bytes) -> None:
     with contextlib.suppress(wire.WireError):
@@ -107,7 +107,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 5), st.lists(events, max_size=5)), max_size=12))
 def test_a_directory_takes_any_events_and_stays_within_its_bound(
     told: list[tuple[int, list[Any]]],
@@ -138,7 +138,7 @@ class Source:
     limits = PullLimits(1.0, 2.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rows, st.binary(max_size=200) | st.integers(0, 5).map(lambda n: bytes(8 * SHAPE.layers * n)))
 def test_a_lease_names_blocks_that_were_asked_for_or_is_refused(
     leased: list[Row], sums: bytes
@@ -162,7 +162,7 @@ places = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(-1, 2**63 - 1) | st.integers(1, 5),
     st.integers(-1, 2**63 - 1),
@@ -177,7 +177,7 @@ def test_locations_have_sense_or_are_refused(
         assert len(found) == len(places) and all(len(f.sums) == layers for f in found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=5000), st.integers(1, 600), st.integers(1, 2**40))
 def test_any_bytes_of_a_file_are_a_header_or_none(
     data: bytes, layers: int, layer_bytes: int

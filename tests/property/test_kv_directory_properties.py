@@ -84,7 +84,7 @@ def sync(directory: Directory, node: Publisher, first: int, keep: int) -> None:
         return
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(steps)
 def test_whatever_was_lost_replayed_or_restarted_it_ends_with_what_the_node_holds(
     script: list[tuple[str, list[tuple[bool, Block]] | None]],

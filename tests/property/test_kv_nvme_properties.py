@@ -151,4 +151,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestTier.settings = settings(max_examples=15, stateful_step_count=25)

@@ -131,7 +131,7 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestSharing.settings = settings(max_examples=25, stateful_step_count=25)
 
 
 @given(st.text() | st.from_regex(r"[0-9a-f]{32}/[0-9a-f]{64}\.[0-9a-f]{74}\.[A-Za-z0-9_-]{1,64}"))

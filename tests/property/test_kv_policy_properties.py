@@ -76,7 +76,7 @@ def is_orphan(table: np.ndarray, slot: int) -> bool:
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(table=tables(), need=st.integers(0, 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_choice_is_held_by_nobody_and_breaks_no_prefix(
     name: str, table: np.ndarray, need: int
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_choice_is_held_by_nobody_and_breaks_no_prefix(
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(table=tables())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_all_that_can_go_goes(name: str, table: np.ndarray) -> None:
     held = {
         s
@@ -119,7 +119,7 @@ def test_all_that_can_go_goes(name: str, table: np.ndarray) -> None:
 
 
 @given(table=tables(), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_densities_never_rise_with_depth_and_keep_the_total(
     table: np.ndarray, data: st.DataObject
 ) -> None:
@@ -147,7 +147,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(work=workloads(), slots=st.integers(1, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_optimum_lies_between_schedule_and_bound(work: Workload, slots: int) -> None:
     saving_s = np.arange(30) ** 1.2
     clairvoyant = Clairvoyant(work, saving_s)
@@ -173,7 +173,7 @@ def exhaustive(work: Workload, known: np.ndarray, saving_s: np.ndarray, slots: i
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(work=workloads(), slots=st.integers(1, 30))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_replay_keeps_its_books(name: str, work: Workload, slots: int) -> None:
     replay = Replay(work, Costs(), slots, MAKERS[name](slots))
     outcome = replay.run()
@@ -191,7 +191,7 @@ def test_a_replay_keeps_its_books(name: str, work: Workload, slots: int) -> None
         st.tuples(st.integers(0, 2000), st.integers(0, AGES - 1), st.floats(0, 1e4)), max_size=8
     )
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_hazards_and_best_rates_are_positive_and_finite(
     cells: list[tuple[int, int, float]],
 ) -> None:

@@ -19,8 +19,8 @@ from headrace.router.wire import MOST_BYTES, decode, encode
 from headrace_engine.steptime import StepTime
 from tests.support.naive_placement import Cluster, Engine, Naive, Node
 
-FEW = settings(max_examples=150, deadline=None)
-MORE = settings(max_examples=250, deadline=None)
+FEW = settings(max_examples=150)
+MORE = settings(max_examples=250)
 
 
 @cache

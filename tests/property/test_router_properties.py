@@ -76,7 +76,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexIsTheNaiveIndex = IndexMachine.TestCase
-TestIndexIsTheNaiveIndex.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndexIsTheNaiveIndex.settings = settings(max_examples=60, stateful_step_count=30)
 
 IDS = st.sampled_from(["a", "b", "c", "d"])
 REPLICAS = st.sampled_from(["", "x", "y"])
@@ -183,6 +183,4 @@ class BookkeepingMachine(RuleBasedStateMachine):
 
 
 TestEverythingReservedIsReleased = BookkeepingMachine.TestCase
-TestEverythingReservedIsReleased.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+TestEverythingReservedIsReleased.settings = settings(max_examples=60, stateful_step_count=40)

@@ -19,9 +19,7 @@ from headrace.simulate.state import DONE
 from headrace.simulate.trace import BLOCK_TOKENS, Trace, Workload
 from tests.support.plain_engine import Request, play
 
-EASY = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+EASY = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def workload(seed: int, count: int, seconds: float, longest: int = 4000) -> Workload:

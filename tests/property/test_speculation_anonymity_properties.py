@@ -37,7 +37,7 @@ def pieced(draw: st.DrawFn) -> list[int]:
     return text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     answers=st.lists(st.tuples(TENANT, SHORT), max_size=25),
     k=st.integers(2, 4),
@@ -67,7 +67,7 @@ def test_a_window_is_published_when_its_kth_tenant_comes(
         assert sorted(map(tuple, published)) == sorted(wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     requests=st.lists(
         st.tuples(TENANT, st.booleans(), st.lists(st.integers(0, 9), max_size=20), pieced()),
@@ -94,7 +94,7 @@ def test_no_sequence_of_the_public_partition_came_from_fewer_than_k_tenants(
         assert len(tenants_with(kept, public)) >= k
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=SHORT, before=SHORT, behind=SHORT, one_in=st.integers(1, 4))
 def test_a_text_is_cut_alike_wherever_it_stands(
     text: list[int], before: list[int], behind: list[int], one_in: int

@@ -64,7 +64,7 @@ def prompts_around(draw: st.DrawFn, secret: list[int]) -> list[int]:
     return prompt
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), SECRET, TEXTS, st.lists(SHARED, min_size=2, max_size=40), st.integers(0, 4))
 def test_no_draft_depends_on_what_another_tenant_did(
     data: st.DataObject, secret: list[int], kept: list[list[int]], corpus: list[int], accepted: int
@@ -75,7 +75,7 @@ def test_no_draft_depends_on_what_another_tenant_did(
     assert drafts_of_b(with_secret, kept, prompt) == drafts_of_b(without, kept, prompt)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), SECRET, TEXTS)
 def test_a_tenant_is_drafted_only_what_itself_has_written_in_this_order(
     data: st.DataObject, secret: list[int], kept: list[list[int]]
@@ -88,7 +88,7 @@ def test_a_tenant_is_drafted_only_what_itself_has_written_in_this_order(
         assert set(pairwise([prompt[at], *tokens])) <= known
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SECRET, st.integers(4, 10))
 def test_the_owner_is_drafted_it(secret: list[int], known: int) -> None:
     memory = memory_of_one_mib()

@@ -40,7 +40,7 @@ def test_every_kind_of_token_has_rows_of_its_own() -> None:
     assert {row for each in rows.values() for row in each} == set(range(WEIGHTS))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(CELLS, st.booleans(), st.integers(0, 3)), max_size=300),
     st.floats(0.0, 5.0),
@@ -63,7 +63,7 @@ def test_chances_stay_between_0_and_1(
     assert learned.population[1] > 0.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.floats(1e-3, 1 - 1e-3), st.floats(1.0, 17.0),

@@ -38,7 +38,7 @@ def check(draft: list[int], match: int, texts: list[list[int]], context: list[in
         assert any(length == match and text[at + 1] == draft[0] for text, at, length in places)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(prompt=TEXT, parts=st.lists(TEXT, max_size=6))
 def test_own_text_is_searched_as_a_naive_search_would(
     prompt: list[int], parts: list[list[int]]
@@ -52,7 +52,7 @@ def test_own_text_is_searched_as_a_naive_search_would(
         check(draft.tokens.tolist(), draft.match_tokens, [text], text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kept=st.lists(st.tuples(st.sampled_from("ab"), TEXT), max_size=8),
     tenant=st.sampled_from("ab"),
@@ -73,7 +73,7 @@ def test_kept_text_is_searched_in_its_tenants_partition_alone(
     check(draft.tokens.tolist(), draft.match_tokens, own, context + tail)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(2, 300), min_size=1, max_size=120), data=st.data())
 def test_a_partition_holds_the_newest_segments_whole(
     lengths: list[int], data: st.DataObject
@@ -103,7 +103,7 @@ def test_a_partition_holds_the_newest_segments_whole(
         assert memory.draft(now, 1).tokens.tolist() == [some[at]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 99)), max_size=60)
 )
@@ -126,7 +126,7 @@ def test_runs_of_the_arena_never_overlap_and_come_back(
     assert arena.take(200) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     texts=st.lists(TEXT, max_size=5),
     outcomes=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=20),

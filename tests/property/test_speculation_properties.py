@@ -51,7 +51,7 @@ def tokens_per_second(
     return (len(take) + extra) / float(seconds[sum(take)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(batches(), prices(), st.integers(0, 12))
 def test_the_budget_is_the_best_of_all_choices(
     batch: Batch, seconds: NDArray[np.float64], room: int
@@ -70,7 +70,7 @@ def test_the_budget_is_the_best_of_all_choices(
     assert budget.expected_tokens / budget.seconds == pytest.approx(best, rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches(), prices())
 def test_no_draft_pays_where_the_bound_says_so(batch: Batch, seconds: NDArray[np.float64]) -> None:
     survival, lengths = batch
@@ -80,7 +80,7 @@ def test_no_draft_pays_where_the_bound_says_so(batch: Batch, seconds: NDArray[np
         assert int(best_budget(survival, lengths, seconds).take.sum()) == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     batches(rows_max=8),
     st.integers(0, 20),
@@ -103,7 +103,7 @@ def test_a_budget_keeps_to_every_limit(
     assert taken == 0 or step_s <= itl_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3)), min_size=1, max_size=6),
     st.integers(0, 8),

@@ -28,7 +28,7 @@ def seen(steps: list[tuple[float, ...]], padded: tuple[int, ...] = ()) -> StepTi
     return model
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS, PADDED)
 def test_more_work_never_takes_less_time(
     steps: list[tuple[float, ...]], padded: tuple[int, ...]
@@ -51,7 +51,7 @@ def test_more_work_never_takes_less_time(
             assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(STEPS, PADDED)
 def test_no_step_breaks_the_fit_and_it_can_always_be_told(
     steps: list[tuple[float, ...]], padded: tuple[int, ...]
@@ -63,7 +63,7 @@ def test_no_step_breaks_the_fit_and_it_can_always_be_told(
     assert told.seconds(100, 3, 2, 1000, 500) == model.seconds(100, 3, 2, 1000, 500)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.floats(1e-3, 0.1), st.floats(1e-5, 0.1), st.floats(0, 2e-4), st.integers(0, 2**16)
 )  # fmt: skip

@@ -221,7 +221,7 @@ def test_one_tenant_can_count_on_all() -> None:
     assert rates.of("", 0.0) == rates.rate == 4.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=8))
 def test_promised_parts_never_exceed_the_rate_and_nobody_has_less_than_an_equal_one(
     taken: list[float],
@@ -280,7 +280,7 @@ class Server:
         return Room([max(0.0, self.free_s - now_s)], lead_s=0.1, streams=9999, engines=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.floats(0.0, 0.2), st.sampled_from("abc"), st.sampled_from([QUICK, URGENT])),

@@ -130,7 +130,7 @@ class Model:
         return found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(EVENT, max_size=80))
 def test_it_does_what_the_plain_rule_does(events: list[tuple[str, str, float]]) -> None:
     queue, model = FairQueue(), Model()
@@ -153,7 +153,7 @@ def test_it_does_what_the_plain_rule_does(events: list[tuple[str, str, float]]) 
         assert (queue.first() is None) == (not model.waiting)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(COST, min_size=60, max_size=60), st.integers(0, 20))
 def test_tenants_that_both_wait_get_alike_to_within_a_request_of_each(
     costs: list[float], alone: int
@@ -173,7 +173,7 @@ def test_tenants_that_both_wait_get_alike_to_within_a_request_of_each(
         assert abs(had["a"] - had["b"]) <= max(costs[:40]) + max(costs[40:]) + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(COST, min_size=1, max_size=30), st.integers(1, 5))
 def test_nobody_starves_however_many_requests_others_keep_sending(
     costs: list[float], others: int

@@ -67,6 +67,33 @@ def test_however_often_it_is_cut_the_client_gets_each_event_once(
     assert journal.rest() == b""
 
 
+@given(GROUPS, st.integers(0, 2), st.lists(st.integers(0, 400), max_size=3), st.randoms())
+def test_a_new_journal_goes_on_behind_what_a_client_has_with_its_lines(
+    groups: list[int], before: int, cuts: list[int], rng: random.Random
+) -> None:
+    parts = stream(groups, before)
+    had, journal = b"", Journal(tells=True)
+    for cut in cuts:
+        had += passed(journal, b"".join(parts)[:cut], rng)
+        assert not had.rpartition(b"data")[2].count(b":hr"), "lines come with their events only"
+        journal = Journal(tells=True)
+        journal.pass_on(had)
+        lines = journal.take_up()
+        assert b"".join(parts).replace(b"data", b"").count(lines[:10]) or not lines
+    had += passed(journal, b"".join(parts), rng)
+    assert had == b"".join(parts)
+
+
+def test_a_client_that_wants_to_resume_is_told_when_it_cannot() -> None:
+    journal = Journal(tells=True)
+    journal.pass_on(b"".join(stream([1])[:2]))
+    journal.stop("no room")
+    assert journal.pass_on(b"data: 1\n\n")[0] == line("no room") + b"data: 1\n\n"
+    again = Journal(tells=True)
+    again.pass_on(line("no room") + b"data: 1\n\n")
+    assert again.why_not == "no room"
+
+
 def test_lines_that_led_to_no_event_are_computed_again() -> None:
     journal = Journal()
     journal.pass_on(b"".join(stream([1, 0, 2, 0, 0])[:-1]))

@@ -206,7 +206,7 @@ def small(state: np.ndarray) -> SharedPolicy:
 
 
 @given(seed=st.integers(0, 2**32), value=st.sampled_from([None, 0, 1, 127, 128, 255]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_bytes_in_the_state_do_no_harm(seed: int, value: int | None) -> None:
     """A process died inside, and this is what it left."""
     noise = np.random.default_rng(seed)

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import zmq
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headrace_kvstore.node_settings import NodeSettings
@@ -157,7 +156,6 @@ def test_another_version_and_impossible_fields_are_refused_under_the_request_s_i
         assert error.value.id == 9
 
 
-@hypothesis_settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(frame: bytes) -> None:
     for decode in (wire.decode_request, wire.decode_reply):
@@ -165,7 +163,6 @@ def test_any_bytes_are_a_message_or_refused(frame: bytes) -> None:
             assert isinstance(decode(frame)[0], int)
 
 
-@hypothesis_settings(deadline=None)
 @given(st.binary(min_size=1, max_size=4), st.data())
 def test_a_changed_message_is_a_message_or_refused(patch: bytes, data: st.DataObject) -> None:
     frame = bytearray(wire.encode(7, wire.Locate("r-1", DIGEST, keys(0, 1), 30.0)))

@@ -214,9 +214,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=12), st.integers(1, 4), st.integers(1, 8))
-@hypothesis_settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@hypothesis_settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_after_quiescence_nvme_has_every_block_with_equal_bytes(
     disk: HangingMover, script: list[tuple[str, list[int]]], in_flight: int, backlog: int
 ) -> None:

@@ -260,7 +260,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
     owner.close()
 
 
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100)
 @given(steps)
 def test_a_block_is_held_exactly_while_some_lease_on_it_lasts(
     shared: Owner, script: list[tuple[str, Any, float]]

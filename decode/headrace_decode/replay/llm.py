@@ -8,9 +8,11 @@ from typing import Any
 
 from vllm import RequestOutput, SamplingParams
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import STREAM_FINISHED
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from headrace_decode.replay.checks import check
 from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, tokens_of
@@ -123,6 +125,8 @@ class TakingUpLLM(AsyncLLM):
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
         choices = 1 if parent_req is None else parent_req.n
+        if index == 0:
+            self._check(request, again.outputs, choices)
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
         given, ended = feed(self.output_processor, queue, request.request_id, index, again.outputs)
         again.give(index, given)
@@ -135,6 +139,27 @@ class TakingUpLLM(AsyncLLM):
         ):
             queue.put(STREAM_FINISHED)
 
+    def _check(self, request: Any, outputs: list[Output], choices: int) -> None:
+        """Whether this engine can go on behind what the request is told to have said.
+
+        Raises:
+            VLLMValidationError: it cannot.
+        """
+        params = request.sampling_params
+        room = self.model_config.max_model_len - len(request.prompt_token_ids or ())
+        try:
+            if self._draws_again and params.seed is not None and _said(outputs) > MOST_SEEDED:
+                raise ValueError(f"it has a seed and more than {MOST_SEEDED} tokens")
+            check(
+                outputs,
+                choices=choices,
+                most_tokens=min(params.max_tokens or room, room) - 1,
+                vocabulary=self.model_config.get_vocab_size(),
+                logprobs=params.num_logprobs,
+            )
+        except ValueError as error:
+            raise VLLMValidationError(f"the stream cannot be taken up: {error}") from error
+
 
 def _tell(recorder: Recorder, output: RequestOutput, left: int | None) -> int | None:
     """Record an output; how many tokens may still be said, if there is a limit."""
@@ -145,6 +170,10 @@ def _tell(recorder: Recorder, output: RequestOutput, left: int | None) -> int | 
         if left < 0:
             recorder.stop(f"it has a seed and more than {MOST_SEEDED} tokens")
     return left
+
+
+def _said(outputs: list[Output]) -> int:
+    return sum(len(said.tokens) for output in outputs for said in output)
 
 
 def _prepare(config: VllmConfig) -> str | None:

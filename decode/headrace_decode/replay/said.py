@@ -28,7 +28,7 @@ MOST_BYTES = 4 * 2**20
 """Of the lines of one stream. A stream that has said more is not taken up."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-Ranked = tuple[TokenId, float, int]
+Ranked = tuple[TokenId, float, TokenId]
 """A token id, its log-probability, its rank among all tokens."""
 
 

@@ -42,6 +42,7 @@ from headrace.gateway.memory import MemoryAdmin
 from headrace.gateway.own import OURS, OwnRoutes, needs_no_key
 from headrace.gateway.pick import affinity_key, draftable_tokens
 from headrace.gateway.placing.placer import PLACED, Placer
+from headrace.gateway.relay import resume
 from headrace.gateway.relay.call import Call
 from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
@@ -359,6 +360,7 @@ class GatewayApp:
             self._intake.answer_in_time(asked, spent_s=perf_counter() - call.started)
             if route is None:
                 route = await self._find(asked, pool)
+            resume.prepare(call, asked.seen.get(resume.RESUME))
             slo = self._read(asked) if route.takes_json else DEFAULT
             door = self._parts.door
             if door is None or route.path not in PLACED:

@@ -38,9 +38,10 @@ vLLM {vllm}.
 - **Errors.** A refusal of the gateway looks like one of the API that was called:
   `{{"error": {{"message", "type", "param", "code"}}}}` for OpenAI's, `{{"type": "error", "error":
   {{"type", "message"}}}}` for Anthropic's. Errors of vLLM are passed on as they are.
-- **Streams** are passed on event by event. If a replica dies in the middle of a stream, the last
-  event is an error event of that API. If it dies before the first byte, the request is sent to
-  another replica, three times at most.
+- **Streams** are passed on event by event. If a replica dies in the middle of a stream, another one
+  [takes it up](replay.md). If it dies before the first byte, the request is sent to another one,
+  three times at most. A client can [resume its stream](replay.md#when-a-gateway-dies) at another
+  gateway.
 - **Tenants.** A key proves its tenant, and tenants share no KV and no drafts. `cache_salt` in the
   body of a request divides its tenant further. vLLM offers the field in chat completions,
   completions, responses and messages.

@@ -245,6 +245,24 @@ def replica_lost(when: str) -> ApiError:
     )
 
 
+def bad_resume(body_bytes: int) -> ApiError:
+    """400: the header that resumes a stream does not fit the body."""
+    return ApiError(
+        400,
+        "x-headrace-resume: must be a number of bytes, 0 for a new stream and at most "
+        f"{body_bytes}, the length of this body.",
+        param="x-headrace-resume",
+        code="invalid_value",
+    )
+
+
+def cannot_resume(why: str) -> ApiError:
+    """409: a stream cannot go on behind what the client has of it."""
+    return ApiError(
+        409, f"This stream cannot be resumed: {why}. Send a new request.", code="cannot_resume"
+    )
+
+
 def quarantined(left_s: float) -> ApiError:
     """422: the same request killed several replicas."""
     return ApiError(

@@ -8,6 +8,7 @@ from time import perf_counter
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
+from headrace.gateway.relay.journal import Journal
 from headrace.gateway.replicas import Lease
 from headrace.gateway.upstream import Reply
 from headrace_decode.replay.said import HEADER
@@ -29,6 +30,7 @@ class Call:
         last: the events of a stream that were sent last.
         held: counts the body.
         said: the lines of its stream so far, for the replica that takes it up.
+        journal: of a client that wants to resume its stream (`resume`).
     """
 
     request_id: bytes
@@ -51,6 +53,7 @@ class Call:
     last: bytes = b""
     held: Held | None = None
     said: bytes = b""
+    journal: Journal | None = None
 
     def drop_body(self) -> None:
         """The body is needed no more: no replica will be asked again."""

@@ -7,13 +7,16 @@ through the same outputs, so its answer begins with the same lines and as many e
 journal swallows. An answer that does not is never passed on. Ids that the first replica made up
 stay: they take the place of the other one's in the events that follow.
 
+A client that wants to resume its stream at another gateway gets the lines, too, and sends back what
+it has. A new journal reads that as it would an answer, and is then as far as the first one was.
+
 Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
 
 from headrace.gateway.relay.dialect import OPENAI, Dialect
-from headrace_decode.replay.said import END, MARK, MOST_BYTES
+from headrace_decode.replay.said import END, MARK, MOST_BYTES, line
 
 _REFUSED = MARK + b'"'
 
@@ -27,6 +30,7 @@ class Journal:
 
     Args:
         dialect: how its errors begin, and which ids its events refer to.
+        tells: whether the client gets the lines, each before the first event behind it.
 
     Attributes:
         why_not: why the stream cannot be taken up; None if it can.
@@ -34,8 +38,10 @@ class Journal:
         progress: events passed on.
     """
 
-    def __init__(self, dialect: Dialect = OPENAI) -> None:
+    def __init__(self, dialect: Dialect = OPENAI, *, tells: bool = False) -> None:
         self._failed, self._id_pattern = dialect.failed, dialect.ids
+        self._tells = tells
+        self._untold: list[bytes] = []  # lines that the client gets before its next event
         self._ids: dict[bytes, None] = {}  # in the events that the client has, in their order
         self._other_ids: dict[bytes, None] = {}  # likewise of the second answer
         self._lines: list[bytes] = [b""]  # the first stands for what comes before any line
@@ -74,6 +80,8 @@ class Journal:
                 if self._id_pattern is not None:
                     part = self._with_ids(part, new=new)
                 if new:
+                    given += self._untold
+                    self._untold.clear()
                     given.append(part)
         return _joined(given), b""
 
@@ -89,24 +97,27 @@ class Journal:
         self._tail = b""
         self._at, self._swallowed = 0, 0
         self._other_ids = {}
-        return b"".join(line + END for line in self._lines[1:])
+        self._untold = []
+        return b"".join(one + END for one in self._lines[1:])
 
-    def _line(self, line: bytes) -> None:
-        if line.startswith(_REFUSED):
-            self.stop(line[len(_REFUSED) : -1].decode("utf-8", "replace"))
+    def _line(self, one: bytes) -> None:
+        if one.startswith(_REFUSED):
+            self.stop(one[len(_REFUSED) : -1].decode("utf-8", "replace"))
             return
         if self._at is not None:
             self._check_whole()
             self._at, self._swallowed = self._at + 1, 0
             if self._at < len(self._lines):
-                if self._lines[self._at] != line:
+                if self._lines[self._at] != one:
                     raise Diverged("another line")
                 return
             self._at = None
         if self.why_not is None:
-            self._lines.append(line)
+            self._lines.append(one)
             self._events.append(0)
-            self.line_bytes += len(line)
+            if self._tells:
+                self._untold.append(one)
+            self.line_bytes += len(one)
             if self.line_bytes > MOST_BYTES:
                 self.stop(f"its lines have more than {MOST_BYTES} bytes")
 
@@ -145,6 +156,8 @@ class Journal:
 
     def stop(self, why: str) -> None:
         """Keep nothing any more: the stream is not taken up."""
+        if self.why_not is None and self._tells:
+            self._untold.append(line(why)[: -len(END)])
         self.why_not = self.why_not or why
         if self._at is None:
             self._lines, self._events = [b""], [0]

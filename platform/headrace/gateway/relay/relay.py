@@ -35,6 +35,7 @@ from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.quarantine import Quarantine
+from headrace.gateway.relay.resume import RESUME
 from headrace.gateway.relay.streams import Streams
 from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
@@ -141,8 +142,15 @@ class Relay:
             headers.append((b"x-headrace-replica", call.replica_id.encode()))
             start = {"type": "http.response.start", "status": call.status, "headers": headers}
             if answer.streamed:
+                journal = self._streams.journal(call, answer)
+                if call.journal is not None:
+                    if journal.why_not is None:
+                        headers.append((RESUME, b"1"))
+                    elif journal.progress:
+                        call.status = 0
+                        raise errors.cannot_resume(journal.why_not)
                 await send(start)
-                await self._streams.copy(call, answer, send)
+                await self._streams.copy(call, answer, journal, send)
             else:
                 headers.append((b"content-length", b"%d" % len(answer.body)))
                 await send(start)

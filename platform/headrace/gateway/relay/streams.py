@@ -51,9 +51,8 @@ class Streams:
         self._quarantine = quarantine
         self._fetch, self._healthy = fetch, healthy
 
-    async def copy(self, call: Call, answer: Answer, send: Send) -> None:
+    async def copy(self, call: Call, answer: Answer, journal: Journal, send: Send) -> None:
         """Pass on the events of a stream to its end. The caller closes the first answer."""
-        journal = self._journal(call, answer)
         first, tries, had, tail = answer, 0, 0, b""
         try:
             while True:
@@ -78,9 +77,9 @@ class Streams:
         call.sent_bytes += len(tail)
         await send({"type": "http.response.body", "body": tail})
 
-    def _journal(self, call: Call, answer: Answer) -> Journal:
+    def journal(self, call: Call, answer: Answer) -> Journal:
         """Of a stream; it says why the stream cannot be taken up."""
-        journal = Journal(call.dialect)
+        journal = call.journal or Journal(call.dialect)
         if not answer.tells:
             journal.stop("its replica does not tell what its engine said")
         elif call.held is None or not call.held.keep(call.held.size):

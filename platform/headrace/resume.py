@@ -1,0 +1,301 @@
+"""Lets a client's streams outlive the gateway that passes them on.
+
+    client = openai.OpenAI(
+        base_url=..., http_client=openai.DefaultHttpxClient(transport=Resuming())
+    )
+
+`Resuming` and `AsyncResuming` are transports of httpx, which OpenAI's client is built on. They keep
+what has come of each stream. When its connection breaks, they send the request once more with that,
+and the stream goes on from whichever gateway answers (`headrace.gateway.relay.resume`). The caller
+sees a pause. Servers that know nothing of this are asked as ever.
+
+What a stream has grown beyond `MOST_BYTES` cannot be resumed; its break is the caller's then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+
+from headrace.gateway.relay.resume import RESUME
+from headrace_decode.replay.said import END, MARK
+
+MOST_BYTES = 6 * 2**20
+PATIENCE_S = 60.0
+"""From the break until some gateway has to go on."""
+LONGEST_PAUSE_S = 2.0
+
+_STOPPING = b"This gateway stops"
+_REFUSED = MARK + b'"'
+_LATER = frozenset({429, 500, 502, 503, 504})
+_BREAKS = (httpx.NetworkError, httpx.RemoteProtocolError)
+_NAME = RESUME.decode()
+
+
+class _Stopping(httpx.RemoteProtocolError):
+    """The gateway ends the stream because it stops."""
+
+
+class _Stream:
+    """What has come of one stream, and how to ask for the rest.
+
+    Args:
+        request: that was sent.
+        response: its answer, a stream that can be resumed.
+    """
+
+    def __init__(self, request: httpx.Request, response: httpx.Response, patience_s: float) -> None:
+        self._request, self._patience_s = request, patience_s
+        self._id = response.headers.get("x-request-id", "")
+        self._had, self._lines = bytearray(), b""  # to the last event; lines behind it
+        self._tail = b""
+        self._resumable = True
+        self._until_s, self._pause_s = 0.0, 0.0
+
+    def take(self, chunk: bytes) -> bytes:
+        """The whole events so far, without what is for gateways.
+
+        Raises:
+            _Stopping: the rest has to come from another gateway.
+        """
+        chunk = self._tail + chunk
+        cut = chunk.rfind(END) + len(END)
+        if cut < len(END):
+            self._tail = chunk
+            return b""
+        self._tail = chunk[cut:]
+        events = []
+        for part in chunk[:cut].split(END)[:-1]:
+            if self._resumable and _STOPPING in part and b'"error"' in part:
+                self._tail = b""
+                raise _Stopping("the gateway stops")
+            self._keep(part)
+            if not part.startswith(MARK):
+                events.append(part + END)
+        return b"".join(events)
+
+    def rest(self) -> bytes:
+        """What came behind the last whole event; the stream is at its end."""
+        return self._tail
+
+    def broke(self, error: httpx.TransportError) -> None:
+        """The connection broke.
+
+        Raises:
+            httpx.TransportError: the same, if the stream cannot be resumed.
+        """
+        if not self._resumable:
+            raise error
+        self._tail = self._lines = b""
+        self._pause_s = 0.05
+        self._until_s = time.monotonic() + self._patience_s
+
+    def request(self) -> httpx.Request:
+        """Asks for the rest."""
+        headers = self._request.headers.copy()
+        headers.pop("content-length", None)
+        headers[_NAME] = str(len(self._had))
+        if self._id:
+            headers["x-request-id"] = self._id
+        return httpx.Request(
+            self._request.method,
+            self._request.url,
+            headers=headers,
+            content=bytes(self._had) + self._request.content,
+            extensions=self._request.extensions,
+        )
+
+    def judge(self, answer: httpx.Response | httpx.TransportError, error: httpx.HTTPError) -> float:
+        """How long to wait before the next try; 0 if the answer is the rest of the stream.
+
+        Args:
+            error: that broke the stream.
+
+        Raises:
+            httpx.HTTPError: that error, if nobody will go on.
+        """
+        if isinstance(answer, httpx.Response):
+            if _NAME in answer.headers:
+                return 0.0
+            if answer.status_code not in _LATER:
+                raise error
+        elif not isinstance(answer, (*_BREAKS, httpx.ConnectTimeout)):
+            raise answer
+        if time.monotonic() > self._until_s:
+            raise error
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return self._pause_s
+
+    def _keep(self, part: bytes) -> None:
+        if not self._resumable:
+            return
+        self._lines += part + END
+        if part.startswith(_REFUSED) or len(self._had) + len(self._lines) > MOST_BYTES:
+            self._resumable = False
+            self._had.clear()
+            self._lines = b""
+        elif not part.startswith(MARK):
+            self._had += self._lines
+            self._lines = b""
+
+
+class Resuming(httpx.BaseTransport):
+    """See the module.
+
+    Args:
+        transport: sends requests; httpx's own by default.
+        patience_s: from a break until some gateway has to go on.
+    """
+
+    def __init__(
+        self, transport: httpx.BaseTransport | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._inner = transport or httpx.HTTPTransport()
+        self._patience_s = patience_s
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """As httpx's; asks for streams that can be resumed."""
+        request.read()
+        if not _asks_for_stream(request):
+            return self._inner.handle_request(request)
+        response = self._inner.handle_request(_opted_in(request))
+        if _NAME not in response.headers:
+            return response
+        stream = _SyncBody(self._inner, response, _Stream(request, response, self._patience_s))
+        return _with_stream(response, stream)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._inner.close()
+
+
+class AsyncResuming(httpx.AsyncBaseTransport):
+    """See the module.
+
+    Args:
+        transport: sends requests; httpx's own by default.
+        patience_s: from a break until some gateway has to go on.
+    """
+
+    def __init__(
+        self, transport: httpx.AsyncBaseTransport | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._inner = transport or httpx.AsyncHTTPTransport()
+        self._patience_s = patience_s
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """As httpx's; asks for streams that can be resumed."""
+        await request.aread()
+        if not _asks_for_stream(request):
+            return await self._inner.handle_async_request(request)
+        response = await self._inner.handle_async_request(_opted_in(request))
+        if _NAME not in response.headers:
+            return response
+        stream = _AsyncBody(self._inner, response, _Stream(request, response, self._patience_s))
+        return _with_stream(response, stream)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._inner.aclose()
+
+
+class _SyncBody(httpx.SyncByteStream):
+    def __init__(
+        self, inner: httpx.BaseTransport, response: httpx.Response, stream: _Stream
+    ) -> None:
+        self._inner, self._response, self._stream = inner, response, stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            try:
+                for chunk in self._response.iter_raw():
+                    if events := self._stream.take(chunk):
+                        yield events
+                yield self._stream.rest()
+                return
+            except _BREAKS as error:
+                self._response.close()
+                self._stream.broke(error)
+                self._go_on(error)
+
+    def _go_on(self, error: httpx.HTTPError) -> None:
+        while True:
+            answer: httpx.Response | httpx.TransportError
+            try:
+                answer = self._response = self._inner.handle_request(self._stream.request())
+            except httpx.TransportError as failed:
+                answer = failed
+            if not (pause_s := self._stream.judge(answer, error)):
+                return
+            self._response.close()
+            time.sleep(pause_s)
+
+    def close(self) -> None:
+        self._response.close()
+
+
+class _AsyncBody(httpx.AsyncByteStream):
+    def __init__(
+        self, inner: httpx.AsyncBaseTransport, response: httpx.Response, stream: _Stream
+    ) -> None:
+        self._inner, self._response, self._stream = inner, response, stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                async for chunk in self._response.aiter_raw():
+                    if events := self._stream.take(chunk):
+                        yield events
+                yield self._stream.rest()
+                return
+            except _BREAKS as error:
+                await self._response.aclose()
+                self._stream.broke(error)
+                await self._go_on(error)
+
+    async def _go_on(self, error: httpx.HTTPError) -> None:
+        while True:
+            answer: httpx.Response | httpx.TransportError
+            try:
+                request = self._stream.request()
+                answer = self._response = await self._inner.handle_async_request(request)
+            except httpx.TransportError as failed:
+                answer = failed
+            if not (pause_s := self._stream.judge(answer, error)):
+                return
+            await self._response.aclose()
+            await asyncio.sleep(pause_s)
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+def _asks_for_stream(request: httpx.Request) -> bool:
+    """Whether the answer would be a stream, as all of these APIs ask for one."""
+    if request.method != "POST" or b'"stream"' not in request.content:
+        return False
+    try:
+        body = json.loads(request.content)
+    except ValueError:
+        return False
+    return isinstance(body, dict) and body.get("stream") is True
+
+
+def _opted_in(request: httpx.Request) -> httpx.Request:
+    request.headers[_NAME] = "0"
+    return request
+
+
+def _with_stream(
+    response: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream
+) -> httpx.Response:
+    return httpx.Response(
+        response.status_code,
+        headers=response.headers,
+        stream=stream,
+        extensions=response.extensions,
+    )

@@ -1,0 +1,175 @@
+"""A client's stream outlives its gateway: the transport resumes it at whichever gateway answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from headrace.resume import AsyncResuming, Resuming
+from headrace_decode.replay.said import HEADER, line
+from tests.unit.gateway_fakes import BODY, CHAT, EVENTS, PROMPT, FakeReplica, gateway_over, stream
+from tests.unit.test_gateway_takes_up import WHOLE, says, tells
+
+ASKED = {**PROMPT, "stream": True}
+LINES = says(1) + says(2)
+STOPS = (
+    b'data: {"error":{"message":"This gateway stops, and the request took longer than it may '
+    b'wait. Send it again.","code":"gateway_stopping"}}\n\n'
+)
+
+
+class Cut(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A stream's body whose connection breaks behind so many bytes."""
+
+    def __init__(self, body: Any, size: int) -> None:
+        self._body, self._left = body, size
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._body:
+            yield self._part(chunk)
+            self._break()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._body:
+            yield self._part(chunk)
+            self._break()
+
+    def _part(self, chunk: bytes) -> bytes:
+        part, self._left = chunk[: self._left], self._left - len(chunk)
+        return part
+
+    def _break(self) -> None:
+        if self._left <= 0:
+            raise httpx.ReadError("cut")
+
+
+class Cutting(httpx.AsyncHTTPTransport):
+    """Breaks each of the first connections behind so many bytes of the stream; None refuses it."""
+
+    def __init__(self, *sizes: int | None) -> None:
+        super().__init__()
+        self.sizes, self.sent = list(sizes), list[httpx.Request]()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        size = self.sizes.pop(0) if self.sizes else 10**9
+        if size is None:
+            raise httpx.ConnectError("nobody listens")
+        self.sent.append(request)
+        response = await super().handle_async_request(request)
+        response.stream = Cut(response.stream, size)
+        return response
+
+
+async def streamed(url: str, transport: httpx.AsyncBaseTransport) -> bytes:
+    async with (
+        httpx.AsyncClient(transport=AsyncResuming(transport, patience_s=1.0)) as client,
+        client.stream("POST", url + CHAT, json=ASKED) as response,
+    ):
+        return b"".join([chunk async for chunk in response.aiter_bytes()])
+
+
+async def test_wherever_the_connection_breaks_each_event_comes_once() -> None:
+    async with gateway_over(tells(*WHOLE)) as bench:
+        for size in range(0, len(b"".join(WHOLE)) + 1, 5):
+            bench.replica.seen.clear()
+            cutting = Cutting(size, None, size + 7)
+            assert await streamed(bench.url, cutting) == b"".join(EVENTS), size
+            first, *later = bench.replica.seen
+            for each in later:
+                lines = int(each.headers[HEADER.decode()])
+                assert each[BODY] == LINES[:lines] + first[BODY]
+                assert each.headers["x-request-id"] == first.headers["x-request-id"]
+
+
+async def test_a_gateway_that_stops_is_no_event_of_the_stream() -> None:
+    async with gateway_over(tells(*WHOLE[:2], STOPS)) as old, gateway_over(tells(*WHOLE)) as new:
+
+        class Moving(httpx.AsyncHTTPTransport):
+            async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+                if request.headers["x-headrace-resume"] != "0":
+                    request.url = httpx.URL(new.url + CHAT)
+                return await super().handle_async_request(request)
+
+        assert await streamed(old.url, Moving()) == b"".join(EVENTS)
+
+
+async def test_threads_may_stream_likewise() -> None:
+    class SyncCutting(httpx.HTTPTransport):
+        sizes = [len(WHOLE[0]) + len(WHOLE[1])]
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            response = super().handle_request(request)
+            response.stream = Cut(response.stream, self.sizes.pop() if self.sizes else 10**9)
+            return response
+
+    async with gateway_over(tells(*WHOLE)) as bench:
+        got = list[bytes]()
+
+        def ask() -> None:
+            with (
+                httpx.Client(transport=Resuming(SyncCutting())) as client,
+                client.stream("POST", bench.url + CHAT, json=ASKED) as response,
+            ):
+                got.append(response.read())
+
+        await asyncio.to_thread(ask)
+        assert got == [b"".join(EVENTS)]
+
+
+async def test_who_does_not_ask_for_it_sees_no_line() -> None:
+    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient() as client:
+        plain = await client.post(bench.url + CHAT, json=ASKED)
+        wants = await client.post(bench.url + CHAT, json=ASKED, headers={"x-headrace-resume": "0"})
+    assert plain.content == b"".join(EVENTS) and "x-headrace-resume" not in plain.headers
+    assert wants.content == b"".join(WHOLE) and wants.headers["x-headrace-resume"] == "1"
+
+
+@pytest.mark.parametrize("told", ["-1", "x", "1e3", "9" * 13, "100000"])
+async def test_a_wrong_header_is_refused_by_its_name(told: str) -> None:
+    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient() as client:
+        got = await client.post(bench.url + CHAT, json=ASKED, headers={"x-headrace-resume": told})
+        assert (got.status_code, got.json()["error"]["param"]) == (400, "x-headrace-resume")
+        assert bench.replica.seen == []
+
+
+async def test_a_stream_that_said_it_cannot_be_taken_up_is_not_resumed() -> None:
+    had = line("it has two prompts") + EVENTS[0]
+    async with gateway_over(tells(*WHOLE)) as bench, httpx.AsyncClient() as client:
+        got = await client.post(
+            bench.url + CHAT,
+            content=had + httpx.Request("POST", bench.url, json=ASKED).content,
+            headers={"x-headrace-resume": str(len(had)), "content-type": "application/json"},
+        )
+        assert (got.status_code, got.json()["error"]["code"]) == (409, "cannot_resume")
+        assert "two prompts" in got.json()["error"]["message"]
+
+
+async def test_a_replica_that_tells_nothing_neither_begins_nor_resumes_such_a_stream() -> None:
+    async with gateway_over(stream) as bench, httpx.AsyncClient() as client:
+        began = await client.post(bench.url + CHAT, json=ASKED, headers={"x-headrace-resume": "0"})
+        assert "x-headrace-resume" not in began.headers
+        had = says(1) + EVENTS[0]
+        got = await client.post(
+            bench.url + CHAT,
+            content=had + httpx.Request("POST", bench.url, json=ASKED).content,
+            headers={"x-headrace-resume": str(len(had)), "content-type": "application/json"},
+        )
+        assert (got.status_code, got.json()["error"]["code"]) == (409, "cannot_resume")
+
+
+async def test_a_break_that_nobody_can_mend_is_the_callers() -> None:
+    async def refuses(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no"}}, status=400)
+
+    async with gateway_over(tells(*WHOLE)) as bench:
+        with pytest.raises(httpx.ReadError, match="cut"):
+            await streamed(bench.url, Cutting(30, *[None] * 99))
+    async with gateway_over(refuses) as bench:
+        cutting = Cutting(30)
+        cutting.sizes = [10**9]
+        assert b'"no"' in await streamed(bench.url, cutting)

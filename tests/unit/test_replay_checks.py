@@ -1,0 +1,52 @@
+"""What a request is told to have said is checked before an engine gets it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_decode.replay.checks import check
+from headrace_decode.replay.said import Output, Said
+
+VOCABULARY, MOST, CHOICES, LOGPROBS = 100, 6, 2, 1
+TOKENS = st.integers(0, VOCABULARY - 1)
+
+
+def judged(*outputs: Output, logprobs: int | None = None) -> None:
+    check(outputs, choices=CHOICES, most_tokens=MOST, vocabulary=VOCABULARY, logprobs=logprobs)
+
+
+@given(st.lists(st.lists(TOKENS, max_size=2).map(tuple), max_size=3), st.booleans())
+def test_what_an_engine_can_have_said_passes(groups: list[tuple[int, ...]], ends: bool) -> None:
+    outputs = [tuple(Said(n, tokens) for n in range(CHOICES)) for tokens in groups]
+    last = (Said(0, (1,), finish="length"),)
+    judged(*outputs, *([last] if ends else []))
+    ranked = [
+        (Said(0, tokens, tuple(((t, -1.0, 2), (5, -0.5, 1)) for t in tokens)),) for tokens in groups
+    ]
+    judged(*ranked, logprobs=LOGPROBS)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "logprobs", "why"),
+    [
+        ([(Said(0, (100,)),)], None, "not in the vocabulary"),
+        ([(Said(2, (1,)),)], None, "choice 2 of 2"),
+        ([(Said(0, (1,) * 7),)], None, "over 6 tokens"),
+        ([(Said(1, (1,) * 4),), (Said(1, (1,) * 4, finish="stop"),)], None, "over 7 tokens"),
+        ([(Said(0, (), finish="stop"),), (Said(0, (1,)),)], None, "behind its end"),
+        ([(Said(0, (1,), (((1, 0.0, 1),),)),)], None, "nobody asked for"),
+        ([(Said(0, (1,)),)], 1, "without their log-probabilities"),
+        ([(Said(0, (1, 2), (((1, 0.0, 1),),)),)], 1, "1 log-probabilities of 2"),
+        ([(Said(0, (1,), (((2, 0.0, 1),),)),)], 1, "of another token"),
+        ([(Said(0, (1,), ((),)),)], 1, "of another token"),
+        ([(Said(0, (1,), (((1, 0.0, 1),) * 3,)),)], 1, "of another token"),
+        ([(Said(0, (1,), (((1, 0.0, 1), (100, 0.0, 2)),)),)], 1, "not in the vocabulary"),
+    ],
+)
+def test_what_no_engine_can_have_said_is_refused(
+    outputs: list[Output], logprobs: int | None, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        judged(*outputs, logprobs=logprobs)
