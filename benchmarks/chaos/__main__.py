@@ -1,10 +1,11 @@
-"""Replicas are killed and stopped under steady streams: what clients see.
+"""Processes are killed and stopped under steady streams: what clients see.
 
     python -m benchmarks.chaos [--rounds 3] [--json FILE]
+    python -m benchmarks.chaos --gateways 2 --prefill 2 --decode 3 --model tiny
 
-Starts the app and streams greedy answers without pause. Every fault of `faults` happens `--rounds`
-times, in an order drawn by `--seed`; the next one when all replicas are there again. Each answer is
-compared with that of the undisturbed app.
+Starts the app and streams greedy answers without pause, by clients that resume their streams. Every
+fault of `faults` happens `--rounds` times, in an order drawn by `--seed`; the next one when all
+processes are there again. Each answer is compared with that of the undisturbed app.
 
     lost                        answers that ended with an error, or not at all
     wrong_or_repeated_tokens    answers whose tokens are not those of the undisturbed app
@@ -30,11 +31,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.faults import BY_REPLICA, FAULTS
 from benchmarks.chaos.streams import Load, Seen, ask, tokens_per_s
 from benchmarks.instance import headrace
 from benchmarks.serving.environment import machine
 from headrace.cli import state
+from tests.support.tiny import tiny_llama
 
 BEFORE_S = 8.0
 WINDOW_S = 10.0
@@ -48,18 +50,27 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of each fault")
     parser.add_argument("--clients", type=int, default=6, help="streams at once")
     parser.add_argument("--tokens", type=int, default=300, help="of each answer")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="which ones")
+    parser.add_argument(
+        "--faults",
+        help="which ones; kill_gateway by default only where there are several gateways",
+    )
     parser.add_argument("--prefill", type=int, default=1, help="prefill replicas")
     parser.add_argument("--decode", type=int, default=1, help="decode replicas")
     parser.add_argument("--gateways", type=int, default=1)
-    parser.add_argument("--model", help="a model folder, a known name or a hub id")
+    parser.add_argument(
+        "--model", help="a model folder, a known name, a hub id, or tiny: a random one"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
+    if options.faults is None:
+        spared = {"kill_gateway"} if options.gateways < 2 else set()
+        options.faults = ",".join(fault for fault in FAULTS if fault not in spared)
     name = f"chaos-{uuid.uuid4().hex[:6]}"
     sets = [f"{role}.replicas={count}" for role, count in wanted(options).items()]
     sets += [f"gateway.replicas={options.gateways}", "gateway.port=0"]
-    sets += [f"model.source={options.model}"] if options.model else []
+    if options.model:
+        sets += [f"model.source={tiny_llama() if options.model == 'tiny' else options.model}"]
     try:
         headrace("up", "--detach", "--name", name, *(f"--set={one}" for one in sets))
         instance = state.load(name)
@@ -97,7 +108,7 @@ def run(url: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
         victim = FAULTS[fault](status(url), rng.randrange(100))
         broken_s = time.monotonic()
         hit.append((fault, victim, broken_s))
-        back_s = wait_whole(url, wanted(options), victim if "stop" not in fault else "")
+        back_s = wait_whole(url, options, victim if "stop" not in fault else "")
         time.sleep(WINDOW_S)
         now = time.monotonic()
         after = tokens_per_s(load.seen, now - WINDOW_S, now)
@@ -113,7 +124,7 @@ def run(url: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
         gaps[fault] += [
             one.silence_s()
             for one in seen
-            if one.around(broken_s) and (one.replica == victim or fault == "kill_prefill")
+            if one.around(broken_s) and (one.replica == victim or fault not in BY_REPLICA)
         ]
     return summary(seen, truth, gaps, recovered)
 
@@ -125,7 +136,7 @@ def summary(
     lost = [one for one in seen if one.why]
     for one in lost[:5]:
         print(f"lost: {one.why[:300]}", file=sys.stderr)
-    cut = [gap for fault, all_of in gaps.items() if fault != "kill_prefill" for gap in all_of]
+    cut = [gap for fault, all_of in gaps.items() if fault in BY_REPLICA for gap in all_of]
     return {
         "answers": len(seen),
         "lost": len(lost),
@@ -158,17 +169,21 @@ def status(url: str) -> dict[str, Any]:
             time.sleep(0.5)
 
 
-def wait_whole(url: str, roles: dict[str, int], gone: str) -> float:
-    """Until as many replicas of each role answer as there should be, without that one; seconds."""
+def wait_whole(url: str, options: argparse.Namespace, gone: str) -> float:
+    """Until as many replicas of each role, gateways and StoreNodes answer as there should be,
+    without that replica; seconds."""
+    roles = wanted(options)
     began = time.monotonic()
     while time.monotonic() - began < BACK_S:
         time.sleep(1.0)
-        replicas = [each for each in status(url)["replicas"] if each["replica_id"] != gone]
+        told = [status(url) for _ in range(8 * options.gateways if options.gateways > 1 else 1)]
+        gateways = {each["gateway"]["pid"] for each in told}
+        replicas = [each for each in told[-1]["replicas"] if each["replica_id"] != gone]
         counts = {role: sum(each["role"] == role for each in replicas) for role in roles}
         ready = all(each.get("url") for each in replicas if each["role"] == "decode")
-        if counts == roles and ready:
+        if (counts, len(gateways)) == (roles, options.gateways) and ready and told[-1]["store"]:
             return time.monotonic() - began
-    raise RuntimeError(f"not all replicas came back within {BACK_S:g} s")
+    raise RuntimeError(f"not all came back within {BACK_S:g} s")
 
 
 if __name__ == "__main__":

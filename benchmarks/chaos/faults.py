@@ -66,10 +66,28 @@ def stop_decode(status: Status, number: int) -> str:
     return str(victim["replica_id"])
 
 
+def kill_gateway(status: Status, number: int) -> str:
+    """SIGKILL to a gateway; clients resume their streams (docs/replay.md)."""
+    os.kill(status["gateway"]["pid"], signal.SIGKILL)
+    return ""
+
+
+def kill_store(status: Status, number: int) -> str:
+    """SIGKILL to a machine's StoreNode."""
+    nodes = status["store"]
+    os.kill(nodes[number % len(nodes)]["pid"], signal.SIGKILL)
+    return ""
+
+
 FAULTS: dict[str, Callable[[Status, int], str]] = {
     "kill_decode": kill_decode,
     "kill_engine": kill_engine,
     "stop_decode": stop_decode,
     "kill_prefill": kill_prefill,
+    "kill_gateway": kill_gateway,
+    "kill_store": kill_store,
 }
-"""By name; each breaks one thing, and returns the replica that it hit. The number picks which."""
+"""By name; each breaks one thing. It returns the decode or prefill replica that it hit, if it hit
+one. The number picks which."""
+BY_REPLICA = frozenset({"kill_decode", "kill_engine", "stop_decode"})
+"""Those that cut the streams of the replica that they hit."""

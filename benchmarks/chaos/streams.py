@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from headrace.resume import Resuming
+
 LIMIT_S = 240.0
 """An answer that takes longer hangs."""
 
@@ -50,7 +52,7 @@ def ask(
     tokens: int,
     into: list[Seen] | None = None,
 ) -> Seen:
-    """Stream one answer to its end. `into` gets it at its begin."""
+    """Stream one answer to its end, over as many gateways as it takes. `into` gets it at once."""
     seen = Seen(which, time.monotonic())
     if into is not None:
         into.append(seen)
@@ -66,9 +68,10 @@ def ask(
     headers = {"x-request-id": f"chaos-{uuid.uuid4().hex}", "connection": "close"}
     seen.why = "no end"
     try:
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S
-        ) as answer:
+        with (
+            httpx.Client(transport=Resuming(), timeout=LIMIT_S) as client,
+            client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer,
+        ):
             seen.replica = answer.headers.get("x-headrace-replica", "")
             if answer.status_code != 200:
                 seen.why = f"{answer.status_code}: {answer.read()[:300]!r}"
