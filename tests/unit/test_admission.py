@@ -149,6 +149,28 @@ def test_doubt_grows_with_broken_promises_and_makes_refusals_earlier() -> None:
     assert core.doubt == 1.0
 
 
+def test_engines_that_take_longer_than_predicted_get_less_and_are_promised_less() -> None:
+    core = Admission(one_tenant=True)
+    core.price(known=True, engines=1)
+
+    def sends(first_s: float) -> Ticket:
+        ticket = sent(core.arrive("a", QUICK, 1, 0.0, room()))
+        core.planned(ticket, 0.5)
+        core.began(ticket, first_s)
+        core.ended(ticket, 0.0, 1.0)
+        return ticket
+
+    for _ in range(100):
+        sends(0.5)
+    assert core.stretch == 1.0
+    for _ in range(100):
+        sends(0.5 * 6)
+    assert core.stretch == pytest.approx(6.0, abs=0.5), "95 % of promises are kept"
+    place = room()
+    sent(core.arrive("a", QUICK, 1, 0.0, place))
+    assert place.waits_s[0] >= 0.5 * 5, "the engine is taken for so much longer"
+
+
 # ---- background -----------------------------------------------------------------------------
 
 

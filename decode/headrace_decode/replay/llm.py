@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -32,10 +33,15 @@ Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
 class Again:
-    """One request on its second way: what was said, and what of it the serving layer gets."""
+    """One request on its second way: what was said, and what of it the serving layer gets.
+
+    Attributes:
+        choices: the engine's requests for those that have not ended.
+    """
 
     def __init__(self, outputs: list[Output]) -> None:
         self.outputs = outputs
+        self.choices: list[Any] = []
         self._given: dict[int, dict[int, RequestOutput]] = {}
 
     def give(self, index: int, given: dict[int, RequestOutput]) -> None:
@@ -119,24 +125,35 @@ class TakingUpLLM(AsyncLLM):
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
     ) -> None:
         """As vLLM's. One that was taken up is led through what it said before the engine gets it,
-        and the engine does not get it if it had ended."""
+        and the engine does not get choices that had ended."""
         again = self._again.get(request.external_req_id)
         if again is None:
             await super()._add_request(request, prompt, parent_req, index, queue)
             return
         choices = 1 if parent_req is None else parent_req.n
         if index == 0:
-            self._check(request, again.outputs, choices)
+            await asyncio.to_thread(self._check, request, again.outputs, choices)
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
-        given, ended = feed(self.output_processor, queue, request.request_id, index, again.outputs)
+        again.choices.append(request)
+        try:
+            given, ended = await feed(
+                self.output_processor, queue, request.request_id, index, again.outputs
+            )
+        except BaseException:  # the client may have left
+            known = [each.request_id for each in again.choices]
+            self.output_processor.abort_requests(known, internal=True)
+            raise
         again.give(index, given)
-        if not ended:
+        if ended:
+            again.choices.pop()
+        else:
             said = tokens_of(again.outputs, index)
             request.sampling_params = with_said(request.sampling_params, said)
-            await self.engine_core.add_request_async(request)
-        elif index == choices - 1 and not self.output_processor.external_req_ids.get(
-            request.external_req_id
-        ):
+        if index < choices - 1:
+            return  # what the engine says of one choice would come among what others said
+        for each in again.choices:
+            await self.engine_core.add_request_async(each)
+        if not self.output_processor.external_req_ids.get(request.external_req_id):
             queue.put(STREAM_FINISHED)
 
     def _check(self, request: Any, outputs: list[Output], choices: int) -> None:

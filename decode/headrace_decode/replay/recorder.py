@@ -6,6 +6,7 @@ that are event streams.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -88,7 +89,7 @@ class Recorded:
         if size:
             try:
                 lines, receive = await _split(receive, size)
-                recorder.again = read(lines)
+                recorder.again = await asyncio.to_thread(read, lines)
             except ValueError as error:
                 await _refuse(send, f"{HEADER.decode()}: {error}")
                 return

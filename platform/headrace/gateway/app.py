@@ -360,7 +360,7 @@ class GatewayApp:
             self._intake.answer_in_time(asked, spent_s=perf_counter() - call.started)
             if route is None:
                 route = await self._find(asked, pool)
-            resume.prepare(call, asked.seen.get(resume.RESUME))
+            await resume.prepare(call, asked.seen.get(resume.RESUME))
             slo = self._read(asked) if route.takes_json else DEFAULT
             door = self._parts.door
             if door is None or route.path not in PLACED:

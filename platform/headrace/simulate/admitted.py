@@ -202,6 +202,8 @@ class _AdmittedPlayer(_Player):
         for r in numbers[self.s.req["phase"][numbers] == DONE].tolist():
             gateway, ticket = self._under_way.pop(r)
             answer_s = float(self.s.req["end_s"][r] - self.s.req["first_s"][r])
+            if ticket.sent_s is not None:
+                gateway.admission.began(ticket, float(self.s.req["first_s"][r]) - ticket.sent_s)
             gateway.admission.ended(ticket, answer_s, self._room.rows)
 
     def _tell_peers(self) -> None:

@@ -11,11 +11,13 @@ once what becomes of a request:
 The prediction:
 
     wait = doubt * work of its tenant's requests before it / what its tenant can count on (`rates`)
-    TTFT = wait + engine's queue when it is sent + seconds to compute its prompt
+    TTFT = wait + stretch * (engine's queue when it is sent + seconds to compute its prompt)
 
-`doubt` has predictions kept 19 times of 20. What prompts take is only a mean until a plan reads
-them, so many expensive ones may stand one behind the other. It is learned from what requests
-waited.
+`doubt` has predictions of the wait kept 19 times of 20. What prompts take is only a mean until a
+plan reads them, so many expensive ones may stand one behind the other. `stretch` has those of the
+rest kept as often. Step times are fitted while other engines of the machine are idle, too, and
+engines that share its cores take longer under load. The room that the view shows is stretched
+likewise. Both are learned from what requests turned out to take.
 
 A prompt that alone takes longer than its target is admitted while nobody waits: it will not get
 faster. A tenant's requests pass another tenant's only up to its fair part, so an admitted request
@@ -46,7 +48,7 @@ from headrace.gateway.admission.room import Room
 LATE = 1.1
 """An admitted request whose first token would come so much later than it should is given up."""
 MOST_RETRY_S = 60.0
-DOUBT_GAIN, MOST_DOUBT = 0.1, 4.0
+DOUBT_GAIN, MOST_DOUBT, MOST_STRETCH = 0.1, 4.0, 8.0
 BROKEN, MARGIN = 0.05, 0.05
 """Share of waits that may be longer than predicted, by more than this part of the target."""
 
@@ -115,6 +117,8 @@ class Admission:
         self.priced = False
         self.doubt = 1.0
         """See above; at least 1."""
+        self.stretch = 1.0
+        """Likewise."""
         self.had: OrderedDict[str, float] = OrderedDict()
         """Seconds that each tenant has had from this gateway since it started."""
         self._max_waiting = max_waiting
@@ -144,7 +148,7 @@ class Admission:
             queue.passed(tenant, ticket.cost_s)
             self._send(ticket, now_s, room)
             return ticket
-        own_s = cost.prefill_s + min(room.wait_s, room.lead_s)
+        own_s = self.stretch * cost.prefill_s + min(room.wait_s, room.lead_s)
         ticket.latest_s = now_s + max(0.0, slo.patience_s - own_s)
         refused = self._refused(ticket, queue, now_s)
         if refused is not None:
@@ -223,6 +227,15 @@ class Admission:
         self.costs.answered(ticket.tenant, answer_s)
         self._correct(ticket, ticket.cost._replace(answer_s=answer_s / rows))
 
+    def began(self, ticket: Ticket, first_s: float) -> None:
+        """The first token of a request came so long after it was sent."""
+        slo = ticket.slo
+        if not ticket.planned or slo.background or slo.patience_s == math.inf:
+            return
+        promised_s = ticket.queue_s + self.stretch * ticket.cost.prefill_s
+        broken = first_s > promised_s + MARGIN * slo.patience_s
+        self.stretch = _learned(self.stretch, MOST_STRETCH, broken=broken)
+
     def had_elsewhere(self, tenant: str, seconds: float) -> None:
         """Another gateway has sent requests of a tenant."""
         self._front.charge(tenant, seconds)
@@ -256,6 +269,7 @@ class Admission:
             "waiting_engine_s": round(self._front.cost_s, 3),
             "rate": round(self.rates.rate, 3),
             "doubt": round(self.doubt, 3),
+            "stretch": round(self.stretch, 3),
             "predicted_wait_s": round(self._front.cost_s / self.rates.rate, 3),
             "priced": self.priced,
             "admitted": counts.admitted,
@@ -267,13 +281,12 @@ class Admission:
     # Inside
 
     def _learn(self, ticket: Ticket, now_s: float) -> None:
-        """A prediction is put to the test: a step up for one that was broken, a small one down for
-        one that was kept, so that `BROKEN` of them are broken (Robbins and Monro, 1951)."""
+        """A prediction of the wait is put to the test."""
         if ticket.slo.background:
             return
         promised_s = ticket.predicted_s * self.doubt + MARGIN * ticket.slo.patience_s
         broken = now_s - ticket.arrived_s > promised_s
-        self.doubt = min(MOST_DOUBT, max(1.0, self.doubt + DOUBT_GAIN * (broken - BROKEN)))
+        self.doubt = _learned(self.doubt, MOST_DOUBT, broken=broken)
 
     def _may_go(self, slo: SloClass, room: Room) -> bool:
         if slo.background:
@@ -282,7 +295,7 @@ class Admission:
 
     def _send(self, ticket: Ticket, now_s: float, room: Room) -> None:
         ticket.waits, ticket.sent_s, ticket.queue_s = False, now_s, room.wait_s
-        room.take(ticket.cost.prefill_s)
+        room.take(self.stretch * ticket.cost.prefill_s)
         counts = self.counts
         counts.admitted += 1
         slo = ticket.slo
@@ -330,6 +343,12 @@ class Admission:
         self.had.move_to_end(tenant)
         if len(self.had) > MOST_TENANTS:
             self.had.popitem(last=False)
+
+
+def _learned(factor: float, most: float, *, broken: bool) -> float:
+    """A factor of predictions after one of them was put to the test: a step up if it was broken, a
+    small one down if it was kept, so that `BROKEN` of them are broken (Robbins and Monro, 1951)."""
+    return min(most, max(1.0, factor + DOUBT_GAIN * (broken - BROKEN)))
 
 
 def _retry(seconds: float) -> float:

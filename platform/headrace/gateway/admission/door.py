@@ -167,8 +167,10 @@ class Door:
             first_s: seconds from when it was sent to its first token, where that is known.
             total_s: seconds from when it was sent to its end; None if it had no answer.
         """
-        if first_s is not None and not ticket.planned:
-            self.admission.planned(ticket, max(0.0, first_s - ticket.queue_s))
+        if first_s is not None:
+            self.admission.began(ticket, first_s)
+            if not ticket.planned:
+                self.admission.planned(ticket, max(0.0, first_s - ticket.queue_s))
         answer_s = None
         if total_s is not None:
             before_s = ticket.cost.prefill_s + ticket.queue_s if first_s is None else first_s
@@ -212,6 +214,7 @@ class Door:
                 prompt_tokens=max(1.0, self._prompt_tokens),
                 itl_s=self.admission.itl_s,
                 sent=sum(self._unseen(now_s, heard_s - REPORT_S)),
+                stretch=self.admission.stretch,
             )
         if view is None or not self._room.engines:
             self._room = self._counted()

@@ -64,7 +64,13 @@ class Room:
 
 
 def room_of(
-    view: View, now_s: float, *, prompt_tokens: float, itl_s: float = math.inf, sent: int = 0
+    view: View,
+    now_s: float,
+    *,
+    prompt_tokens: float,
+    itl_s: float = math.inf,
+    sent: int = 0,
+    stretch: float = 1.0,
 ) -> Room:
     """The room that a view shows.
 
@@ -72,6 +78,7 @@ def room_of(
         prompt_tokens: that a usual prompt has to compute.
         itl_s: the least ITL target of the streams; inf for none.
         sent: requests that were sent and that the view does not show yet.
+        stretch: how much longer prompts take than the view says (`admission`).
     """
     engines = view.engines
     prefill, decode = engines["prefill"], engines["decode"]
@@ -87,7 +94,7 @@ def room_of(
     if prefill.any() and view.settings.policy != "local":
         computes = prefill.copy() if view.settings.policy == "remote" else prefill | decode
         waits_s = queue_s + np.where(prefill, 0.0, rows * np.maximum(0.0, step_s - idle_s))
-    waits = np.sort(waits_s[computes])
+    waits = np.sort(stretch * waits_s[computes])
     lead_s = max(LEAST_LEAD_S, LEAD_STEPS * float(np.median(step_s[computes])))
     mean_rows = max(1.0, float(rows[decode].mean()))
     room = Room(
@@ -99,7 +106,7 @@ def room_of(
         idle=bool((queue_s[computes] <= 0.0).all()),
     )
     for _ in range(min(sent, 4 * len(room.waits_s))):
-        room.take(float(np.median((step_s - idle_s)[computes])))
+        room.take(stretch * float(np.median((step_s - idle_s)[computes])))
     return room
 
 

@@ -12,6 +12,8 @@ of events that is wrong ends this stream alone.
 
 from __future__ import annotations
 
+import asyncio
+
 from headrace.gateway import errors
 from headrace.gateway.relay.call import Call
 from headrace.gateway.relay.journal import Journal
@@ -21,7 +23,7 @@ RESUME = b"x-headrace-resume"
 one. Of an answer: this stream can be resumed."""
 
 
-def prepare(call: Call, told: bytes | None) -> None:
+async def prepare(call: Call, told: bytes | None) -> None:
     """Take the stream so far off the body.
 
     Args:
@@ -39,7 +41,7 @@ def prepare(call: Call, told: bytes | None) -> None:
     if not size:
         return
     had, call.body = call.body[:size], call.body[size:]
-    call.journal.pass_on(had)
+    await asyncio.to_thread(call.journal.pass_on, had)
     if call.journal.why_not is not None:
         raise errors.cannot_resume(call.journal.why_not)
     call.said = call.journal.take_up()
