@@ -206,3 +206,49 @@ def test_plans_do_not_count_for_the_holder_that_a_silent_replica_had() -> None:
     two.feed.leave(silent)
     two.report(report(silent, 1), 0.1)
     assert two._expected.match(KEYS).max() == 0
+
+
+# Replicas of two kinds, during a rolling change
+
+
+def mixed() -> Cluster:
+    """The old decode replica has a queue; the new prefill replica is idle, the old one is not."""
+    made = cluster()
+    busy = {"queued_tokens": 50_000, "queued_pairs": 10**8, "prompts": 9}
+    for name, kv, more in [
+        ("d-old", "a", {"running": 3}),
+        ("p-old", "a", busy),
+        ("p-new", "b", {}),
+    ]:
+        made.feed.join(name, "e", Kind((GPU,), ownership=""), 0.0)
+        made.report(report(name, kv=kv, **more), 0.0)
+    return made
+
+
+def test_engines_whose_kv_differs_are_never_paired() -> None:
+    made = mixed()
+    for _ in range(20):
+        assert made.plan(PROMPT, 0.0).replica in ("", "p-old")
+    made.report(report("d-new", kv="b"), 0.0)
+    plans = [made.plan(PROMPT, 0.0) for _ in range(20)]
+    assert {(plan.decode, plan.replica) for plan in plans} <= {
+        *[("d-old", replica) for replica in ("", "p-old")],
+        *[("d-new", replica) for replica in ("", "p-new")],
+    }
+    assert "d-new" in {plan.decode for plan in plans}, "the better of the two plans is taken"
+    assert row(made, "p-new")["prefill"] and row(made, "d-old")["decode"], "the view is whole again"
+
+
+def test_a_replica_that_does_not_tell_its_kind_pairs_with_all() -> None:
+    made = mixed()
+    made.report(report("p-any"), 0.0)
+    assert made.plan(PROMPT, 0.0).replica in ("", "p-old", "p-any")
+
+
+def test_when_all_have_gone_replicas_of_other_blocks_may_come() -> None:
+    made = cluster("d1")
+    with pytest.raises(ValueError, match="blocks of 32 tokens"):
+        made.report(report("d2", block_tokens=32), 0.0)
+    made.gone("d1")
+    made.report(report("d2", block_tokens=32), 0.0)
+    assert made.choices(0.0) == 1

@@ -67,6 +67,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         seq: number of the report. Its sender counts from 0; there may be gaps.
+        kv: what KV has to have in common to be exchanged, as a digest (`headrace_engine.kvkind`).
+            Engines of unlike ones exchange none. Empty: like all others.
         replica: the replica's id. machine: Ray's id of its node.
         block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
         step_tokens: most tokens of one prompt that the engine computes in a step.
@@ -99,6 +101,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_bytes: Annotated[float, Meta(gt=0.0, le=1e9)]
     step_tokens: Annotated[int, Meta(ge=1, le=2**24)]
     seq: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    kv: Name = ""
     running: Count = 0
     context: Count = 0
     coming: Count = 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -102,6 +102,7 @@ class Cluster:
         self._expected = Expected(self.index)
         self._view: View | None = None
         self._reports: dict[str, Report] = {}
+        self._kinds: set[str] = set()
         self._booked: dict[str, dict[str, _Booked]] = {}
         self._down: frozenset[str] = frozenset()
         self._look_s = -math.inf
@@ -115,9 +116,10 @@ class Cluster:
             ValueError: its blocks are not those of the other replicas.
         """
         name, last, view = report.replica, self._reports.get(report.replica), self._view
-        if view is None:
-            view = self._view = View(report.block_tokens, report.token_bytes, self._settings)
-        if (report.block_tokens, report.token_bytes) != (view.block_tokens, view.token_bytes):
+        kind = report.block_tokens, report.token_bytes
+        if view is None or (not self._reports and kind != (view.block_tokens, view.token_bytes)):
+            view = self._view = View(*kind, self._settings)
+        if kind != (view.block_tokens, view.token_bytes):
             raise ValueError(
                 f"{name}: blocks of {report.block_tokens} tokens of {report.token_bytes} bytes; "
                 f"other replicas have {view.block_tokens} of {view.token_bytes}"
@@ -132,6 +134,7 @@ class Cluster:
         if report.steps is not None and (last is None or report.steps != last.steps):
             view.set_steps(row, StepTime.from_dict(report.steps))
         self._reports[name] = report
+        self._kinds = {of.kv for of in self._reports.values()} - {""}
         for medium, (fixed_s, byte_s) in report.loads.items():
             view.set_load(node, medium, fixed_s, byte_s)
         engine = view.engines[row]
@@ -178,6 +181,7 @@ class Cluster:
             self._expected.gone(holder)
         view.remove(replica)
         del self._reports[replica], self._booked[replica]
+        self._kinds = {of.kv for of in self._reports.values()} - {""}
 
     def tend(self, now_s: float) -> None:
         """Notice what is over. To be called about once a second."""
@@ -243,23 +247,25 @@ class Cluster:
         view = self._seen
         keys = prompt.keys
         held = np.maximum(self.index.match(keys), self._expected.match(keys))
-        plan = place(
-            view,
-            PlaceRequest(
-                # A name that no other gateway gives, and no client chose.
-                f"{self._rng.getrandbits(64):016x}",
-                prompt.tokens,
-                now_s,
-                held,
-                supplies=self._supplies(view, prompt),
-                affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
-                output_tokens_max=prompt.output_tokens_max,
-                local_only=prompt.local_only,
-                itl_target_s=targets.itl_s,
-                ttft_target_s=targets.ttft_s,
-                looks=now_s >= self._look_s,
-            ),
+        request = PlaceRequest(
+            # A name that no other gateway gives, and no client chose.
+            f"{self._rng.getrandbits(64):016x}",
+            prompt.tokens,
+            now_s,
+            held,
+            supplies=self._supplies(view, prompt),
+            affinity=int(keys[0]) if len(keys) else self._rng.getrandbits(63),
+            output_tokens_max=prompt.output_tokens_max,
+            local_only=prompt.local_only,
+            itl_target_s=targets.itl_s,
+            ttft_target_s=targets.ttft_s,
+            looks=now_s >= self._look_s,
         )
+        if len(self._kinds) < 2:
+            plan = place(view, request)
+        else:
+            plans = [place(view, request) for _ in self._one_kind_at_a_time()]
+            plan = min(plans, key=lambda plan: plan.predicted[f"{plan.kind}.total"])
         self._book(plan, prompt, now_s)
         return plan
 
@@ -296,6 +302,24 @@ class Cluster:
     def _seen(self) -> View:
         assert self._view is not None
         return self._view
+
+    def _one_kind_at_a_time(self) -> Iterator[None]:
+        """While replicas with other weights, settings or versions take the place of those there
+        are: the view shows those that can exchange KV, for each kind whose decode replicas may
+        answer."""
+        view = self._seen
+        roles = {role: view.engines[role].copy() for role in ("prefill", "decode")}
+        for kind in sorted(self._kinds):
+            like = np.zeros(len(view.engines), np.bool_)
+            like[[view.row(name) for name, of in self._reports.items() if of.kv in (kind, "")]] = (
+                True
+            )
+            if (roles["decode"] & like).any():
+                for role, may in roles.items():
+                    view.engines[role] = may & like
+                yield
+        for role, may in roles.items():
+            view.engines[role] = may
 
     def _hold(self, row: int, replica: str) -> None:
         """Follow the feed, which gives a replica that was silent another holder."""
