@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
 
+from benchmarks.chaos.apps import BACK_S, App
+
 STOPPED_S = 10.0
 
-Status = Mapping[str, Any]
 
-
-def _one(status: Status, role: str, number: int) -> Mapping[str, Any]:
+def _one(app: App, role: str, number: int) -> Mapping[str, Any]:
     found = sorted(
-        (each for each in status["replicas"] if each["role"] == role),
+        (each for each in app.status()["replicas"] if each["role"] == role),
         key=lambda each: str(each["replica_id"]),
     )
     return dict(found[number % len(found)])
@@ -27,32 +28,32 @@ def _family(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
-def kill_decode(status: Status, number: int) -> str:
+def kill_decode(app: App, number: int) -> str:
     """SIGKILL to a decode replica."""
-    victim = _one(status, "decode", number)
+    victim = _one(app, "decode", number)
     os.kill(victim["pid"], signal.SIGKILL)
     return str(victim["replica_id"])
 
 
-def kill_prefill(status: Status, number: int) -> str:
+def kill_prefill(app: App, number: int) -> str:
     """SIGKILL to a prefill replica."""
-    victim = _one(status, "prefill", number)
+    victim = _one(app, "prefill", number)
     os.kill(victim["pid"], signal.SIGKILL)
     return str(victim["replica_id"])
 
 
-def kill_engine(status: Status, number: int) -> str:
+def kill_engine(app: App, number: int) -> str:
     """SIGKILL to the engine of a decode replica, which lives on without it."""
-    victim = _one(status, "decode", number)
+    victim = _one(app, "decode", number)
     for process in _family(victim["pid"]):
         if "EngineCore" in " ".join(process.cmdline() or [process.name()]):
             process.kill()
     return str(victim["replica_id"])
 
 
-def stop_decode(status: Status, number: int) -> str:
+def stop_decode(app: App, number: int) -> str:
     """SIGSTOP to a decode replica and its engine for `STOPPED_S`."""
-    victim = _one(status, "decode", number)
+    victim = _one(app, "decode", number)
     family = _family(victim["pid"])
     for process in family:
         process.suspend()
@@ -66,28 +67,61 @@ def stop_decode(status: Status, number: int) -> str:
     return str(victim["replica_id"])
 
 
-def kill_gateway(status: Status, number: int) -> str:
+def kill_gateway(app: App, number: int) -> str:
     """SIGKILL to a gateway; clients resume their streams (docs/replay.md)."""
-    os.kill(status["gateway"]["pid"], signal.SIGKILL)
+    os.kill(app.status()["gateway"]["pid"], signal.SIGKILL)
     return ""
 
 
-def kill_store(status: Status, number: int) -> str:
+def kill_store(app: App, number: int) -> str:
     """SIGKILL to a machine's StoreNode."""
-    nodes = status["store"]
+    nodes = app.status()["store"]
     os.kill(nodes[number % len(nodes)]["pid"], signal.SIGKILL)
     return ""
 
 
-FAULTS: dict[str, Callable[[Status, int], str]] = {
+def drain(app: App, number: int) -> str:
+    """A decode replica less, and when it has gone, one more."""
+    served, count = app.served, app.replicas["decode"]
+    assert served is not None
+    served.deploy({"decode": {"num_replicas": count - 1}})
+    deadline = time.monotonic() + BACK_S
+    while served.count("decode") >= count or served.count("decode", "STOPPING"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no replica had gone after {BACK_S:g} s")
+        time.sleep(0.5)
+    served.deploy({"decode": {"num_replicas": count}})
+    return ""
+
+
+def redeploy(app: App, number: int) -> str:
+    """Another configuration, for which Serve replaces replicas of all deployments."""
+    served = app.served
+    assert served is not None
+    before = {each["replica_id"] for each in app.status()["replicas"]}
+    served.args["router"] = {"remeasure_s": 60 + number}
+    served.deploy()
+    deadline = time.monotonic() + 2 * BACK_S
+    while before & {each["replica_id"] for each in app.status()["replicas"]}:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"old replicas are there after {2 * BACK_S:g} s")
+        time.sleep(1.0)
+    return ""
+
+
+FAULTS: dict[str, Callable[[App, int], str]] = {
     "kill_decode": kill_decode,
     "kill_engine": kill_engine,
     "stop_decode": stop_decode,
     "kill_prefill": kill_prefill,
-    "kill_gateway": kill_gateway,
     "kill_store": kill_store,
+    "kill_gateway": kill_gateway,
+    "drain": drain,
+    "redeploy": redeploy,
 }
 """By name; each breaks one thing. It returns the decode or prefill replica that it hit, if it hit
 one. The number picks which."""
 BY_REPLICA = frozenset({"kill_decode", "kill_engine", "stop_decode"})
 """Those that cut the streams of the replica that they hit."""
+OF_CLUSTERS = frozenset({"kill_gateway", "drain", "redeploy"})
+"""Those that need several replicas and gateways."""

@@ -41,7 +41,11 @@ class Seen:
 
     def around(self, moment_s: float) -> bool:
         """Whether it was streaming then."""
-        return bool(self.came_s) and self.came_s[0] < moment_s < self.came_s[-1]
+        return self.during(moment_s, moment_s)
+
+    def during(self, from_s: float, to_s: float) -> bool:
+        """Whether it was streaming at a moment of these."""
+        return bool(self.came_s) and self.came_s[0] < to_s and from_s < self.came_s[-1]
 
 
 def ask(
