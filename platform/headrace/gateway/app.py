@@ -370,6 +370,7 @@ class GatewayApp:
             ticket = await door.enter(call.tenant, slo, len(call.body))
             sent = perf_counter()
             call.waited_s += sent - began
+            call.on_first = lambda: door.began(ticket)
             try:
                 await self._relay(call, asked.send)
             finally:

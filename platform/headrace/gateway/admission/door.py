@@ -160,6 +160,11 @@ class Door:
             ticket.planned = True
             self._prompt_tokens += _GAIN * (plan.compute_tokens - self._prompt_tokens)
 
+    def began(self, ticket: Ticket) -> None:
+        """The first token of a request that entered has come."""
+        if ticket.sent_s is not None:
+            self.admission.began(ticket, self._clock() - ticket.sent_s)
+
     def left(self, ticket: Ticket, first_s: float | None, total_s: float | None) -> None:
         """A request that entered has ended.
 
@@ -167,10 +172,8 @@ class Door:
             first_s: seconds from when it was sent to its first token, where that is known.
             total_s: seconds from when it was sent to its end; None if it had no answer.
         """
-        if first_s is not None:
-            self.admission.began(ticket, first_s)
-            if not ticket.planned:
-                self.admission.planned(ticket, max(0.0, first_s - ticket.queue_s))
+        if first_s is not None and not ticket.planned:
+            self.admission.planned(ticket, max(0.0, first_s - ticket.queue_s))
         answer_s = None
         if total_s is not None:
             before_s = ticket.cost.prefill_s + ticket.queue_s if first_s is None else first_s

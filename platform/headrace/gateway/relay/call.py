@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -31,6 +32,7 @@ class Call:
         held: counts the body.
         said: the lines of its stream so far, for the replica that takes it up.
         journal: of a client that wants to resume its stream (`resume`).
+        on_first: called when the first bytes of a stream's body have been sent.
     """
 
     request_id: bytes
@@ -54,6 +56,7 @@ class Call:
     held: Held | None = None
     said: bytes = b""
     journal: Journal | None = None
+    on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:
         """The body is needed no more: no replica will be asked again."""

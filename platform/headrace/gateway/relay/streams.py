@@ -111,6 +111,7 @@ class Streams:
                         )
                         if call.ttft_s is None:
                             call.ttft_s = perf_counter() - call.started
+                            call.on_first()
                         call.sent_bytes += len(events)
                         call.last = events
                     if error:
