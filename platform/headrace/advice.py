@@ -134,7 +134,7 @@ def advise(load: Load, prefill: int, decode: int) -> Advice:
         splits[0],
         best,
         max(1, math.ceil(load.rate * load.remote_s / MOST_BUSY)),
-        max(1, math.ceil(_places(load, load.rate) / MOST_BUSY)),
+        max(1, math.ceil(places(load, load.rate) / MOST_BUSY)),
     )
 
 
@@ -149,39 +149,40 @@ def split(load: Load, prefill: int, decode: int) -> Split:
     ttft_s = token_s = full = math.inf
     if taken < 1.0:
         slower = 1.0 / (1.0 - taken)
-        full = slower * _places(load, load.rate / decode)
-        token_s, running = _pace(load, load.rate / decode, slower)
+        full = slower * places(load, load.rate / decode)
+        token_s, running = pace(load, load.rate / decode, slower)
         if busy < 1.0:
             ttft_s = (
-                _wait_s(load.rate, prefill or decode, mean_s, square)
+                math.prod(queue_of(load.rate, prefill or decode, mean_s, square))
                 + mean_s
                 + move_s
-                + _step_s(load, running)
+                + step_s(load, running)
             )
     request_s = ttft_s + load.answer_tokens * token_s
     return Split(prefill, decode, ttft_s, token_s, request_s, busy, full)
 
 
-def _wait_s(rate: float, engines: int, mean_s: float, square: float) -> float:
-    """M/G/n, by the recursion of Erlang's loss formula B: C = n B / (n - a (1 - B))."""
+def queue_of(rate: float, engines: int, mean_s: float, square: float) -> tuple[float, float]:
+    """(part of the prompts that wait, mean seconds that these wait) before engines that are not
+    overloaded. M/G/n, by the recursion of Erlang's loss formula B: C = n B / (n - a (1 - B))."""
     a, lost = rate * mean_s, 1.0
     for n in range(1, engines + 1):
         lost = a * lost / (n + a * lost)
     all_busy = engines * lost / (engines - a * (1.0 - lost))
-    return all_busy / (engines - a) * square / (2.0 * mean_s)
+    return all_busy, square / (2.0 * mean_s * (engines - a))
 
 
-def _places(load: Load, rate: float) -> float:
+def places(load: Load, rate: float) -> float:
     """Decode engines that so many requests a second keep full."""
-    return rate * load.answer_tokens * _step_s(load, load.most_running) / load.most_running
+    return rate * load.answer_tokens * step_s(load, load.most_running) / load.most_running
 
 
-def _pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
+def pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
     """(seconds a token, requests that run) where arrivals and departures are as many: the least
     solution of r = rate o slower T(r)."""
     running = 0.0
     for _ in range(_ROUNDS):
-        token_s = slower * _step_s(load, running)
+        token_s = slower * step_s(load, running)
         now = rate * load.answer_tokens * token_s
         if now > load.most_running:
             break
@@ -191,7 +192,7 @@ def _pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
-def _step_s(load: Load, running: float) -> float:
+def step_s(load: Load, running: float) -> float:
     if running == math.inf:
         return running
     context = running * (load.prompt_tokens + load.answer_tokens / 2)

@@ -1,0 +1,8 @@
+"""How many prefill and decode replicas there should be.
+
+- `forecast`: how many requests will come, and how wrong that may be
+- `capacity`: what share of them so many replicas answer in time
+- `decide`: the counts to have now, since a replica takes time to start
+
+Pure: no Ray, no vLLM, no I/O, no clock.
+"""
