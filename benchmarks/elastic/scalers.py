@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.elastic.day import Day
 from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Counts, Prices, decide
 from headrace.elastic.forecast import BIN_S, Ahead, Forecast
@@ -14,7 +16,7 @@ from headrace.elastic.traffic import Traffic
 from headrace.simulate.fleet import Look, Role
 from headrace.simulate.hardware import Hardware, prefill_s
 
-from benchmarks.elastic.day import Day
+_NEVER_S = 1e6
 
 
 class Static:
@@ -48,7 +50,8 @@ class Ours:
         start_price: bool = True,
         joint: bool = True,
     ) -> None:
-        self.hardware, self.slo, self.bounds, self.joint = hardware, slo, bounds, joint
+        self.hardware, self.slo, self.joint = hardware, slo, joint
+        self.bounds = bounds if joint else replace(bounds, prefill=(1, bounds.prefill[1]))
         self.prices = prices if start_price else Prices(0.0)
         self.certain = not forecast
         self.forecast, self.traffic = Forecast(), Traffic()
@@ -60,13 +63,16 @@ class Ours:
         self.told: list[Counts] = []
 
     def __call__(self, look: Look) -> tuple[int, int]:
-        self._learn(look)
+        if not self._learn(look) and self.told:
+            return self.told[-1].prefill, self.told[-1].decode
         now = tuple(role.ready + role.starting for role in (look.prefill, look.decode))
         decode = self.hardware.decode
         kv_tokens = decode.kv_blocks * self.hardware.block_tokens
         load = self.traffic.load(decode.steps, kv_tokens, self._move_s(), self.hardware.lost_share)
         if load is None:
             return now[0], now[1]
+        if not self.joint:
+            load = replace(load, local_s=_NEVER_S, local_square=_NEVER_S**2)
         counts = decide((now[0], now[1]), load, self._ahead, self.slo, self.prices, self.bounds)
         self.told.append(counts)
         return counts.prefill, counts.decode
@@ -76,15 +82,17 @@ class Ours:
             return Ahead(self.last, 0.0)
         return self.forecast.ahead(ahead_s, self.begin_s + self.bin_end_s - BIN_S)
 
-    def _learn(self, look: Look) -> None:
+    def _learn(self, look: Look) -> bool:
+        """Whether there is something new to decide by: a minute's count."""
         self.count += look.arrived
-        if look.now_s >= self.bin_end_s:
+        new = look.now_s >= self.bin_end_s
+        if new:
             self.last = self.count / BIN_S
             if not self.certain:
                 self.forecast.observe(float(self.count), self.begin_s + self.bin_end_s)
             self.count, self.bin_end_s = 0, self.bin_end_s + BIN_S
         if not len(look.ended):
-            return
+            return new
         seen = look.requests[look.ended]
         rows = np.empty((len(seen), 4))
         rows[:, 0], rows[:, 1] = seen["prompt"], seen["output"]
@@ -95,6 +103,7 @@ class Ours:
             for column, side in enumerate(sides, 2):
                 rows[n, column] = prefill_s(side.curve, tokens, end, side.step_tokens)
         self.traffic.ended(rows)
+        return new
 
     def _move_s(self) -> float:
         hardware = self.hardware

@@ -123,9 +123,7 @@ def _full(mean: float, places: float, steeper: float) -> float:
     return 0.5 * math.erfc((places + 0.5 - mean) / math.sqrt(2.0 * mean * steeper))
 
 
-def expected_in_time(
-    load: Load, ahead: Ahead, slo: Slo, prefill: int, decode: int
-) -> float:
+def expected_in_time(load: Load, ahead: Ahead, slo: Slo, prefill: int, decode: int) -> float:
     """`in_time` over the rates that the forecast holds possible."""
     return sum(
         weight * in_time(replace(load, rate=ahead.at(chance)), slo, prefill, decode)
@@ -206,10 +204,7 @@ def _best(
     total: int,
     prefer: tuple[int, int] | None,
 ) -> Need:
-    found = [
-        Need(p, d, expected_in_time(load, ahead, slo, p, d))
-        for p, d in bounds.splits(total)
-    ]
+    found = [Need(p, d, expected_in_time(load, ahead, slo, p, d)) for p, d in bounds.splits(total)]
     best = max(found, key=lambda one: one.in_time)
     if prefer is None or best.in_time < slo.share:
         return best

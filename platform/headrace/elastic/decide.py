@@ -109,5 +109,3 @@ def _most(forecast: Forecaster, until_s: float) -> Ahead:
     """The forecast with the highest rate from now until then."""
     times = [0.0, *(one for one in AHEAD_S if one < until_s), until_s]
     return max((forecast(one) for one in times), key=lambda one: one.rate)
-
-

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from headrace.simulate import loop
 from headrace.simulate.best import best_case
 from headrace.simulate.hardware import Hardware
-from headrace.simulate.outcome import outcome_of
 from headrace.simulate.ours import Headrace
+from headrace.simulate.outcome import outcome_of
 from headrace.simulate.run import Run, Settings, _check, _Player
 from headrace.simulate.state import DONE, NEW
 from headrace.simulate.trace import Workload
