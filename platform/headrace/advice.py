@@ -206,8 +206,20 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     weighed by them.
     """
     routers = [one["router"] for one in replicas if one.get("role") == "decode"]
-    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
     prefill = sum(one.get("role") == "prefill" for one in replicas)
+    load = load_of(routers)
+    if load is None:
+        return None
+    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
+    requests = sum(one["requests"] for one in told if one.get("rate", 0.0) > 0.0)
+    advice = advise(load, prefill, len(routers))
+    return {"requests": requests, "rate": load.rate} | advice.to_dict()
+
+
+def load_of(routers: Sequence[Mapping[str, Any]]) -> Load | None:
+    """The traffic of decode replicas, from what their routers tell (`Router.snapshot` with
+    `outcomes`), or None while too little is known."""
+    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
     told = [traffic for traffic in told if traffic.get("rate", 0.0) > 0.0]
     if sum(traffic["requests"] for traffic in told) < LEAST_REQUESTS:
         return None
@@ -220,7 +232,7 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     engines = router["engines"]
     tokens = max(1.0, mean("prompt_tokens") + mean("answer_tokens") / 2)
     same_machine = any(side.get("same_machine") for side in router["prefill"].values())
-    load = Load(
+    return Load(
         rate,
         mean("prompt_tokens"),
         mean("answer_tokens"),
@@ -232,8 +244,4 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         StepTime.from_dict(router["step_times"]["decode"]),
         max(1, int(engines["decode_blocks"] * engines["block_tokens"] / tokens)),
         router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0,
-    )
-    advice = advise(load, prefill, len(routers))
-    return {"requests": sum(traffic["requests"] for traffic in told), "rate": rate} | (
-        advice.to_dict()
     )
