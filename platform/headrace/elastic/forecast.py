@@ -33,6 +33,8 @@ _DAMP = 0.97
 """What is left of a trend after a minute: none has gone on for an hour."""
 _LEARN, _LEARN_DAY = 1 / 180, 0.5
 _SMOOTH = np.array([1, 2, 3, 4, 3, 2, 1]) / 16
+_AHEAD_S = np.array(AHEAD_S)
+_MOST_RATIO = 10.0
 _LEAST = 0.05
 """Of a squared error of square roots, in place of less: independent arrivals have 0.25."""
 
@@ -71,6 +73,7 @@ class Forecast:
     _mean: float = 0.0
     _trend: float = 0.0
     _day: NDArray[np.float64] = field(default_factory=lambda: np.full(SEASONS, np.nan))
+    _profile: NDArray[np.float64] = field(default_factory=lambda: np.full(SEASONS, np.nan))
     _part: list[float] = field(default_factory=list)
     _errors: NDArray[np.float64] = field(default_factory=lambda: np.full((len(AHEAD_S), 5), 1.0))
     _open: list[deque[tuple[int, NDArray[np.float64]]]] = field(
@@ -94,32 +97,40 @@ class Forecast:
         self._mean += max(_MEAN, 1.0 / self._bins) * (count - self._mean)
         self._trend += _TREND * (self._level - before - self._trend)
         self._learn_day(count, at_s)
-        for open_, ahead_s in zip(self._open, AHEAD_S, strict=True):
-            found = self._each(ahead_s, at_s)
-            total = self._mixed(found, AHEAD_S.index(ahead_s))
-            open_.append((self._bins + round(ahead_s / BIN_S), np.append(found, total)))
+        found = self._each(_AHEAD_S, at_s)
+        mixed = (self._weights() * found).sum(axis=1, keepdims=True)
+        for open_, ahead_s, row in zip(self._open, AHEAD_S, np.hstack([found, mixed]), strict=True):
+            open_.append((self._bins + round(ahead_s / BIN_S), row))
 
     def ahead(self, ahead_s: float, now_s: float) -> Ahead:
         """What comes so many seconds after the last bin's end."""
         if self._bins == 0:
             return Ahead(0.0, 0.5)
-        at = int(np.argmin([abs(ahead_s - one) for one in AHEAD_S]))
-        count = self._mixed(self._each(ahead_s, now_s), at)
+        at = int(np.argmin(np.abs(_AHEAD_S - ahead_s)))
+        found = self._each(np.array([ahead_s]), now_s)[0]
+        count = float(self._weights()[at] @ found)
         return Ahead(count / BIN_S, math.sqrt(float(self._errors[at, 4])))
 
-    def _each(self, ahead_s: float, now_s: float) -> NDArray[np.float64]:
-        """The four forecasts of a bin's count."""
+    def _each(self, ahead_s: NDArray[np.float64], now_s: float) -> NDArray[np.float64]:
+        """The four forecasts of a bin's count; [times, 4]."""
         steps = ahead_s / BIN_S
         trend = self._trend * _DAMP * (1.0 - _DAMP**steps) / (1.0 - _DAMP)
-        now, then = self._season(now_s), self._season(now_s + ahead_s)
-        ratio = then / now if self.seasonal and now > 0.0 and then >= 0.0 else 1.0
-        return np.array(
-            [self._level, self._mean, max(0.0, self._level + trend), self._level * min(ratio, 10.0)]
-        )
+        ratio = np.ones(len(ahead_s))
+        if self.seasonal:
+            now, then = self._season(now_s), self._season(now_s + ahead_s)
+            known = np.isfinite(now) & np.isfinite(then) & (now > 0.0)
+            ratio = np.where(known, then / np.where(known, now, 1.0), 1.0)
+        found = np.empty((len(ahead_s), 4))
+        found[:, 0], found[:, 1] = self._level, self._mean
+        found[:, 2] = np.maximum(0.0, self._level + trend)
+        found[:, 3] = self._level * np.minimum(ratio, _MOST_RATIO)
+        return found
 
-    def _mixed(self, found: NDArray[np.float64], at: int) -> float:
-        weights = 1.0 / np.maximum(self._errors[at, :4], _LEAST) ** 2
-        return float(weights @ found / weights.sum())
+    def _weights(self) -> NDArray[np.float64]:
+        """Of the four forecasts, for each of `AHEAD_S`; each row's sum is 1."""
+        weights = 1.0 / np.maximum(self._errors[:, :4], _LEAST) ** 2
+        normed: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+        return normed
 
     def _compare(self, count: float) -> None:
         """Learn the errors of the forecasts that were made for this bin."""
@@ -129,15 +140,11 @@ class Forecast:
                 wrong = (np.sqrt(found) - math.sqrt(count)) ** 2
                 self._errors[at] += _LEARN * (wrong - self._errors[at])
 
-    def _season(self, at_s: float) -> float:
-        """What the days before had around this time; nan where nothing is known."""
-        part = int(at_s % DAY_S / DAY_S * SEASONS)
-        reach = len(_SMOOTH) // 2
-        around = self._day[np.arange(part - reach, part + reach + 1) % SEASONS]
-        known = np.isfinite(around)
-        if not known.all():
-            return math.nan
-        return float(_SMOOTH @ around)
+    def _season(self, at_s: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the days before had around these times; nan where nothing is known."""
+        part = (np.asarray(at_s) % DAY_S / DAY_S * SEASONS).astype(int)
+        profile: NDArray[np.float64] = self._profile[part]
+        return profile
 
     def _learn_day(self, count: float, at_s: float) -> None:
         """The part of the day that this bin ends goes into the profile when it is over."""
@@ -150,3 +157,6 @@ class Forecast:
         self._part.clear()
         old = self._day[part]
         self._day[part] = mean if math.isnan(old) else old + _LEARN_DAY * (mean - old)
+        reach = len(_SMOOTH) // 2
+        around = np.concatenate([self._day[-reach:], self._day, self._day[:reach]])
+        self._profile = np.convolve(around, _SMOOTH, "valid")
