@@ -48,7 +48,7 @@ SERVE_BOUNDS = Bounds((1, MOST), (1, MOST))
 DRAIN_S = 20.0
 MORE_MISSES, FEWER_MISSES = (1.25, 1.5, 2.0), (0.8, 0.6, 0.4, 0.2)
 """Of the misses that are allowed, those that ours is asked for instead."""
-TARGETS = {"decode": (12.0, 16.0, 20.0, 24.0), "prefill": (0.0, 1.0, 2.0, 4.0)}
+TARGETS = {"decode": (10.0, 12.0, 14.0, 16.0), "prefill": (0.0, 1.0, 2.0, 4.0)}
 """Ongoing requests of a replica; 0 for prefill: no prefill replicas."""
 DELAYS_S = (600.0, 120.0)
 WITHOUT = {"forecast": "forecast", "start_price": "start-up price", "joint": "joint counts"}

@@ -44,9 +44,9 @@ class Day(NamedTuple):
 def week(shape: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Seconds since the week's first midnight, and requests a minute there."""
     told = json.loads((Path(__file__).parent / "azure2024.json").read_text())
-    values = np.array(told[shape]["requests_a_minute"], float)
+    values = np.array(told[shape]["requests_a_minute"], np.float64)
     size_s = 7 * DAY_S / len(values)
-    return (np.arange(len(values)) + 0.5) * size_s, values
+    return np.asarray((np.arange(len(values)) + 0.5) * size_s, np.float64), values
 
 
 def day_of(trace: Trace, shape: str, peak: float, seed: int, hours: float = 24.0) -> Day:

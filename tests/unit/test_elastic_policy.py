@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,10 @@ from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Prices
 from headrace.elastic.forecast import BIN_S
 from headrace.elastic.published import CAME, published, router_of
+from headrace.planning import ReplicaPlanner
+from headrace.router import Geometry, Router, RouterSettings
 from headrace.simulate.hardware import default_steps
+from headrace_engine.meter import EngineMeter
 
 APP = "app"
 MANY = ["prefill.autoscaling.max_replicas=4", "decode.autoscaling.max_replicas=6"]
@@ -230,4 +234,26 @@ def test_nothing_is_decided_before_both_roles_and_traffic_are_known() -> None:
     app.learn({"a": published(snapshot())}, 0.0)
     assert app.decide() is None
     app.saw("prefill", Seen(1, 1), 0.0)
+    assert app.decide() is not None
+
+
+def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None:
+    """Of a real router: the names that are published are those that it tells."""
+    router = Router(RouterSettings(), Geometry(16, 1000, 100, 100), replica="d1")
+    router.prefill_members({"x"})
+    mine = ReplicaPlanner(router, EngineMeter(), None, "here")
+    assert mine.demand() == {CAME: 0.0}
+    for n in range(40):
+        asyncio.run(mine.plan(f"r{n}", range(100), "", None))
+        mine.first_token(f"r{n}", 0.3, 0)
+        mine.finished(f"r{n}", range(20))
+    mine._demand_until_s = 0.0
+    told = mine.demand()
+    assert told[CAME] == 40.0
+    app = one_board()
+    for role in board.ROLES:
+        app.saw(role, Seen(1, 1), 0.0)
+    app.learn({"d1": told}, 0.0)
+    assert app._load is not None
+    assert (app._load.prompt_tokens, app._load.answer_tokens) == (100.0, 20.0)
     assert app.decide() is not None

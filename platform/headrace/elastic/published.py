@@ -40,7 +40,7 @@ def router_of(told: Mapping[str, float]) -> dict[str, Any] | None:
     if not all(isinstance(one, int | float) and abs(one) < _MOST for one in told.values()):
         return None
     try:
-        router = {
+        router: dict[str, Any] = {
             "outcomes": {
                 "traffic": {
                     name.removeprefix(_TRAFFIC): value
