@@ -165,7 +165,7 @@ class _ElasticPlayer(_Player):
             self._look_s = at_s + self.fleet.every_s
             for role, wanted in zip(self.roles, self.scaler(self._look(at_s)), strict=True):
                 self._order(role, wanted, at_s)
-            self.rows.append((at_s, *(float(role.paid) for role in self.roles)))
+            self.rows.append((at_s, float(self.roles[0].paid), float(self.roles[1].paid)))
 
     def _turn(self, role: _Replicas, now_s: float) -> None:
         """Those that have started serve, and those that have nothing left to do are gone."""
