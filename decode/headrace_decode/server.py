@@ -107,6 +107,7 @@ class PrefillAwarePlanner(Planner, Protocol):
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
     def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
+    def demand(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -319,9 +320,10 @@ class DecodeServer(PDDecodeServer):
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's count of this replica's requests, which come over a port that Serve does not see;
-        empty where they come through Serve."""
-        return {} if self._port is None else ongoing_requests(self._port.count)
+        """Serve's count of this replica's requests, where they come over a port that Serve does not
+        see; and its demand, for `headrace.elastic`."""
+        ongoing = {} if self._port is None else ongoing_requests(self._port.count)
+        return {**self._planner.demand(), **ongoing}
 
     async def headrace_replica(self) -> dict[str, Any]:
         """What this replica offers, its load, and what its port asks for: gateways pick by it."""

@@ -83,6 +83,13 @@ MATRIX: dict[str, dict[str, Any]] = {
     "keys in the values": merged(
         LAPTOP, {"apiKeys.file": "keys: []\n", "config.gateway.insecure": False}
     ),
+    "replicas follow the load": merged(
+        LAPTOP,
+        {
+            "config.prefill.autoscaling": {"min_replicas": 0, "max_replicas": 4},
+            "config.decode.autoscaling": {"min_replicas": 2, "max_replicas": 8},
+        },
+    ),
     "no policies": merged(LAPTOP, {"networkPolicy.enabled": False, "preflight.enabled": False}),
 }
 CASES = pytest.mark.parametrize("values", MATRIX.values(), ids=MATRIX.keys())
@@ -213,7 +220,11 @@ def test_serve_takes_the_configuration_and_so_does_headrace(values: dict[str, An
             if each["groupName"] == role
         )
         section = getattr(checked, role)
-        assert group["replicas"] == section.replicas
+        first = section.replicas
+        if role in checked.roles() and (scaling := section.autoscaling) is not None:
+            first = scaling.within(first)
+            assert (group["minReplicas"], group["maxReplicas"]) == section.bounds
+        assert group["replicas"] == first
         [name] = section.resources
         assert name in group["resources"], "replicas fit their pods"
 

@@ -84,7 +84,8 @@ class Gateway(Pods):
 
 
 class Engines(Pods):
-    """Pods of engines, one replica each; `config.prefill.replicas` or `config.decode.replicas`."""
+    """Pods of engines, one replica each; `config.prefill.replicas` or `config.decode.replicas`, or
+    as many as the load takes within the bounds of the role's `autoscaling`."""
 
     cpu: Quantity = Field(default="4", description="CPUs, both requested and the limit.")
     memory: Quantity = Field(
