@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -329,6 +330,56 @@ def test_the_preflight_of_a_pod_lets_a_sound_one_start(role: str, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_alerts_link_to_the_runbook_of_the_released_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+
+    def links(address: str) -> list[str]:
+        values = merged(MATRIX["everything"], {"monitoring.runbookUrl": address})
+        [rule] = of_kind("PrometheusRule", values)
+        alerts = [one for group in rule["spec"]["groups"] for one in group["rules"]]
+        return [alert["annotations"]["runbook_url"] for alert in alerts]
+
+    site = f"https://docs.example.com/headrace/{chart['appVersion']}/runbook/"
+    plain = links("")
+    assert "docs/runbook.md#headracedown" in plain
+    assert links("https://docs.example.com/headrace/{version}/runbook/") == [
+        link.replace("docs/runbook.md", site) for link in plain
+    ]
+
+
+def test_the_install_guide_names_what_the_chart_has() -> None:
+    """Files, values, objects and the laptop's memory in docs/install.md."""
+    guide = (ROOT / "docs" / "install.md").read_text("utf-8")
+    schema = json.loads((CHART / "values.schema.json").read_text("utf-8"))
+    for path in re.findall(r"-f (helm/headrace/\S+)", guide):
+        assert (ROOT / path).is_file(), path
+    groups = "|".join(schema["properties"])
+    for path in re.findall(rf"(?<![\w.\-/])(?:{groups})(?:\.\w+)+", guide):
+        node = schema
+        for key in path.split("."):
+            if "$ref" in node:
+                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+            if "properties" not in node:
+                break
+            assert key in node["properties"], path
+            node = node["properties"][key]
+    names = {one["metadata"]["name"] for one in objects(LAPTOP, name="headrace")}
+    for kind, name in re.findall(r"\b(rayservice|service)/([\w-]+)", guide):
+        assert name.removesuffix("-head-svc") in names, f"{kind}/{name}"
+    images = {
+        preset(name).get("image", {}).get("repository") for name in ("gpu-node", "gpu-cluster")
+    }
+    assert images == {"headrace-gpu"} and "kind load docker-image headrace-cpu:" in guide
+    cluster = ray_service(LAPTOP)["spec"]["rayClusterConfig"]
+    asked = sum(
+        int(container["resources"]["requests"]["memory"].removesuffix("Mi")) * 2**20
+        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        for container in group["template"]["spec"]["containers"]
+    )
+    [gib] = re.findall(r"4 CPUs and (\d+) GiB", guide)
+    assert asked + 1.5 * 2**30 < int(gib) * 2**30, "Kubernetes and the operator need 1.5 GiB"
+
+
 def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
     whole = sum(map(len, rendered(MATRIX["everything"]).values()))
     chart = sum(path.stat().st_size for path in CHART.rglob("*") if path.is_file())
@@ -368,6 +419,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"config.ray": {"num_cpus": 4}}, "/config"),
     ({"config.router.policy": "fastest"}, "/config/router/policy"),
     ({"config.store.dram_gb": -1}, "/config/store/dram_gb"),
+    ({"monitoring.runbookUrl": "docs.example.com"}, "/monitoring/runbookUrl"),
     ({"head.cpu": "two"}, "/head/cpu"),
     ({"decode.memory": "16 GB"}, "/decode/memory"),
     ({"decode.ipcLock": "yes"}, "/decode/ipcLock"),

@@ -29,7 +29,7 @@ class Image(Group):
     """The image of all pods. `docs/images.md` says how it is built."""
 
     repository: str = Field(
-        default="headrace/headrace", min_length=1, description="Registry and name of the image."
+        default="headrace-cpu", min_length=1, description="Registry and name of the image."
     )
     tag: str = Field(default="", description="Its tag. Empty: the chart's appVersion.")
     digest: str = Field(
@@ -244,6 +244,13 @@ class Monitoring(Group):
     )
     labels: Texts = Field(
         default={}, description="Labels by which Prometheus selects the first two."
+    )
+    runbookUrl: str = Field(
+        default="",
+        pattern=r"""^(https?://[^\s#"'\\]+)?$""",
+        description="Address of the runbook's page, to which alerts link. `{version}` becomes the "
+        "chart's appVersion: `https://docs.example.com/headrace/{version}/runbook/`. Empty: "
+        "`docs/runbook.md`, its path in the repository.",
     )
     dashboardLabels: Texts = Field(
         default={"grafana_dashboard": "1"}, description="Labels by which Grafana's sidecar selects."
