@@ -23,7 +23,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_engine.executor import InProcessExecutor
 from headrace_engine.gate import ComputeGate
-from headrace_engine.integrity.events import transfers_by_event
+from headrace_engine.integrity.events import seconds_by_event, transfers_by_event
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -88,7 +88,7 @@ class MeterStatLogger(StatLoggerBase):
         for data in connector_stats(stats.kv_connector_stats or {}):
             if "transfer_duration" in data:
                 meter.transfers(*nixl_transfers(data))
-                meter.proofs(transfers_by_event(data), unproven(data))
+                meter.proofs(transfers_by_event(data), seconds_by_event(data), unproven(data))
             else:
                 loads = [StoreLoad(*load) for load in data.get("loads", ())]
                 digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]

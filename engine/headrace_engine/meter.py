@@ -82,7 +82,9 @@ class EngineMeter:
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
     transfers_by_event: dict[str, int] = field(default_factory=dict)
-    """Pulls by what came of their proof (`integrity.stats`)."""
+    """Pulls by what came of their proof (`integrity.events`)."""
+    proof_seconds: dict[str, float] = field(default_factory=dict)
+    """What their proofs took, from the arrival of the bytes."""
     store_totals: dict[str, float] = field(default_factory=dict)
     """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
@@ -120,8 +122,15 @@ class EngineMeter:
             for watcher in self.on_transfer:
                 watcher(transfer)
 
-    def proofs(self, events: Mapping[str, int], unproved: Iterable[Unproven]) -> None:
+    def proofs(
+        self,
+        events: Mapping[str, int],
+        seconds: Mapping[str, float],
+        unproved: Iterable[Unproven],
+    ) -> None:
         """Book what came of proofs."""
+        for kind, took in seconds.items():
+            self.proof_seconds[kind] = self.proof_seconds.get(kind, 0.0) + took
         for event, count in events.items():
             self.transfers_by_event[event] = self.transfers_by_event.get(event, 0) + count
         for pull in unproved:
@@ -163,6 +172,7 @@ class EngineMeter:
                 "seconds": round(self.transfer_seconds_total, 6),
                 "failures": self.transfer_failures_total,
                 "proofs": dict(self.transfers_by_event),
+                "proof_seconds": {k: round(s, 6) for k, s in self.proof_seconds.items()},
             },
             "store": dict(self.store_totals),
         }

@@ -1,162 +1,30 @@
 """Pulls over real NIXL, proved: which blocks a decode engine uses, and which it refuses.
 
-Two agents of one process stand for the two engines. Their memory is KV-shaped; the records, the
-fingerprints and the agent that proves are those of the engines. The cases of vLLM's issue 52234,
-in which a decode engine answered with another prompt's text or with garbage, are here by name.
+Two agents of one process stand for the two engines (`benchmarks.integrity.pair`). The cases of
+vLLM's issue 52234, in which a decode engine answered with another prompt's text or with garbage,
+are here by name.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from headrace_engine.integrity.content import BlockSums, block_seeds
-from headrace_engine.integrity.identity import Claim, Unproved, prompt_digest
-from headrace_engine.integrity.proving import ProvingAgent, Pull
-from headrace_engine.integrity.records import Geometry, Grants, RecordTable
-from headrace_engine.integrity.settings import IntegritySettings, Sampling
-from headrace_engine.quiet_nixl import event_driven
+from benchmarks.integrity.pair import Consumer, Producer, Shape, agent, digest
+from headrace_engine.integrity.identity import Claim, Unproved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
-LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 16, 2, 32, 16
+SHAPE = Shape(layers=3, blocks=16, heads=2, tokens=32, width=16)
+BLOCKS, LAYERS = SHAPE.blocks, SHAPE.layers
 TIMEOUT_S = 0.3
 PROMPT, OTHER = list(range(100)), list(range(50, 150))
-
-
-def _agent(name: str) -> Any:
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    return event_driven(nixl_agent(name, nixl_agent_config(num_threads=1, capture_telemetry=True)))
-
-
-def _caches() -> dict[str, torch.Tensor]:
-    shape = BLOCKS, HEADS, TOKENS, 2 * WIDTH
-    return {f"layers.{n}": torch.zeros(shape, dtype=torch.bfloat16) for n in range(LAYERS)}
-
-
-def _descriptors(caches: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Block by block of each layer, as vLLM numbers them."""
-    each = next(iter(caches.values()))[0].nbytes
-    return [(c.data_ptr() + b * each, each, 0) for c in caches.values() for b in range(BLOCKS)]
-
-
-def digest(tokens: list[int]) -> bytes:
-    return prompt_digest(b"model", "tenant", "", tokens)
-
-
-@dataclass
-class Producer:
-    """A prefill engine's memory, records and rules; `restart` is a new one in its place."""
-
-    agent: Any
-    caches: dict[str, torch.Tensor] = field(default_factory=_caches)
-    geometry: Geometry = field(default_factory=lambda: Geometry.of(1024, TOKENS))
-
-    def __post_init__(self) -> None:
-        self.table, self.sums = RecordTable(self.geometry), BlockSums(self.caches, BLOCKS)
-        for cache in self.caches.values():
-            self._register(cache.data_ptr(), cache.nbytes)
-        self._register(self.table.address, self.geometry.nbytes)
-        self.restart()
-
-    def _register(self, address: int, size: int) -> None:
-        self.agent.register_memory([(address, size, 0, "")], mem_type="DRAM")
-
-    def restart(self, check: str = "off") -> None:
-        settings = IntegritySettings(check=check)  # type: ignore[arg-type]
-        incarnation = np.random.default_rng().bytes(16)
-        self.grants = Grants(self.geometry.rows, incarnation, Sampling(settings))
-        for row in range(self.geometry.rows):
-            self.table.erase(row)
-
-    def compute(self, tokens: list[int], blocks: list[int]) -> None:
-        """KV that depends on the tokens, in these blocks."""
-        made = torch.Generator().manual_seed(sum(tokens))
-        for cache in self.caches.values():
-            cache[blocks] = torch.randn((len(blocks), *cache.shape[1:]), generator=made).bfloat16()
-
-    def prefill(
-        self, request_id: str, tokens: list[int], blocks: list[int], *, demanded: bool = False
-    ) -> Claim:
-        """Compute a prompt, hand its blocks out: the reference, as a puller reads it."""
-        grant = self.grants.begin(request_id, digest(tokens), len(tokens), demanded)
-        assert grant is not None
-        row, identity = grant
-        self.table.write(row, identity.record())
-        self.compute(tokens, blocks)
-        if identity.checked:
-            sums = self.sums.of(blocks, block_seeds(identity, range(len(blocks))))
-            assert self.table.put_sums(row, identity.generation, sums)
-        at = self.table.address + row * self.geometry.row_bytes
-        return Claim(identity, {(0, 0): at}, identity.proof([blocks]))
-
-    def free(self, request_id: str) -> None:
-        """The lease ended, or the blocks were pulled."""
-        row = self.grants.end(request_id)
-        assert row is not None
-        self.table.erase(row)
-
-    def notes(self) -> list[bytes]:
-        return [note for notes in self.agent.get_new_notifs().values() for note in notes]
-
-
-class Consumer:
-    """A decode engine's side."""
-
-    def __init__(self, agent: Any, producer: Producer) -> None:
-        self.caches, self.sums = _caches(), BlockSums(caches := _caches(), BLOCKS)
-        self.caches = caches
-        row_bytes = producer.geometry.row_bytes
-        self.agent = ProvingAgent(agent, row_bytes, self, TIMEOUT_S)
-        for cache in caches.values():
-            agent.register_memory([(cache.data_ptr(), cache.nbytes, 0, "")], mem_type="DRAM")
-        self.peer = agent.add_remote_agent(producer.agent.get_agent_metadata())
-        self.local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptors(caches), "DRAM")
-        self.remote = agent.prep_xfer_dlist(self.peer, _descriptors(producer.caches), "DRAM")
-
-    def start(self, blocks: Any, positions: Any, claim: Claim) -> Any:
-        return self.sums.start(blocks, block_seeds(claim.identity, positions))
-
-    def begin(self, claim: Claim, theirs: list[int], ours: list[int], request_id: str = "r") -> Any:
-        """Start to pull the last blocks of a prompt; the transfer's handle."""
-        positions = range(len(theirs) - len(ours), len(theirs))
-        places = Pull(request_id, self.peer, claim.places[0, 0], claim, ours, positions)
-
-        def ids(blocks: list[int]) -> list[int]:
-            return [layer * BLOCKS + block for layer in range(LAYERS) for block in blocks]
-
-        with self.agent.pulling(places):
-            handle = self.agent.make_prepped_xfer(
-                *("READ", self.local, ids(ours), self.remote, ids(theirs[-len(ours) :])),
-                notif_msg=b"pulled",
-            )
-        self.agent.transfer(handle)
-        return handle
-
-    def end(self, handle: Any) -> str:
-        deadline = time.monotonic() + 10
-        while (state := self.look(handle)) == "PROC":
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        self.agent.release_xfer_handle(handle)
-        return state
-
-    def look(self, handle: Any) -> str:
-        self.agent.new_step()
-        return self.agent.check_xfer_state(handle)
-
-    def pull(self, claim: Claim, theirs: list[int], ours: list[int]) -> str:
-        """DONE, or the kind of what is wrong."""
-        if self.end(self.begin(claim, theirs, ours)) == "DONE":
-            return "DONE"
-        return self.agent.outcomes.failed.pop("r").kind
 
 
 @dataclass
@@ -167,8 +35,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
-    producer = Producer(_agent("producer"))
-    yield Pair(producer, Consumer(_agent("consumer"), producer))
+    producer = Producer(agent("producer"), SHAPE)
+    yield Pair(producer, Consumer(agent("consumer"), producer, TIMEOUT_S))
 
 
 @pytest.fixture
@@ -325,6 +193,15 @@ def test_fingerprints_that_do_not_come_are_not_waited_for_long(pair: Pair) -> No
     assert pair.consumer.agent.outcomes.failed.pop("r").kind == "late"
     assert TIMEOUT_S <= time.monotonic() - started < 10 * TIMEOUT_S
     assert float(np.median(looks)) < 0.005, "a look must not hold the engine up"
+
+
+def test_a_pull_whose_bytes_do_not_come_is_known_to_hang(pair: Pair) -> None:
+    claim = pair.producer.prefill("a", PROMPT, [3])
+    handle = pair.consumer.begin(claim, [3], [1])
+    assert pair.consumer.agent.hanging(60.0) == set()
+    assert pair.consumer.agent.hanging(-1.0) == {"engine"}
+    assert pair.consumer.end(handle) == "DONE"
+    assert pair.consumer.agent.hanging(-1.0) == set()
 
 
 def test_a_request_fails_only_when_none_of_its_reads_is_on_its_way(pair: Pair) -> None:

@@ -10,7 +10,7 @@ from headrace.app import _use_own_nixl
 from headrace.config.integrity import IntegritySection
 
 OURS = "headrace_engine.integrity.connector"
-SETTINGS = {"headrace_integrity": {"check": "sampled", "rate": 0.02, "timeout_s": 10}}
+SETTINGS = {"headrace_integrity": IntegritySection().model_dump()}
 
 
 def test_vllms_nixl_connector_is_loaded_from_our_module() -> None:

@@ -18,3 +18,12 @@ def transfers_by_event(data: Mapping[str, Any]) -> dict[str, int]:
     for _, _, kind, _ in data.get(UNPROVED, ()):
         counts[f"unproved_{kind}"] = counts.get(f"unproved_{kind}", 0) + 1
     return {event: n for event, n in counts.items() if n}
+
+
+def seconds_by_event(data: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds that proofs took: `identity` of those without fingerprints, `checked` of the others."""
+    seconds: dict[str, float] = {}
+    for took, checked in data.get(PROVED, ()):
+        kind = "checked" if checked else "identity"
+        seconds[kind] = seconds.get(kind, 0.0) + took
+    return seconds

@@ -252,7 +252,7 @@ class ProvenWorker(NixlPullConnectorWorker):
             self.nixl_wrapper,
             self._geometry.row_bytes,
             self,
-            self._settings.timeout_s,
+            self._settings.proof_timeout_s,
             demand=self._settings.check == "all",
         )
         self.nixl_wrapper = self._agent
@@ -290,12 +290,25 @@ class ProvenWorker(NixlPullConnectorWorker):
             self._sum(each)
         self._sum_next.clear()
         self._agent.new_step()
+        self._give_up_hanging()
         done_sending, done_recving = super().get_finished()
         for request_id in done_sending:
             self._erase(request_id)  # its blocks are freed when the scheduler hears of it
         for request_id in done_recving:
             self._claims.pop(request_id, None)
         return done_sending, done_recving
+
+    def _give_up_hanging(self) -> None:
+        """Disconnect from producers whose bytes do not come.
+
+        NIXL then ends their transfers as failed, and no byte of them arrives any more, so their
+        blocks can be computed. The next pull shakes hands again.
+        """
+        for engine in self._agent.hanging(self._settings.pull_timeout_s):
+            logger.warning("no KV comes from engine %s: its connection is given up", engine)
+            with self._handshake_lock:
+                if engine in self._remote_agents:
+                    self._cleanup_remote_engine(engine)
 
     def _erase(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
@@ -363,7 +376,8 @@ class ProvenWorker(NixlPullConnectorWorker):
             return
         agent = self._remote_agents[meta.remote.engine_id][rank]
         blocks, positions = self._comparable(meta)
-        pull = Pull(request_id, agent, claim.places[rank], claim, blocks, positions)
+        engine = meta.remote.engine_id
+        pull = Pull(request_id, engine, agent, claim.places[rank], claim, blocks, positions)
         with self._agent.pulling(pull):
             super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
 

@@ -57,6 +57,8 @@ class Pull:
     """One read of one rank's blocks."""
 
     request_id: str
+    engine: str
+    """The producer's id."""
     agent: str
     """NIXL's name of the producer's."""
     record_at: int
@@ -79,6 +81,7 @@ class _Read:
     pull: Pull
     handle: Any
     notification: bytes
+    begun_s: float
     stage: Stage = Stage.DATA
     arrived_s: float = 0.0
     """When the bytes were seen to be here."""
@@ -156,6 +159,15 @@ class ProvingAgent:
         taken, self.outcomes.proved = self.outcomes.proved, []
         return taken
 
+    def hanging(self, limit_s: float) -> set[str]:
+        """Producers from which bytes have been on their way for longer."""
+        latest = self._clock() - limit_s
+        return {
+            read.pull.engine
+            for read in self._reads.values()
+            if read.stage is Stage.DATA and read.outcome is None and read.begun_s < latest
+        }
+
     @contextlib.contextmanager
     def pulling(self, pull: Pull) -> Iterator[None]:
         """The read that is made within is this pull."""
@@ -182,7 +194,7 @@ class ProvingAgent:
         if pull is None or operation != "READ":
             return self._agent.make_prepped_xfer(*args, notif_msg=notif_msg, **more)
         handle = self._agent.make_prepped_xfer(*args, **more)
-        self._reads[handle] = read = _Read(pull, handle, notif_msg)
+        self._reads[handle] = read = _Read(pull, handle, notif_msg, self._clock())
         self._of_request.setdefault(pull.request_id, []).append(read)
         return handle
 

@@ -1,6 +1,6 @@
-"""Which transfers are checked byte for byte, and how long a proof may take.
+"""Which transfers are checked byte for byte, and how long a pull and its proof may take.
 
-kv_connector_extra_config: {headrace_integrity: {check: sampled, rate: 0.02, timeout_s: 10}}
+kv_connector_extra_config: {headrace_integrity: {check: sampled, rate: 0.02}}
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class IntegritySettings:
     Attributes:
         check: which of its hand-outs have fingerprints.
         rate: share of them where it samples, above 0 and at most 1.
-        timeout_s: a puller waits so long for a record or fingerprints; then it computes the prompt.
+        pull_timeout_s: for bytes. Then the connection is given up, which ends its pulls.
+        proof_timeout_s: from the arrival of the bytes to their proof.
 
     Raises:
         ValueError: a value is impossible.
@@ -29,15 +30,17 @@ class IntegritySettings:
 
     check: Check = "sampled"
     rate: float = 0.02
-    timeout_s: float = 10.0
+    pull_timeout_s: float = 60.0
+    proof_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.check not in get_args(Check):
             raise ValueError(f'integrity.check: is "{self.check}"; give sampled, all or off')
         if not 0 < self.rate <= 1:
             raise ValueError(f"integrity.rate: is {self.rate}; give a share above 0, at most 1")
-        if not self.timeout_s > 0:
-            raise ValueError(f"integrity.timeout_s: is {self.timeout_s}; give seconds above 0")
+        for name in ("pull_timeout_s", "proof_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"integrity.{name}: is {getattr(self, name)}; give seconds")
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> IntegritySettings:

@@ -24,7 +24,14 @@ class IntegritySection(Section):
         le=1,
         description="Share of the transfers that `sampled` checks.",
     )
-    timeout_s: float = Field(
+    pull_timeout_s: float = Field(
+        default=60,
+        gt=0,
+        description="Seconds for the bytes of one pull. Then the decode engine disconnects from "
+        "that prefill engine, which ends all pulls from there, and computes the prompts. Clients "
+        "do not wait so long: their prompts are computed once the plan's time is up.",
+    )
+    proof_timeout_s: float = Field(
         default=10,
         gt=0,
         description="Seconds from the arrival of KV to its proof; after that it is not used, and "
