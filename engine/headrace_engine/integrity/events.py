@@ -21,7 +21,7 @@ def transfers_by_event(data: Mapping[str, Any]) -> dict[str, int]:
 
 
 def seconds_by_event(data: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that proofs took: `identity` of those without fingerprints, `checked` of the others."""
+    """Seconds that proofs took: `identity` without fingerprints, `checked` with them."""
     seconds: dict[str, float] = {}
     for took, checked in data.get(PROVED, ()):
         kind = "checked" if checked else "identity"
