@@ -207,7 +207,7 @@ def alerts() -> list[Alert]:
         Alert(
             "KvWrong",
             f"{wrong} > 0",
-            "{{ $value | humanize }} KV transfers of the last hour differed from what was computed.",
+            "{{ $value | humanize }} KV transfers of an hour differed from what was computed.",
             "0m",
         ),
         Alert(
