@@ -25,8 +25,9 @@ def produce_params(check: bool = False) -> dict[str, Any]:
     Args:
         check: make fingerprints of it, whatever the sample.
     """
+    demand = {CHECK_KEY: True} if check else {}
     return {
-        CHECK_KEY: check,
+        **demand,
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
