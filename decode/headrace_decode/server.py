@@ -206,6 +206,7 @@ class DecodeServer(PDDecodeServer):
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
         self._planner = self._wiring.make_planner(vllm_config, meter)
         self._orchestrator = Orchestrator(self._planner)
+        meter.on_unproved.append(self._orchestrator.unproved)
         return Planning(
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
@@ -259,6 +260,7 @@ class DecodeServer(PDDecodeServer):
 
         def tell(replicas: frozenset[str]) -> None:
             loop.call_soon_threadsafe(planner.prefill_members, replicas)
+            loop.call_soon_threadsafe(self._orchestrator.distrust.members, replicas)
 
         MEMBERS.watch("prefill", tell)
 

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.config.elasticity import ElasticitySettings, RoleScaling
 from headrace.config.gateway import GatewaySettings, Port
+from headrace.config.integrity import IntegritySection
 from headrace.config.section import GIB, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
@@ -295,6 +296,7 @@ class AppSection(Section):
     router: RouterSettings = Field(default_factory=RouterSettings)
     store: StoreSection = Field(default_factory=StoreSection)
     speculation: SpeculationSection = Field(default_factory=SpeculationSection)
+    integrity: IntegritySection = Field(default_factory=IntegritySection)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
     @model_validator(mode="after")
