@@ -118,7 +118,8 @@ def pulls() -> dict[str, float]:
 
 def detection() -> dict[str, float]:
     """Transfers of 4 and of 16 blocks until a peer is seen that spoils one block in 100."""
-    rate, found = IntegritySettings().rate, {}
+    rate = IntegritySettings().rate
+    found: dict[str, float] = {}
     for blocks in (4, 16):
         mean, late = simulated(SPOILED, blocks, rate, 300, blocks)
         name = f"integrity.detect_transfers_{blocks}_blocks"

@@ -234,6 +234,9 @@ class ProvenScheduler(NixlPullConnectorScheduler):
 class ProvenWorker(NixlPullConnectorWorker):
     """Keeps the records that others read, and reads theirs."""
 
+    nixl_wrapper: Any
+    xfer_handshake_metadata: Any
+
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = TransferStats()
