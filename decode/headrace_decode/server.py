@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
 from headrace_engine._vllm_compat import compute_gate, engine_facts
 from headrace_engine.handoff import PrefillRequest, PrefillResult
+from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import EngineMeter
 from headrace_engine.reporting.replica import ReplicaLine
 from headrace_engine.serving._ray_compat import (
@@ -148,6 +149,7 @@ class DecodeServer(PDDecodeServer):
         self._port: InFlight | None = None
         self._line: ReplicaLine | None = None
         self._token = secrets.token_urlsafe(32)
+        self._kv = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()
@@ -159,6 +161,7 @@ class DecodeServer(PDDecodeServer):
             engine_cls=partial(PlannedVLLMEngine, planning=self._make_planning),
         )
         self.engine: PlannedVLLMEngine
+        self._kv = await asyncio.to_thread(kv_kind, self.engine.vllm_config)
         if store is not None:
             self._tasks.append(asyncio.create_task(join_store(store)))
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
@@ -219,6 +222,7 @@ class DecodeServer(PDDecodeServer):
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
         # Without the context of a client's request: Serve would give all calls that serve one
         # request the same id, and its routers tell calls that wait for a replica apart by it.
+        request = replace(request, kv=self._kv)
         call = partial(self._prefills.prefill.remote, request, replica=request.replica)
         response = contextvars.Context().run(call)
         try:
@@ -243,6 +247,7 @@ class DecodeServer(PDDecodeServer):
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
             facts=self._facts,
+            kv=self._kv,
         )
         self._planner.on_change.append(line.changed)
         return line

@@ -57,6 +57,8 @@ class PrefillRequest:
     """The id of the gateway's plan that this carries out; empty for a plan of the caller's own."""
     check: bool = False
     """Have the KV checked byte for byte: the caller distrusts the replica."""
+    kv: str = ""
+    """The caller's `kvkind`; empty if it takes any."""
 
 
 @dataclass(frozen=True, slots=True)

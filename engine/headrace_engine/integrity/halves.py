@@ -38,8 +38,7 @@ from headrace_engine.integrity.proving import ProvingAgent, Pull
 from headrace_engine.integrity.records import Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
 from headrace_engine.integrity.stats import TransferStats
-from headrace_kvstore.connector.identity import model_identity, overrides_identity
-from headrace_kvstore.keys import canonical
+from headrace_engine.kvkind import model_digest
 from headrace_kvstore.layout import LayoutError
 
 logger = logging.getLogger("headrace.engine")
@@ -96,18 +95,6 @@ def settings_of(vllm_config: VllmConfig) -> IntegritySettings:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     return IntegritySettings.parse(transfer.kv_connector_extra_config)
-
-
-def model_digest(vllm_config: VllmConfig) -> bytes:
-    """What tells engines apart whose KV must not mix, besides what vLLM's handshake compares: the
-    weights."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    try:
-        overrides = overrides_identity(model.hf_overrides)
-    except ValueError:
-        overrides = "?"  # vLLM's handshake does not compare them either
-    parts = [*model_identity(model), model.quantization or "", overrides]
-    return canonical([*parts, str(model.dtype), str(cache.cache_dtype)]).encode()
 
 
 class ProvenScheduler(NixlPullConnectorScheduler):
