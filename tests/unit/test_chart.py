@@ -318,6 +318,16 @@ def test_the_preflight_of_a_pod_lets_a_sound_one_start(role: str, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("page", ["", "https://docs.example.com/headrace/runbook.html"])
+def test_each_alert_leads_to_its_entry_on_the_page_that_the_values_name(page: str) -> None:
+    monitoring = {"monitoring.prometheusRule": True, "monitoring.runbookUrl": page}
+    [rule] = of_kind("PrometheusRule", merged(LAPTOP, monitoring))
+    alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
+    assert {alert["annotations"]["runbook_url"] for alert in alerts} == {
+        f"{page or 'docs/runbook.md'}#{alert['alert'].lower()}" for alert in alerts
+    }
+
+
 def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
     whole = sum(map(len, rendered(MATRIX["everything"]).values()))
     chart = sum(path.stat().st_size for path in CHART.rglob("*") if path.is_file())

@@ -244,6 +244,12 @@ class Monitoring(Group):
     labels: Texts = Field(
         default={}, description="Labels by which Prometheus selects the first two."
     )
+    runbookUrl: str = Field(
+        default="",
+        pattern=r"^(https?://[^\s#\"'`{}]+)?$",
+        description="Address of the runbook's page, to which alerts lead: `runbook_url` is this, "
+        "`#` and the alert's entry. Empty: the page's path in the repository, `docs/runbook.md`.",
+    )
     dashboardLabels: Texts = Field(
         default={"grafana_dashboard": "1"}, description="Labels by which Grafana's sidecar selects."
     )

@@ -12,7 +12,7 @@ from headrace.observability.dashboards import promql as q
 from headrace.observability.dashboards.promql import CLUSTER
 
 RUNBOOK = "docs/runbook.md"
-"""Below the address where a release's files are; the chart can put that before it."""
+"""The page in the repository. The chart's `monitoring.runbookUrl` takes its place."""
 
 
 class Threshold(NamedTuple):
