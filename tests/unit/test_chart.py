@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from tests.support.tools import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
+GUIDE = (ROOT / "docs" / "install.md").read_text("utf-8")
 LAPTOP = preset("laptop")
 CLUSTER = preset("gpu-cluster")
 KUBERNETES = "1.34"
@@ -325,6 +327,49 @@ def test_each_alert_leads_to_its_entry_on_the_page_that_the_values_name(page: st
     alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
     assert {alert["annotations"]["runbook_url"] for alert in alerts} == {
         f"{page or 'docs/runbook.md'}#{alert['alert'].lower()}" for alert in alerts
+    }
+
+
+def test_the_laptop_preset_fits_the_machine_that_the_guide_names() -> None:
+    """Beside the pods: kind's control plane and KubeRay's operator, 1.1 CPUs and 0.8 GiB."""
+    said = re.search(r"(\d+) CPUs and (\d+) GB", GUIDE)
+    assert said is not None and said[0] in (CHART / "values-laptop.yaml").read_text("utf-8")
+    asked = [each["spec"]["containers"][0]["resources"] for each in pods(LAPTOP).values()]
+    cpus = sum(
+        float(str(one["requests"]["cpu"]).replace("500m", ".5").replace("250m", ".25"))
+        for one in asked
+    )
+    memory = sum(int(one["requests"]["memory"].removesuffix("Mi")) for one in asked)
+    assert cpus + 1.1 <= int(said[1])
+    assert memory + 0.8 * 1024 <= int(said[2]) * 1e9 / 2**20
+
+
+def test_the_guide_names_values_that_exist() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text("utf-8"))
+    sections = "|".join(name for name in schema["properties"] if name != "global")
+    named = set(re.findall(rf"(?<![\w./-])(?:{sections})(?:\.[a-zA-Z_]+)+(?![\w/])", GUIDE))
+    assert len(named) > 40
+    for path in sorted(named):
+        node = schema
+        for key in path.split("."):
+            while "$ref" in node:
+                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+            if "properties" not in node:
+                break  # free form: an engine's arguments
+            assert key in node["properties"], path
+            node = node["properties"][key]
+
+
+def test_the_guide_names_objects_that_the_chart_makes() -> None:
+    made = {(one["kind"].lower(), one["metadata"]["name"]) for one in objects(LAPTOP, "headrace")}
+    made.add(("service", "headrace-head-svc"))  # KubeRay's
+    named = set(re.findall(r"\b(service|rayservice)[ /](headrace[-a-z]*)", GUIDE))
+    assert named and named <= made
+    secrets = set(re.findall(r"create secret generic (headrace-[-a-z]+)", GUIDE))
+    text = "".join(rendered(merged(CLUSTER, {}), "headrace").values())
+    assert secrets and all(name in text for name in secrets)
+    assert set(re.findall(r"values-[a-z-]+\.yaml", GUIDE)) == {
+        f"values-{one}.yaml" for one in PRESETS
     }
 
 
