@@ -489,6 +489,7 @@ def needs_new_cluster(before: dict[str, Any], after: dict[str, Any]) -> bool:
         ({"image.tag": "next"}, True),
         ({"rayVersion": "2.61.0"}, True),
         ({"decode.memory": "7Gi"}, True),
+        ({"decode.labels.model": "v2"}, True),
         ({"disk.type": "hostPath"}, True),
         ({"preflight.enabled": False}, True),
         ({"rayToken.enabled": False}, True),
