@@ -44,7 +44,7 @@ test: install $(NODE)/.installed  ## every test that needs no GPU (ARGS="tests/u
 
 soak: install  ## hours of kills and load (HEADRACE_SOAK_KILLS=20 HEADRACE_SOAK_S=3600)
 	HEADRACE_TEST_SET="speculation.enabled=false" \
-	  $(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e tests/integration
+	  $(BIN)/python -m pytest -p no:cacheprovider -m soak -s $(ARGS) tests/e2e tests/integration tests/unit/test_images.py
 
 bench: install  ## Headrace beside plain vLLM and Ray's own P/D app, the quick form
 	@mkdir -p $(dir $(BENCH_JSON))

@@ -249,6 +249,7 @@ class PlannedLLM(TakingUpLLM):
                         priority=kwargs.get("priority", 0),
                         trace_headers=trace_headers,
                         plan_id=plan.plan_id,
+                        check=plan.replica in planning.orchestrator.distrust,
                     )
                 )
 

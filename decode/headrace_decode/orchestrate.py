@@ -5,6 +5,8 @@ that does not arrive. The rules:
 
 * The remote call and the arrival of its KV together get the plan's time-out. When the call fails
   or the time runs out, the prompt is prefilled locally.
+* KV that came and is not proved to be the prompt's (docs/integrity.md) is not used: the engine
+  computes the prompt itself, and the replica that sent it counts as failed.
 * When it is the KV that does not arrive, a second, local, submission races the first; whichever
   yields a token first is kept and the other aborted. An engine takes KV in between its steps, so
   one that is busy with a long step makes nothing late: it must also have had some steps since.
@@ -27,7 +29,9 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from headrace_decode.distrust import Distrust
 from headrace_engine.handoff import PrefillResult
+from headrace_engine.meter import Unproven
 from headrace_engine.tracing import record
 
 logger = logging.getLogger("headrace.decode")
@@ -100,6 +104,15 @@ class Work(Generic[Output]):
     """Whether it has anything else to compute."""
 
 
+@dataclass(slots=True)
+class _Pull:
+    """A request whose KV comes from elsewhere."""
+
+    replica: str
+    refused: bool = False
+    """Its KV was not proved; the engine computes it."""
+
+
 LATE_STEPS = 3
 """Steps of the own engine, one each to start the pull, to see it done and to compute the token."""
 LOOK_S = 0.02
@@ -113,7 +126,11 @@ class Orchestrator:
         self.own_seconds_total = 0.0
         """Time spent planning, summed over all requests."""
         self.requests_total = 0
+        self.distrust = Distrust()
+        """The prefill replicas whose KV is to be checked byte for byte."""
         self._active: set[str] = set()
+        self._pulls: dict[str, _Pull] = {}
+        """Requests whose KV comes from elsewhere, until they end."""
         self._cleanups: set[asyncio.Task[None]] = set()
 
     async def run(self, work: Work[Output]) -> AsyncGenerator[Output, None]:
@@ -136,9 +153,13 @@ class Orchestrator:
                     first = await anext(stream, None)
             else:
                 left_s = plan.timeout_s - (time.perf_counter() - started)
+                self._pulls[work.request_id] = _Pull(plan.replica)
                 stream, first = await self._race_kv_arrival(work, kv_params, max(0.0, left_s))
             if first is None:
                 return
+            pull = self._pulls.get(work.request_id)
+            if pull is not None and not pull.refused:
+                self.distrust.right(pull.replica)
             waited_s = time.perf_counter() - started
             planner.first_token(work.request_id, waited_s, work.cached_tokens(first))
             record(
@@ -153,8 +174,19 @@ class Orchestrator:
         finally:
             planner.finished(work.request_id, answered)
             self._active.discard(work.request_id)
+            self._pulls.pop(work.request_id, None)
             if stream is not None:
                 await stream.aclose()
+
+    def unproved(self, pull: Unproven) -> None:
+        """The engine does not use the KV that it pulled for a request, and computes the prompt."""
+        ours = self._pulls.get(pull.request_id)
+        if ours is None or ours.refused:
+            return
+        ours.refused = True
+        if pull.kind == "content":
+            self.distrust.wrong(ours.replica)
+        self.planner.remote_failed(pull.request_id, f"KV not used ({pull.kind}): {pull.why}")
 
     def _with_unique_id(self, work: Work[Output]) -> Work[Output]:
         """Keep requests apart whose clients gave them the same id."""
@@ -208,6 +240,7 @@ class Orchestrator:
                 winner = pulling
                 return pulling, pulled.result()
             why = f"no KV {patience_s:.2f} s after the call" if late else str(pulled.exception())
+            self._pulls.pop(work.request_id, None)
             self.planner.remote_failed(work.request_id, why)
             logger.warning(
                 "prefilling locally as well: %s", why, extra={"request_id": work.request_id}
@@ -232,8 +265,11 @@ class Orchestrator:
     ) -> bool:
         """Wait for the first output; True if it is overdue though the engine could have made it."""
         await asyncio.wait({pulled}, timeout=patience_s)
-        seen = work.engine_steps()
+        seen, pull = work.engine_steps(), self._pulls.get(work.request_id)
         while not pulled.done():
+            if pull is not None and pull.refused:
+                await asyncio.wait({pulled})  # the engine computes it: nothing is on its way
+                return False
             if not work.engine_busy() or work.engine_steps() - seen >= LATE_STEPS:
                 return True
             await asyncio.wait({pulled}, timeout=LOOK_S)

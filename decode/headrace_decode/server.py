@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
 from headrace_engine._vllm_compat import compute_gate, engine_facts
 from headrace_engine.handoff import PrefillRequest, PrefillResult
+from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import EngineMeter
 from headrace_engine.reporting.replica import ReplicaLine
 from headrace_engine.serving._ray_compat import (
@@ -107,6 +108,7 @@ class PrefillAwarePlanner(Planner, Protocol):
     def stored_tokens(self, token_ids: Sequence[int], salt: str) -> int: ...
     def pin(self, token_ids: Sequence[int], salt: str) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
+    def demand(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class DecodeServer(PDDecodeServer):
         self._port: InFlight | None = None
         self._line: ReplicaLine | None = None
         self._token = secrets.token_urlsafe(32)
+        self._kv = ""
         self._tasks: list[asyncio.Task[None]] = []
         self._stall = LoopStall()
         without_responses_store()
@@ -158,6 +161,7 @@ class DecodeServer(PDDecodeServer):
             engine_cls=partial(PlannedVLLMEngine, planning=self._make_planning),
         )
         self.engine: PlannedVLLMEngine
+        self._kv = await asyncio.to_thread(kv_kind, self.engine.vllm_config)
         if store is not None:
             self._tasks.append(asyncio.create_task(join_store(store)))
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)
@@ -205,6 +209,7 @@ class DecodeServer(PDDecodeServer):
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:
         self._planner = self._wiring.make_planner(vllm_config, meter)
         self._orchestrator = Orchestrator(self._planner)
+        meter.on_unproved.append(self._orchestrator.unproved)
         return Planning(
             orchestrator=self._orchestrator,
             prefill_call=self._prefill,
@@ -217,6 +222,7 @@ class DecodeServer(PDDecodeServer):
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
         # Without the context of a client's request: Serve would give all calls that serve one
         # request the same id, and its routers tell calls that wait for a replica apart by it.
+        request = replace(request, kv=self._kv)
         call = partial(self._prefills.prefill.remote, request, replica=request.replica)
         response = contextvars.Context().run(call)
         try:
@@ -241,6 +247,7 @@ class DecodeServer(PDDecodeServer):
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
             facts=self._facts,
+            kv=self._kv,
         )
         self._planner.on_change.append(line.changed)
         return line
@@ -258,6 +265,7 @@ class DecodeServer(PDDecodeServer):
 
         def tell(replicas: frozenset[str]) -> None:
             loop.call_soon_threadsafe(planner.prefill_members, replicas)
+            loop.call_soon_threadsafe(self._orchestrator.distrust.members, replicas)
 
         MEMBERS.watch("prefill", tell)
 
@@ -319,9 +327,10 @@ class DecodeServer(PDDecodeServer):
         await super().__del__()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve's count of this replica's requests, which come over a port that Serve does not see;
-        empty where they come through Serve."""
-        return {} if self._port is None else ongoing_requests(self._port.count)
+        """Serve's count of this replica's requests, where they come over a port that Serve does not
+        see; and its demand, for `headrace.elastic`."""
+        ongoing = {} if self._port is None else ongoing_requests(self._port.count)
+        return {**self._planner.demand(), **ongoing}
 
     async def headrace_replica(self) -> dict[str, Any]:
         """What this replica offers, its load, and what its port asks for: gateways pick by it."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -22,6 +23,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_engine.executor import InProcessExecutor
 from headrace_engine.gate import ComputeGate
+from headrace_engine.integrity.events import seconds_by_event, transfers_by_event
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -29,6 +31,7 @@ from headrace_engine.meter import (
     Step,
     StoreLoad,
     Transfer,
+    Unproven,
 )
 from headrace_engine.reporting.engine_events import (
     REPLAYED_STEPS,
@@ -85,6 +88,7 @@ class MeterStatLogger(StatLoggerBase):
         for data in connector_stats(stats.kv_connector_stats or {}):
             if "transfer_duration" in data:
                 meter.transfers(*nixl_transfers(data))
+                meter.proofs(transfers_by_event(data), seconds_by_event(data), unproven(data))
             else:
                 loads = [StoreLoad(*load) for load in data.get("loads", ())]
                 digests = [bytes.fromhex(digest) for digest in data.get("digests", ())]
@@ -151,6 +155,14 @@ def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
         )
     ]
     return done, int(sum(stats.get("num_failed_transfers", ())))
+
+
+def unproven(stats: dict[str, Any]) -> list[Unproven]:
+    """Read the pulls that failed from our NixlConnector's statistics."""
+    return [
+        Unproven(get_base_request_id(request_id), peer, kind, why)
+        for request_id, peer, kind, why in stats.get("unproved", ())
+    ]
 
 
 def start_engine(

@@ -15,9 +15,19 @@ PARAMS_KEY = "kv_transfer_params"
 """Where vLLM's `SamplingParams.extra_args` carries the transfer parameters."""
 
 
-def produce_params() -> dict[str, Any]:
-    """Parameters that make an engine keep a request's KV for another engine to pull."""
+CHECK_KEY = "headrace_check"
+"""Among the parameters of a prefill: whether its KV shall have fingerprints (docs/integrity.md)."""
+
+
+def produce_params(check: bool = False) -> dict[str, Any]:
+    """Parameters that make an engine keep a request's KV for another engine to pull.
+
+    Args:
+        check: make fingerprints of it, whatever the sample.
+    """
+    demand = {CHECK_KEY: True} if check else {}
     return {
+        **demand,
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
@@ -45,6 +55,10 @@ class PrefillRequest:
     trace_headers: dict[str, str] | None = None
     plan_id: str = ""
     """The id of the gateway's plan that this carries out; empty for a plan of the caller's own."""
+    check: bool = False
+    """Have the KV checked byte for byte: the caller distrusts the replica."""
+    kv: str = ""
+    """The caller's `kvkind`; empty if it takes any."""
 
 
 @dataclass(frozen=True, slots=True)

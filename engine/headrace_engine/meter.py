@@ -47,6 +47,18 @@ class StoreLoad(NamedTuple):
     seconds: float
 
 
+class Unproven(NamedTuple):
+    """A pull whose KV was not used."""
+
+    request_id: str
+    """As it was given to the engine."""
+    peer: str
+    """The producing engine's id in NIXL."""
+    kind: str
+    """`integrity.identity.Unproved.kind`."""
+    why: str
+
+
 @dataclass
 class EngineMeter:
     """Load, totals and recent samples of one engine. Used from one event loop only."""
@@ -69,6 +81,10 @@ class EngineMeter:
     transfer_bytes_total: int = 0
     transfer_seconds_total: float = 0.0
     transfer_failures_total: int = 0
+    transfers_by_event: dict[str, int] = field(default_factory=dict)
+    """Pulls by what came of their proof (`integrity.events`)."""
+    proof_seconds: dict[str, float] = field(default_factory=dict)
+    """What their proofs took, from the arrival of the bytes."""
     store_totals: dict[str, float] = field(default_factory=dict)
     """Blocks by what became of them (`connector.stats`); bytes and seconds of loads."""
     store_digests: list[bytes] = field(default_factory=list)
@@ -77,6 +93,8 @@ class EngineMeter:
     """Called with each step, as the next two with each finished transfer and load."""
     on_transfer: list[Callable[[Transfer], None]] = field(default_factory=list)
     on_load: list[Callable[[StoreLoad], None]] = field(default_factory=list)
+    on_unproved: list[Callable[[Unproven], None]] = field(default_factory=list)
+    """Called with each pull whose KV is not used, before the request's first token."""
     _loads: deque[StoreLoad] = field(default_factory=lambda: deque(maxlen=BACKLOG_SAMPLES))
 
     def load(self, running: int, waiting: int, kv_usage: float) -> None:
@@ -103,6 +121,21 @@ class EngineMeter:
             self.transfer_seconds_total += transfer.seconds
             for watcher in self.on_transfer:
                 watcher(transfer)
+
+    def proofs(
+        self,
+        events: Mapping[str, int],
+        seconds: Mapping[str, float],
+        unproved: Iterable[Unproven],
+    ) -> None:
+        """Book what came of proofs."""
+        for kind, took in seconds.items():
+            self.proof_seconds[kind] = self.proof_seconds.get(kind, 0.0) + took
+        for event, count in events.items():
+            self.transfers_by_event[event] = self.transfers_by_event.get(event, 0) + count
+        for pull in unproved:
+            for watcher in self.on_unproved:
+                watcher(pull)
 
     def store(
         self, counts: Mapping[str, int], loads: Iterable[StoreLoad], digests: Iterable[bytes]
@@ -138,6 +171,8 @@ class EngineMeter:
                 "bytes": self.transfer_bytes_total,
                 "seconds": round(self.transfer_seconds_total, 6),
                 "failures": self.transfer_failures_total,
+                "proofs": dict(self.transfers_by_event),
+                "proof_seconds": {k: round(s, 6) for k, s in self.proof_seconds.items()},
             },
             "store": dict(self.store_totals),
         }

@@ -1,7 +1,4 @@
-"""`NixlConnector`: vLLM's own, without what it costs a CPU engine while no KV moves.
-
-    kv_connector: NixlConnector
-    kv_connector_module_path: headrace_engine.quiet_nixl
+"""NIXL on the cores of a CPU engine: what vLLM's connector costs there while no KV moves, undone.
 
 vLLM's connector takes two things from the cores of a CPU engine:
 
@@ -21,11 +18,6 @@ import logging
 import os
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as VllmNixlConnector
-from vllm.v1.kv_cache_interface import KVCacheConfig
-
 logger = logging.getLogger("headrace.engine")
 
 LONGEST_SLEEP_US = 10_000
@@ -34,22 +26,18 @@ shared memory or TCP. A missed event costs a transfer this much. Waking so often
 core."""
 
 
-class NixlConnector(VllmNixlConnector):
-    """vLLM's NixlConnector. vLLM finds it by the module path, Ray and vLLM know it by the name."""
+def quieten(worker: Any, cores: set[int]) -> None:
+    """Have a connector's worker half, with which nothing is registered yet, keep no core busy.
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        cores = os.sched_getaffinity(0)
-        super().__init__(vllm_config, role, kv_cache_config)
-        worker = self.connector_worker
-        if worker is None or vllm_config.device_config.device_type != "cpu":
-            return
-        os.sched_setaffinity(0, cores)
-        try:
-            worker.nixl_wrapper = event_driven(worker.nixl_wrapper)
-        except Exception:
-            logger.exception("NIXL's progress thread stays as it is and keeps one core busy")
+    Args:
+        worker: `NixlPullConnectorWorker` of a CPU engine.
+        cores: that its thread had before the worker was made.
+    """
+    os.sched_setaffinity(0, cores)
+    try:
+        worker.nixl_wrapper = event_driven(worker.nixl_wrapper)
+    except Exception:
+        logger.exception("NIXL's progress thread stays as it is and keeps one core busy")
 
 
 def event_driven(agent: Any) -> Any:

@@ -134,7 +134,7 @@ def advise(load: Load, prefill: int, decode: int) -> Advice:
         splits[0],
         best,
         max(1, math.ceil(load.rate * load.remote_s / MOST_BUSY)),
-        max(1, math.ceil(_places(load, load.rate) / MOST_BUSY)),
+        max(1, math.ceil(places(load, load.rate) / MOST_BUSY)),
     )
 
 
@@ -149,39 +149,40 @@ def split(load: Load, prefill: int, decode: int) -> Split:
     ttft_s = token_s = full = math.inf
     if taken < 1.0:
         slower = 1.0 / (1.0 - taken)
-        full = slower * _places(load, load.rate / decode)
-        token_s, running = _pace(load, load.rate / decode, slower)
+        full = slower * places(load, load.rate / decode)
+        token_s, running = pace(load, load.rate / decode, slower)
         if busy < 1.0:
             ttft_s = (
-                _wait_s(load.rate, prefill or decode, mean_s, square)
+                math.prod(queue_of(load.rate, prefill or decode, mean_s, square))
                 + mean_s
                 + move_s
-                + _step_s(load, running)
+                + step_s(load, running)
             )
     request_s = ttft_s + load.answer_tokens * token_s
     return Split(prefill, decode, ttft_s, token_s, request_s, busy, full)
 
 
-def _wait_s(rate: float, engines: int, mean_s: float, square: float) -> float:
-    """M/G/n, by the recursion of Erlang's loss formula B: C = n B / (n - a (1 - B))."""
+def queue_of(rate: float, engines: int, mean_s: float, square: float) -> tuple[float, float]:
+    """(part of the prompts that wait, mean seconds that these wait) before engines that are not
+    overloaded. M/G/n, by the recursion of Erlang's loss formula B: C = n B / (n - a (1 - B))."""
     a, lost = rate * mean_s, 1.0
     for n in range(1, engines + 1):
         lost = a * lost / (n + a * lost)
     all_busy = engines * lost / (engines - a * (1.0 - lost))
-    return all_busy / (engines - a) * square / (2.0 * mean_s)
+    return all_busy, square / (2.0 * mean_s * (engines - a))
 
 
-def _places(load: Load, rate: float) -> float:
+def places(load: Load, rate: float) -> float:
     """Decode engines that so many requests a second keep full."""
-    return rate * load.answer_tokens * _step_s(load, load.most_running) / load.most_running
+    return rate * load.answer_tokens * step_s(load, load.most_running) / load.most_running
 
 
-def _pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
+def pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
     """(seconds a token, requests that run) where arrivals and departures are as many: the least
     solution of r = rate o slower T(r)."""
     running = 0.0
     for _ in range(_ROUNDS):
-        token_s = slower * _step_s(load, running)
+        token_s = slower * step_s(load, running)
         now = rate * load.answer_tokens * token_s
         if now > load.most_running:
             break
@@ -191,7 +192,7 @@ def _pace(load: Load, rate: float, slower: float) -> tuple[float, float]:
     return math.inf, math.inf
 
 
-def _step_s(load: Load, running: float) -> float:
+def step_s(load: Load, running: float) -> float:
     if running == math.inf:
         return running
     context = running * (load.prompt_tokens + load.answer_tokens / 2)
@@ -205,8 +206,20 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     weighed by them.
     """
     routers = [one["router"] for one in replicas if one.get("role") == "decode"]
-    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
     prefill = sum(one.get("role") == "prefill" for one in replicas)
+    load = load_of(routers)
+    if load is None:
+        return None
+    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
+    requests = sum(one["requests"] for one in told if one.get("rate", 0.0) > 0.0)
+    advice = advise(load, prefill, len(routers))
+    return {"requests": requests, "rate": load.rate} | advice.to_dict()
+
+
+def load_of(routers: Sequence[Mapping[str, Any]]) -> Load | None:
+    """The traffic of decode replicas, from what their routers tell (`Router.snapshot` with
+    `outcomes`), or None while too little is known."""
+    told = [router["outcomes"]["traffic"] for router in routers if router.get("outcomes")]
     told = [traffic for traffic in told if traffic.get("rate", 0.0) > 0.0]
     if sum(traffic["requests"] for traffic in told) < LEAST_REQUESTS:
         return None
@@ -219,7 +232,7 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     engines = router["engines"]
     tokens = max(1.0, mean("prompt_tokens") + mean("answer_tokens") / 2)
     same_machine = any(side.get("same_machine") for side in router["prefill"].values())
-    load = Load(
+    return Load(
         rate,
         mean("prompt_tokens"),
         mean("answer_tokens"),
@@ -231,8 +244,4 @@ def advice_of(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         StepTime.from_dict(router["step_times"]["decode"]),
         max(1, int(engines["decode_blocks"] * engines["block_tokens"] / tokens)),
         router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0,
-    )
-    advice = advise(load, prefill, len(routers))
-    return {"requests": sum(traffic["requests"] for traffic in told), "rate": rate} | (
-        advice.to_dict()
     )

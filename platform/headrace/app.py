@@ -26,6 +26,7 @@ from headrace._ray_compat import (
     with_ingress_request_router,
 )
 from headrace.config import AppSection, to_app_args
+from headrace.config.integrity import IntegritySection
 from headrace.config.load import validate
 from headrace.dropin import refusals
 from headrace.observability import ProcessSetup
@@ -36,6 +37,7 @@ from headrace.standby import StandIn
 from headrace.store import add_store
 from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
+from headrace_engine.integrity.settings import SETTINGS_KEY
 from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.request_router import routed_as
 from headrace_prefill.server import DPPrefillServer, PrefillServer, Standby
@@ -72,7 +74,7 @@ def build_app(args: dict[str, Any]) -> Application:
             _trace_engine(config, section.observability.otlp_endpoint)
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
     for engine in engines:
-        _use_quiet_nixl(engine)
+        _use_own_nixl(engine, section.integrity)
     store = add_store(section.store, engines, setup)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     prefill = _deployment(
@@ -121,11 +123,19 @@ def _standby(pd: PDServingArgs, token_path: str) -> Standby | None:
     return Standby(PlannedVLLMEngine, StandIn)
 
 
-def _use_quiet_nixl(engine: dict[str, Any]) -> None:
+def _use_own_nixl(engine: dict[str, Any], integrity: IntegritySection) -> None:
     """Where an engine's connector is vLLM's NixlConnector, load ours of that name instead."""
     transfer = engine.get("kv_transfer_config")
-    if isinstance(transfer, dict) and transfer.get("kv_connector") == "NixlConnector":
-        transfer.setdefault("kv_connector_module_path", "headrace_engine.quiet_nixl")
+    if not isinstance(transfer, dict) or transfer.get("kv_connector") != "NixlConnector":
+        return
+    if "kv_connector_module_path" in transfer:
+        return
+    transfer["kv_connector_module_path"] = "headrace_engine.integrity.connector"
+    transfer.setdefault("kv_load_failure_policy", "recompute")
+    transfer["kv_connector_extra_config"] = {
+        **(transfer.get("kv_connector_extra_config") or {}),
+        SETTINGS_KEY: integrity.model_dump(),
+    }
 
 
 def _trace_engine(config: Any, otlp_endpoint: str) -> None:

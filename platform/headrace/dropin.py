@@ -12,6 +12,8 @@ from typing import Any
 
 from ray.serve.llm.ingress import OpenAiIngress
 
+from headrace.config.elasticity import POLICY
+
 API_KEY = "VLLM_API_KEY"
 
 
@@ -24,11 +26,12 @@ def refusals(pd: Any, token_path: str, *, own_port: bool = True) -> list[str]:
         own_port: whether gateways listen on a port of their own.
     """
     wrong: list[str] = []
-    if _may_be_none(pd.prefill_config.deployment_config):
+    prefill: Mapping[str, Any] = pd.prefill_config.deployment_config
+    if _may_be_none(prefill) and not _starts_again(prefill):
         wrong.append(
             "prefill_config.deployment_config.autoscaling_config.min_replicas: nothing starts a "
             "prefill replica again once there is none, since decode replicas then prefill by "
-            "themselves; set at least 1"
+            f"themselves; set at least 1, or the policy {POLICY}"
         )
     ingress = pd.ingress_cls_config
     plain = (OpenAiIngress, type(ingress)().ingress_cls)
@@ -60,6 +63,14 @@ def _may_be_none(deployment: Mapping[str, Any]) -> bool:
     if isinstance(scaling, Mapping):
         return bool(scaling.get("min_replicas", 1) == 0)
     return bool(scaling.min_replicas == 0)
+
+
+def _starts_again(deployment: Mapping[str, Any]) -> bool:
+    """Whether the autoscaling policy is ours, which starts the first prefill replica, too."""
+    scaling = deployment.get("autoscaling_config") or {}
+    policy = scaling.get("policy") if isinstance(scaling, Mapping) else scaling.policy
+    name = policy.get("policy_function") if isinstance(policy, Mapping) else None
+    return bool((name or getattr(policy, "policy_function", None)) == POLICY)
 
 
 def _with_a_gateway(pd: Any) -> list[str]:

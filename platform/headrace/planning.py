@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
+from headrace.elastic.published import CAME, published
 from headrace.outcomes import Outcomes
 from headrace.router import (
     Geometry,
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("headrace.router")
+
+DEMAND_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class ReplicaPlanner:
             router.costs, router.settings.max_step_tokens, geometry.kv_bytes_per_token
         )
         self.on_change: list[Callable[[], None]] = []
+        self._came, self._demand, self._demand_until_s = 0, dict[str, float](), 0.0
         self._unreadable_logged = False
         meter.alone_s = router.step_alone_s
         meter.on_step.append(self._on_step)
@@ -112,6 +116,7 @@ class ReplicaPlanner:
             given: a gateway's plan (`router.wire`), which is checked.
         """
         started = time.perf_counter()
+        self._came += 1
         request = PlanRequest(request_id, token_ids, salt, local_only)
         came, stale = self._read(given) if given is not None else (None, None)
         if came is not None:
@@ -243,6 +248,15 @@ class ReplicaPlanner:
 
     def snapshot(self) -> dict[str, Any]:
         return {**self.router.snapshot(), "outcomes": self._outcomes.snapshot()}
+
+    def demand(self) -> dict[str, float]:
+        """What the policy of the replicas' number is told (`elastic.published`), in numbers only.
+        Asked for about twice a second; but for the count of requests it changes every 10 s."""
+        now_s = time.monotonic()
+        if now_s >= self._demand_until_s:
+            self._demand_until_s = now_s + DEMAND_S
+            self._demand = published(self.snapshot())
+        return {**self._demand, CAME: float(self._came)}
 
     def report_fields(self) -> dict[str, Any]:
         """As `Router.report_fields`. On the event loop only."""

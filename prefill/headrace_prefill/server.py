@@ -35,6 +35,7 @@ from headrace_engine.handoff import (
     PrefillResult,
     produce_params,
 )
+from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import Step
 from headrace_engine.reporting.ahead import HeardPlans, PromptsAhead
 from headrace_engine.reporting.replica import ReplicaLine
@@ -91,6 +92,7 @@ class PrefillServer(PDPrefillServer):
         self._gate = compute_gate(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._kv = await asyncio.to_thread(kv_kind, self.engine.vllm_config)
         self._ahead, self._heard = PromptsAhead(), HeardPlans()
         self.engine.meter.on_step.append(self._on_step)
         self._line = ReplicaLine(
@@ -102,6 +104,7 @@ class PrefillServer(PDPrefillServer):
             events=self.engine.events,
             engine=engine_facts(self.engine.vllm_config, self.engine.meter),
             facts=self._facts,
+            kv=self._kv,
         )
         self._joining = asyncio.create_task(join_store(store)) if store is not None else None
 
@@ -113,8 +116,10 @@ class PrefillServer(PDPrefillServer):
             replica: read by the caller's request router; another replica may have been taken.
 
         Raises:
-            PrefillError: the engine finished without leaving KV to pull.
+            PrefillError: the caller could not use the KV, or the engine left none to pull.
         """
+        if request.kv and request.kv != self._kv:
+            raise PrefillError(f"{self._replica_id} has KV of another kind: a change is rolling")
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").tolist()
         arrived = time.perf_counter()
         compute_tokens = request.compute_tokens or len(token_ids)
@@ -151,7 +156,7 @@ class PrefillServer(PDPrefillServer):
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={PARAMS_KEY: produce_params()},
+            extra_args={PARAMS_KEY: produce_params(request.check)},
         )
         # vLLM's own: what a stand-in puts before it is for clients' requests.
         outputs = AsyncLLM.generate(

@@ -73,7 +73,11 @@ def test_greedy_answers_are_those_of_a_plain_engine(
         until(lambda: app.nixl_bytes() - bytes_before >= least, 5.0, f"{least} bytes over NIXL")
         whole_blocks = sum(-(-length // BLOCK_TOKENS) * BLOCK_TOKENS for length in asked)
         assert app.nixl_bytes() - bytes_before <= whole_blocks * kv_bytes_per_token
-        assert app.replica("decode")["nixl"]["failures"] == 0
+        nixl = app.replica("decode")["nixl"]
+        assert nixl["failures"] == 0
+        # All pulls were proved, and compared byte for byte with what was computed.
+        assert nixl["proofs"]["checked"] == nixl["proofs"]["proved"] >= len(prompts)
+        assert set(nixl["proofs"]) == {"checked", "proved"}, "a pull was not used"
 
 
 def test_kv_of_requests_at_once_is_not_mixed_up(

@@ -146,3 +146,24 @@ def test_a_transfer_from_an_agent_that_is_killed_ends(holder: Holder) -> None:
     process.kill()
     holder.process.join()
     assert reader.end(handle, limit_s=90.0) in ("DONE", "ERR")  # shared memory needs no holder
+
+
+def test_a_transfer_from_an_agent_that_hangs_ends_when_it_is_given_up(holder: Holder) -> None:
+    """And no byte of it comes later: its memory may be used for something else."""
+    reader = Reader("reader", holder)
+    process = psutil.Process(holder.process.pid)
+    assert reader.end(reader.read(b"first")) == "DONE"  # they are connected
+    process.suspend()
+    handle = reader.read(b"second")
+    state = reader.end(handle, limit_s=0.5)
+    reader.agent.remove_remote_agent("holder")
+    if state == "PROC":  # shared memory needs no holder
+        assert reader.end(handle, limit_s=5.0) == "ERR"
+    reader.agent.release_xfer_handle(handle)
+    reader.target[:] = 0
+    process.resume()
+    time.sleep(0.5)
+    assert not reader.target.any()
+    reader.agent.add_remote_agent(holder.metadata)
+    assert reader.end(reader.read(b"third")) == "DONE"
+    assert (reader.target == _content()).all()

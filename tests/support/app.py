@@ -271,6 +271,7 @@ class Session:
                 f"{role}.engine.{k}": v for role in ("prefill", "decode") for k, v in ENGINE.items()
             },
             **{f"speculation.{k}": v for k, v in SPECULATION.items()},
+            "integrity.check": "all",
             **settings,
             **dict(pair.split("=", 1) for pair in os.environ.get(SETTINGS, "").split()),
         }

@@ -250,3 +250,4 @@ def assert_forgotten(orchestrator: Orchestrator) -> None:
     """Nothing of finished requests is kept."""
     assert not orchestrator._active
     assert not orchestrator._cleanups
+    assert not orchestrator._pulls

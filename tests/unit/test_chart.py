@@ -42,7 +42,6 @@ from tests.support.tools import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
-GUIDE = (ROOT / "docs" / "install.md").read_text("utf-8")
 LAPTOP = preset("laptop")
 CLUSTER = preset("gpu-cluster")
 KUBERNETES = "1.34"
@@ -84,6 +83,13 @@ MATRIX: dict[str, dict[str, Any]] = {
     ),
     "keys in the values": merged(
         LAPTOP, {"apiKeys.file": "keys: []\n", "config.gateway.insecure": False}
+    ),
+    "replicas follow the load": merged(
+        LAPTOP,
+        {
+            "config.prefill.autoscaling": {"min_replicas": 0, "max_replicas": 4},
+            "config.decode.autoscaling": {"min_replicas": 2, "max_replicas": 8},
+        },
     ),
     "no policies": merged(LAPTOP, {"networkPolicy.enabled": False, "preflight.enabled": False}),
 }
@@ -215,7 +221,11 @@ def test_serve_takes_the_configuration_and_so_does_headrace(values: dict[str, An
             if each["groupName"] == role
         )
         section = getattr(checked, role)
-        assert group["replicas"] == section.replicas
+        first = section.replicas
+        if role in checked.roles() and (scaling := section.autoscaling) is not None:
+            first = scaling.within(first)
+            assert (group["minReplicas"], group["maxReplicas"]) == section.bounds
+        assert group["replicas"] == first
         [name] = section.resources
         assert name in group["resources"], "replicas fit their pods"
 
@@ -320,57 +330,54 @@ def test_the_preflight_of_a_pod_lets_a_sound_one_start(role: str, tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("page", ["", "https://docs.example.com/headrace/runbook.html"])
-def test_each_alert_leads_to_its_entry_on_the_page_that_the_values_name(page: str) -> None:
-    monitoring = {"monitoring.prometheusRule": True, "monitoring.runbookUrl": page}
-    [rule] = of_kind("PrometheusRule", merged(LAPTOP, monitoring))
-    alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
-    assert {alert["annotations"]["runbook_url"] for alert in alerts} == {
-        f"{page or 'docs/runbook.md'}#{alert['alert'].lower()}" for alert in alerts
-    }
+def test_alerts_link_to_the_runbook_of_the_released_version() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text("utf-8"))
+
+    def links(address: str) -> list[str]:
+        values = merged(MATRIX["everything"], {"monitoring.runbookUrl": address})
+        [rule] = of_kind("PrometheusRule", values)
+        alerts = [one for group in rule["spec"]["groups"] for one in group["rules"]]
+        return [alert["annotations"]["runbook_url"] for alert in alerts]
+
+    site = f"https://docs.example.com/headrace/{chart['appVersion']}/runbook/"
+    plain = links("")
+    assert "docs/runbook.md#headracedown" in plain
+    assert links("https://docs.example.com/headrace/{version}/runbook/") == [
+        link.replace("docs/runbook.md", site) for link in plain
+    ]
 
 
-def test_the_laptop_preset_fits_the_machine_that_the_guide_names() -> None:
-    """Beside the pods: kind's control plane and KubeRay's operator, 1.1 CPUs and 0.8 GiB."""
-    said = re.search(r"(\d+) CPUs and (\d+) GB", GUIDE)
-    assert said is not None and said[0] in (CHART / "values-laptop.yaml").read_text("utf-8")
-    asked = [each["spec"]["containers"][0]["resources"] for each in pods(LAPTOP).values()]
-    cpus = sum(
-        float(str(one["requests"]["cpu"]).replace("500m", ".5").replace("250m", ".25"))
-        for one in asked
-    )
-    memory = sum(int(one["requests"]["memory"].removesuffix("Mi")) for one in asked)
-    assert cpus + 1.1 <= int(said[1])
-    assert memory + 0.8 * 1024 <= int(said[2]) * 1e9 / 2**20
-
-
-def test_the_guide_names_values_that_exist() -> None:
+def test_the_install_guide_names_what_the_chart_has() -> None:
+    """Files, values, objects and the laptop's memory in docs/install.md."""
+    guide = (ROOT / "docs" / "install.md").read_text("utf-8")
     schema = json.loads((CHART / "values.schema.json").read_text("utf-8"))
-    sections = "|".join(name for name in schema["properties"] if name != "global")
-    named = set(re.findall(rf"(?<![\w./-])(?:{sections})(?:\.[a-zA-Z_]+)+(?![\w/])", GUIDE))
-    assert len(named) > 40
-    for path in sorted(named):
+    for path in re.findall(r"-f (helm/headrace/\S+)", guide):
+        assert (ROOT / path).is_file(), path
+    groups = "|".join(schema["properties"])
+    for path in re.findall(rf"(?<![\w.\-/])(?:{groups})(?:\.\w+)+", guide):
         node = schema
         for key in path.split("."):
-            while "$ref" in node:
+            if "$ref" in node:
                 node = schema["$defs"][node["$ref"].rpartition("/")[2]]
             if "properties" not in node:
-                break  # free form: an engine's arguments
+                break
             assert key in node["properties"], path
             node = node["properties"][key]
-
-
-def test_the_guide_names_objects_that_the_chart_makes() -> None:
-    made = {(one["kind"].lower(), one["metadata"]["name"]) for one in objects(LAPTOP, "headrace")}
-    made.add(("service", "headrace-head-svc"))  # KubeRay's
-    named = set(re.findall(r"\b(service|rayservice)[ /](headrace[-a-z]*)", GUIDE))
-    assert named and named <= made
-    secrets = set(re.findall(r"create secret generic (headrace-[-a-z]+)", GUIDE))
-    text = "".join(rendered(merged(CLUSTER, {}), "headrace").values())
-    assert secrets and all(name in text for name in secrets)
-    assert set(re.findall(r"values-[a-z-]+\.yaml", GUIDE)) == {
-        f"values-{one}.yaml" for one in PRESETS
+    names = {one["metadata"]["name"] for one in objects(LAPTOP, name="headrace")}
+    for kind, name in re.findall(r"\b(rayservice|service)/([\w-]+)", guide):
+        assert name.removesuffix("-head-svc") in names, f"{kind}/{name}"
+    images = {
+        preset(name).get("image", {}).get("repository") for name in ("gpu-node", "gpu-cluster")
     }
+    assert images == {"headrace-gpu"} and "kind load docker-image headrace-cpu:" in guide
+    cluster = ray_service(LAPTOP)["spec"]["rayClusterConfig"]
+    asked = sum(
+        int(container["resources"]["requests"]["memory"].removesuffix("Mi")) * 2**20
+        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        for container in group["template"]["spec"]["containers"]
+    )
+    [gib] = re.findall(r"4 CPUs and (\d+) GiB", guide)
+    assert asked + 1.5 * 2**30 < int(gib) * 2**30, "Kubernetes and the operator need 1.5 GiB"
 
 
 def test_a_release_is_far_below_the_size_that_kubernetes_takes() -> None:
@@ -412,6 +419,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"config.ray": {"num_cpus": 4}}, "/config"),
     ({"config.router.policy": "fastest"}, "/config/router/policy"),
     ({"config.store.dram_gb": -1}, "/config/store/dram_gb"),
+    ({"monitoring.runbookUrl": "docs.example.com"}, "/monitoring/runbookUrl"),
     ({"head.cpu": "two"}, "/head/cpu"),
     ({"decode.memory": "16 GB"}, "/decode/memory"),
     ({"decode.ipcLock": "yes"}, "/decode/ipcLock"),
@@ -489,7 +497,6 @@ def needs_new_cluster(before: dict[str, Any], after: dict[str, Any]) -> bool:
         ({"image.tag": "next"}, True),
         ({"rayVersion": "2.61.0"}, True),
         ({"decode.memory": "7Gi"}, True),
-        ({"decode.labels.model": "v2"}, True),
         ({"disk.type": "hostPath"}, True),
         ({"preflight.enabled": False}, True),
         ({"rayToken.enabled": False}, True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -374,3 +375,62 @@ def test_a_step_keeps_room_beside_a_long_prompt(
     assert ours.prompt_step_tokens(config) == most
     gate = ours.compute_gate(config, EngineMeter())
     assert (gate._step_tokens, gate._spare_tokens) == (most, spare)
+
+
+def test_the_connector_whose_pulls_are_proved() -> None:
+    mend = "engine/headrace_engine/integrity/halves.py"
+    nixl = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+    scheduler = find(f"{nixl}.pull_scheduler:NixlPullConnectorScheduler", mend)
+    worker = find(f"{nixl}.pull_worker:NixlPullConnectorWorker", mend)
+    assert_takes(
+        f"{nixl}.pull_worker:NixlPullConnectorWorker._read_blocks",
+        *(mend, "read_spec", "dst_engine_id", "request_id", "remote_request_id"),
+    )
+    for half, names in (
+        (scheduler, "set_xfer_handshake_metadata build_connector_meta request_finished"),
+        (scheduler, "update_state_after_alloc get_num_new_matched_tokens"),
+        (worker, "_read_blocks_for_req _handle_failed_transfer _cleanup_remote_engine"),
+    ):
+        for name in names.split():
+            assert callable(getattr(half, name, None)), f"{half.__name__}.{name}: mend {mend}"
+    made = inspect.getsource(find(f"{nixl}:NixlConnector.__init__", mend))
+    assert "super().__init__(vllm_config, role, kv_cache_config)" in made, f"mend {mend}"
+    read = inspect.getsource(worker._read_blocks)
+    assert "self.nixl_wrapper.make_prepped_xfer(" in read and "notif_msg=notif_id" in read, mend
+    finished = inspect.getsource(worker.get_finished)
+    assert "self._pop_done_transfers(self._recving_transfers)" in finished, f"mend {mend}"
+    registered = inspect.getsource(worker.register_kv_caches)
+    assert "self.nixl_wrapper.get_agent_metadata()" in registered, f"mend {mend}"
+
+
+def test_the_documented_waits_are_those_of_the_code() -> None:
+    from headrace.config.integrity import IntegritySection
+    from headrace.config.schema import RouterSettings
+    from headrace_decode.server import PROBE_INTERVAL_S
+    from headrace_engine.integrity.proving import SPIN_S
+
+    mend = "docs/integrity.md"
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in Path(mend).read_text().split("## Every wait")[1].split("##")[0].splitlines()
+        if line.startswith("|") and not line.startswith("|---")
+    ][1:]
+    told = {wait: (setting.strip("`"), default) for wait, setting, default, _ in rows}
+    router, integrity = RouterSettings(), IntegritySection()
+    for setting, default in told.values():
+        section, _, name = setting.partition(".")
+        if section in ("router", "integrity"):
+            value = getattr({"router": router, "integrity": integrity}[section], name)
+            assert default == f"{value:g} s", f"{setting} is {value}: mend {mend}"
+    nixl = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+    worker = find(f"{nixl}.base_worker:NixlBaseConnectorWorker", mend)
+    scheduler = find(f"{nixl}.base_scheduler:NixlBaseConnectorScheduler", mend)
+    assert "zmq.RCVTIMEO, 5000)" in inspect.getsource(worker._nixl_handshake), mend
+    assert told["handshake, each rank"][1] == "5 s"
+    made = inspect.getsource(scheduler.__init__)
+    assert '"kv_lease_duration", 30' in made and "self._kv_lease_duration // 6" in made, mend
+    assert '"engine_ttl", 3600.0' in inspect.getsource(worker.__init__), mend
+    assert "kv_lease_duration * 2 // 3" in inspect.getsource(worker.__init__), mend
+    assert told["lease of the blocks"][1] == "30 s"
+    assert told["probe of a failed prefill replica"][1] == f"{PROBE_INTERVAL_S:g} s"
+    assert told["records, within one engine step"][1] == f"{1e3 * SPIN_S:g} ms"

@@ -63,6 +63,7 @@ IN_DOUBT = series("headrace_prefill_replicas_in_doubt")
 TRANSFERS = series("vllm_nixl_num_failed_transfers_total", ReplicaId="d")
 WAITING = series("vllm_num_requests_waiting", ReplicaId="d")
 RATIO = "headrace_plan_ttft_error_ratio"
+WRONG = series("vllm_headrace_transfers_total", event="unproved_content")
 REFUSED = series("headrace_gateway_refused_total", status="429", code="too_many_requests")
 OLDEST = series("headrace_gateway_oldest_report_seconds")
 
@@ -101,6 +102,7 @@ HEALTHY: Series = {
     blocks("loaded_dram"): counts(100),
     blocks("lost_gone"): counts(1),
     blocks("lost_corrupt_nvme"): counts(0),
+    series("vllm_headrace_transfers_total", event="proved"): counts(300),
     nodes("yes"): steady(2),
     nodes("no"): steady(0),
     tiers("nvme", "on"): steady(2),
@@ -149,6 +151,8 @@ CASES = {
     "transfers fail": Case(("KvTransfersFail",), {TRANSFERS: counts(0.1, 2, 20)}),
     "blocks do not come": Case(("KvBlocksLost",), {blocks("lost_gone"): counts(1, 50)}),
     "blocks are damaged": Case(("KvCorrupt",), {blocks("lost_corrupt_nvme"): counts(0, 0.1)}),
+    "transferred blocks differ": Case(("KvWrong",), {WRONG: counts(0, 0.1)}),
+    "a first transferred block differs": Case(("KvWrong",), {WRONG: fresh(20, 20)}),
     "a store node is gone": Case(
         ("StoreNodeGone",), {nodes("yes"): steady(2, 1, 10), nodes("no"): steady(0, 1, 10)}
     ),

@@ -12,8 +12,9 @@ from vllm import SamplingParams
 from headrace_decode._vllm_compat import PlannedLLM
 from headrace_decode.internal import PLAN
 from headrace_decode.server import DecodeServer
-from headrace_engine.handoff import PrefillRequest
+from headrace_engine.handoff import PrefillError, PrefillRequest
 from headrace_engine.serving.orders import Notes, Obedience
+from headrace_prefill.server import PrefillServer
 from tests.support.orchestrated import FakePlan
 
 
@@ -64,11 +65,19 @@ async def test_a_probe_counts_only_if_the_replica_itself_answers(
     assert server._prefills.asked == [((), {"replica": asked})]
 
 
-async def test_a_prompt_is_sent_to_the_replica_that_the_plan_names() -> None:
-    server: Any = SimpleNamespace(_prefills=Prefills("done"))
-    request = PrefillRequest("r", b"", replica="y")
-    assert await DecodeServer._prefill(server, request) == "done"
-    assert server._prefills.asked == [((request,), {"replica": "y"})]
+async def test_a_prompt_is_sent_to_the_replica_that_the_plan_names_with_the_kind_of_its_kv() -> (
+    None
+):
+    server: Any = SimpleNamespace(_prefills=Prefills("done"), _kv="ab")
+    assert await DecodeServer._prefill(server, PrefillRequest("r", b"", replica="y")) == "done"
+    asked = PrefillRequest("r", b"", replica="y", kv="ab")
+    assert server._prefills.asked == [((asked,), {"replica": "y"})]
+
+
+async def test_a_prefill_replica_computes_nothing_that_the_caller_cannot_use() -> None:
+    server: Any = SimpleNamespace(_kv="cd", _replica_id="p-2")
+    with pytest.raises(PrefillError, match="p-2 has KV of another kind"):
+        await PrefillServer.prefill(server, PrefillRequest("r", b"", kv="ab"))
 
 
 async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() -> None:
@@ -78,7 +87,10 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
         asked.append(request)
 
     planning: Any = SimpleNamespace(
-        prefill_call=prefill, gate=SimpleNamespace(turn=None), meter=SimpleNamespace()
+        prefill_call=prefill,
+        gate=SimpleNamespace(turn=None),
+        meter=SimpleNamespace(),
+        orchestrator=SimpleNamespace(distrust=frozenset({"x"})),
     )
     token = PLAN.set(b"as it came")
     try:
@@ -97,6 +109,7 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
     await work.prefill(FakePlan("prefill", replica="x", plan_id="g-1"))
     [request] = asked
     assert (request.plan_id, request.replica, request.salt) == ("g-1", "x", "s")
+    assert request.check, "it has delivered wrong bytes"
 
 
 async def test_orders_in_force_are_carried_out_once() -> None:
@@ -130,6 +143,9 @@ async def test_a_cluster_that_does_not_answer_changes_no_order() -> None:
 
 async def test_serve_is_told_the_requests_of_the_own_port_and_nothing_where_there_is_none() -> None:
     port = SimpleNamespace(count=7)
+    planner = SimpleNamespace(demand=lambda: {"came": 3.0})
     count = DecodeServer.record_autoscaling_stats
-    assert await count(SimpleNamespace(_port=port)) == {RUNNING_REQUESTS_KEY: 7}  # type: ignore[arg-type]
-    assert await count(SimpleNamespace(_port=None)) == {}  # type: ignore[arg-type]
+    server: Any = SimpleNamespace(_port=port, _planner=planner)
+    assert await count(server) == {RUNNING_REQUESTS_KEY: 7, "came": 3.0}
+    server = SimpleNamespace(_port=None, _planner=planner)
+    assert await count(server) == {"came": 3.0}

@@ -13,6 +13,7 @@ from ray.serve.config import AutoscalingConfig
 from headrace._ray_compat import PDServingArgs
 from headrace.app import build_app, build_configured
 from headrace.config import ConfigError
+from headrace.config.elasticity import POLICY
 from headrace.dropin import refusals
 from headrace_decode.server import base_url, refuse_api_key
 
@@ -94,6 +95,10 @@ def test_prefill_that_nothing_would_start_again_is_refused(token_path: str) -> N
     [line] = refused(token_path, prefill__deployment_config=NONE)
     assert line.startswith("prefill_config.deployment_config.autoscaling_config.min_replicas")
     assert refused(token_path, decode__deployment_config=NONE) == []
+    ours = {
+        "autoscaling_config": {**NONE["autoscaling_config"], "policy": {"policy_function": POLICY}}
+    }
+    assert refused(token_path, prefill__deployment_config=ours) == []
 
 
 def test_gateways_that_nobody_could_reach_are_refused() -> None:

@@ -174,7 +174,7 @@ def test_steps_are_read_as_builders_read_them() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_cpu_images_steps_can_be_carried_out(tmp_path: Path) -> None:
     base = os.environ.get("HEADRACE_IMAGE_BASE")
     if base is None or os.geteuid() != 0 or shutil.which("unshare") is None:

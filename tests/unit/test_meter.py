@@ -34,7 +34,14 @@ def test_totals_grow_and_the_load_is_the_last_one_seen() -> None:
         "kv_usage": 0.1235,
         "steps": 2,
         "prompt_tokens_computed": 100,
-        "nixl": {"transfers": 2, "bytes": 1500, "seconds": 0.75, "failures": 3},
+        "nixl": {
+            "transfers": 2,
+            "bytes": 1500,
+            "seconds": 0.75,
+            "failures": 3,
+            "proofs": {},
+            "proof_seconds": {},
+        },
         "store": {},
     }
     json.dumps(meter.snapshot())
@@ -215,6 +222,8 @@ def test_nixls_statistics_become_transfers(logger: Any, meter: EngineMeter) -> N
         "bytes": 300,
         "seconds": 0.3,
         "failures": 1,
+        "proofs": {},
+        "proof_seconds": {},
     }
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from headrace_decode.orchestrate import LATE_STEPS, Orchestrator, Plan
 from headrace_engine.handoff import PrefillResult
+from headrace_engine.meter import Unproven
 from tests.support.orchestrated import (
     LATE_S,
     PULL,
@@ -420,3 +421,25 @@ async def test_an_id_may_come_again_once_its_request_is_over() -> None:
     await answer(orchestrator, work(engine, Prefill()))
     await answer(orchestrator, work(engine, Prefill()))
     assert [name for name, *_ in planner.planned] == ["r", "r"]
+
+
+# KV that came and is not the prompt's
+
+
+async def test_kv_that_is_not_proved_is_computed_by_the_engine_and_the_planner_is_told() -> None:
+    """No local copy races it: the engine is at it already, however long that takes."""
+    planner, engine, prefill = Planner("prefill", timeout_s=LATE_S), Engine({}), Prefill()
+    prefill.answer.set_result(RESULT)
+    orchestrator = Orchestrator(planner)
+    answering = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
+    await until(lambda: engine.kinds == ["pull"])
+    orchestrator.unproved(Unproven("r", "peer", "content", "2 of 3 blocks differ"))
+    orchestrator.unproved(Unproven("r", "peer", "content", "told twice"))
+    orchestrator.unproved(Unproven("another", "peer", "gone", "a request that has ended"))
+    await asyncio.sleep(3 * LATE_S)
+    assert engine.kinds == ["pull"]
+    engine.submissions[0].put(7, 8).end()
+    assert await answering == [7, 8]
+    assert [why for _, why in planner.failures] == ["KV not used (content): 2 of 3 blocks differ"]
+    assert planner.answer.replica in orchestrator.distrust
+    assert_forgotten(orchestrator)

@@ -21,6 +21,7 @@ class ReplicaLine:
         events: follows the engine; None if nobody does.
         engine: the engine's part of each report.
         facts: gives the other fields of a report, as far as there are any.
+        kv: as in a `Report`.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class ReplicaLine:
         events: EngineEvents | None,
         engine: EngineFacts,
         facts: Callable[[], Mapping[str, Any]],
+        kv: str = "",
     ) -> None:
         self._identity = {"replica_id": replica, "role": role, "machine": machine}
+        self._kv = kv
         self._draining = False
         self._loop = asyncio.get_running_loop()
         contents = tuple if events is None else events.held.contents
@@ -76,4 +79,5 @@ class ReplicaLine:
             "role": identity["role"],
             "machine": identity["machine"],
             "draining": self._draining,
+            "kv": self._kv,
         }

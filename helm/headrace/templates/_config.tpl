@@ -41,6 +41,14 @@ files of keys and TLS, and the Ray resources that put each replica onto its grou
 {{- toYaml $config -}}
 {{- end -}}
 
+{{/* Whether Ray's autoscaler runs: for upgrades in steps, and where a role's replicas follow the load. */}}
+{{- define "headrace.rayAutoscales" -}}
+{{- $config := include "headrace.config" . | fromYaml -}}
+{{- $prefill := get $config "prefill" | default dict -}}
+{{- $decode := get $config "decode" | default dict -}}
+{{- if or (eq .Values.upgrade.type "NewClusterWithIncrementalUpgrade") $prefill.autoscaling $decode.autoscaling }}true{{ else }}false{{ end }}
+{{- end -}}
+
 {{/* What Serve deploys (`serveConfigV2`). Every pod has Serve's proxy, by which KubeRay knows that the app answers. */}}
 {{- define "headrace.serveConfig" -}}
 proxy_location: EveryNode

@@ -31,7 +31,7 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "headrace.serviceAccount" $root }}
-  automountServiceAccountToken: {{ and (eq $role "head") (eq $root.Values.upgrade.type "NewClusterWithIncrementalUpgrade") }}
+  automountServiceAccountToken: {{ and (eq $role "head") (eq (include "headrace.rayAutoscales" $root) "true") }}
   terminationGracePeriodSeconds: {{ add ($config.drain_s | default 120) 30 }}
   securityContext:
     runAsNonRoot: true

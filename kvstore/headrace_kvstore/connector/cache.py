@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace_kvstore.checksum import copy_sum, prepare
+from headrace_kvstore.checksum import checksum, copy_sum, prepare
 from headrace_kvstore.layout import BlockLayout
 
 
@@ -59,3 +59,9 @@ class EngineCache:
         layout = self.layout
         engine, stored = layout.engine_addresses(blocks), layout.payload_addresses(payloads)
         return copy_sum(stored, engine, layout.piece_bytes, seeds, threads=self._threads)
+
+    def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Checksums [n, layers] of n blocks where they lie; arguments as `save`."""
+        layout = self.layout
+        engine = layout.engine_addresses(blocks)
+        return checksum(engine, layout.piece_bytes, seeds, threads=self._threads)

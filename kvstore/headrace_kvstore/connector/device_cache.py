@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace_kvstore.checksum import copy_sum
+from headrace_kvstore.checksum import copy_sum, fold_lanes
 from headrace_kvstore.connector.cache import EngineCache
+from headrace_kvstore.device_checksum import lane_sums
 from headrace_kvstore.layout import BlockLayout
+
+SUMMED_BYTES = 32 * 2**20
+"""Gathered and summed at once; summing takes five times as much memory for a moment."""
 
 
 class DeviceCache(EngineCache):
@@ -83,6 +87,22 @@ class DeviceCache(EngineCache):
                     )
         return sums
 
+    def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """As `EngineCache.sums`, computed on the device: 256 bytes a block and layer leave it."""
+        sums = np.empty(seeds.shape, np.uint64)
+        rows = max(1, SUMMED_BYTES // self.layout.layer_bytes)
+        with self._in.alone():
+            for layer, view in enumerate(self._views):
+                for first in range(0, len(blocks), rows):
+                    part = slice(first, first + rows)
+                    lanes = lane_sums(view.index_select(0, self._ids(blocks[part])))
+                    sums[part, layer] = fold_lanes(
+                        lanes.cpu().numpy().view(np.uint64),
+                        self.layout.layer_bytes,
+                        seeds[part, layer],
+                    )
+        return sums
+
     def _payload_addresses(self, payloads: np.ndarray) -> np.ndarray:
         """[n, layers]: a layer's bytes are one run in a payload."""
         addresses: np.ndarray = self.layout.payload_addresses(payloads)[:, :, 0]
@@ -128,6 +148,13 @@ class _Lane:
         """Wait until the device has done all of this lane's."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def alone(self) -> Any:
+        """The lane's stream, while nobody else uses it."""
+        stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        with self._lock, stream:
+            yield
 
     @contextlib.contextmanager
     def use(self, part: slice) -> Any:

@@ -29,7 +29,7 @@ class Image(Group):
     """The image of all pods. `docs/images.md` says how it is built."""
 
     repository: str = Field(
-        default="headrace/headrace", min_length=1, description="Registry and name of the image."
+        default="headrace-cpu", min_length=1, description="Registry and name of the image."
     )
     tag: str = Field(default="", description="Its tag. Empty: the chart's appVersion.")
     digest: str = Field(
@@ -84,7 +84,8 @@ class Gateway(Pods):
 
 
 class Engines(Pods):
-    """Pods of engines, one replica each; `config.prefill.replicas` or `config.decode.replicas`."""
+    """Pods of engines, one replica each; `config.prefill.replicas` or `config.decode.replicas`, or
+    as many as the load takes within the bounds of the role's `autoscaling`."""
 
     cpu: Quantity = Field(default="4", description="CPUs, both requested and the limit.")
     memory: Quantity = Field(
@@ -246,9 +247,10 @@ class Monitoring(Group):
     )
     runbookUrl: str = Field(
         default="",
-        pattern=r"^(https?://[^\s#\"'`{}]+)?$",
-        description="Address of the runbook's page, to which alerts lead: `runbook_url` is this, "
-        "`#` and the alert's entry. Empty: the page's path in the repository, `docs/runbook.md`.",
+        pattern=r"""^(https?://[^\s#"'\\]+)?$""",
+        description="Address of the runbook's page, to which alerts link. `{version}` becomes the "
+        "chart's appVersion: `https://docs.example.com/headrace/{version}/runbook/`. Empty: "
+        "`docs/runbook.md`, its path in the repository.",
     )
     dashboardLabels: Texts = Field(
         default={"grafana_dashboard": "1"}, description="Labels by which Grafana's sidecar selects."

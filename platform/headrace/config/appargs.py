@@ -25,14 +25,15 @@ def to_app_args(config: HeadraceConfig, admin_key_hash: str | None = None) -> di
     """
     gateway = config.gateway.model_dump() | {"admin_key_hash": admin_key_hash}
     return {
-        "prefill_config": llm_config(config, config.prefill),
-        "decode_config": llm_config(config, config.decode),
+        "prefill_config": llm_config(config, "prefill"),
+        "decode_config": llm_config(config, "decode"),
         "headrace": config.model_dump(include=set(AppSection.model_fields)) | {"gateway": gateway},
     }
 
 
-def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
+def llm_config(config: HeadraceConfig, name: str) -> dict[str, Any]:
     """One role's `LLMConfig` as plain data."""
+    role = config.roles()[name]
     args: dict[str, Any] = {
         "model_loading_config": {
             "model_id": config.model.id,
@@ -41,7 +42,7 @@ def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
         "accelerator_config": {"kind": "gpu" if role.gpus else "cpu"},
         "placement_group_config": {"bundles": _bundles(role)},
         "deployment_config": {
-            "num_replicas": role.replicas,
+            **_replicas(config, name),
             # The replica actor runs in the first bundle and reserves nothing more.
             "ray_actor_options": {"num_cpus": 0},
             # Serve replaces a replica after three failures in a row: after 6 s, not 30 s.
@@ -53,6 +54,16 @@ def llm_config(config: HeadraceConfig, role: RoleSettings) -> dict[str, Any]:
     if role.accelerator_type is not None:
         args["accelerator_type"] = role.accelerator_type
     return args
+
+
+def _replicas(config: HeadraceConfig, name: str) -> dict[str, Any]:
+    """How many replicas a role has, as Serve's options."""
+    role = config.roles()[name]
+    if role.autoscaling is None:
+        return {"num_replicas": role.replicas}
+    bounds = {each: one.bounds for each, one in config.roles().items()}
+    first = role.autoscaling.within(role.replicas)
+    return {"autoscaling_config": config.elasticity.autoscaling(name, first, bounds)}
 
 
 def _bundles(role: RoleSettings) -> list[dict[str, float]]:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from headrace.config.elasticity import ElasticitySettings, RoleScaling
 from headrace.config.gateway import GatewaySettings, Port
+from headrace.config.integrity import IntegritySection
 from headrace.config.section import GIB, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
@@ -56,6 +58,11 @@ class RoleSettings(Section):
 
     replicas: int = Field(
         default=1, ge=1, description="Number of replicas; each is one vLLM engine."
+    )
+    autoscaling: RoleScaling | None = Field(
+        default=None,
+        description="Bounds between which the number of replicas follows the load; `replicas` is "
+        "then what there is to begin with. null: it is always `replicas`.",
     )
     cpus: float = Field(
         default=0.5,
@@ -109,6 +116,14 @@ class RoleSettings(Section):
                 for k, v in value.items()
             }
         return value
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        scaling = self.autoscaling
+        if scaling is None:
+            return self.replicas, self.replicas
+        return scaling.min_replicas, scaling.max_replicas
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -281,6 +296,7 @@ class AppSection(Section):
     router: RouterSettings = Field(default_factory=RouterSettings)
     store: StoreSection = Field(default_factory=StoreSection)
     speculation: SpeculationSection = Field(default_factory=SpeculationSection)
+    integrity: IntegritySection = Field(default_factory=IntegritySection)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
     @model_validator(mode="after")
@@ -326,6 +342,7 @@ class HeadraceConfig(AppSection):
     model: ModelSettings = Field(default_factory=ModelSettings)
     prefill: RoleSettings = Field(default_factory=RoleSettings)
     decode: RoleSettings = Field(default_factory=RoleSettings)
+    elasticity: ElasticitySettings = Field(default_factory=ElasticitySettings)
     ray: RaySettings = Field(default_factory=RaySettings)
 
     def roles(self) -> dict[str, RoleSettings]:
@@ -333,5 +350,5 @@ class HeadraceConfig(AppSection):
         return {"prefill": self.prefill, "decode": self.decode}
 
     def cpus_booked(self) -> float:
-        """Logical CPUs that all replicas reserve in Ray, without the control plane."""
-        return sum(r.replicas * r.cpus * max(1, r.world_size) for r in self.roles().values())
+        """Logical CPUs that most replicas reserve in Ray, without the control plane."""
+        return sum(r.bounds[1] * r.cpus * max(1, r.world_size) for r in self.roles().values())

@@ -6,6 +6,7 @@
 - `sight`, `known`: what a router sees, a little late
 - `policies`, `ours`, `catalog`: placement rules
 - `run`, `outcome`, `report`: a run and its figures
+- `fleet`: a run whose replicas start and go
 
 Pure: no Ray, no vLLM, and no I/O but for reading a trace.
 """

@@ -228,5 +228,13 @@ def _empty(s: State, e: int) -> None:
 
 @jit()
 def recover(s: State, e: int) -> None:
-    """A failed engine is back, with an empty cache."""
-    s.eng[e].alive = 1
+    """A failed engine is back, or a new one is there, with an empty cache."""
+    s.eng[e].alive = s.eng[e].open = 1
+
+
+@jit()
+def stop(s: State, e: int) -> None:
+    """An engine without requests goes, with its cache."""
+    s.eng[e].alive = s.eng[e].open = 0
+    _empty(s, e)
+    forget_all(s, e, s.now_s[0])

@@ -199,6 +199,7 @@ class _Player:
             self._advance(at)
             if at == at_tick:
                 self.reports.made(report_of(self.s))
+                self._tick(at)
                 tick += 1
                 if at >= second:
                     self._note_course(at)
@@ -220,6 +221,9 @@ class _Player:
             for number in self.s.ev.lost[:lost].tolist():
                 heapq.heappush(others, (at + settings.detect_s, 2, number))
             self.s.ev.count[3] = 0
+
+    def _tick(self, at_s: float) -> None:
+        """Called with each report."""
 
     def _advance(self, until_s: float) -> None:
         s = self.s

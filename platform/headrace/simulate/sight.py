@@ -52,7 +52,7 @@ def report_of(s: State) -> Report:
         running=eng["running"] + eng["joins"],
         context=eng["context"].copy(),
         used=(kv.of["held"] - kv.of["idle"] + kv.of["plain"])[:engines],
-        alive=eng["alive"].copy(),
+        alive=eng["alive"] & eng["open"],
     )
 
 

@@ -83,6 +83,8 @@ ENGINE = np.dtype(
     [
         ("node", "i4"),
         ("alive", "i1"),
+        # Whether new requests may be placed on it; one that drains still works.
+        ("open", "i1"),
         ("step_tokens", "i8"),
         ("max_requests", "i8"),
         # Of our gate: whether there is one; prompt tokens that double the shortest step; tokens of
@@ -201,7 +203,7 @@ def new_state(work: Workload, hardware: Hardware, prefills: int, decodes: int) -
         nodes = first + -(-decodes // per_node)
         eng["node"][:prefills] = np.arange(prefills) // per_node
         eng["node"][prefills:] = first + np.arange(decodes) // per_node
-    eng["alive"] = 1
+    eng["alive"] = eng["open"] = 1
     eng["step_tokens"] = [side.step_tokens for side in sides]
     eng["max_requests"] = [side.max_requests for side in sides]
     eng["gated"] = [side.gated for side in sides]

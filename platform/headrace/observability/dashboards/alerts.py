@@ -12,7 +12,7 @@ from headrace.observability.dashboards import promql as q
 from headrace.observability.dashboards.promql import CLUSTER
 
 RUNBOOK = "docs/runbook.md"
-"""The page in the repository. The chart's `monitoring.runbookUrl` takes its place."""
+"""Path in the repository. The chart's `monitoring.runbookUrl` takes its place."""
 
 
 class Threshold(NamedTuple):
@@ -131,6 +131,9 @@ def alerts() -> list[Alert]:
     lost = q.rate(blocks, "10m", event="~lost_.*")
     tried = q.rate(blocks, "10m", event="~lost_.*|loaded_.*")
     corrupt = q.grown(blocks, "1h", event="~lost_corrupt_.*")
+    wrong = q.pick("ray_vllm_headrace_transfers_total", event="unproved_content")
+    # One is enough, and the first makes the series.
+    wrong = q.total(f"increase({wrong}[1h]) > 0 or ({wrong} unless {wrong} offset 1h)")
     transfers = q.grown("ray_vllm_nixl_num_failed_transfers_total", "10m")
     waiting, running = (
         q.total(f"avg_over_time(ray_vllm_num_requests_{what}[5m])")
@@ -199,6 +202,12 @@ def alerts() -> list[Alert]:
             "KvCorrupt",
             f"{corrupt} > 0",
             "{{ $value | humanize }} KV blocks did not match their checksums in the last hour.",
+            "0m",
+        ),
+        Alert(
+            "KvWrong",
+            f"{wrong} > 0",
+            "{{ $value | humanize }} KV transfers of an hour differed from what was computed.",
             "0m",
         ),
         Alert(

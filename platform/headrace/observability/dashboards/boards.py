@@ -443,6 +443,9 @@ def _failures() -> Board:
                     "expired before fetched": q.rate(
                         "ray_vllm_nixl_num_kv_expired_reqs_total", WINDOW
                     ),
+                    "not used: {{event}}": q.rate(
+                        "ray_vllm_headrace_transfers_total", WINDOW, "event", event="~unproved_.*"
+                    ),
                     "questions: {{kind}}": q.rate(
                         "ray_headrace_kv_survey_failures", WINDOW, "kind"
                     ),

@@ -1,4 +1,4 @@
-"""Which engines get the connector whose NIXL thread sleeps."""
+"""Which engines get the connector whose pulls are proved and whose NIXL thread sleeps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 
-from headrace.app import _use_quiet_nixl
+from headrace.app import _use_own_nixl
+from headrace.config.integrity import IntegritySection
 
-OURS = "headrace_engine.quiet_nixl"
+OURS = "headrace_engine.integrity.connector"
+SETTINGS = {"headrace_integrity": IntegritySection().model_dump()}
 
 
 def test_vllms_nixl_connector_is_loaded_from_our_module() -> None:
     engine: dict[str, Any] = {"kv_transfer_config": {"kv_connector": "NixlConnector"}}
-    _use_quiet_nixl(engine)
+    _use_own_nixl(engine, IntegritySection())
     assert engine["kv_transfer_config"] == {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": OURS,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": SETTINGS,
     }
 
 
@@ -30,7 +34,7 @@ def test_vllms_nixl_connector_is_loaded_from_our_module() -> None:
 )
 def test_any_other_connector_is_left_as_it_is(transfer: dict[str, str] | None) -> None:
     engine = {"kv_transfer_config": dict(transfer)} if transfer is not None else {}
-    _use_quiet_nixl(engine)
+    _use_own_nixl(engine, IntegritySection())
     assert engine.get("kv_transfer_config") == transfer
 
 
@@ -42,7 +46,7 @@ def test_vllm_finds_our_class_under_the_name_that_ray_knows() -> None:
     engine: dict[str, Any] = {
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     }
-    _use_quiet_nixl(engine)
+    _use_own_nixl(engine, IntegritySection())
     found = KVConnectorFactory.get_connector_class(KVTransferConfig(**engine["kv_transfer_config"]))
     assert found.__module__ == OURS
     assert found is not NixlConnector and issubclass(found, NixlConnector)

@@ -1,0 +1,65 @@
+"""`NixlConnector`: vLLM's own, whose pulls are proved, and quiet on a CPU engine.
+
+    kv_connector: NixlConnector
+    kv_connector_module_path: headrace_engine.integrity.connector
+
+vLLM's class only makes its two halves and passes calls on; so does this one, with ours.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as VllmNixlConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from headrace_engine.integrity.halves import ProvenScheduler, ProvenWorker
+from headrace_engine.integrity.stats import TransferPromMetrics, TransferStats
+from headrace_engine.quiet_nixl import quieten
+
+
+class NixlConnector(VllmNixlConnector):
+    """vLLM finds it by the module path, Ray and vLLM know it by the name.
+
+    Raises:
+        ValueError: `headrace_integrity` asks for what this engine cannot do.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        args = vllm_config, self.engine_id, kv_cache_config
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = ProvenScheduler(*args)
+            return
+        cores = os.sched_getaffinity(0)
+        self.connector_worker = ProvenWorker(*args)
+        if vllm_config.device_config.device_type == "cpu":
+            quieten(self.connector_worker, cores)
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return TransferStats() if data is None else TransferStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return TransferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

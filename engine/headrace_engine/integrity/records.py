@@ -1,0 +1,155 @@
+"""The producer's records of its hand-outs: which row is whose, and the memory they are in.
+
+`Grants` decides (the scheduler's half), `RecordTable` is the memory (the worker's half; with
+several ranks, one each). A row is a record of 64 bytes and room for one fingerprint a block:
+
+    row = record, u64[blocks of the longest prompt]
+
+Rows are used again, generations are not. Pure but for the anonymous memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace_engine.integrity.identity import (
+    NO_SUMS,
+    RECORD,
+    RECORD_BYTES,
+    SUMMED,
+    Identity,
+)
+from headrace_engine.integrity.settings import Sampling
+
+MOST_ROWS, LEAST_ROWS = 4096, 128
+TABLE_BYTES = 16 * 2**20
+_STATE = slice(52, 56)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Size of a table."""
+
+    rows: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, longest_prompt: int, block_tokens: int) -> Geometry:
+        """For an engine: as many rows as `TABLE_BYTES` hold, within bounds. That many hand-outs can
+        be out at once."""
+        blocks = -(-longest_prompt // block_tokens)
+        row_bytes = RECORD_BYTES * (1 + -(-8 * blocks // RECORD_BYTES))
+        rows = min(MOST_ROWS, max(LEAST_ROWS, TABLE_BYTES // row_bytes))
+        return cls(rows, row_bytes)
+
+    @property
+    def sums(self) -> int:
+        """Fingerprints that a row has room for."""
+        return (self.row_bytes - RECORD_BYTES) // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.rows * self.row_bytes
+
+
+class Grants:
+    """Gives each hand-out a generation and a row.
+
+    Args:
+        rows: of the table.
+        incarnation: of the engine.
+        sampling: which hand-outs are checked.
+    """
+
+    def __init__(self, rows: int, incarnation: bytes, sampling: Sampling) -> None:
+        self._free = deque(range(rows))
+        self._incarnation, self._sampling = incarnation, sampling
+        self._held: dict[str, tuple[int, Identity]] = {}
+        self._generation = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(
+        self, request_id: str, digest: bytes, tokens: int, demanded: bool = False
+    ) -> tuple[int, Identity] | None:
+        """Row and identity of a request whose blocks will be handed out; those that it has already
+        if it has. None if no row is free: its blocks cannot be handed out.
+
+        Args:
+            demanded: the puller wants fingerprints.
+        """
+        held = self._held.get(request_id)
+        if held is not None:
+            return held
+        if not self._free:
+            return None
+        self._generation += 1
+        checked = self._sampling.choose(demanded)
+        identity = Identity(self._incarnation, self._generation, digest, tokens, checked)
+        # The row that was freed longest ago: a late reader finds its record erased, not another's.
+        self._held[request_id] = held = (self._free.popleft(), identity)
+        return held
+
+    def held(self, request_id: str) -> tuple[int, Identity] | None:
+        """As `begin` gave it; None after `end`."""
+        return self._held.get(request_id)
+
+    def end(self, request_id: str) -> int | None:
+        """The blocks are free, or were never handed out: the row that they had, if any."""
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return None
+        self._free.append(held[0])
+        return held[0]
+
+
+class RecordTable:
+    """The memory that pullers read. Used by the engine's thread and the one that makes sums."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._memory = np.frombuffer(mmap.mmap(-1, geometry.nbytes), np.uint8)
+        self._rows = self._memory.reshape(geometry.rows, geometry.row_bytes)
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> int:
+        """Of row 0, aligned to a page."""
+        return int(self._memory.ctypes.data)
+
+    def write(self, row: int, record: bytes) -> None:
+        """A hand-out begins."""
+        with self._lock:
+            self._rows[row, :RECORD_BYTES] = np.frombuffer(record, np.uint8)
+
+    def erase(self, row: int) -> None:
+        """It ends; on return nobody can prove it any more."""
+        with self._lock:
+            self._rows[row, :RECORD_BYTES] = 0
+
+    def put_sums(self, row: int, generation: int, sums: np.ndarray | None) -> bool:
+        """Publish fingerprints, u64 [blocks], or with None that there will be none; False if the
+        hand-out has ended."""
+        with self._lock:
+            record = self._rows[row, : RECORD.size]
+            if RECORD.unpack(record.tobytes())[4] != generation:
+                return False
+            state = NO_SUMS
+            if sums is not None and len(sums) <= self.geometry.sums:
+                there = self._rows[row, RECORD_BYTES : RECORD_BYTES + 8 * len(sums)]
+                there[:] = sums.view(np.uint8)
+                state = SUMMED
+            # Four aligned bytes, stored at once and after the sums.
+            record[_STATE].view(np.uint32)[0] = state
+            return True
+
+    def row(self, row: int) -> bytes:
+        """A row as a puller reads it."""
+        return self._rows[row].tobytes()

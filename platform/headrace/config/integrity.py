@@ -1,0 +1,39 @@
+"""The section `integrity`: how KV that passes from prefill to decode is checked."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.config.section import Section
+from headrace_engine.integrity.settings import Check
+
+
+class IntegritySection(Section):
+    """How decode engines make sure of the KV that they pull (docs/integrity.md). Whose KV it is is
+    proved for every transfer, whatever stands here."""
+
+    check: Check = Field(
+        default="sampled",
+        description="Which transfers are also checked byte for byte: `sampled` (a share of them), "
+        "`all`, or `off`. KV that differs from what was computed is not used, and all KV of that "
+        "prefill replica is checked from then on until it has been right for long.",
+    )
+    rate: float = Field(
+        default=0.02,
+        gt=0,
+        le=1,
+        description="Share of the transfers that `sampled` checks.",
+    )
+    pull_timeout_s: float = Field(
+        default=60,
+        gt=0,
+        description="Seconds for the bytes of one pull. Then the decode engine disconnects from "
+        "that prefill engine, which ends all pulls from there, and computes the prompts. Clients "
+        "do not wait so long: their prompts are computed once the plan's time is up.",
+    )
+    proof_timeout_s: float = Field(
+        default=10,
+        gt=0,
+        description="Seconds from the arrival of KV to its proof; after that it is not used, and "
+        "the prompt is computed.",
+    )

@@ -1,0 +1,162 @@
+"""Forecasts how many requests come a second, minutes to an hour ahead, from counts a minute.
+
+Four simple forecasts are averaged: the level of the last minutes; the mean of the last half hour;
+the level and its trend; the level times the change that this time of the day had on the days
+before. Which is best depends on the traffic and on how far ahead one looks. So for each of
+`AHEAD_S` the squared error of each is measured, and weighs it::
+
+    weight = 1 / error^2,   error = mean of (forecast - count)^2 over about the last three hours
+
+Errors are kept of the square roots of counts. There the noise of independent arrivals is 1/2 at any
+load, so what was learned at night holds by day. `Forecast.ahead` answers the rate that is expected,
+and a factor for a rate that is not exceeded with a given probability.
+
+Memory is bounded: five minutes of the day a number, and an hour of forecasts not yet compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+BIN_S = 60.0
+AHEAD_S = (60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0)
+DAY_S = 86_400.0
+SEASONS = 288
+"""Parts of a day whose traffic is remembered."""
+_LEVEL, _MEAN, _TREND = 0.5, 1 / 30, 1 / 15
+_DAMP = 0.97
+"""What is left of a trend after a minute: none has gone on for an hour."""
+_LEARN, _LEARN_DAY = 1 / 180, 0.5
+_SMOOTH = np.array([1, 2, 3, 4, 3, 2, 1]) / 16
+_AHEAD_S = np.array(AHEAD_S)
+_MOST_RATIO = 10.0
+_LEAST = 0.05
+"""Of a squared error of square roots, in place of less: independent arrivals have 0.25."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A forecast.
+
+    Attributes:
+        rate: requests a second that are expected.
+        root_sd: standard deviation of the square root of a bin's count.
+        bin_s: seconds of a bin.
+    """
+
+    rate: float
+    root_sd: float
+    bin_s: float = BIN_S
+
+    def at(self, deviations: float) -> float:
+        """The rate so many standard deviations above what is expected; at least 0."""
+        root = math.sqrt(self.rate * self.bin_s) + deviations * self.root_sd
+        return max(0.0, root) ** 2 / self.bin_s
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Learns from counts of bins, in order, and forecasts from the end of the last one.
+
+    Attributes:
+        seasonal: whether the days before count.
+    """
+
+    seasonal: bool = True
+    _bins: int = 0
+    _level: float = 0.0
+    _mean: float = 0.0
+    _trend: float = 0.0
+    _day: NDArray[np.float64] = field(default_factory=lambda: np.full(SEASONS, np.nan))
+    _profile: NDArray[np.float64] = field(default_factory=lambda: np.full(SEASONS, np.nan))
+    _part: list[float] = field(default_factory=list)
+    _errors: NDArray[np.float64] = field(default_factory=lambda: np.full((len(AHEAD_S), 5), 1.0))
+    _open: list[deque[tuple[int, NDArray[np.float64]]]] = field(
+        default_factory=lambda: [deque() for _ in AHEAD_S]
+    )
+
+    def observe(self, count: float, at_s: float) -> None:
+        """The requests that came in the bin which ended at `at_s`, on a clock whose days are days.
+
+        Raises:
+            ValueError: the count is below 0 or no number.
+        """
+        if not 0.0 <= count < math.inf:
+            raise ValueError(f"a bin's count must be 0 or more, not {count}")
+        self._bins += 1
+        self._compare(count)
+        if self._bins == 1:
+            self._level = self._mean = count
+        before = self._level
+        self._level += _LEVEL * (count - self._level)
+        self._mean += max(_MEAN, 1.0 / self._bins) * (count - self._mean)
+        self._trend += _TREND * (self._level - before - self._trend)
+        self._learn_day(count, at_s)
+        found = self._each(_AHEAD_S, at_s)
+        mixed = (self._weights() * found).sum(axis=1, keepdims=True)
+        for open_, ahead_s, row in zip(self._open, AHEAD_S, np.hstack([found, mixed]), strict=True):
+            open_.append((self._bins + round(ahead_s / BIN_S), row))
+
+    def ahead(self, ahead_s: float, now_s: float) -> Ahead:
+        """What comes so many seconds after the last bin's end."""
+        if self._bins == 0:
+            return Ahead(0.0, 0.5)
+        at = int(np.argmin(np.abs(_AHEAD_S - ahead_s)))
+        found = self._each(np.array([ahead_s]), now_s)[0]
+        count = float(self._weights()[at] @ found)
+        return Ahead(count / BIN_S, math.sqrt(float(self._errors[at, 4])))
+
+    def _each(self, ahead_s: NDArray[np.float64], now_s: float) -> NDArray[np.float64]:
+        """The four forecasts of a bin's count; [times, 4]."""
+        steps = ahead_s / BIN_S
+        trend = self._trend * _DAMP * (1.0 - _DAMP**steps) / (1.0 - _DAMP)
+        ratio = np.ones(len(ahead_s))
+        if self.seasonal:
+            now, then = self._season(now_s), self._season(now_s + ahead_s)
+            known = np.isfinite(now) & np.isfinite(then) & (now > 0.0)
+            ratio = np.where(known, then / np.where(known, now, 1.0), 1.0)
+        found = np.empty((len(ahead_s), 4))
+        found[:, 0], found[:, 1] = self._level, self._mean
+        found[:, 2] = np.maximum(0.0, self._level + trend)
+        found[:, 3] = self._level * np.minimum(ratio, _MOST_RATIO)
+        return found
+
+    def _weights(self) -> NDArray[np.float64]:
+        """Of the four forecasts, for each of `AHEAD_S`; each row's sum is 1."""
+        weights = 1.0 / np.maximum(self._errors[:, :4], _LEAST) ** 2
+        normed: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+        return normed
+
+    def _compare(self, count: float) -> None:
+        """Learn the errors of the forecasts that were made for this bin."""
+        for at, open_ in enumerate(self._open):
+            while open_ and open_[0][0] <= self._bins:
+                _, found = open_.popleft()
+                wrong = (np.sqrt(found) - math.sqrt(count)) ** 2
+                self._errors[at] += _LEARN * (wrong - self._errors[at])
+
+    def _season(self, at_s: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        """What the days before had around these times; nan where nothing is known."""
+        part = (np.asarray(at_s) % DAY_S / DAY_S * SEASONS).astype(int)
+        profile: NDArray[np.float64] = self._profile[part]
+        return profile
+
+    def _learn_day(self, count: float, at_s: float) -> None:
+        """The part of the day that this bin ends goes into the profile when it is over."""
+        self._part.append(count)
+        size_s = DAY_S / SEASONS
+        if int(at_s // size_s) == int((at_s - BIN_S) // size_s):
+            return
+        part = int((at_s - BIN_S) % DAY_S / DAY_S * SEASONS)
+        mean = sum(self._part) / len(self._part)
+        self._part.clear()
+        old = self._day[part]
+        self._day[part] = mean if math.isnan(old) else old + _LEARN_DAY * (mean - old)
+        reach = len(_SMOOTH) // 2
+        around = np.concatenate([self._day[-reach:], self._day, self._day[:reach]])
+        self._profile = np.convolve(around, _SMOOTH, "valid")

@@ -1,0 +1,73 @@
+"""What decode replicas publish for the policy, as Serve's custom metrics: numbers by name.
+
+A replica says how many requests have come to it, what its last requests cost, and how long its
+engine's steps take: the part of its router's snapshot that `advice.load_of` reads. Serve carries
+nothing but numbers, so lists are numbered. Metrics come from a peer and are checked like any input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_engine.steptime import StepTime
+
+CAME = "headrace.came"
+"""Requests that have come to the replica since its start."""
+_TRAFFIC, _STEPS = "headrace.traffic.", "headrace.steps."
+_MOST = 1e15
+
+
+def published(router: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a router's snapshot with `outcomes`; none while it has seen no traffic."""
+    traffic = router["outcomes"]["traffic"]
+    if not traffic.get("rate", 0.0) > 0.0:
+        return {}
+    steps = router["step_times"]["decode"]
+    same_machine = any(side.get("same_machine") for side in router["prefill"].values())
+    lost = router["fits"]["shared_cores"]["lost_share"] if same_machine else 0.0
+    told = {f"{_TRAFFIC}{name}": float(value) for name, value in traffic.items()}
+    told |= {f"{_STEPS}state.{n}": float(one) for n, one in enumerate(steps["state"])}
+    told |= {f"{_STEPS}size.{n}": float(one) for n, one in enumerate(steps["padded_sizes"])}
+    told |= {f"{_STEPS}{name}": float(steps[name]) for name in ("square", "samples")}
+    tokens = router["engines"]["decode_blocks"] * router["engines"]["block_tokens"]
+    return {**told, "headrace.kv_tokens": float(tokens), "headrace.lost_share": float(lost)}
+
+
+def router_of(told: Mapping[str, float]) -> dict[str, Any] | None:
+    """The snapshot's part again; None where the numbers are none that a replica publishes."""
+    if not all(isinstance(one, int | float) and abs(one) < _MOST for one in told.values()):
+        return None
+    try:
+        router: dict[str, Any] = {
+            "outcomes": {
+                "traffic": {
+                    name.removeprefix(_TRAFFIC): value
+                    for name, value in told.items()
+                    if name.startswith(_TRAFFIC)
+                }
+            },
+            "step_times": {
+                "decode": {
+                    "state": _numbered(told, f"{_STEPS}state."),
+                    "padded_sizes": _numbered(told, f"{_STEPS}size."),
+                    "square": told[f"{_STEPS}square"],
+                    "samples": told[f"{_STEPS}samples"],
+                }
+            },
+            "engines": {"decode_blocks": told["headrace.kv_tokens"], "block_tokens": 1},
+            "fits": {"shared_cores": {"lost_share": told["headrace.lost_share"]}},
+            "prefill": {"": {"same_machine": told["headrace.lost_share"] > 0.0}},
+        }
+        StepTime.from_dict(router["step_times"]["decode"])
+    except (KeyError, ValueError):
+        return None
+    return router
+
+
+def _numbered(told: Mapping[str, float], prefix: str) -> list[float]:
+    found: list[float] = []
+    while (value := told.get(f"{prefix}{len(found)}", math.nan)) == value:
+        found.append(value)
+    return found

@@ -1,0 +1,265 @@
+"""Replicas that start and go during a run, as a scaling policy says.
+
+A replica that was ordered serves after `start_s`, with an empty cache; the stores of the nodes are
+there. One that must go takes no new requests, finishes what it has, and then its engine is free.
+The newest is taken away first, of those that start any that have not begun to serve.
+Its GPU is paid for from the order to start until it is free. A request that comes when no decode
+engine is open waits, and is placed as soon as one is.
+
+Engines keep their numbers: those that are not there are closed. A run has as many as the most
+replicas of each role.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.simulate import loop
+from headrace.simulate.best import best_case
+from headrace.simulate.hardware import Hardware
+from headrace.simulate.ours import Headrace
+from headrace.simulate.outcome import outcome_of
+from headrace.simulate.run import Run, Settings, _check, _Player
+from headrace.simulate.state import DONE, NEW
+from headrace.simulate.trace import Workload
+
+RETRY_S = 0.2
+"""A request that nobody can take is placed again after so long."""
+
+
+class Role(NamedTuple):
+    """The replicas of one role, as a scaling policy sees them.
+
+    Attributes:
+        ready: that take requests. starting: ordered. draining: that finish their requests.
+        ongoing: requests that are on its way or on its engines. busy: share of the time since the
+            last look that a ready engine computed, on average.
+    """
+
+    ready: int
+    starting: int
+    draining: int
+    ongoing: int
+    busy: float
+
+
+class Look(NamedTuple):
+    """What a scaling policy sees.
+
+    Attributes:
+        arrived: requests since the last look. seen: numbers of the requests that ended since.
+    """
+
+    now_s: float
+    prefill: Role
+    decode: Role
+    arrived: int
+    ended: NDArray[np.int64]
+    requests: NDArray[np.void]
+
+
+Scaler = Callable[[Look], tuple[int, int]]
+"""Replicas that there should be of each role, prefill and decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """How replicas start.
+
+    Attributes:
+        start_s: from the order until a replica serves. every_s: between two looks of the policy.
+        first: replicas of each role at the begin.
+    """
+
+    start_s: float = 120.0
+    every_s: float = 15.0
+    first: tuple[int, int] = (1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What the replicas came to.
+
+    Attributes:
+        gpu_s: engine seconds paid for, of the measured part. ordered: replicas that were started.
+        course: time, replicas of each role that are paid for, one row a look.
+    """
+
+    gpu_s: float
+    ordered: int
+    course: NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Replicas:
+    """Engines of one role, by what they do."""
+
+    first: int
+    count: int
+    ready: list[int] = field(default_factory=list)
+    starting: list[tuple[float, int]] = field(default_factory=list)
+    draining: list[int] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    ordered: int = 0
+
+    @property
+    def paid(self) -> int:
+        return len(self.ready) + len(self.starting) + len(self.draining)
+
+
+class _ElasticPlayer(_Player):
+    def __init__(
+        self,
+        work: Workload,
+        hardware: Hardware,
+        most: tuple[int, int],
+        policy: Headrace,
+        settings: Settings,
+        scaler: Scaler,
+        fleet: FleetSettings,
+    ) -> None:
+        super().__init__(work, hardware, *most, policy, settings)
+        self.scaler, self.fleet = scaler, fleet
+        self.roles = _Replicas(0, most[0]), _Replicas(most[0], most[1])
+        for role, first in zip(self.roles, fleet.first, strict=True):
+            engines = range(role.first, role.first + role.count)
+            role.ready, role.closed = list(engines[:first]), list(engines[first:])[::-1]
+            for e in role.closed:
+                loop.stop(self.s, e)
+        self.sight.report.alive = self.s.eng["alive"] & self.s.eng["open"]
+        self.from_s = settings.warm_share * work.seconds
+        self.gpu_s, self._paid_s, self._look_s = 0.0, 0.0, 0.0
+        self.rows: list[tuple[float, float, float]] = []
+        self._homeless: list[tuple[float, int]] = []
+        self._arrived = 0
+        self._busy = np.zeros(self.engines)
+        self._open: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._next = 0
+
+    def _place(self, r: int, now_s: float) -> None:
+        if self.s.req[r]["phase"] == NEW and r >= self._next:
+            self._arrived += 1
+            self._next = r + 1
+        self.reports.arrive(self.sight, now_s)
+        if self.sight.alive[self.sight.prefills :].any():
+            super()._place(r, now_s)
+        else:
+            heapq.heappush(self._homeless, (now_s + RETRY_S, r))
+
+    def _tick(self, at_s: float) -> None:
+        if self.from_s <= at_s <= self.work.seconds:
+            paid = sum(role.paid for role in self.roles)
+            self.gpu_s += paid * (at_s - max(self._paid_s, self.from_s))
+        self._paid_s = at_s
+        for role in self.roles:
+            self._turn(role, at_s)
+        while self._homeless and self._homeless[0][0] <= at_s:
+            self._place(heapq.heappop(self._homeless)[1], at_s)
+        if at_s >= self._look_s and at_s <= self.work.seconds:
+            self._look_s = at_s + self.fleet.every_s
+            for role, wanted in zip(self.roles, self.scaler(self._look(at_s)), strict=True):
+                self._order(role, wanted, at_s)
+            self.rows.append((at_s, float(self.roles[0].paid), float(self.roles[1].paid)))
+
+    def _turn(self, role: _Replicas, now_s: float) -> None:
+        """Those that have started serve, and those that have nothing left to do are gone."""
+        while role.starting and role.starting[0][0] <= now_s:
+            _, e = heapq.heappop(role.starting)
+            loop.recover(self.s, e)
+            role.ready.append(e)
+        eng, of = self.s.eng, self.s.kv.of
+        for e in list(role.draining):
+            used = of[e]["held"] - of[e]["idle"] + of[e]["plain"]
+            if eng[e]["sent_requests"] == 0 and used == 0 and eng[e]["waiting"] == 0:
+                loop.stop(self.s, e)
+                role.draining.remove(e)
+                role.closed.append(e)
+
+    def _order(self, role: _Replicas, wanted: int, now_s: float) -> None:
+        wanted = min(max(wanted, 0), role.count)
+        there = len(role.ready) + len(role.starting)
+        while there < wanted and (role.closed or role.draining):
+            if role.draining:  # it has its cache, and serves at once
+                e = role.draining.pop()
+                self.s.eng[e]["open"] = 1
+                role.ready.append(e)
+            else:
+                heapq.heappush(role.starting, (now_s + self.fleet.start_s, role.closed.pop()))
+                role.ordered += 1
+            there += 1
+        while there > wanted:
+            if role.starting:
+                at = max(range(len(role.starting)), key=role.starting.__getitem__)
+                role.closed.append(role.starting.pop(at)[1])
+                heapq.heapify(role.starting)
+            else:
+                e = role.ready.pop()
+                self.s.eng[e]["open"] = 0
+                role.draining.append(e)
+            there -= 1
+
+    def _look(self, now_s: float) -> Look:
+        req, eng = self.s.req, self.s.eng
+        came = np.arange(self._next - self._arrived, self._next)
+        under_way = np.concatenate([self._open, came])
+        done = req["phase"][under_way] == DONE
+        self._open = under_way[~done]
+        phases = req["phase"][self._open]
+        computed = (eng["busy_s"] - self._busy) / max(self.fleet.every_s, 1e-9)
+        self._busy = eng["busy_s"].copy()
+        looks = []
+        for role in self.roles:
+            mine = eng["sent_requests"][role.first : role.first + role.count]
+            busy = float(np.minimum(computed[role.ready], 1.0).mean()) if role.ready else 0.0
+            looks.append(
+                Role(
+                    *(len(role.ready), len(role.starting), len(role.draining)),
+                    *(int(mine.sum()), busy),
+                )
+            )
+        waiting = int((phases == NEW).sum())
+        prefill, decode = looks
+        decode = decode._replace(ongoing=decode.ongoing + waiting)
+        arrived, self._arrived = self._arrived, 0
+        return Look(now_s, prefill, decode, arrived, under_way[done], req)
+
+
+def simulate_elastic(
+    work: Workload,
+    hardware: Hardware,
+    most: tuple[int, int],
+    scaler: Scaler,
+    settings: Settings | None = None,
+    fleet: FleetSettings | None = None,
+    policy: Headrace | None = None,
+) -> tuple[Run, Fleet]:
+    """Play a workload on replicas that come and go.
+
+    Args:
+        most: prefill and decode replicas there is room for.
+        scaler: is asked every `fleet.every_s`. It serves one run.
+
+    Raises:
+        SimulationError: as `simulate`.
+    """
+    settings, fleet = settings or Settings(), fleet or FleetSettings()
+    _check(work, hardware, *most, settings)
+    player = _ElasticPlayer(work, hardware, most, policy or Headrace(), settings, scaler, fleet)
+    player.play(None)
+    reachable = best_case(work, hardware, player.from_s).hit_rate
+    until_s = float(player.s.now_s[0])
+    with np.errstate(invalid="ignore"):  # a request that did not end has no end
+        outcome = outcome_of(player.s, settings.targets, reachable, player.from_s, until_s)
+    course = {name: np.array(values) for name, values in player.course.items()}
+    told = Fleet(
+        player.gpu_s,
+        sum(role.ordered for role in player.roles),
+        np.array(player.rows).reshape(-1, 3),
+    )
+    return Run(outcome, course, player.s), told

@@ -1,0 +1,221 @@
+"""What the connector's halves tell each other: hand-outs with their identity, pulls with theirs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from headrace_engine.handoff import PARAMS_KEY as TRANSFER
+from headrace_engine.handoff import produce_params
+from headrace_engine.integrity import halves
+from headrace_engine.integrity.halves import ProvenScheduler, ProvenWorker
+from headrace_engine.integrity.identity import PARAMS_KEY, Claim, Unproved, believe
+
+PROMPT = list(range(200))
+BLOCK = 128
+
+
+@pytest.fixture(autouse=True)
+def _model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "model_digest", lambda config: b"model")
+
+
+def scheduler(check: str = "off", groups: int = 1) -> ProvenScheduler:
+    extra = {"headrace_integrity": {"check": check}}
+    config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=BLOCK, mamba_cache_mode="none"),
+        model_config=SimpleNamespace(max_model_len=1024),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0,
+            tensor_parallel_size=1,
+            decode_context_parallel_size=1,
+            pipeline_parallel_size=1,
+        ),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config=extra,
+            kv_buffer_device="cpu",
+            get_from_extra_config=lambda name, default: extra.get(name, default),
+        ),
+    )
+    spec = SimpleNamespace(kv_cache_spec=SimpleNamespace())
+    cache: Any = SimpleNamespace(
+        transfer_groups=[spec] * groups, select_transfer_block_ids=lambda ids: ids
+    )
+    made = ProvenScheduler(config, "engine", cache)
+    made._places = {(0, 0): 4096}
+    return made
+
+
+def request(name: str, params: dict[str, Any], tokens: list[int], salt: str = "t") -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=params,
+        prompt_token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        num_computed_tokens=0,
+        cache_salt=salt,
+        lora_request=None,
+        status=RequestStatus.FINISHED_LENGTH_CAPPED,
+    )
+
+
+def blocks(ids: list[int]) -> Any:
+    return SimpleNamespace(
+        blocks=([SimpleNamespace(block_hash=None, is_null=False) for _ in ids],),
+        get_unhashed_block_ids_all_groups=lambda: (ids,),
+    )
+
+
+def step(new: dict[str, list[int]], tokens: dict[str, int]) -> Any:
+    """A scheduler's output: requests that are new in it, and tokens of each."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[n for n in tokens if n not in new],
+            new_block_ids=[([99],) for n in tokens if n not in new],
+            resumed_req_ids=set(),
+        ),
+        num_scheduled_tokens=tokens,
+    )
+
+
+def hand_out(producer: ProvenScheduler, *, check: bool = False) -> tuple[dict[str, Any], Any]:
+    """The reference to a prompt that was computed in blocks 5 and 6, and the step's work."""
+    asked = request("p", produce_params(check), PROMPT)
+    producer.update_state_after_alloc(asked, blocks([5, 6]), 0)
+    work = producer.build_connector_meta(step({"p": [5, 6]}, {"p": len(PROMPT)})).integrity
+    held, params = producer.request_finished(asked, ([5, 6],))
+    assert held and params is not None
+    return params, work
+
+
+def pulled(params: dict[str, Any], tokens: list[int], salt: str = "t") -> Claim | Unproved:
+    """What a decode engine's scheduler makes of a reference."""
+    consumer = scheduler()
+    asked = request("d", dict(params), tokens, salt)
+    consumer.on_new_request(asked)
+    assert consumer.get_num_new_matched_tokens(asked, 0) == (len(tokens), True)
+    consumer.update_state_after_alloc(asked, blocks([1, 2]), len(tokens))
+    claims = consumer.build_connector_meta(step({}, {})).integrity.claims
+    assert set(claims) == {"d"}
+    found: Claim | Unproved = claims["d"]
+    return found
+
+
+def test_a_record_is_written_before_the_reference_goes_out_and_proves_it() -> None:
+    params, work = hand_out(scheduler())
+    [(name, row, record)] = work.begun
+    assert (name, work.sums) == ("p", [])
+    claim = pulled(params, PROMPT)
+    assert isinstance(claim, Claim)
+    believe(claim.identity, record)
+    assert claim.places == {(0, 0): 4096 + row * halves.Geometry.of(1024, BLOCK).row_bytes}
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, salt, differs",
+    [
+        ("reference", [*PROMPT[:-1], 7], "t", {}),
+        ("reference", PROMPT, "another tenant", {}),
+        ("reference", PROMPT, "t", {"remote_block_ids": ([5, 7],)}),
+        ("reference", PROMPT[:-1], "t", {}),
+        ("unknown", PROMPT, "t", {PARAMS_KEY: None}),
+        ("unknown", PROMPT, "t", {"remote_block_ids": (["5"],)}),
+    ],
+)
+def test_a_reference_that_is_not_the_prompts_is_not_pulled(
+    kind: str, tokens: list[int], salt: str, differs: dict[str, Any]
+) -> None:
+    params, _ = hand_out(scheduler())
+    refused = pulled({**params, **differs}, tokens, salt)
+    assert isinstance(refused, Unproved) and refused.kind == kind
+
+
+@pytest.mark.parametrize("check, demanded", [("all", False), ("off", True)])
+def test_a_checked_prompt_is_summed_when_its_last_step_is_done(check: str, demanded: bool) -> None:
+    _, work = hand_out(scheduler(check), check=demanded)
+    [summed] = work.sums
+    assert summed.blocks == [5, 6] and summed.identity.checked
+
+
+def test_a_prompt_of_several_steps_is_summed_after_the_last_with_all_its_blocks() -> None:
+    producer = scheduler("all")
+    asked = request("p", produce_params(), PROMPT)
+    producer.update_state_after_alloc(asked, blocks([5]), 0)
+    assert not producer.build_connector_meta(step({"p": [5]}, {"p": 128})).integrity.sums
+    asked.num_computed_tokens = 128
+    [summed] = producer.build_connector_meta(step({}, {"p": 72})).integrity.sums
+    assert summed.blocks == [5, 99]
+
+
+def test_a_prompt_that_is_aborted_or_pulled_gives_its_row_back() -> None:
+    producer = scheduler("all")
+    asked = request("p", produce_params(), PROMPT)
+    producer.update_state_after_alloc(asked, blocks([5, 6]), 0)
+    asked.status = RequestStatus.FINISHED_ABORTED
+    assert producer.request_finished(asked, ([5, 6],)) == (False, None)
+    assert producer.build_connector_meta(step({}, {})).integrity.ended == ["p"]
+    assert len(producer._grants) == 0
+    hand_out(producer)
+    assert len(producer._grants) == 1
+    done: Any = SimpleNamespace(finished_recving=None, finished_sending={"p", "another"})
+    producer.update_connector_output(done)
+    assert len(producer._grants) == 0 and not producer._to_sum
+
+
+def test_models_that_cannot_compute_again_are_not_pulled() -> None:
+    params, _ = hand_out(scheduler())
+    hybrid = scheduler(groups=2)
+    assert hybrid.get_num_new_matched_tokens(request("d", params, PROMPT), 0) == (0, False)
+    with pytest.raises(ValueError, match="one kind of attention"):
+        scheduler("all", groups=2)
+
+
+def worker(claim: Claim | Unproved | None) -> ProvenWorker:
+    """A worker's half that has met an engine of ten blocks."""
+    made = object.__new__(ProvenWorker)
+    made.shutdown = lambda: None  # type: ignore[method-assign]
+    made._claims = {} if claim is None else {"d": claim}
+    engine = SimpleNamespace(remote_physical_blocks_per_logical=1, remote_block_size=BLOCK)
+    made.transfer_topo = SimpleNamespace(  # type: ignore[assignment]
+        get_engine_info=lambda name: engine, block_size_ratio=lambda size: 1
+    )
+    made.dst_num_blocks = {"engine": 10}
+    made.tp_mappings = {"engine": SimpleNamespace(all_source_ranks=[0])}  # type: ignore[dict-item]
+    return made
+
+
+def meta(theirs: Any, ours: list[int]) -> Any:
+    remote = SimpleNamespace(engine_id="engine", block_ids=theirs)
+    return SimpleNamespace(remote=remote, local_block_ids=(ours,))
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [(([5, 10],), [1, 2]), (([5, -1],), [1, 2]), (([5],), [1, 2]), (([5], [6]), [1])],
+    ids=["beyond the end", "before the start", "too few", "other groups"],
+)
+def test_blocks_that_the_producer_cannot_have_are_not_read(theirs: Any, ours: list[int]) -> None:
+    claim = pulled(hand_out(scheduler())[0], PROMPT)
+    with pytest.raises(Unproved) as wrong:
+        worker(claim)._may_pull("d", meta(theirs, ours))
+    assert wrong.value.kind == "range"
+
+
+def test_a_worker_pulls_only_with_a_claim() -> None:
+    claim = pulled(hand_out(scheduler())[0], PROMPT)
+    worker(claim)._may_pull("d", meta(([5, 6],), [1, 2]))
+    for missing in (None, Unproved("reference", "no")):
+        with pytest.raises(Unproved):
+            worker(missing)._may_pull("d", meta(([5, 6],), [1, 2]))
+
+
+def test_the_demand_for_fingerprints_travels_with_the_prefill() -> None:
+    assert produce_params(True).items() - produce_params().items() == {("headrace_check", True)}
+    assert TRANSFER == "kv_transfer_params"
