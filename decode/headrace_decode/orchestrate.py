@@ -24,7 +24,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -66,6 +74,7 @@ class Planner(Protocol):
         given: bytes | None,
     ) -> Plan: ...
     def remote_failed(self, request_id: str, why: str) -> Plan: ...
+    def prefill_members(self, replicas: Collection[str]) -> None: ...
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None: ...
     def first_token(
         self, request_id: str, seconds_from_plan: float, cached_tokens: int
@@ -129,6 +138,8 @@ class Orchestrator:
         self.distrust = Distrust()
         """The prefill replicas whose KV is to be checked byte for byte."""
         self._active: set[str] = set()
+        self._calls: dict[asyncio.Future[Any], str] = {}
+        """Remote prefills that are waited for, with the replicas asked."""
         self._pulls: dict[str, _Pull] = {}
         """Requests whose KV comes from elsewhere, until they end."""
         self._cleanups: set[asyncio.Task[None]] = set()
@@ -188,6 +199,14 @@ class Orchestrator:
             self.distrust.wrong(ours.replica)
         self.planner.remote_failed(pull.request_id, f"KV not used ({pull.kind}): {pull.why}")
 
+    def prefill_members(self, replicas: frozenset[str]) -> None:
+        """These prefill replicas run. Prompts that wait for others are prefilled here."""
+        self.planner.prefill_members(replicas)
+        self.distrust.members(replicas)
+        for call, replica in self._calls.items():
+            if replica and replica not in replicas:
+                call.cancel()
+
     def _with_unique_id(self, work: Work[Output]) -> Work[Output]:
         """Keep requests apart whose clients gave them the same id."""
         self.requests_total += 1
@@ -203,14 +222,19 @@ class Orchestrator:
         plan that holds now."""
         called = time.perf_counter()
         task = asyncio.ensure_future(work.prefill(plan))
+        self._calls[task] = plan.replica
         try:
             done, _ = await asyncio.wait({task}, timeout=plan.timeout_s)
         except asyncio.CancelledError:
             self._call_off(work, task)
             raise
+        finally:
+            del self._calls[task]
         if not done:
             self._call_off(work, task)
             why = f"no answer in {plan.timeout_s:.2f} s"
+        elif task.cancelled():
+            why = f"{plan.replica} has gone"
         elif (error := task.exception()) is not None:
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         else:

@@ -261,11 +261,10 @@ class DecodeServer(PDDecodeServer):
 
     def _watch_members(self) -> None:
         """Have the planner know which prefill replicas run."""
-        loop, planner = asyncio.get_running_loop(), self._planner
+        loop = asyncio.get_running_loop()
 
         def tell(replicas: frozenset[str]) -> None:
-            loop.call_soon_threadsafe(planner.prefill_members, replicas)
-            loop.call_soon_threadsafe(self._orchestrator.distrust.members, replicas)
+            loop.call_soon_threadsafe(self._orchestrator.prefill_members, replicas)
 
         MEMBERS.watch("prefill", tell)
 

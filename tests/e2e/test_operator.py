@@ -173,7 +173,7 @@ EVENTFUL = {
 }
 """Metrics that a healthy app does not export, and what makes them appear. That the code makes them,
 with their labels, is `tests/unit/test_dashboards.py`'s matter."""
-RARE = {("status", "429"), ("when", "stream")}
+RARE = {("status", "429"), ("when", "stream"), ("event", "unproved_content")}
 """Label values of the same kind."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +144,9 @@ class Planner:
     def remote_failed(self, request_id: str, why: str) -> FakePlan:
         self.failures.append((request_id, why))
         return FakePlan(None)
+
+    def prefill_members(self, replicas: Collection[str]) -> None:
+        self.members = replicas
 
     def prefill_done(self, request_id: str, result: PrefillResult, call_s: float) -> None:
         self.done.append((request_id, result, call_s))

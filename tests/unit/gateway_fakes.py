@@ -282,7 +282,7 @@ def in_turn(*handlers: Handler) -> Handler:
     return handler
 
 
-async def soon(condition: Callable[[], bool], limit_s: float = 3.0) -> None:
+async def soon(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(limit_s):
         while not condition():

@@ -217,6 +217,21 @@ async def test_a_call_that_is_late_is_called_off_and_prefilled_locally() -> None
     assert planner.over == [("r", [7, 8])]
 
 
+async def test_a_call_to_a_replica_that_has_gone_is_not_waited_for() -> None:
+    planner, engine, prefill = Planner("prefill"), Engine({"local": ready(7, 8)}), Prefill()
+    planner.answer = replace(planner.answer, replica="p-1")
+    orchestrator = Orchestrator(planner)
+    answering = asyncio.create_task(answer(orchestrator, work(engine, prefill)))
+    await until(lambda: orchestrator._calls)
+    orchestrator.prefill_members(frozenset({"p-1", "p-2"}))
+    await asyncio.sleep(0.01)
+    assert not answering.done(), "it runs"
+    orchestrator.prefill_members(frozenset({"p-2"}))
+    assert await answering == [7, 8]
+    assert planner.failures == [("r", "p-1 has gone")]
+    assert not orchestrator._calls
+
+
 async def test_kv_of_a_late_call_that_could_not_be_called_off_is_released() -> None:
     planner, engine = Planner("prefill", LATE_S), Engine({"local": ready(7, 8)})
     prefill = Prefill(heeds_cancel=False)
