@@ -101,6 +101,7 @@ def test_decode_dies_under_load_and_no_stream_ends(app: App) -> None:
     app.wait_idle(limit_s=45)
 
 
+@pytest.mark.soak
 def test_the_engine_of_decode_dies_under_load_and_no_stream_ends(app: App) -> None:
     """The replica lives and its engine is dead: streams go on in the next one."""
     pid = int(app.replica("decode")["pid"])
