@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import uuid
 from collections import Counter
@@ -13,6 +14,7 @@ import httpx
 
 from benchmarks.instance import headrace
 from headrace.cli import state
+from tests.support import compiled, run
 from tests.support.served import MODEL, ServedApp, free_port, tiny_args
 
 BACK_S = 240.0
@@ -92,6 +94,9 @@ def laptop(model: str | None) -> Iterator[App]:
 @contextlib.contextmanager
 def cluster() -> Iterator[App]:
     """Two gateways, two prefill and three decode replicas of a random tiny model."""
+    run.begin()
+    compiled.keep_compiled()
+    os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     args = tiny_args(free_port())
     args["decode"]["replicas"] = 3
     with ServedApp(args) as served:
