@@ -8,6 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from headrace.model import resolve
 from headrace.router.blocks.hashing import PromptKeys
 from headrace_kvstore.salts import salt_of
-from tests.support.rest_servers import BLOCK_TOKENS, NAME, TOKEN, rest_servers
+from tests.support.rest_servers import BLOCK_TOKENS, NAME, REASONING, TOKEN, rest_servers
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -117,7 +118,20 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "message": ("/v1/messages", STORY),
     "response": ("/v1/responses", {**INPUT, "max_output_tokens": 12}),
+    "reasoning by tokens": (CHAT_PATH, STORY),
+    "reasoning by phrases": (
+        CHAT_PATH,
+        {
+            **STORY,
+            "max_tokens": 60,
+            "structured_outputs": {
+                "regex": "Here is my thought process: [a-z ]{20,40}[.] "
+                "Here is my response: [A-Za-z ]{20,40}[.]"
+            },
+        },
+    ),
 }
+TEXTS = ("delta", "text", "content", "arguments", "reasoning")
 _VARIES = re.compile(r'(?<=[_"-])[0-9a-f]{16,32}\b|(?<="created":)\d+|(?<="created_at":)\d+')
 
 
@@ -128,6 +142,8 @@ class Servers:
     vllm: httpx.Client
     gateway: httpx.Client
     replica: httpx.Client
+    reasoning: dict[str, httpx.Client]
+    """Gateways of replicas that tell reasoning from answers, by the kind of their parser."""
 
     def ask(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response, httpx.Response]:
         """The answers of vLLM's server and of the gateway."""
@@ -157,13 +173,11 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    with (
-        rest_servers(str(resolve("smollm2-135m-instruct"))) as (vllm, gateway, replica),
-        httpx.Client(base_url=vllm, timeout=60) as plain,
-        httpx.Client(base_url=gateway, timeout=60) as ours,
-        httpx.Client(base_url=replica, timeout=60) as port,
-    ):
-        yield Servers(plain, ours, port)
+    with rest_servers(str(resolve("smollm2-135m-instruct"))) as urls, ExitStack() as stack:
+        plain, ours, port, *reasoning = [
+            stack.enter_context(httpx.Client(base_url=url, timeout=60)) for url in urls
+        ]
+        yield Servers(plain, ours, port, dict(zip(REASONING, reasoning, strict=True)))
 
 
 def assert_alike(vllm: httpx.Response, gateway: httpx.Response) -> None:
@@ -402,7 +416,7 @@ def pieces(body: bytes) -> tuple[dict[str, Any], dict[str, list[float]]]:
                 take(inner, place, choice)
         elif isinstance(value, float):
             logprobs.setdefault(place, []).append(value)
-        elif isinstance(value, str) and place.endswith(("delta", "text", "content", "arguments")):
+        elif isinstance(value, str) and place.endswith(TEXTS):
             texts[f"{place} {choice}"] = texts.get(f"{place} {choice}", "") + value
         elif value is not None:
             texts.setdefault(f"{place} {choice}", {})[value] = None
@@ -417,7 +431,8 @@ def pieces(body: bytes) -> tuple[dict[str, Any], dict[str, list[float]]]:
 def streamed(servers: Servers, name: str, cuts: str) -> bytes:
     path, body = STREAMS[name]
     headers = {"x-request-id": uuid.uuid4().hex, **({"x-cut-after": cuts} if cuts else {})}
-    answer = servers.gateway.post(path, json={**body, "stream": True}, headers=headers)
+    gateway = servers.reasoning.get(name.removeprefix("reasoning "), servers.gateway)
+    answer = gateway.post(path, json={**body, "stream": True}, headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.content
 
@@ -427,6 +442,8 @@ def assert_goes_on(servers: Servers, name: str, cuts: str) -> None:
     texts, logprobs = pieces(whole)
     again, logprobs_again = pieces(cut)
     assert again == texts
+    if name.startswith("reasoning"):
+        assert {".choices.delta.reasoning 0", ".choices.delta.content 0"} <= texts.keys()
     assert logprobs_again.keys() == logprobs.keys()
     for place, values in logprobs.items():  # another order of arithmetic
         assert logprobs_again[place] == pytest.approx(values, abs=1e-3), place

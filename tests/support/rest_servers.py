@@ -1,6 +1,7 @@
-"""One engine behind three servers: vLLM's own application, and a gateway over a replica's port.
+"""One engine behind several servers: vLLM's own application, a gateway over a replica's port, and
+gateways over replicas that tell reasoning from answers.
 
-Run as a program; it prints the three ports, and ends when its standard input does:
+Run as a program; it prints the servers' ports, and ends when its standard input does:
     python -m tests.support.rest_servers MODEL_FOLDER
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import subprocess
@@ -20,6 +22,11 @@ from typing import Any
 from tests.support.program import ROOT, engine_environment, say
 
 NAME = "smollm2"
+REASONING_MARKS = "The", "ena"
+"""The parser `marked` takes for reasoning what stands between these tokens. The model's story
+begins with "The story of a young woman named Elena who was"."""
+REASONING = {"by tokens": "marked", "by phrases": "granite"}
+"""Kinds of reasoning parsers, and the one of the kind that a server has."""
 TOKEN = "of the replica's port"
 BLOCK_TOKENS = 128
 
@@ -53,9 +60,9 @@ class Cutting:
 
 
 @contextlib.contextmanager
-def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[str, str, str]]:
-    """The URLs of vLLM's own server, of the gateway and of the replica's port, while the program
-    runs.
+def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[list[str]]:
+    """The URLs of vLLM's own server, of the gateway, of the replica's port, and of the gateways of
+    `REASONING`, while the program runs.
 
     Raises:
         RuntimeError: it did not start; with the end of its log.
@@ -76,12 +83,7 @@ def rest_servers(model: str, start_timeout_s: float = 300.0) -> Iterator[tuple[s
             if said is None:
                 log.seek(0)
                 raise RuntimeError(f"the servers did not start: {log.read()[-4000:]}")
-            plain, gateway, replica = json.loads(said)["said"]
-            yield (
-                f"http://127.0.0.1:{plain}",
-                f"http://127.0.0.1:{gateway}",
-                f"http://127.0.0.1:{replica}",
-            )
+            yield [f"http://127.0.0.1:{port}" for port in json.loads(said)["said"]]
         finally:
             process.stdin.close()
             try:
@@ -96,6 +98,8 @@ async def _main(model: str) -> None:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
@@ -111,39 +115,54 @@ async def _main(model: str) -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
     llm = PlannedLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
 
-    async def application() -> Any:
-        app = build_app(args, supported_tasks=("generate",))
-        await init_app_state(llm, app.state, args, supported_tasks=("generate",))
-        return app
+    class Marked(BaseThinkingReasoningParser):
+        start_token, end_token = REASONING_MARKS
 
-    plain, replica = await application(), await application()
-    keep_public_routes(replica)
-    plain_server = await serve_gateway(plain, "127.0.0.1", 0)
-    guarded = InternalOnly(Cutting(Recorded(keys_route(replica, replica, llm))), TOKEN)
-    replica_server = await serve_gateway(guarded, "127.0.0.1", 0)
+    ReasoningParserManager.register_module("marked", module=Marked)
+    servers = []
+
+    async def serve(app: Any) -> int:
+        servers.append(await serve_gateway(app, "127.0.0.1", 0))
+        return servers[-1].port
+
+    async def application(reasoning: str = "") -> Any:
+        own = copy.deepcopy(args)
+        own.structured_outputs_config.reasoning_parser = reasoning
+        app = build_app(own, supported_tasks=("generate",))
+        await init_app_state(llm, app.state, own, supported_tasks=("generate",))
+        return app
 
     class OneReplica:
         """The backend, of which only what relaying needs is asked."""
 
+        def __init__(self, app: Any, port: int) -> None:
+            self._app, self._port = app, port
+
         async def replicas(self) -> list[ReplicaInfo]:
-            routes = [asdict(route) for route in public_routes(replica)]
-            url = f"http://127.0.0.1:{replica_server.port}"
+            routes = [asdict(route) for route in public_routes(self._app)]
+            url = f"http://127.0.0.1:{self._port}"
             told = {"replica_id": "one", "url": url, "routes": routes, "token": TOKEN}
             return [ReplicaInfo.of(told)]
 
         async def openapi(self) -> dict[str, Any]:
-            return dict(await asyncio.to_thread(replica.openapi))
+            return dict(await asyncio.to_thread(self._app.openapi))
 
         def __getattr__(self, name: str) -> Any:
             raise NotImplementedError(name)
 
-    options = GatewayOptions(allowed_origins=("*",))
-    app = build_gateway_app(options, OneReplica(), NAME)
-    gateway = await serve_gateway(app, "127.0.0.1", 0)
-    say([plain_server.port, gateway.port, replica_server.port])
+    async def behind_gateway(reasoning: str = "") -> tuple[int, int]:
+        """The ports of the gateway and of the replica."""
+        app = await application(reasoning)
+        keep_public_routes(app)
+        port = await serve(InternalOnly(Cutting(Recorded(keys_route(app, app, llm))), TOKEN))
+        options = GatewayOptions(allowed_origins=("*",))
+        return await serve(build_gateway_app(options, OneReplica(app, port), NAME)), port
+
+    plain, (gateway, replica) = await serve(await application()), await behind_gateway()
+    say([plain, gateway, replica, *[(await behind_gateway(r))[0] for r in REASONING.values()]])
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM logs there, and nobody reads it now
     await asyncio.to_thread(sys.stdin.read)
-    for server in (gateway, replica_server, plain_server):
+    for server in reversed(servers):
         await server.stop(grace_s=1)
     llm.shutdown()
 
