@@ -1,8 +1,9 @@
 """What the gateway costs: the same event streams with it and without it, in one run; and what API
 keys and TLS add to that.
 
-Four processes: a fake replica that streams tokens at a steady pace, two gateways before it, one of
-which asks for API keys over TLS, and this client, which reads from all three by turns.
+Five processes: a fake replica that streams tokens at a steady pace, two gateways before it, one of
+which asks for API keys over TLS, a relay that copies bytes and reads none, and this client, which
+reads from all four by turns.
 
     python -m benchmarks.gateway [--quick] [--json FILE] [--markdown docs/benchmarks.md]
 
@@ -10,6 +11,8 @@ Figures:
     ttft_added_ms.c1, ttft_added_ms.c64: median time to the first token, gateway minus direct;
     own_ms_p50: median of the gateway's own code before the request goes out, as it reports it;
     cpu_us_per_chunk: CPU time of the gateway's process by chunk relayed, requests' costs left out;
+    bare.cpu_us_per_chunk: the same of the bare relay: what the kernel and the event loop cost;
+    own_cpu_us_per_chunk: the difference, which is the gateway's own;
     cpu_us_per_request: CPU time of the gateway's process by request with one token;
     chunk_rate_vs_direct: tokens per second through the gateway divided by those without it;
     closed.added_ms: median over rounds of what keys and TLS add to a whole request of one token on
@@ -155,6 +158,8 @@ def _gateway(seen: Seen) -> dict[str, float]:
         figures[f"ttft_added_ms.{name}"] = ttft_ms("gateway", name) - ttft_ms("direct", name)
     figures["cpu_us_per_request"] = 1e6 * _request_cpu_s(seen, "gateway")
     figures["cpu_us_per_chunk"] = 1e6 * _chunk_cpu_s(seen, "gateway")
+    figures["bare.cpu_us_per_chunk"] = 1e6 * _chunk_cpu_s(seen, "bare")
+    figures["own_cpu_us_per_chunk"] = figures["cpu_us_per_chunk"] - figures["bare.cpu_us_per_chunk"]
     figures["chunks_per_s_direct"] = rate("direct")
     figures["chunks_per_s_gateway"] = rate("gateway")
     figures["chunk_rate_vs_direct"] = rate("gateway") / rate("direct")
@@ -205,8 +210,12 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, process() as replica:
         target, door = replica.url, closed(Path(folder))
-        with process(target) as gateway, process(target, door) as guarded:
-            servers = {"direct": replica, "gateway": gateway, "closed": guarded}
+        with (
+            process(target) as gateway,
+            process(target, door) as guarded,
+            process(target, None) as bare,
+        ):
+            servers = {"direct": replica, "gateway": gateway, "closed": guarded, "bare": bare}
             figures = uvloop.run(measure(servers, 1 if args.quick else 5))
     about = machine()
     page = f"{about['date']}, {about['cpu']}, {about['cores']} cores.\n\n"

@@ -1,4 +1,4 @@
-"""The server processes of this benchmark: a fake replica, and gateways before it."""
+"""The server processes of this benchmark: a fake replica, gateways before it, and a bare relay."""
 
 from __future__ import annotations
 
@@ -117,11 +117,48 @@ def closed(folder: Path) -> Door:
     return Door(str(file), files, keys[50], str(authority.file))
 
 
-def serve(target: str, door: Door, pipe: Connection) -> None:
-    """A process: a gateway before `target`, or the replica where there is none. It tells its port
-    and lives until the pipe closes."""
+class BareRelay(asyncio.Protocol):
+    """Copies bytes between a client and `target`, and reads none: what any relay costs."""
+
+    def __init__(self, port: int, other: asyncio.Transport | None = None) -> None:
+        self._port, self._other = port, other
+        self._early = b""
+
+    def connection_made(self, transport: Any) -> None:
+        if self._other is None:
+            self._connecting = asyncio.create_task(self._connect(transport))
+
+    async def _connect(self, client: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        made = await loop.create_connection(
+            lambda: BareRelay(self._port, client), "127.0.0.1", self._port
+        )
+        self._other = made[0]
+        self._other.write(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is None:
+            self._early += data
+        else:
+            self._other.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._other is not None:
+            self._other.close()
+
+
+def serve(target: str, door: Door | None, pipe: Connection) -> None:
+    """A process: a gateway before `target`, or the replica where there is none, or the bare relay
+    where there is no door. It tells its port and lives until the pipe closes."""
 
     async def run() -> None:
+        if door is None:
+            loop, port = asyncio.get_running_loop(), int(target.rpartition(":")[2])
+            bare = await loop.create_server(lambda: BareRelay(port), "127.0.0.1", 0)
+            pipe.send(bare.sockets[0].getsockname()[1])
+            with contextlib.suppress(EOFError):
+                await loop.run_in_executor(None, pipe.recv)
+            return
         app: Any = fake_replica
         if target:
             options = GatewayOptions(api_keys_file=door.keys_file)
@@ -145,15 +182,16 @@ class Running:
 
 
 @contextlib.contextmanager
-def process(target: str = "", door: Door = OPEN) -> Iterator[Running]:
+def process(target: str = "", door: Door | None = OPEN) -> Iterator[Running]:
     """A running server process; see `serve`."""
     ours, theirs = mp.Pipe()
     child = mp.get_context("spawn").Process(target=serve, args=(target, door, theirs))
     child.start()
     theirs.close()
     try:
-        scheme = "https" if door.tls else "http"
-        yield Running(f"{scheme}://127.0.0.1:{ours.recv()}", psutil.Process(child.pid), door)
+        scheme = "https" if door is not None and door.tls else "http"
+        url = f"{scheme}://127.0.0.1:{ours.recv()}"
+        yield Running(url, psutil.Process(child.pid), door or OPEN)
     finally:
         with contextlib.suppress(OSError):
             ours.send(None)
