@@ -17,7 +17,7 @@ def judged(*outputs: Output, logprobs: int | None = None) -> None:
     check(outputs, choices=CHOICES, most_tokens=MOST, vocabulary=VOCABULARY, logprobs=logprobs)
 
 
-@given(st.lists(st.lists(TOKENS, max_size=2).map(tuple), max_size=3), st.booleans())
+@given(st.lists(st.lists(TOKENS, min_size=1, max_size=2).map(tuple), max_size=3), st.booleans())
 def test_what_an_engine_can_have_said_passes(groups: list[tuple[int, ...]], ends: bool) -> None:
     outputs = [tuple(Said(n, tokens) for n in range(CHOICES)) for tokens in groups]
     last = (Said(0, (1,), finish="length"),)
@@ -33,6 +33,7 @@ def test_what_an_engine_can_have_said_passes(groups: list[tuple[int, ...]], ends
     [
         ([(Said(0, (100,)),)], None, "not in the vocabulary"),
         ([(Said(2, (1,)),)], None, "choice 2 of 2"),
+        ([(Said(1, ()),)], None, "choice 1 says nothing"),
         ([(Said(0, (1,) * 7),)], None, "over 6 tokens"),
         ([(Said(1, (1,) * 4),), (Said(1, (1,) * 4, finish="stop"),)], None, "over 7 tokens"),
         ([(Said(0, (), finish="stop"),), (Said(0, (1,)),)], None, "behind its end"),

@@ -42,6 +42,8 @@ def check(
                 raise ValueError(f"choice {said.index} of {choices}")
             if said.index in ended:
                 raise ValueError(f"choice {said.index} goes on behind its end")
+            if not said.tokens and said.finish is None:
+                raise ValueError(f"choice {said.index} says nothing")
             _check_tokens(said, vocabulary, logprobs)
             count[said.index] += len(said.tokens)
             most = most_tokens + (said.finish is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -48,20 +48,18 @@ class Again:
         """What the serving layer gets for one choice, by the number of the output."""
         self._given[index] = given
 
-    def take(self) -> list[RequestOutput]:
+    def take(self) -> Iterator[RequestOutput]:
         """All of it, each output once and with its choices in their order."""
-        found = []
-        for number, output in enumerate(self.outputs):
+        all_given, self._given = self._given, {}
+        for number, output in enumerate(self.outputs if all_given else ()):
             parts = [
                 given[number]
                 for index in dict.fromkeys(said.index for said in output)
-                if number in (given := self._given.get(index, {}))
+                if number in (given := all_given.get(index, {}))
             ]
             for part in parts[1:]:
                 parts[0].add(part, aggregate=True)
-            found += parts[:1]
-        self._given.clear()
-        return found
+            yield from parts[:1]
 
 
 class TakingUpLLM(AsyncLLM):
