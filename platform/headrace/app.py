@@ -75,7 +75,8 @@ def build_app(args: dict[str, Any]) -> Application:
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
     for engine in engines:
         _use_own_nixl(engine, section.integrity)
-    store = add_store(section.store, engines, setup)
+    saves = section.speculation.enabled and section.speculation.save
+    store = add_store(section.store, engines, setup, save_board=saves)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     prefill = _deployment(
         pd.prefill_config,
