@@ -40,8 +40,8 @@ class StoreSection(Section):
     nvme_gb: float = Field(
         default=16.0,
         gt=0,
-        description="Maximum GiB of the files in `nvme_folder`, for each Ray node that runs engines: "
-        "for each machine, or with the chart for each engine pod.",
+        description="Maximum GiB of the files in `nvme_folder`, for each Ray node with engines: "
+        "each machine, or with the chart each engine pod.",
     )
     nvme_sync: bool = Field(
         default=False,
