@@ -201,12 +201,14 @@ def _relay(
     from headrace.gateway.deployment import GatewayServer
 
     given = pd.ingress_deployment_config or {}
+    tied = bool(section.gateway.resources)
     options = {
         "name": "gateway",
         "max_ongoing_requests": 10_000,
         "ray_actor_options": {"num_cpus": 0, "resources": section.gateway.resources},
-        # A new gateway listens before the old one stops: it needs no room of its own.
-        "max_surge_percent": 100,
+        # A new gateway listens before the old one stops: it needs no room of its own. Where several
+        # are tied to nodes by a resource that they fill, one is replaced at a time.
+        "max_surge_percent": 0 if tied and section.gateway.replicas > 1 else 100,
         **drain_options(section.drain_s),
         **given,
     }

@@ -238,6 +238,9 @@ def test_serve_takes_the_configuration_and_so_does_headrace(values: dict[str, An
             first = scaling.within(first)
             least = 0 if in_steps else section.bounds[0]
             assert (group["minReplicas"], group["maxReplicas"]) == (least, section.bounds[1])
+        if role == "gateway" and first > 1:
+            first //= 2  # two fill a pod, so that Ray leaves none without
+            assert float(group["resources"]["headrace_gateway"]) == 2
         assert group["replicas"] == first
         [name] = section.resources
         assert name in group["resources"], "replicas fit their pods"

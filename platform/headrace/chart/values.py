@@ -80,7 +80,8 @@ class Head(Pods):
 
 
 class Gateway(Pods):
-    """Pods of gateways, `config.gateway.replicas` of them, behind the Service."""
+    """Pods of gateways, `config.gateway.replicas` of them, behind the Service. Of several,
+    each runs two gateways."""
 
 
 class Engines(Pods):
