@@ -72,6 +72,7 @@ class NodeSettings(ArenaSettings):
         object_refresh_s: between looks for what others have written.
         object_timeout_s: of one request.
         board_bytes: for what engines leave for each other (`board`), in this process's memory.
+        save_board: keep a backup of that as an object, or without an object tier in `nvme_folder`.
         socket_folder: of the node's own socket; None for the system's temporary folder.
         retry_s: time between tries to get a busy folder, or a missing arena.
         heal_s: time until a failed disk is tried again; doubled each time, up to 16 times.
@@ -107,6 +108,7 @@ class NodeSettings(ArenaSettings):
     object_refresh_s: Seconds = 30.0
     object_timeout_s: Seconds = 10.0
     board_bytes: Size = 64 * 2**20
+    save_board: Flag = False
     socket_folder: Path | None = None
     retry_s: Seconds = 5.0
     heal_s: Seconds = 60.0
@@ -124,6 +126,13 @@ class NodeSettings(ArenaSettings):
     def _listens_somewhere(cls, value: str | None) -> str | None:
         if value is not None and not is_address(value, least_port=0):
             raise ValueError("give HOST:PORT")
+        return value
+
+    @field_validator("save_board")
+    @classmethod
+    def _backup_has_a_place(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not (info.data.get("nvme_folder") or info.data.get("object_url")):
+            raise ValueError("give it with nvme_folder or object_url: the backup lies there")
         return value
 
     @field_validator("peer_lease_s")

@@ -75,7 +75,8 @@ def build_app(args: dict[str, Any]) -> Application:
     engines = [pd.prefill_config.engine_kwargs, pd.decode_config.engine_kwargs]
     for engine in engines:
         _use_own_nixl(engine, section.integrity)
-    store = add_store(section.store, engines, setup)
+    saves = section.speculation.enabled and section.speculation.save
+    store = add_store(section.store, engines, setup, save_board=saves)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     prefill = _deployment(
         pd.prefill_config,
@@ -200,12 +201,14 @@ def _relay(
     from headrace.gateway.deployment import GatewayServer
 
     given = pd.ingress_deployment_config or {}
+    tied = bool(section.gateway.resources)
     options = {
         "name": "gateway",
         "max_ongoing_requests": 10_000,
         "ray_actor_options": {"num_cpus": 0, "resources": section.gateway.resources},
-        # A new gateway listens before the old one stops: it needs no room of its own.
-        "max_surge_percent": 100,
+        # A new gateway listens before the old one stops: it needs no room of its own. Where several
+        # are tied to nodes by a resource that they fill, one is replaced at a time.
+        "max_surge_percent": 0 if tied and section.gateway.replicas > 1 else 100,
         **drain_options(section.drain_s),
         **given,
     }

@@ -45,7 +45,11 @@ class StoreSetup:
 
 
 def add_store(
-    store: StoreSection, engines: list[dict[str, Any]], setup: ProcessSetup
+    store: StoreSection,
+    engines: list[dict[str, Any]],
+    setup: ProcessSetup,
+    *,
+    save_board: bool = False,
 ) -> Application | None:
     """Add the store to engines' arguments; the deployment that keeps the nodes' StoreNodes.
 
@@ -53,6 +57,7 @@ def add_store(
         store: the configuration's section.
         engines: `engine_kwargs` of all roles; changed in place.
         setup: prepares the store's processes (logs, traces).
+        save_board: keep a backup of what drafting replicas share.
 
     Returns:
         None where no engine takes the store.
@@ -68,10 +73,13 @@ def add_store(
     below = {"nvme": store.nvme_folder, "object": store.object_url}
     tiers = ("dram", *(tier for tier, place in below.items() if place))
     observe = partial(RayStoreMetrics, tiers)
+    settings = store.node_settings(name)
+    if save_board:
+        settings["save_board"] = True
     return (
         serve.deployment(StoreKeeper)
         .options(**options)
-        .bind(store.node_settings(name), StoreSetup(setup), store.share, observe)
+        .bind(settings, StoreSetup(setup), store.share, observe)
     )
 
 

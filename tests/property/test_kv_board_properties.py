@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace_kvstore.protocol.board import NOTE_COST_BYTES, Board, Note
+from headrace_kvstore.protocol.board import Kept as Saved
 
 CAPACITY_BYTES = 8 * NOTE_COST_BYTES
 NAMES = st.sampled_from([b"a", b"b", b"c"])
@@ -19,6 +20,7 @@ class Kept:
     number: int
     note: Note
     own: bool
+    restored: bool
 
     @property
     def size_bytes(self) -> int:
@@ -41,15 +43,29 @@ class Boards(RuleBasedStateMachine):
         own=st.booleans(),
     )
     def post(self, writer: bytes, stream: bytes, last: int, size: int, own: bool) -> None:
+        if self.put(writer, stream, last, size, own, restored=False):
+            self.kept = [k for k in self.kept if k.note.writer != writer or not k.restored]
+
+    @rule(writer=NAMES, stream=NAMES, last=st.integers(0, 20), size=st.integers(0, CAPACITY_BYTES))
+    def restore(self, writer: bytes, stream: bytes, last: int, size: int) -> None:
+        self.put(writer, stream, last, size, True, restored=True)
+
+    def put(
+        self, writer: bytes, stream: bytes, last: int, size: int, own: bool, *, restored: bool
+    ) -> bool:
         note = Note(writer, stream, last, bytes(size))
         theirs = [k.note.last for k in self.kept if (k.note.writer, k.note.stream) == note_of(note)]
         new = all(last > other for other in theirs) and size + NOTE_COST_BYTES <= CAPACITY_BYTES
-        assert self.board.post(note, own=own) == new
+        if restored:
+            assert self.board.restore([Saved(note, own)]) == new
+        else:
+            assert self.board.post(note, own=own) == new
         if new:
             self.head += 1
-            self.kept.append(Kept(self.head, note, own))
+            self.kept.append(Kept(self.head, note, own, restored))
             while sum(kept.size_bytes for kept in self.kept) > CAPACITY_BYTES:
                 self.kept.remove(self.first_of_largest())
+        return new
 
     def first_of_largest(self) -> Kept:
         sizes = {

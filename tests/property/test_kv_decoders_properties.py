@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace_kvstore.node import board_backup
 from headrace_kvstore.nvme.record import Shape, unpack_header, unpack_segment
 from headrace_kvstore.peers import messages
 from headrace_kvstore.peers.directory import MEDIA, Directory
@@ -85,6 +86,19 @@ def test_a_frame_is_a_message_or_refused(name: str, frame: bytes) -> None:
         id, body = DECODERS[name](frame)
         assert isinstance(id, int)
         assert DECODERS[name](wire.encode(id, body)) == (id, body)
+
+
+@settings(max_examples=300)
+@given(
+    body=st.binary(max_size=100) | values | damaged() | plain.map(lambda v: [[NOTES.notes[0], v]])
+)
+def test_a_backup_is_notes_or_refused(body: Any) -> None:
+    data = board_backup.pack(body if isinstance(body, list) else [])
+    if isinstance(body, bytes):
+        data = data[: len(board_backup.MAGIC)] + board_backup.checksum(body) + body
+    with contextlib.suppress(board_backup.DamagedError):
+        kept = board_backup.unpack(data, 2**20)
+        assert board_backup.unpack(board_backup.pack(kept), 2**20) == kept
 
 
 hashes = st.lists(st.binary(max_size=40) | st.integers(0, 2**64 - 1), max_size=8)

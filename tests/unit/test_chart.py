@@ -186,6 +186,8 @@ def test_the_ray_service_keeps_the_rules_that_only_kuberays_code_has(
     service = ray_service(values, name="a" * 53)
     spec, cluster = service["spec"], service["spec"]["rayClusterConfig"]
     assert len(service["metadata"]["name"]) <= 47
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", service["metadata"]["name"])
+    assert spec["rayClusterDeletionDelaySeconds"] >= 0
     assert int(service["metadata"]["annotations"]["ray.io/initializing-timeout"]) > 0
     strategy = spec["upgradeStrategy"]
     if strategy["type"] == "NewClusterWithIncrementalUpgrade":
@@ -193,6 +195,14 @@ def test_the_ray_service_keeps_the_rules_that_only_kuberays_code_has(
         assert cluster["enableInTreeAutoscaling"] is True
         assert 0 < options["stepSizePercent"] <= options["maxSurgePercent"] <= 100
         assert options["intervalSeconds"] > 0 and options["gatewayClassName"]
+        # `rayservice_controller.go`: the new cluster begins with `minReplicas`, and follows
+        # Serve's target_capacity from there.
+        least = {each["groupName"]: each["minReplicas"] for each in cluster["workerGroupSpecs"]}
+        assert least["prefill"] == least["decode"] == 0 < least["gateway"]
+        assert "target_capacity" not in serve_config(values), "KubeRay sets it"
+        assert "serveService" not in spec, "it would be left out"
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert "serve" in [port["name"] for port in head["ports"]], "for KubeRay's Service"
     assert "name" not in cluster["headGroupSpec"].get("headService", {}).get("metadata", {})
     assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0), "for authOptions"
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
@@ -214,6 +224,8 @@ def test_serve_takes_the_configuration_and_so_does_headrace(values: dict[str, An
     assert app.import_path == "headrace.app:build_configured"
     checked = validate(app.args, files_here=False)
     assert checked.gateway.port != schema.http_options.port
+    strategy = ray_service(values)["spec"]["upgradeStrategy"]["type"]
+    in_steps = strategy == "NewClusterWithIncrementalUpgrade"
     for role in GROUPS:
         group = next(
             each
@@ -224,7 +236,11 @@ def test_serve_takes_the_configuration_and_so_does_headrace(values: dict[str, An
         first = section.replicas
         if role in checked.roles() and (scaling := section.autoscaling) is not None:
             first = scaling.within(first)
-            assert (group["minReplicas"], group["maxReplicas"]) == section.bounds
+            least = 0 if in_steps else section.bounds[0]
+            assert (group["minReplicas"], group["maxReplicas"]) == (least, section.bounds[1])
+        if role == "gateway" and first > 1:
+            first //= 2  # two fill a pod, so that Ray leaves none without
+            assert float(group["resources"]["headrace_gateway"]) == 2
         assert group["replicas"] == first
         [name] = section.resources
         assert name in group["resources"], "replicas fit their pods"
@@ -268,6 +284,19 @@ def test_engines_get_their_devices_memory_and_rights() -> None:
     assert (mounts["kv"], mounts["shm"], mounts["models"]) == ("/kv", "/dev/shm", "/models")
     assert engine["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert "keys" not in volumes and "tls" not in volumes, "only gateways read these"
+
+
+def test_engine_pods_of_one_node_share_its_folder_in_which_the_store_gives_each_a_slot() -> None:
+    """What they do with it: `test_kv_slots`."""
+    folders = set()
+    for role in ("prefill", "decode"):
+        spec = pods(CLUSTER)[role]["spec"]
+        [volume] = [each for each in spec["volumes"] if each["name"] == "kv"]
+        [mount] = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "kv"]
+        folders.add((volume["hostPath"]["path"], mount["mountPath"]))
+    [(_, mounted)] = folders
+    [app] = serve_config(CLUSTER)["applications"]
+    assert app["args"]["store"]["nvme_folder"] == mounted
 
 
 def test_claims_of_devices_replace_the_resource_key() -> None:
@@ -436,6 +465,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"disk.type": "claim"}, "disk.claimName: name the claim"),
     ({"modelCache.type": "claim"}, "modelCache.claimName: name the claim"),
     ({"modelCache.warmUp": True}, "modelCache.warmUp: needs"),
+    ({"nameOverride": "7b"}, "nameOverride: set a name of lower-case letters"),
     ({"ingress.enabled": True}, "ingress.host: name the host"),
     ({"httpRoute.enabled": True}, "httpRoute.parentRefs: name at least one"),
     (

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,9 @@ from headrace.cli.main import main
 ANSWERS = {
     "/": {"name": "headrace", "model": "smollm2"},
     "/headrace/v1/status": {"replicas": [], "plans": {}, "nixl_bytes": 0},
+    "/headrace/v1/plans/cmpl-1": {"request_id": "cmpl-1"},
+    "/headrace/v1/memory": {"replicas": []},
+    "/headrace/v1/memory/docs": {"replicas": [{"replica_id": "r1", "tokens": 3}], "version": 7},
     "/other/": {"name": "nginx"},
 }
 
@@ -30,6 +34,12 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             self.send_response(200 if known and self.path in ANSWERS else 401)
             self.end_headers()
             self.wfile.write(json.dumps(ANSWERS.get(self.path, {})).encode())
+
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        do_DELETE = do_GET
 
         def log_message(self, *args: object) -> None:
             pass
@@ -52,6 +62,35 @@ def test_an_app_elsewhere_is_asked_with_the_key_of_the_environment(
         main(["status"])
     assert ended.value.code == 0
     assert f"smollm2 at {endpoint}/v1 (relay)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["status", "--json"], '"nixl_bytes": 0'),
+        (["explain", "cmpl-1", "--json"], '"request_id": "cmpl-1"'),
+        (["memory", "list"], "no corpus is loaded"),
+        (["memory", "stats", "--json"], "[]"),
+        (["memory", "load", "FILE", "--corpus", "docs"], '"docs" version 7: 3 tokens'),
+        (["memory", "drop", "docs"], '"docs" is removed'),
+    ],
+    ids=lambda each: " ".join(each[:2]) if isinstance(each, list) else "",
+)
+def test_commands_need_no_app_of_this_machine(
+    arguments: list[str],
+    said: str,
+    endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those that docs/running.md names; `chat` and `top` have tests of their own."""
+    (tmp_path / "text.md").write_text("A text.")
+    monkeypatch.setenv("HEADRACE_URL", endpoint)
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "text.md") if each == "FILE" else each for each in arguments])
+    assert ended.value.code == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_wrong_key_is_said(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,22 @@ def test_gateways_scale_by_the_ingress_options() -> None:
     assert deployment(own, "gateway").num_replicas == 4
 
 
+@pytest.mark.parametrize(
+    ("gateway", "surge"),
+    [
+        ({"replicas": 2}, 100),
+        ({"replicas": 1, "resources": {"headrace_gateway": 1}}, 100),
+        ({"replicas": 4, "resources": {"headrace_gateway": 1}}, 0),
+    ],
+    ids=["free", "one on a node", "two on each node"],
+)
+def test_gateways_that_fill_their_nodes_are_replaced_one_at_a_time(
+    gateway: dict[str, Any], surge: int
+) -> None:
+    app = build_app(args(headrace={**STORE_OFF, "gateway": gateway}))
+    assert deployment(app, "gateway")._deployment_config.max_surge_percent == surge
+
+
 def test_a_whole_configuration_builds_the_app_that_up_would() -> None:
     document = {
         "model": {"id": "m", "source": "/m"},

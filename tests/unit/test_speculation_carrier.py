@@ -18,6 +18,7 @@ from headrace_decode.speculation.settings import Settings as EngineSettings
 from headrace_decode.speculation.sharing import carrier as carriers
 from headrace_decode.speculation.sharing.carrier import Carrier
 from headrace_decode.speculation.sharing.exchange import Exchange
+from headrace_kvstore.node.board_backup import BoardBackup, FolderPlace
 from headrace_kvstore.protocol import wire
 from headrace_kvstore.protocol.board import Board, Note
 from headrace_kvstore.protocol.server import NodeServer
@@ -153,6 +154,30 @@ class TestSharing:
         until(lambda: a.stats()["untold"] == 0 and a.stats()["posted"] > 2)
         notes = node.board.read(0, 1 << 30, generation="first").notes
         assert len({note.stream for note in notes[:2]}) == 2
+
+
+class TestSaved:
+    def test_after_all_have_ended_new_ones_draft_what_was_saved_each_tenant_its_own(
+        self, tmp_path: Path, replica: Callable[..., Replica]
+    ) -> None:
+        place = FolderPlace(tmp_path / "kv")
+        first = Node(tmp_path)
+        a = replica(1)
+        a.answered(100, "x")
+        a.answered(200, "y")
+        until(lambda: a.stats()["untold"] == 0 and a.stats()["posted"] == 2)
+        a.carrier.close()
+        first.server.close()
+        BoardBackup(first.board, place).start().close(10.0)
+
+        second = Node(tmp_path, "second")
+        BoardBackup(second.board, place).start().close(10.0)
+        new = replica(2)
+        until(lambda: new.stats()["records"] == 2)
+        drafts = [new.drafts(*each) for each in ((100, "x"), (200, "y"), (100, "y"), (200, "x"))]
+        assert drafts == [True, True, False, False]
+        new.carrier.close()
+        second.server.close()
 
 
 class TestFaults:

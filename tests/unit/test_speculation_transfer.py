@@ -169,6 +169,25 @@ class TestExchange:
         other.absorb(told(log), "from a")
         assert b.stats()["segments"] == 0
 
+    @pytest.mark.parametrize("of", ["model", "tokenizer"])
+    def test_what_another_model_or_tokenizer_was_used_for_is_refused_by_name(
+        self, of: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines: list[str] = []
+        monkeypatch.setattr(exchange.logger, "warning", lambda text, *a: lines.append(text % a))
+        kind = {"model": b"m", "tokenizer": b"t", of: b"another"}
+        a, b = Memory(Settings(capacity_bytes=2 * MIB, replica=1, **kind), lambda: 1000.0), new(2)
+        log, other = Exchange(a), Exchange(b)
+        answered(a, run(100, 30), "x")
+        answered(a, run(200, 30), "x")
+        a.add_to_corpus("docs", 1, [run(300, 20)], tenant="x")
+        a.flip("docs", 1, tenant="x")
+        other.absorb(told(log), "from a")
+        assert b.stats()["segments"] == (of == "model"), "a corpus is of no model"
+        assert other.of_others == 3 - (of == "model")
+        [line] = lines
+        assert f"another {of}" in line and b"another".hex() in line
+
     def test_a_damaged_batch_is_refused_whole_and_named(self) -> None:
         a, b = new(1), new(2)
         log, other = Exchange(a), Exchange(b)

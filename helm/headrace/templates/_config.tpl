@@ -16,6 +16,12 @@ files of keys and TLS, and the Ray resources that put each replica onto its grou
 {{- $_ := set $gateway "host" "0.0.0.0" -}}
 {{- $_ := set $gateway "port" (include "headrace.port" . | int) -}}
 {{- $_ := set $gateway "resources" (dict "headrace_gateway" 1) -}}
+{{- /* A pod has room for two gateways, which share its port. One pod: the second place is for a new
+gateway, which listens before the old one stops. Several pods: two gateways each, so that no pod is
+left without one, and one listens while the other is replaced. */ -}}
+{{- if gt (include "headrace.gatewayPods" . | int) 1 -}}
+{{- $_ := set $gateway "replicas" (include "headrace.gatewayPods" . | int | mul 2) -}}
+{{- end -}}
 {{- if $keys -}}
 {{- $_ := set $gateway "api_keys_file" "/etc/headrace/keys/keys.yaml" -}}
 {{- end -}}
@@ -39,6 +45,10 @@ files of keys and TLS, and the Ray resources that put each replica onto its grou
 {{- $_ := set $config "store" $store -}}
 {{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{- define "headrace.gatewayPods" -}}
+{{- (.Values.config.gateway | default dict).replicas | default 1 | int -}}
 {{- end -}}
 
 {{/* Whether Ray's autoscaler runs: for upgrades in steps, and where a role's replicas follow the load. */}}

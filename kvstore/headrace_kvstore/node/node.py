@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.checksum import prepare
+from headrace_kvstore.node.board_backup import BoardBackup, FolderPlace, ObjectPlace, Place
 from headrace_kvstore.node.changes import NodeEvents
 from headrace_kvstore.node.dram_work import DramWork
 from headrace_kvstore.node.neighbours import Neighbours
@@ -65,7 +66,7 @@ class StoreNode:
         self._worth = Worth(lambda: self.tiers.dram)
         self._mover, self._owns_mover = mover, mover is None
         self._events = NodeEvents(settings, self.tiers)
-        board = Board(settings.board_bytes, secrets.token_hex(8))
+        self._board = board = Board(settings.board_bytes, secrets.token_hex(8))
         self._slow = ThreadPoolExecutor(1, "kv-node-slow")
         self.operations = Operations(
             settings, self.tiers, self._worth, board, self._events, self._slow
@@ -97,6 +98,8 @@ class StoreNode:
                 self._open_nvme()
             if settings.object_url is not None:
                 self._open_objects()
+            if settings.save_board:
+                self._save_board()
             self._checker.start()
         except BaseException:
             self.close()
@@ -117,6 +120,16 @@ class StoreNode:
         except ImportError as error:
             self.tiers.reasons["object"] = f"{error}: pip install headrace[object]"
             logger.exception("there is no object tier")
+
+    def _save_board(self) -> None:
+        settings = self.settings
+        place: Place | None = None
+        if self.tiers.objects is not None:
+            place = ObjectPlace(self.tiers.objects.client)
+        elif settings.nvme_folder is not None:
+            place = FolderPlace(settings.nvme_folder)
+        if place is not None:
+            self.operations.backup = BoardBackup(self._board, place).start()
 
     def close(self) -> bool:
         """End within about `close_s`; what was not written by then is not.
@@ -145,6 +158,8 @@ class StoreNode:
                 ended &= self._end(dram, _left(deadline), flush=True)
         if neighbours is not None:
             neighbours.close()
+        if self.operations.backup is not None:
+            self.operations.backup.close(_left(deadline))
         if self.tiers.objects is not None:
             self.tiers.objects.close(_left(deadline))
         keeper, self.tiers.keeper = self.tiers.keeper, None

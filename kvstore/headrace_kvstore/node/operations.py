@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from headrace_kvstore import supply
+from headrace_kvstore.node.board_backup import BoardBackup
 from headrace_kvstore.node.changes import NodeEvents
 from headrace_kvstore.node.neighbours import Pulling
 from headrace_kvstore.node.tiers import Tiers
@@ -46,6 +47,7 @@ class Operations:
         slow: runs what may take long.
 
     Attributes:
+        backup: of the board, if the node keeps one.
         requests: how many of each kind clients sent; counted by the server.
     """
 
@@ -59,6 +61,7 @@ class Operations:
         slow: Executor,
     ) -> None:
         self.tiers, self.board, self._events, self._slow = tiers, board, events, slow
+        self.backup: BoardBackup | None = None
         self.requests: Counter[str] = Counter()
         self._settings, self._worth = settings, worth
         self._uses = Uses()
@@ -189,7 +192,7 @@ class Operations:
             "tiers": each,
             **work,
             "remote": {} if tiers.neighbours is None else tiers.neighbours.stats(),
-            "board": self.board.stats(),
+            "board": {**self.board.stats(), "backup": self.backup and self.backup.stats()},
             "promoted": counts["promoted"],
             "reported_bad": counts["reported_bad"],
             "requests": dict(self.requests),

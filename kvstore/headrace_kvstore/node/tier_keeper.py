@@ -11,12 +11,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from headrace_kvstore.node_settings import NodeSettings
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import FolderBusy, NvmeTier
 from headrace_kvstore.nvme.record import TierEvent
+from headrace_kvstore.nvme.slots import open_slot
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -97,15 +99,20 @@ class TierKeeper:
         self._heal_s = min(2 * wait_s, HEAL_LIMIT * self._settings.heal_s)
         return wait_s
 
+    def _open_tier(self, folder: Path) -> NvmeTier:
+        settings = self._settings
+        return NvmeTier.open(
+            *(folder, settings.nvme_bytes, settings.segment_bytes, self._mover),
+            sync=settings.nvme_sync,
+            owner=settings.name,
+            events=[self._on_event],
+        )
+
     def _open(self) -> float:
         settings = self._settings
         assert settings.nvme_folder is not None
         try:
-            tier = NvmeTier.open(
-                *(settings.nvme_folder, settings.nvme_bytes, settings.segment_bytes, self._mover),
-                sync=settings.nvme_sync,
-                events=[self._on_event],
-            )
+            tier = open_slot(settings.nvme_folder, settings.name, self._open_tier)
         except FolderBusy as error:
             if self.reason != str(error):
                 logger.warning("%s; it is waited for", error)

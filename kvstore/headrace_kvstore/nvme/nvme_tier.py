@@ -6,7 +6,7 @@ whose blocks are worth least is removed and a new one is created. A new
 segment is a new file: it holds no old headers, and readers of the removed file still read the
 right bytes. After a restart the headers tell which blocks are here.
 
-The owner holds an flock on the folder's file `lock`; the kernel releases it when the owner dies.
+The owner holds an flock on the folder's file `LOCK`; the kernel releases it when the owner dies.
 Other processes ask the owner for a Location and read with `segment.BlockReader`.
 
 No error reaches a request. A write is dropped and counted if too much is in flight or every
@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ logger = logging.getLogger("headrace.kvstore")
 
 WRITING_BYTES = 256 * 2**20
 """Records in flight to the disk, at most."""
+LOCK = "lock"
+"""The file in a folder that its owner holds, with the owner's name in it."""
 NOT_THE_DISK = (errno.ECANCELED, errno.EFAULT)
 """Errors of a write that say nothing about the disk: called off, memory that is gone."""
 FAILED_READS = 8
@@ -103,6 +106,7 @@ class NvmeTier:
         mover: Mover,
         *,
         sync: bool = False,
+        owner: str = "",
         value: Value = use_per_second,
         writing_limit_bytes: int = WRITING_BYTES,
         events: Sequence[Callable[[TierEvent], None]] = (),
@@ -114,6 +118,7 @@ class NvmeTier:
             segment_bytes: size of a new segment, a multiple of 4,096.
             mover: reads and writes the files; shared with others.
             sync: a write is done once the disk has it for good (O_DSYNC).
+            owner: what others shall read in the lock.
             value: what keeping a block is worth; decides which segment goes.
             events: called with each `TierEvent`, with "scanned" blocks before this returns.
 
@@ -125,7 +130,10 @@ class NvmeTier:
         tier.events.extend(events)
         try:
             tier.folder.mkdir(parents=True, exist_ok=True)
-            tier._lock_fd = own(tier.folder / "lock")
+            tier._lock_fd = own(tier.folder / LOCK)
+            with suppress(OSError):  # a full disk: others wait for this owner's end
+                os.ftruncate(tier._lock_fd, 0)
+                os.pwrite(tier._lock_fd, owner.encode(), 0)
             tier._find()
         except BlockingIOError as error:
             tier.close()

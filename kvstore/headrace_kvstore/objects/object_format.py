@@ -22,6 +22,8 @@ import numpy as np
 from headrace_kvstore.checksum import block_seed, copy_sum, layer_seeds
 from headrace_kvstore.nvme.record import Save, Shape, padded
 
+BOARD_NAME = "board"
+"""The one object that holds no block: the backup of nodes' boards (`node.board_backup`)."""
 WRITER = r"[A-Za-z0-9_-]{1,64}"
 _PLACE = struct.Struct("<IQQIIxf")
 _NAME = re.compile(

@@ -32,7 +32,7 @@ from headrace_kvstore.breaker import Breaker
 from headrace_kvstore.nvme.record import Save, Shape
 from headrace_kvstore.objects.object_catalog import Held, ObjectCatalog
 from headrace_kvstore.objects.object_client import Listed, ObjectError, StoreClient
-from headrace_kvstore.objects.object_format import ObjectName, pack, unpack
+from headrace_kvstore.objects.object_format import BOARD_NAME, ObjectName, pack, unpack
 from headrace_kvstore.workers import Workers
 
 logger = logging.getLogger("headrace.kvstore")
@@ -118,7 +118,7 @@ class ObjectTier:
     """Blocks in an object store. Thread-safe; works from `start` to `close`.
 
     Args:
-        client: requests below the prefix.
+        client: requests below the prefix; also an attribute.
         writer: whose objects count as its own: letters, digits, `_`, `-`; nodes of one name share
             `size_bytes` and may remove each other's objects.
         size_bytes: what its own objects may take.
@@ -141,7 +141,7 @@ class ObjectTier:
         self.writer, self.size_bytes = writer, size_bytes
         self.refreshed = threading.Event()
         """Set once the first listing is known."""
-        self._client, self._ready = client, ready
+        self.client, self._ready = client, ready
         self._refresh_s, self._timeout_s = refresh_s, timeout_s
         self._reads, self._writes = breaker(), breaker()
         self._lock = threading.RLock()
@@ -258,7 +258,7 @@ class ObjectTier:
 
         def get() -> memoryview:
             try:
-                return self._client.get(held.text, 0, held.name.size_bytes)
+                return self.client.get(held.text, 0, held.name.size_bytes)
             except ObjectError as error:
                 if error.reason == "absent":
                     self._forget(held.text, "gone")
@@ -323,7 +323,7 @@ class ObjectTier:
 
     def _put(self, name: ObjectName, data: memoryview) -> bool:
         def put() -> bool:
-            self._client.put(str(name), data)
+            self.client.put(str(name), data)
             return True
 
         if not self._request("writes", self._writes, put):
@@ -345,7 +345,7 @@ class ObjectTier:
                 self._catalog.remove(name)
             self._removed.update(names)
         try:
-            self._client.delete(names)
+            self.client.delete(names)
         except ObjectError as error:
             self._failed("deletes", error, len(names))
             return False  # what is still there is found again
@@ -361,7 +361,8 @@ class ObjectTier:
             self._removed.clear()
 
         def read_all() -> dict[str, Listed]:
-            return {each.name: each for each in islice(self._client.list(), LISTED_OBJECTS)}
+            listed = islice(self.client.list(), LISTED_OBJECTS)
+            return {each.name: each for each in listed if each.name != BOARD_NAME}
 
         listed = self._request("lists", self._reads, read_all)
         if listed is None:

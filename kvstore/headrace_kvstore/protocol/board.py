@@ -8,9 +8,11 @@ stream in its own order.
 A full board evicts the oldest note of the largest stream, whoever wrote it; of two streams of
 equal size, the older note. So a busy stream never displaces a quiet one.
 
-A restarted node has an empty board with a new *generation*. Every answer names the generation.
+A restarted node has a board with a new *generation*, empty or with notes restored from a backup
+(`node.board_backup`). Every answer names the generation.
 When it changes, readers start from the beginning, and writers post again what they still have. A
 writer names the generation that it posts for, since posts in the wrong order would be refused.
+Once a writer posts, its restored notes go, because it posts all that it still has.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -51,6 +54,13 @@ class Page(msgspec.Struct, array_like=True, tag="notes"):
     notes: list[Note] = []
 
 
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """A note in a backup. `own`: of the machine that saved it."""
+
+    note: Note
+    own: bool
+
+
 @dataclass
 class _Stream:
     size_bytes: int = 0
@@ -76,6 +86,8 @@ class Board:
         self._last: dict[tuple[bytes, bytes], tuple[int, int]] = {}
         """By writer and stream, while a note of theirs is here: its number, and its `last`."""
         self._size_bytes = 0
+        self._restored: dict[bytes, list[int]] = {}
+        """By writer, the numbers of its restored notes; some may be gone."""
         self._counts: Counter[str] = Counter()
 
     def post(self, note: Note, *, own: bool = True) -> bool:
@@ -83,24 +95,46 @@ class Board:
 
         own: of this machine, not brought from another one's board.
         """
+        with self._lock:
+            taken = self._post(note, own)
+            for number in self._restored.pop(note.writer, ()) if taken else ():
+                if number in self._notes:
+                    self._drop(number)
+            return taken
+
+    def keep(self) -> list[Kept]:
+        """All notes, in their order."""
+        with self._lock:
+            return [Kept(note, own) for note, own in self._notes.values()]
+
+    def restore(self, kept: Iterable[Kept]) -> int:
+        """Put up notes of a backup; how many say something new."""
+        before = self._counts["restored"]
+        for each in kept:
+            with self._lock:
+                if self._post(each.note, each.own):
+                    self._restored.setdefault(each.note.writer, []).append(self._head)
+                    self._counts["restored"] += 1
+        return self._counts["restored"] - before
+
+    def _post(self, note: Note, own: bool) -> bool:
         size_bytes = len(note.data) + NOTE_COST_BYTES
         pair = note.writer, note.stream
-        with self._lock:
-            if size_bytes > self.capacity_bytes or note.last <= self._last.get(pair, (0, -1))[1]:
-                self._counts["not_taken"] += 1
-                return False
-            self._head += 1
-            self._notes[self._head] = note, own
-            self._numbers.append(self._head)
-            stream = self._streams.setdefault(note.stream, _Stream())
-            stream.numbers.append(self._head)
-            stream.size_bytes += size_bytes
-            self._last[pair] = self._head, note.last
-            self._size_bytes += size_bytes
-            self._counts["taken"] += 1
-            while self._size_bytes > self.capacity_bytes:
-                self._drop_one()
-            return True
+        if size_bytes > self.capacity_bytes or note.last <= self._last.get(pair, (0, -1))[1]:
+            self._counts["not_taken"] += 1
+            return False
+        self._head += 1
+        self._notes[self._head] = note, own
+        self._numbers.append(self._head)
+        stream = self._streams.setdefault(note.stream, _Stream())
+        stream.numbers.append(self._head)
+        stream.size_bytes += size_bytes
+        self._last[pair] = self._head, note.last
+        self._size_bytes += size_bytes
+        self._counts["taken"] += 1
+        while self._size_bytes > self.capacity_bytes:
+            self._drop_one()
+        return True
 
     def read(
         self, after: int, most_bytes: int, *, generation: str, but: bytes = b"", own: bool = False
@@ -138,17 +172,21 @@ class Board:
                 "bytes": self._size_bytes,
                 "size_bytes": self.capacity_bytes,
                 "streams": len(self._streams),
-                **{name: self._counts[name] for name in ("taken", "not_taken", "evicted")},
+                **{n: self._counts[n] for n in ("taken", "not_taken", "evicted", "restored")},
             }
 
     def _drop_one(self) -> None:
         stream = max(self._streams.values(), key=lambda each: (each.size_bytes, -each.numbers[0]))
-        number = stream.numbers.popleft()
+        self._counts["evicted"] += 1
+        self._drop(stream.numbers[0])
+
+    def _drop(self, number: int) -> None:
         note, _ = self._notes.pop(number)
+        stream = self._streams[note.stream]
+        stream.numbers.remove(number)  # it is among the oldest, which stand first
         size_bytes = len(note.data) + NOTE_COST_BYTES
         stream.size_bytes -= size_bytes
         self._size_bytes -= size_bytes
-        self._counts["evicted"] += 1
         if not stream.numbers:
             del self._streams[note.stream]
         pair = note.writer, note.stream

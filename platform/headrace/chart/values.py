@@ -80,7 +80,8 @@ class Head(Pods):
 
 
 class Gateway(Pods):
-    """Pods of gateways, `config.gateway.replicas` of them, behind the Service."""
+    """Pods of gateways, `config.gateway.replicas` of them, behind the Service. Of several,
+    each runs two gateways."""
 
 
 class Engines(Pods):
@@ -298,10 +299,16 @@ class Upgrade(Group):
         "steps. `None`: not at all.",
     )
     gatewayClassName: str = Field(default="", description="For steps: class of the Gateway.")
-    stepSizePercent: int = Field(default=25, ge=1, le=100, description="For steps: their size.")
+    stepSizePercent: int = Field(
+        default=25, ge=1, le=100, description="For steps: the share of requests that each moves."
+    )
     intervalSeconds: int = Field(default=60, ge=1, description="For steps: seconds between two.")
     maxSurgePercent: int = Field(
-        default=100, ge=1, le=100, description="For steps: most of the second cluster at once."
+        default=100,
+        ge=1,
+        le=100,
+        description="For steps: the share of its engines that the second cluster gets, and then "
+        "the first one gives up, at a time. 100: all at once, so twice the GPUs.",
     )
     deletionDelaySeconds: int = Field(
         default=120, ge=0, description="Seconds that the first cluster has left to finish requests."

@@ -90,6 +90,7 @@ def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
     problems += _cpus(config)
     problems += _kv_holds_one_request(config)
     problems += _objects(config)
+    problems += _saved_memory(config)
     return problems
 
 
@@ -230,6 +231,20 @@ def _objects(config: HeadraceConfig) -> Iterator[Problem]:
             "store.object_url",
             f'is "{url}", but its client is not installed; pip install "headrace[object]" here and '
             "on every machine, or set null",
+        )
+
+
+def _saved_memory(config: HeadraceConfig) -> Iterator[Problem]:
+    drafting, store = config.speculation, config.store
+    if not (drafting.enabled and drafting.save):
+        return
+    if not (drafting.share and store.enabled):
+        missing = "store.enabled" if drafting.share else "speculation.share"
+        yield "speculation.save", f"is true, but {missing} is false; set both or neither"
+    elif store.nvme_folder is None and store.object_url is None:
+        yield (
+            "speculation.save",
+            "is true, but there is no place for it: set store.object_url or store.nvme_folder",
         )
 
 

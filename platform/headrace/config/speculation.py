@@ -47,6 +47,13 @@ class SpeculationSection(Section):
         description="Share answers between decode replicas, within each tenant. Needs "
         "`store.enabled`: the store's nodes carry them.",
     )
+    save: bool = Field(
+        default=False,
+        description="Save what replicas share every five minutes and at a clean end, and load it "
+        "when the app starts: in `store.object_url`, or without that in `store.nvme_folder`. It "
+        "holds the tokens of answers and corpora, unencrypted, and no answers of tenants with "
+        "`keep: false`. Needs `share`.",
+    )
     drafter_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the drafter; docs/speculation.md lists them."
     )

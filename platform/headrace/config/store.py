@@ -34,12 +34,14 @@ class StoreSection(Section):
         default=None,
         min_length=1,
         description="Absolute path of a folder on a local disk; its KV blocks outlive restarts. "
-        "The path is the same on every machine, and only one store may use it. null: no NVMe tier.",
+        "The path is the same on every machine. Nodes of this app that find it in use, as several "
+        "pods of a machine do, take subfolders; another app waits for it. null: no NVMe tier.",
     )
     nvme_gb: float = Field(
         default=16.0,
         gt=0,
-        description="Maximum GiB of the files in `nvme_folder`, on each machine.",
+        description="Maximum GiB of the files in `nvme_folder`, for each Ray node with engines: "
+        "each machine, or with the chart each engine pod.",
     )
     nvme_sync: bool = Field(
         default=False,

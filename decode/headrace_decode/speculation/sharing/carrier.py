@@ -73,12 +73,14 @@ class Carrier:
 
     def stats(self) -> dict[str, Any]:
         """JSON-able: the node's state; notes posted and absorbed, refused as damaged, failed for
-        another reason; records and bytes in them; segments not posted yet (`untold`) and places on
+        another reason; records and bytes in them, and records of another model or tokenizer, which
+        are passed over (`of_others`); segments not posted yet (`untold`) and places on
         the board not read yet (`behind`); the thread's CPU seconds."""
         counted = ("posted", "posted_bytes", "absorbed", "absorbed_bytes", "records")
         return {
             "state": self._state,
             **{name: self._counts[name] for name in (*counted, "damaged", "failed", "lost_node")},
+            "of_others": self.exchange.of_others,
             "untold": self.exchange.untold,
             "behind": self._head - self._read_to,
             "longest_hold_s": self.exchange.longest_hold_s,

@@ -4,7 +4,8 @@ The memory is its own log. A replica sends each segment that it put in itself, o
 the header rows that are still to be sent, and a segment that was evicted meanwhile is passed over.
 After a restart of the board all segments of this replica are queued again. Segments have ids that
 are the same everywhere, so taking one in twice changes nothing, and what came from others is not
-sent on.
+sent on. Nothing of another tokenizer is taken in, and no answer of another model: a backup may
+bring them, they would never be drafted, and they would take room.
 
 A corpus reaches the replicas that run by itself; one of them sends it whole when its version takes
 over, for those that start later.
@@ -15,6 +16,7 @@ waits gets it in between.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -35,6 +37,8 @@ from headrace_decode.speculation.sharing.record import (
     unpack,
 )
 
+logger = logging.getLogger("headrace.speculation")
+
 MOST_ENTRIES = 65536
 """Unsent entries of a partition, and partitions with unsent entries; the oldest are given up."""
 BREATH_S = 1e-4
@@ -49,11 +53,13 @@ class Exchange:
 
     Attributes:
         longest_hold_s: longest time for which the memory's lock was held here.
+        of_others: records that were refused since they are of another model or tokenizer.
     """
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.longest_hold_s = 0.0
+        self.of_others = 0
         self._queue: dict[Key, deque[Entry]] = {}
         """By partition, the one that has waited longest first."""
         self._in_hand = 0
@@ -208,6 +214,8 @@ class Exchange:
             return False
         if (key.scope == PUBLIC_KEY.scope and key != PUBLIC_KEY) or record.uid >= 2**64:
             return False
+        if not self._is_of_ours(record):
+            return False
         if not memory.may_hold(key, record.source) or not record.expires_s > memory.clock():
             return False
         same = memory.pool.headers["partition"][memory.pool.headers["uid"] == record.uid]
@@ -225,3 +233,20 @@ class Exchange:
             foreign=1,
         )
         return memory.pool.insert(key, tokens, info) is not None
+
+    def _is_of_ours(self, record: SegmentRecord) -> bool:
+        """Whether a request here could be drafted for from it, as `retrieve.usable` says."""
+        ours = self.memory.settings
+        for what, theirs, own in (
+            ("tokenizer", record.tokenizer, ours.tokenizer),
+            ("model", record.model or ours.model, ours.model),
+        ):
+            if theirs != own:
+                if not self.of_others:
+                    logger.warning(
+                        "what was learned with another %s is passed over: digest %s, ours %s",
+                        *(what, theirs.hex() or "empty", own.hex() or "empty"),
+                    )
+                self.of_others += 1
+                return False
+        return True

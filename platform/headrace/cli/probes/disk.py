@@ -27,7 +27,7 @@ class Folder:
         error: why no file can be made in it; "" if one can.
         file_system: such as ext4, tmpfs, overlay, nfs4.
         free_bytes: for new files.
-        held_bytes: in files that are in it already.
+        held_bytes: in files that are in it already, and in its slots for more nodes (`nvme.slots`).
         direct: whether a page can be written past the page cache (O_DIRECT).
     """
 
@@ -45,13 +45,19 @@ def folder(path: Path) -> Folder:
         return Folder(str(path), "is a file" if path.exists() else "does not exist")
     if error := write_error(path):
         return Folder(str(path), error)
+    held = held_bytes(path) + sum(held_bytes(slot) for slot in path.glob("[1-9]*"))
+    free = shutil.disk_usage(path).free
+    return Folder(str(path), "", file_system(path), free, held, takes_direct(path))
+
+
+def held_bytes(path: Path) -> int:
+    """What the files in a folder take."""
     held = 0
-    with os.scandir(path) as entries:
+    with suppress(OSError), os.scandir(path) as entries:
         for entry in entries:
             with suppress(OSError):
                 held += entry.stat(follow_symlinks=False).st_size if entry.is_file() else 0
-    free = shutil.disk_usage(path).free
-    return Folder(str(path), "", file_system(path), free, held, takes_direct(path))
+    return held
 
 
 def file_system(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:

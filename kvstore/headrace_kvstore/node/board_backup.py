@@ -1,0 +1,214 @@
+"""Saves a node's board, so that what replicas left there outlives all of them.
+
+The board is loaded once at the start and saved every SAVE_S if it has changed, and at a clean end:
+as one object of the object tier if the node has one, else as one file in its NVMe folder.
+
+    MAGIC | blake2b over all behind it, 16 bytes | msgpack of a list of `Kept`
+
+A backup is written whole or not at all and taken whole or not at all; one that is torn, foreign or
+larger than a board may be is not taken, and replaced by the next save. Before the load has
+succeeded nothing is saved, so an endpoint that is away at the start costs no backup.
+
+The nodes of an app read each other's boards, so their backups are alike, and the object of the
+last one that saves stands for all of them. The checksum finds damage, not forgery: who can write
+there can make engines verify wrong drafts, which costs time and changes no answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace_kvstore.objects.object_client import ObjectError, StoreClient
+from headrace_kvstore.objects.object_format import BOARD_NAME
+from headrace_kvstore.protocol.board import Board, Kept
+
+logger = logging.getLogger("headrace.kvstore")
+
+MAGIC = b"HRBOARD1"
+SUM_BYTES = 16
+SAVE_S = 300.0
+RETRY_S = 10.0
+"""Until a load that failed is tried again."""
+
+
+class DamagedError(ValueError):
+    """Bytes that are no whole backup."""
+
+
+class Place(Protocol):
+    """Where a backup lies. Methods raise OSError or ObjectError."""
+
+    shared: bool
+    """Whether all nodes of an app have the same backup."""
+
+    def read(self, most_bytes: int) -> bytes | None:
+        """The backup, or as many of its bytes; None if there is none."""
+
+    def write(self, data: bytes) -> None:
+        """Replace the backup, whole or not at all."""
+
+
+class FolderPlace:
+    """The file `board` of a folder, readable by its owner alone."""
+
+    shared = False
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / BOARD_NAME
+
+    def read(self, most_bytes: int) -> bytes | None:
+        """As `Place`."""
+        try:
+            with self._file.open("rb") as file:
+                return file.read(most_bytes)
+        except FileNotFoundError:
+            return None
+
+    def write(self, data: bytes) -> None:
+        """As `Place`."""
+        draft = self._file.with_name(f".{BOARD_NAME}-{os.getpid()}")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self._file)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+class ObjectPlace:
+    """The object `board` below the tier's prefix."""
+
+    shared = True
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+
+    def read(self, most_bytes: int) -> bytes | None:
+        """As `Place`."""
+        try:
+            return bytes(self._client.get(BOARD_NAME, 0, most_bytes))
+        except ObjectError as error:
+            if error.reason == "absent":
+                return None
+            raise
+
+    def write(self, data: bytes) -> None:
+        """As `Place`."""
+        self._client.put(BOARD_NAME, memoryview(data))
+
+
+class BoardBackup:
+    """Loads and saves a board from `start` to `close`, in a thread of its own. Never raises."""
+
+    def __init__(self, board: Board, place: Place, save_s: float = SAVE_S) -> None:
+        self._board, self._place, self._save_s = board, place, save_s
+        self._loaded = False
+        self._saved_head = 0
+        self._state = "loading"
+        self._saves = self._failures = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-board", daemon=True)
+
+    def start(self) -> BoardBackup:
+        """Begin with the load."""
+        self._thread.start()
+        return self
+
+    def close(self, timeout_s: float) -> None:
+        """Save a last time, if that takes no longer."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-able: `state` ("loading", "on", or what failed last), saves, failures."""
+        return {"state": self._state, "saves": self._saves, "failures": self._failures}
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            self._turn()
+            ended = self._stop.wait(self._save_s if self._loaded else min(RETRY_S, self._save_s))
+        self._turn()
+
+    def _turn(self) -> None:
+        try:
+            if not self._loaded:
+                self._load()
+                self._loaded = True
+            head = self._board.head
+            if head != self._saved_head:
+                self._place.write(pack(self._board.keep()))
+                self._saved_head = head
+                self._saves += 1
+            self._state = "on"
+        except Exception as error:
+            self._failures += 1
+            if self._state != str(error):
+                logger.warning("the board's backup failed, and is tried again: %s", error)
+            self._state = str(error)
+
+    def _load(self) -> None:
+        data = self._place.read(backup_bytes(self._board.capacity_bytes) + 1)
+        if data is None:
+            return
+        try:
+            kept = unpack(data, self._board.capacity_bytes)
+        except DamagedError as error:
+            self._failures += 1
+            logger.warning("the board's backup is not taken: %s", error)
+            return
+        if self._place.shared:
+            kept = [Kept(each.note, False) for each in kept]
+        restored = self._board.restore(kept)
+        if restored == self._board.head:  # nothing else is on the board
+            self._saved_head = restored
+        logger.info("%d of the %d notes of the board's backup are new", restored, len(kept))
+
+
+def backup_bytes(board_bytes: int) -> int:
+    """What the backup of a board of this size takes at most."""
+    # A note's frame is at most 150 bytes there, and counts NOTE_COST_BYTES on the board.
+    return len(MAGIC) + SUM_BYTES + 5 + board_bytes
+
+
+def pack(kept: list[Kept]) -> bytes:
+    """The bytes of a backup."""
+    body = msgspec.msgpack.encode(kept)
+    return MAGIC + checksum(body) + body
+
+
+def unpack(data: bytes, board_bytes: int) -> list[Kept]:
+    """What `pack` was given.
+
+    Raises:
+        DamagedError: it is not that, or of a larger board.
+    """
+    if data[: len(MAGIC)] != MAGIC:
+        raise DamagedError(f"it begins with {data[:8]!r}, not {MAGIC!r}")
+    if len(data) > backup_bytes(board_bytes):
+        raise DamagedError(f"it is of a board above {board_bytes} bytes (store.node.board_bytes)")
+    start = len(MAGIC) + SUM_BYTES
+    body = memoryview(data)[start:]
+    if data[len(MAGIC) : start] != checksum(body):
+        raise DamagedError(f"its {len(data)} bytes have another checksum than was written")
+    try:
+        return msgspec.msgpack.decode(body, type=list[Kept])
+    except msgspec.MsgspecError as error:
+        raise DamagedError(f"it does not parse: {error}") from error
+
+
+def checksum(body: bytes | memoryview) -> bytes:
+    """What stands before a backup's body: SUM_BYTES."""
+    return hashlib.blake2b(body, digest_size=SUM_BYTES).digest()
