@@ -32,6 +32,7 @@ from headrace_decode.renderer import register
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.replay.scheduler import SAID
 from headrace_decode.speculation.request import request_arguments
+from headrace_decode.techniques import TechniqueError, salt_for
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_decode.turns import PROMPTS, turn
 from headrace_engine._ray_compat import MeteredVLLMEngine
@@ -40,6 +41,7 @@ from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.tracing import span
 from headrace_kvstore._vllm_compat import BlockHasher
+from headrace_kvstore.connector.identity import lossy_codec
 from headrace_kvstore.salts import salt_of, tenant_of
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})
@@ -95,6 +97,7 @@ class PlannedLLM(TakingUpLLM):
         register()
         super().__init__(vllm_config, *args, **kwargs)
         self.planning = None if planning is None else planning(vllm_config)
+        self.lossy = lossy_of(vllm_config)
         self._own_tokenizer: Any = None
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
         self.input_processor.structured_outputs_config = None
@@ -117,13 +120,14 @@ class PlannedLLM(TakingUpLLM):
         await turn()
         sampling_params = without_reserved(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
+        salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        prompt = with_technique(prompt, sampling_params, self.lossy)
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
             raise Rendered(self._prompt(prompt, sampling_params, kwargs))
         if sampling_params.structured_outputs is not None:
             sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
-            salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
             planning = self.planning
             policy = (planning.tenants if planning else ALL_ALIKE).of(tenant_of(salt or ""))
             itl_s = planning.itl_target_s if planning else None
@@ -385,6 +389,31 @@ def with_tenant(prompt: Any, tenant: str | None) -> Any:
     if not isinstance(prompt, dict):
         raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
     return {**prompt, "cache_salt": salt_of(tenant, prompt.get("cache_salt") or "")}
+
+
+def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
+    """The prompt under the salt that its request's techniques give it (`techniques`).
+
+    Raises:
+        VLLMValidationError: the request says what there is not.
+        TypeError: as `with_tenant`.
+    """
+    salt = (prompt.get("cache_salt") if isinstance(prompt, dict) else None) or ""
+    try:
+        wanted = salt_for(salt, params.extra_args, lossy)
+    except TechniqueError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+    if wanted == salt:
+        return prompt
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
+    return {**prompt, "cache_salt": wanted}
+
+
+def lossy_of(vllm_config: VllmConfig) -> str:
+    """What the engine's store does to KV, for `techniques`: `store=CODEC`, or nothing."""
+    codec = lossy_codec(vllm_config.kv_transfer_config)
+    return f"store={codec}" if codec else ""
 
 
 def why_local(

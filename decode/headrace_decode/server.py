@@ -334,7 +334,8 @@ class DecodeServer(PDDecodeServer):
     async def headrace_replica(self) -> dict[str, Any]:
         """What this replica offers, its load, and what its port asks for: gateways pick by it."""
         line = {} if self._line is None else self._line.info()
-        return {**self._load(), **line, "routes": self._routes, "token": self._token}
+        own = {"routes": self._routes, "token": self._token, "techniques": self.engine.llm.lossy}
+        return {**self._load(), **line, **own}
 
     def _load(self) -> dict[str, Any]:
         """Where this replica listens and how busy it is.

@@ -1,4 +1,4 @@
-"""The cache salt of a tenant's request, and the tenant of a cache salt.
+"""The cache salt of a request: its tenant's, with the technique that its KV belongs to.
 
 vLLM hashes the salt into a prompt's first block, so requests share KV only if their salts are
 equal. Where API keys are configured, the salt begins with the tenant that the key proves; the salt
@@ -7,11 +7,23 @@ that the client itself sends only divides its tenant further:
     tenant:NAME:SALT            NAME holds no colon, so no two pairs make the same salt
 
 Without keys there are no tenants but the salts that clients send.
+
+KV that must not meet other KV of the same tokens gets a mark in front of all this:
+
+    technique:MARK:...          MARK holds no colon
+
+Blocks under a marked salt live in engines only: the store neither supplies nor keeps them
+(`connector.scheduler`). `EXACT` is the one mark today; a request without a technique has none, so
+its keys are what they are without any of this. No client may send a salt that looks marked.
 """
 
 from __future__ import annotations
 
+EXACT = "exact"
+"""Of a request that wants exact KV only, in an app whose store gives other KV, too."""
+
 _PREFIX = "tenant:"
+_MARKED = "technique:"
 
 
 def salt_of(tenant: str, own: str = "") -> str:
@@ -26,8 +38,28 @@ def salt_of(tenant: str, own: str = "") -> str:
 
 
 def tenant_of(salt: str) -> str:
-    """The tenant in a salt; the salt itself if it names none."""
+    """The tenant in a salt; the salt itself, less its mark, if it names none."""
+    if is_marked(salt):
+        salt = salt[len(_MARKED) :].partition(":")[2]
     if not salt.startswith(_PREFIX):
         return salt
     tenant, colon, _ = salt[len(_PREFIX) :].partition(":")
     return tenant if tenant and colon else salt
+
+
+def marked(salt: str, mark: str) -> str:
+    """The salt of KV that is shared under this mark only.
+
+    Raises:
+        ValueError: the mark is empty or holds a colon, or the salt is marked already.
+    """
+    if not mark or ":" in mark:
+        raise ValueError(f"{mark!r} is no mark: it is empty or holds a colon")
+    if is_marked(salt):
+        raise ValueError(f"{salt!r} is marked already")
+    return f"{_MARKED}{mark}:{salt}"
+
+
+def is_marked(salt: str) -> bool:
+    """Whether KV under this salt is kept apart."""
+    return salt.startswith(_MARKED)

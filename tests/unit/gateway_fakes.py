@@ -57,12 +57,14 @@ class FakeReplica:
     aborted: int = 0
     port: int = 0
     routes: tuple[Route, ...] = ROUTES
+    techniques: str = ""
     _runner: web.AppRunner | None = None
 
     @property
     def info(self) -> ReplicaInfo:
         url = f"http://127.0.0.1:{self.port}"
-        return ReplicaInfo(self.replica_id, url, 0, self.waiting, routes=self.routes, token=TOKEN)
+        told = {"routes": self.routes, "token": TOKEN, "techniques": self.techniques}
+        return ReplicaInfo(self.replica_id, url, 0, self.waiting, **told)
 
     async def start(self, port: int = 0) -> FakeReplica:
         app = web.Application(client_max_size=2**26)

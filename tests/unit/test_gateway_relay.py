@@ -291,6 +291,9 @@ class Counts:
     def refused(self, status: int, code: str) -> None:
         self.refusals.append((status, code))
 
+    def techniques(self, applied: str) -> None:
+        assert applied == "exact"
+
     def replica_lost(self, when: str) -> None:
         self.lost.append(when)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_kvstore._vllm_compat import cpu_attention_isa, hash_seed, vllm_version
-from headrace_kvstore.codec import Codec, Raw, tag
+from headrace_kvstore.codec import CODECS, Codec, Raw, tag
 from headrace_kvstore.keys import Namespace, canonical, fingerprint
 
 _READERS = 8
@@ -73,6 +73,20 @@ def engine_namespace(
         codec_version=codec.version,
         technique=tag(codec) if codec.lossy else "",
     )
+
+
+def lossy_codec(transfer: Any) -> str:
+    """The lossy codec of the store in an engine's connectors; empty where KV stays exact.
+
+    Args:
+        transfer: vLLM's KVTransferConfig, or None.
+    """
+    extra = (transfer and transfer.kv_connector_extra_config) or {}
+    settings = [extra] + [
+        child.get("kv_connector_extra_config") or {} for child in extra.get("connectors", ())
+    ]
+    names = [str(each.get("codec", "raw")) for each in settings]
+    return next((name for name in names if name in CODECS and CODECS[name].lossy), "")
 
 
 def model_identity(model: Any) -> tuple[str, str]:

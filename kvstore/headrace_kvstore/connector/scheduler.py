@@ -15,6 +15,8 @@ loading takes fewer seconds than computing.
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
 request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
 they would without a store.
+
+Blocks of a request whose salt is marked (`headrace_kvstore.salts`) are neither loaded nor saved.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import numpy as np
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.load_price import Price, Run, pairs
 from headrace_kvstore.connector.node_tiers import NodeTiers
+from headrace_kvstore.salts import is_marked
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -219,7 +222,7 @@ class SchedulerHalf:
         Returns:
             The tokens, or None while a slower tier is being asked.
         """
-        if not self._loads or request.skip_reading_prefix_cache:
+        if not self._loads or request.skip_reading_prefix_cache or _is_apart(request):
             return 0
         start = computed_tokens // self._block_tokens
         end = (request.num_tokens - self._left_tokens) // self._block_tokens
@@ -290,6 +293,8 @@ class SchedulerHalf:
 
     def added(self, request: Any) -> None:
         """A request has come; its blocks become known when it is scheduled."""
+        if _is_apart(request):
+            return
         self._requests[request.request_id] = _Request(request)
         # A request whose prefill was remote has been seen by the engine that did it.
         transfer = getattr(request, "kv_transfer_params", None) or {}
@@ -404,6 +409,10 @@ class SchedulerHalf:
         self._held[self._next_job] = save
         self._work.saves[self._next_job] = save
         self._next_job += 1
+
+
+def _is_apart(request: Any) -> bool:
+    return is_marked(request.cache_salt or "")
 
 
 def medium_of(place: Any) -> str:

@@ -48,6 +48,7 @@ from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
 from headrace_decode.routes import Route
+from headrace_decode.techniques import TechniqueError, exact_of
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_engine.stall import LoopStall
 
@@ -182,7 +183,8 @@ class GatewayApp:
             pool = ReplicaPool(self._backend, self._tell)
             upstream = Upstream(self.options.connect_timeout_s)
             placer = None if self._make_placer is None else self._make_placer(pool, upstream)
-            relay = Relay(pool, upstream, self.options, placer, self._metrics.replica_lost)
+            told = self._metrics.replica_lost, self._metrics.techniques
+            relay = Relay(pool, upstream, self.options, placer, *told)
             own = OwnRoutes(self._admin, self._corpora, self._intake, self._place, pool, relay)
             door = self._door(pool, placer)
             self._parts = _Parts(pool, upstream, relay, own, placer, door)
@@ -400,6 +402,11 @@ class GatewayApp:
         limits.check_fields(request)
         call.affinity = affinity_key(request)
         call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
+        try:
+            exact = exact_of(request)
+        except TechniqueError as error:
+            raise errors.wrong_technique(str(error), error.param) from None
+        call.exact = exact if call.route is not None and call.route.path in PLACED else None
         options, caller = self.options.admission or _NO_CLASSES, asked.caller
         try:
             return options.choose(asked.seen.get(HEADER), request, caller.slo, caller.slo_classes)

@@ -31,6 +31,7 @@ class ReplicaInfo:
         in_flight: requests on its port, from all gateways.
         token: what its port asks of a gateway.
         stands_in: whether it is a prefill replica, for when no decode replica is ready.
+        techniques: what makes its KV approximate; empty where it is exact.
     """
 
     replica_id: str
@@ -43,6 +44,7 @@ class ReplicaInfo:
     in_flight: int = 0
     token: str = ""
     stands_in: bool = False
+    techniques: str = ""
 
     @property
     def reported(self) -> int:
@@ -132,6 +134,9 @@ class GatewayMetrics(Protocol):
             code: of `headrace.gateway.errors`, which has some thirty.
         """
 
+    def techniques(self, applied: str) -> None:
+        """An answer began whose KV these techniques could touch; `exact` for none."""
+
     def replica_lost(self, when: str) -> None:
         """A replica was lost: `before` it got the request, while it `worked` on it, or when its
         stream had begun: another one took it up (`taken_up`), or it ended with an error (`stream`).
@@ -171,6 +176,9 @@ class NoMetrics:
         """Ignore it."""
 
     def refused(self, status: int, code: str) -> None:
+        """Ignore it."""
+
+    def techniques(self, applied: str) -> None:
         """Ignore it."""
 
     def replica_lost(self, when: str) -> None:

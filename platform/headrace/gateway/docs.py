@@ -48,6 +48,9 @@ vLLM {vllm}.
 - **SLO classes.** With [admission](admission.md) a request may name its class in the header
   `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A name that does not exist is answered 400.
   A request that would come too late is answered 429 with `Retry-After`, at once.
+- **Lossy techniques.** `vllm_xargs.techniques: "off"` asks for [exact KV](techniques.md) only; any
+  value but that and `"auto"` is answered 400. The header `x-headrace-techniques` of an answer says
+  what could be used.
 - **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
   may by default. No page may call `/headrace/`.
 

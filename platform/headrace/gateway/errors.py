@@ -174,6 +174,11 @@ def unknown_class(why: str, param: str) -> ApiError:
     return ApiError(400, why, code="unknown_slo_class", param=param)
 
 
+def wrong_technique(why: str, param: str) -> ApiError:
+    """400: the request says of lossy techniques what there is not."""
+    return ApiError(400, why, code="invalid_technique", param=param)
+
+
 def too_late(slo: str, target_s: float, wait_s: float, retry_after_s: float) -> ApiError:
     """429: the first token would come after the class's target, whatever is done."""
     return _overloaded(

@@ -49,6 +49,11 @@ class RayGatewayMetrics:
             "Requests that the gateway itself refused, or streams that it ended with an error.",
             tag_keys=("status", "code"),
         )
+        self._techniques = Counter(
+            "headrace_gateway_techniques",
+            "Answers by the lossy techniques that could touch their KV; `exact` for none.",
+            tag_keys=("techniques",),
+        )
         self._lost = Counter(
             "headrace_gateway_replica_losses",
             "Requests whose replica was lost before, while or after it worked on them.",
@@ -87,6 +92,9 @@ class RayGatewayMetrics:
 
     def refused(self, status: int, code: str) -> None:
         self._refused.inc(tags={"status": str(status), "code": code})
+
+    def techniques(self, applied: str) -> None:
+        self._techniques.inc(tags={"techniques": applied})
 
     def replica_lost(self, when: str) -> None:
         self._lost.inc(tags={"when": when})

@@ -32,6 +32,7 @@ class Call:
         held: counts the body.
         said: the lines of its stream so far, for the replica that takes it up.
         journal: of a client that wants to resume its stream (`resume`).
+        exact: whether no lossy technique may touch its KV; None on routes without a prompt.
         on_first: called when the first bytes of a stream's body have been sent.
     """
 
@@ -56,6 +57,7 @@ class Call:
     held: Held | None = None
     said: bytes = b""
     journal: Journal | None = None
+    exact: bool | None = None
     on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:

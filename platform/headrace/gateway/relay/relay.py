@@ -40,6 +40,7 @@ from headrace.gateway.relay.streams import Streams
 from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Upstream
+from headrace_decode import techniques
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
 from headrace_decode.replay.said import HEADER
 
@@ -99,6 +100,7 @@ class Relay:
         options: limits.
         placer: plans where a request goes; None leaves that to the pool.
         on_lost: told when a replica was lost, as `GatewayMetrics.replica_lost` says.
+        on_techniques: told of each answer, as `GatewayMetrics.techniques` says.
     """
 
     def __init__(
@@ -108,9 +110,10 @@ class Relay:
         options: GatewayOptions,
         placer: Placer | None = None,
         on_lost: Callable[[str], None] = lambda when: None,
+        on_techniques: Callable[[str], None] = lambda applied: None,
     ) -> None:
         self._pool = pool
-        self._on_lost = on_lost
+        self._on_lost, self._on_techniques = on_lost, on_techniques
         self._upstream = upstream
         self._placer = placer
         self._queue_timeout_s = options.queue_timeout_s
@@ -140,6 +143,10 @@ class Relay:
             headers = [head for head in answer.reply.headers if head[0] not in _NOT_COPIED]
             headers.append((b"x-request-id", call.request_id))
             headers.append((b"x-headrace-replica", call.replica_id.encode()))
+            if call.exact is not None and call.status == 200:
+                told = techniques.applied(call.exact, answer.lease.replica.techniques)
+                headers.append((techniques.HEADER, told.encode()))
+                self._on_techniques(told)
             start = {"type": "http.response.start", "status": call.status, "headers": headers}
             if answer.streamed:
                 journal = self._streams.journal(call, answer)

@@ -1,0 +1,212 @@
+"""Exact requests beside lossy ones: at each seam, nothing approximate is attended to by them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from headrace.gateway.backend import NoMetrics
+from headrace_decode._vllm_compat import lossy_of, with_technique, with_tenant
+from headrace_decode.techniques import (
+    TechniqueError,
+    applied,
+    exact_of,
+    salt_for,
+    wants_exact,
+)
+from headrace_kvstore.connector.identity import lossy_codec
+from headrace_kvstore.prompt_hash import hash_prompt, root_hash
+from headrace_kvstore.salts import EXACT, is_marked, marked, salt_of, tenant_of
+from tests.unit.gateway_fakes import (
+    CHAT,
+    PROMPT,
+    FakeCluster,
+    FakeReplica,
+    answer,
+    gateway_over,
+    stream,
+)
+from tests.unit.test_kv_scheduler import B, Engine, Store, Tiers, hashes, request
+
+OFF = {"techniques": "off"}
+INT4 = "store=int4"
+salts = st.text().filter(lambda salt: not is_marked(salt))
+
+
+# ---- what a request may say -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "exact"),
+    [(None, False), ({}, False), ({"techniques": "auto"}, False), (OFF, True), ({"slo": 1}, False)],
+)
+def test_exact_only_is_asked_for_by_one_word(extra: Any, exact: bool) -> None:
+    assert wants_exact(extra) is exact
+
+
+@pytest.mark.parametrize("value", ["on", "", "OFF", 0, False, None, ["off"]])
+def test_any_other_word_is_an_error(value: Any) -> None:
+    with pytest.raises(TechniqueError) as error:
+        wants_exact({"techniques": value})
+    assert error.value.param == "vllm_xargs.techniques"
+
+
+def test_a_beam_search_cannot_be_exact_only_since_vllm_loses_the_word() -> None:
+    assert not exact_of({"use_beam_search": True})
+    with pytest.raises(TechniqueError, match="beam search"):
+        exact_of({"use_beam_search": True, "vllm_xargs": OFF})
+
+
+def test_an_answer_tells_what_could_touch_its_kv() -> None:
+    assert [applied(False, ""), applied(True, ""), applied(True, INT4)] == ["exact"] * 3
+    assert applied(False, INT4) == INT4
+
+
+# ---- salts ----------------------------------------------------------------------------------
+
+
+@given(salts)
+def test_salts_are_as_ever_where_no_technique_matters(salt: str) -> None:
+    assert salt_for(salt, None, INT4) == salt_for(salt, OFF, "") == salt
+
+
+@given(salts, salts)
+def test_a_marked_salt_equals_no_other(one: str, other: str) -> None:
+    assert marked(one, EXACT) != other
+    assert (marked(one, EXACT) == marked(other, EXACT)) == (one == other)
+
+
+@given(st.text(st.characters(exclude_characters=":"), min_size=1), st.text())
+def test_a_marked_salt_tells_its_tenant(tenant: str, own: str) -> None:
+    assert tenant_of(marked(salt_of(tenant, own), EXACT)) == tenant
+
+
+def test_a_mark_is_given_once_and_cannot_be_mistaken() -> None:
+    for wrong in ("", "a:b"):
+        with pytest.raises(ValueError, match="no mark"):
+            marked("s", wrong)
+    with pytest.raises(ValueError, match="already"):
+        marked(marked("s", EXACT), EXACT)
+
+
+@pytest.mark.parametrize("lossy", ["", INT4])
+def test_no_client_may_send_a_salt_that_looks_marked(lossy: str) -> None:
+    with pytest.raises(TechniqueError) as error:
+        salt_for("technique:exact:", None, lossy)
+    assert error.value.param == "cache_salt"
+
+
+def test_exact_and_lossy_requests_share_no_block_hash() -> None:
+    tokens, root = list(range(64)), root_hash("0")
+    plain = hash_prompt(tokens, B, root, salt_for("s", None, INT4))
+    exact = hash_prompt(tokens, B, root, salt_for("s", OFF, INT4))
+    assert plain == hash_prompt(tokens, B, root, "s")
+    assert not set(plain) & set(exact)
+
+
+# ---- decode ---------------------------------------------------------------------------------
+
+
+def transfer(codec: str | None) -> SimpleNamespace:
+    """A KVTransferConfig as `headrace.store` makes it."""
+    stored = {} if codec is None else {"codec": codec}
+    children = [
+        {"kv_connector": "NixlConnector"},
+        {"kv_connector": "HeadraceConnector", "kv_connector_extra_config": stored},
+    ]
+    return SimpleNamespace(kv_connector_extra_config={"connectors": children})
+
+
+def test_the_engines_connectors_tell_whether_the_store_is_lossy() -> None:
+    assert [lossy_codec(transfer(c)) for c in (None, "raw", "int4")] == ["", "", "int4"]
+    alone = SimpleNamespace(kv_connector_extra_config={"codec": "fp8"})
+    assert lossy_codec(alone) == "fp8" and lossy_codec(None) == ""
+    config: Any = SimpleNamespace(kv_transfer_config=transfer("int4"))
+    assert lossy_of(config) == INT4
+
+
+def test_the_mark_stands_before_the_tenant_so_no_tenant_can_forge_it() -> None:
+    prompt = with_tenant({"prompt_token_ids": [1], "cache_salt": "technique:exact:"}, "ann")
+    params = SamplingParams(extra_args=dict(OFF))
+    assert with_technique(prompt, SamplingParams(), INT4) is prompt
+    assert with_technique(prompt, params, "") is prompt
+    salted = with_technique(prompt, params, INT4)["cache_salt"]
+    assert salted == "technique:exact:tenant:ann:technique:exact:"
+
+
+def test_the_decode_replica_refuses_what_the_gateway_did_not_see() -> None:
+    with pytest.raises(VLLMValidationError, match='"auto" or "off"'):
+        with_technique({}, SamplingParams(extra_args={"techniques": "some"}), INT4)
+    with pytest.raises(VLLMValidationError, match="cache_salt"):
+        with_technique({"cache_salt": "technique:x:"}, SamplingParams(), "")
+    with pytest.raises(TypeError, match="cannot carry"):
+        with_technique("text", SamplingParams(extra_args=dict(OFF)), INT4)
+
+
+# ---- store ----------------------------------------------------------------------------------
+
+
+def test_the_store_neither_supplies_nor_keeps_blocks_under_a_mark() -> None:
+    told: list[Any] = []
+    salt, tiers = marked("s", EXACT), Tiers(*hashes(4))
+    for cache_salt, loaded in (("s", 3 * B), (salt, 0)):
+        engine = Engine(
+            Store(set(hashes(4))), request(4 * B, cache_salt=cache_salt), prompted=told.append
+        )
+        assert engine.half.matched(engine.request, 0) == loaded
+    assert told == [hashes(4)], "the policy learns of the first request only"
+    asks = Engine(Store(), request(4 * B, cache_salt=salt), slow=tiers, prompted=told.append)
+    asks.half.added(asks.request)
+    assert asks.half.matched(asks.request, 0) == 0
+    asks.half.finished(asks.request, [1, 2, 3, 4])
+    assert (tiers.asked, told[1:], asks.pool.held) == ([], [], [])
+
+
+# ---- gateway --------------------------------------------------------------------------------
+
+
+class Techniques(NoMetrics):
+    """Remembers what it is told of techniques."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def techniques(self, applied: str) -> None:
+        self.told.append(applied)
+
+
+@pytest.mark.parametrize("handler", [answer, stream])
+async def test_an_answers_header_tells_the_techniques(handler: Any) -> None:
+    async with gateway_over(handler) as bench:
+        body = {**PROMPT, "vllm_xargs": OFF}
+        async with bench.client.post(CHAT, json=body) as response:
+            assert response.headers["x-headrace-techniques"] == "exact"
+        async with bench.client.get("/v1/models") as response:
+            assert "x-headrace-techniques" not in response.headers
+
+
+async def test_a_wrong_word_is_answered_400_and_reaches_no_replica() -> None:
+    async with gateway_over(answer) as bench:
+        body = {**PROMPT, "vllm_xargs": {"techniques": "some"}}
+        async with bench.client.post(CHAT, json=body) as response:
+            assert response.status == 400
+            error = (await response.json())["error"]
+        assert (error["code"], error["param"]) == ("invalid_technique", "vllm_xargs.techniques")
+        assert not bench.replica.seen
+
+
+async def test_a_lossy_replica_is_told_of_unless_the_request_was_exact_only() -> None:
+    replica = await FakeReplica(answer, techniques=INT4).start()
+    metrics = Techniques()
+    async with gateway_over(backend=FakeCluster([replica]), metrics=metrics) as bench:
+        for extra, told in (({}, INT4), (OFF, "exact")):
+            async with bench.client.post(CHAT, json={**PROMPT, "vllm_xargs": extra}) as response:
+                assert response.headers["x-headrace-techniques"] == told
+    await replica.stop()
+    assert metrics.told == [INT4, "exact"]
