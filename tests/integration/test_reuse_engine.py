@@ -187,3 +187,13 @@ class TestRequests:
         )
         engine.do("flip", name="document")
         assert found["tokens"] == plain["tokens"]
+
+    def test_a_rule_that_fails_costs_its_request_the_reuse_and_nobody_else_anything(
+        self, engine: ReusingEngine
+    ) -> None:
+        tokens, runs = runs_prompt()
+        [plain] = engine.do("answers", requests=[{"tokens": tokens}])
+        good = {"tokens": tokens, "reuse": {"runs": runs, "depth": LAYERS}}
+        bad = {"tokens": tokens, "reuse": {"runs": runs, "depth": None}}
+        found = engine.do("answers", requests=[bad, good])
+        assert [each["tokens"] for each in found] == [plain["tokens"]] * 2

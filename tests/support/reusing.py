@@ -90,8 +90,10 @@ class TestedConnector(ReuseConnector):
 
     def planned(self, begin: Begin) -> Planned:
         runs = [DOCUMENTS[name].run(*rest) for name, *rest in begin.found["runs"]]
-        depths = np.full(len(begin.token_ids), begin.found["depth"])
         question = begin.found.get("question")
+        if begin.found["depth"] is None:
+            return Planned(runs, lambda mass: np.empty(0, np.int64))
+        depths = np.full(len(begin.token_ids), begin.found["depth"])
         if question is None:
             return Planned(runs, lambda mass: depths)
 

@@ -32,7 +32,7 @@ def attention_mass(
     Args:
         queries: [rows, heads, head_dim], rotated.
         keys: [tokens, kv_heads, head_dim], rotated, of positions 0 to tokens - 1.
-        positions: int64 [rows], of the rows; each sees positions up to its own.
+        positions: int64 [rows], of the rows, ascending; each sees positions up to its own.
         scale: of the scores.
 
     Returns:
@@ -40,17 +40,20 @@ def attention_mass(
     """
     rows, heads, dim = queries.shape
     tokens, kv_heads, _ = keys.shape
-    by_head = keys.float().permute(1, 2, 0)
-    grouped = queries.float().view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    by_head = keys.permute(1, 2, 0)
+    grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     at = torch.arange(tokens, device=keys.device)
     last = torch.from_numpy(positions).to(keys.device)
     total = torch.zeros(tokens, device=keys.device)
     size = max(1, MOST_SCORES // (heads * tokens))
     for first in range(0, rows, size):
         part = grouped[:, :, first : first + size]
-        scores = torch.einsum("hgrd,hdt->hgrt", part, by_head) * scale
-        unseen = at[None] > last[first : first + size, None]
-        total += scores.masked_fill(unseen, float("-inf")).softmax(-1).sum((0, 1, 2))
+        scores = torch.matmul(part, by_head[:, None]).float().mul_(scale)
+        # Ascending rows: all of them see what the first one sees.
+        seen = int(positions[first]) + 1
+        unseen = at[seen:] > last[first : first + size, None]
+        scores[..., seen:].masked_fill_(unseen, float("-inf"))
+        total += scores.softmax(-1).sum((0, 1, 2))
     return total / heads
 
 

@@ -161,10 +161,10 @@ class RowEngine:
         queries = np.diff(ends, prepend=-1)
         lengths, owners = positions[ends] + 1, prompt[ends]
         width = -(-int(lengths.max()) // self.kv.kernel_tokens)
-        rows = np.zeros((len(ends), width), np.int64)
-        for row, owner in zip(rows, owners, strict=True):
-            row[: len(tables[owner])] = tables[owner][:width]
-        return self._contexts.metadata(queries, lengths, rows, slots)
+        padded = np.zeros((len(tables), width), np.int64)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table[:width]
+        return self._contexts.metadata(queries, lengths, padded[owners], slots)
 
     def _on_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.kv.device)

@@ -29,8 +29,9 @@ from headrace_prefill.reuse.engine.rows import RowEngine, Rows
 
 logger = logging.getLogger("headrace.reuse")
 
-PLACED_PER_ROW = 16
-"""Tokens whose placing counts as computing one row."""
+PLACED_PER_ROW = 50
+"""Tokens whose placing counts as computing one row. Measured on one core with SmolLM2-135M in
+bfloat16: 0.034 ms to place a token, 1.9 ms to compute a row."""
 HEAD_TOKENS = 4
 """Of each run, in the probe."""
 
@@ -129,17 +130,15 @@ class SidePass:
                 try:
                     left -= each.place(self._placer, left)
                     rows = each.next_rows(left)
-                except LostKV as lost:
-                    logger.warning("%s is computed, stored KV was lost: %s", name, lost)
-                    stepped.failed.append(name)
-                    del self._passes[name]
+                except Exception as error:
+                    self._fail(stepped, name, error)
                     continue
                 if rows is not None:
                     parts.append((each, rows))
                     left -= len(rows.positions)
                 if left <= 0:
                     break
-            self._compute(parts)
+            self._compute(parts, stepped)
             for name in [name for name, each in self._passes.items() if each.done]:
                 stepped.finished.append(name)
                 del self._passes[name]
@@ -147,7 +146,14 @@ class SidePass:
                 break
         return stepped
 
-    def _compute(self, parts: list[tuple[_Pass, Rows]]) -> None:
+    def _fail(self, stepped: Stepped, name: str, error: Exception) -> None:
+        """One request's trouble is its own: the engine computes its prompt."""
+        unforeseen = None if isinstance(error, LostKV) else error
+        logger.warning("%s is computed, not reused: %s", name, error, exc_info=unforeseen)
+        stepped.failed.append(name)
+        del self._passes[name]
+
+    def _compute(self, parts: list[tuple[_Pass, Rows]], stepped: Stepped) -> None:
         if not parts:
             return
         ends = np.cumsum([len(rows.positions) for _, rows in parts])
@@ -161,7 +167,10 @@ class SidePass:
 
         self._engine.compute([rows for _, rows in parts], watch)
         for each, rows in parts:
-            each.computed(len(rows.positions))
+            try:
+                each.computed(len(rows.positions))
+            except Exception as error:
+                self._fail(stepped, each.request.request_id, error)
 
 
 class _Pass:
