@@ -55,8 +55,7 @@ def decoder(model: nn.Module) -> Decoder:
         Unsupported: it is no Llama-shaped decoder.
     """
     inner = getattr(model, "model", None)
-    names = {kind.__name__ for kind in type(inner).__mro__[:1]}
-    if not names & DECODERS:
+    if type(inner).__name__ not in DECODERS:
         raise Unsupported(
             f"rows of {type(model).__name__} ({type(inner).__name__}) cannot be recomputed: known "
             f"are {', '.join(sorted(DECODERS))}"

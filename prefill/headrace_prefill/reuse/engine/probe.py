@@ -40,7 +40,7 @@ def attention_mass(
     """
     rows, heads, dim = queries.shape
     tokens, kv_heads, _ = keys.shape
-    by_head = keys.permute(1, 2, 0)
+    by_head = keys.transpose(0, 1).contiguous().transpose(1, 2)
     grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     at = torch.arange(tokens, device=keys.device)
     last = torch.from_numpy(positions).to(keys.device)
@@ -48,7 +48,8 @@ def attention_mass(
     size = max(1, MOST_SCORES // (heads * tokens))
     for first in range(0, rows, size):
         part = grouped[:, :, first : first + size]
-        scores = torch.matmul(part, by_head[:, None]).float().mul_(scale)
+        scores = torch.bmm(part.reshape(kv_heads, -1, dim), by_head).float().mul_(scale)
+        scores = scores.view(kv_heads, heads // kv_heads, -1, tokens)
         # Ascending rows: all of them see what the first one sees.
         seen = int(positions[first]) + 1
         unseen = at[seen:] > last[first : first + size, None]

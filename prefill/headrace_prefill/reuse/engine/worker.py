@@ -16,7 +16,6 @@ from vllm.platforms import current_platform
 
 from headrace_prefill.reuse.engine._vllm_compat import (
     Contexts,
-    Unsupported,
     check_engine,
     decoder,
     paged_kv,
@@ -36,16 +35,11 @@ class ModelInReach:
         """As vLLM's; then binds the connectors that ask for the model."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         wanting = [c for c in _connectors() if hasattr(c, "bind_rows")]
-        if not wanting:
-            return
-        try:
-            rows = row_engine(self, kv_cache_config)
-        except Unsupported as error:
-            for connector in wanting:
+        for connector in wanting:
+            try:
+                connector.bind_rows(row_engine(self, kv_cache_config))
+            except ValueError as error:
                 connector.no_rows(str(error))
-        else:
-            for connector in wanting:
-                connector.bind_rows(rows)
 
 
 class ReusingWorker(ModelInReach, PlatformWorker):  # type: ignore[misc]
