@@ -1,0 +1,218 @@
+"""A connector that offers a prompt's KV from stored runs and has the side pass make it fit.
+
+vLLM sees an asynchronous load of all tokens but the last. Meanwhile the request waits with its
+blocks, other requests run, and each engine step ends with a bounded part of the side pass. Then
+vLLM computes the last token, and the request goes on as any other.
+
+Who subclasses it finds the runs (`find`, in the scheduler's process) and knows where they lie
+(`runs`, in the worker's). The KV that results is approximate. So only requests with a cache salt of
+their own are served: under vLLM's block hashes nobody else can come upon their blocks.
+
+A request is served once. After a preemption, or if stored KV was lost, it is computed. On abort,
+vLLM holds the blocks until the worker reports the load as ended, which it does in that step.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from headrace_prefill.reuse.engine.paged import BlockTable
+from headrace_prefill.reuse.engine.placing import Placer, StoredRun
+from headrace_prefill.reuse.engine.rows import RowEngine
+from headrace_prefill.reuse.engine.side_pass import Choose, SidePass, SideRequest
+
+logger = logging.getLogger("headrace.reuse")
+
+LEAST_ROWS = 32
+"""Of the side pass, in a step whose own requests leave less room."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A request whose load begins.
+
+    Attributes:
+        request_id, token_ids: all its tokens but the last.
+        blocks: its block ids.
+        start: tokens that it has already.
+        found: what `find` returned.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    blocks: list[int]
+    start: int
+    found: Any
+
+
+@dataclass
+class ReuseMetadata(KVConnectorMetadata):
+    """From the scheduler half to the worker half: loads that begin, and rows for this step."""
+
+    begin: list[Begin] = field(default_factory=list)
+    budget_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the pass does with a request; as in `SideRequest`."""
+
+    runs: Sequence[StoredRun]
+    choose: Choose
+    question: int | None = None
+
+
+class ReuseConnector(KVConnectorBase_V1):
+    """Both halves."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ValueError('kv_transfer_config.kv_load_failure_policy: give "recompute"')
+        self._step_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self._block_tokens = vllm_config.cache_config.block_size
+        self._found: dict[str, Any] = {}
+        self._served: set[str] = set()
+        self._begin: list[Begin] = []
+        self._rows: RowEngine | None = None
+        self._pass: SidePass | None = None
+        self._blocks: dict[str, list[int]] = {}
+        self._unused: list[str] = []
+        self._failed: set[int] = set()
+
+    # What a subclass knows
+
+    @abstractmethod
+    def find(self, request: Any, computed_tokens: int) -> Any:
+        """What to reuse for a request behind its first tokens, picklable; None for nothing. Called
+        until the request gets its blocks, each time with the same answer for the same arguments."""
+
+    @abstractmethod
+    def planned(self, begin: Begin) -> Planned:
+        """Where the runs that were found lie in this worker, and which rows are computed."""
+
+    @abstractmethod
+    def placer(self, rows: RowEngine) -> Placer:
+        """What places runs in this engine's cache."""
+
+    # Scheduler half
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        name, rest = request.request_id, request.num_tokens - 1 - num_computed_tokens
+        self._found.pop(name, None)
+        if not request.cache_salt or name in self._served or rest <= 0:
+            return 0, False
+        found = self.find(request, num_computed_tokens)
+        if found is None:
+            return 0, False
+        self._found[name] = found
+        return rest, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        found = self._found.pop(request.request_id, None)
+        if found is None or not num_external_tokens:
+            return
+        tokens = list(request.all_token_ids)[:-1]
+        start = len(tokens) - num_external_tokens
+        [table] = blocks.get_block_ids()
+        self._served.add(request.request_id)
+        self._begin.append(Begin(request.request_id, tokens, list(table), start, found))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        begin, self._begin = self._begin, []
+        room = self._step_rows - scheduler_output.total_num_scheduled_tokens
+        return ReuseMetadata(begin, max(LEAST_ROWS, room))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._found.pop(request.request_id, None)
+        self._served.discard(request.request_id)
+        return False, None
+
+    # Worker half
+
+    def bind_rows(self, rows: RowEngine) -> None:
+        """The model is there (`worker.ModelInReach`)."""
+        self._rows, self._pass = rows, SidePass(rows, self.placer(rows))
+
+    def no_rows(self, reason: str) -> None:
+        """This engine cannot compute rows: what is offered is computed."""
+        logger.warning("nothing is reused in this engine: %s", reason)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, ReuseMetadata)
+        for begin in meta.begin:
+            self._blocks[begin.request_id] = begin.blocks[begin.start // self._block_tokens :]
+            try:
+                if self._pass is None:
+                    raise RuntimeError("this engine computes no rows")
+                self._pass.start(self._request(begin))
+            except Exception:
+                logger.exception("%s is computed: its reuse could not begin", begin.request_id)
+                self._unused.append(begin.request_id)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, ReuseMetadata)
+        ended: set[str] = set()
+        if self._pass is not None:
+            ended.update(name for name in finished_req_ids if self._pass.cancel(name))
+            if len(self._pass):
+                stepped = self._pass.step(meta.budget_rows)
+                ended.update(stepped.finished)
+                self._unused += stepped.failed
+        for name in self._unused:
+            self._failed.update(self._blocks[name])
+            ended.add(name)
+        self._unused = []
+        for name in ended:
+            del self._blocks[name]
+        return None, ended or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests that are being filled are in no step."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved: corrected KV belongs to its prompt."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def _request(self, begin: Begin) -> SideRequest:
+        planned = self.planned(begin)
+        return SideRequest(
+            begin.request_id,
+            np.asarray(begin.token_ids, np.int64),
+            BlockTable(np.asarray(begin.blocks, np.int64), self._block_tokens),
+            begin.start,
+            planned.runs,
+            planned.choose,
+            planned.question,
+        )

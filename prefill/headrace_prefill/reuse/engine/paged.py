@@ -1,0 +1,163 @@
+"""K and V of single tokens in a paged KV cache, read and written by slot.
+
+A slot is `block * block_tokens + offset`, as vLLM's slot mapping has it. vLLM 0.29 views each
+layer's cache as `[blocks, heads, tokens, 2 * head_dim]`, with the layout in the strides. What the
+last two axes hold differs:
+
+    joined   CUDA: the last axis is K, then V (NHD and HND differ in strides only)
+    vec      CPU, ISA "vec": within a block and head, K as [head_dim, tokens], then V as [tokens,
+             head_dim]
+
+Both become views `[blocks, heads, tokens, head_dim]`, one for K and one for V. Blocks that the
+store keeps are a layer's bytes in memory order, so they are read through the same views
+(`stored_blocks`). Pure torch, any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Order(StrEnum):
+    """What the last two axes of a cache hold."""
+
+    JOINED = "joined"
+    VEC = "vec"
+
+
+def halves(cache: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+    """K and V of a layer's cache as views.
+
+    Args:
+        cache: [blocks, heads, tokens, 2 * head_dim].
+        order: of its last two axes.
+
+    Returns:
+        K and V, each [blocks, heads, tokens, head_dim].
+
+    Raises:
+        ValueError: the cache has another shape, or "vec" and a block's heads are not contiguous.
+    """
+    if cache.dim() != 4 or cache.shape[3] % 2:
+        raise ValueError(f"KV cache: shape {tuple(cache.shape)} is not [blocks, heads, tokens, 2D]")
+    _, _, tokens, both = cache.shape
+    if order is Order.JOINED:
+        keys, values = cache.split(both // 2, dim=3)
+        return keys, values
+    if cache.stride()[2:] != (both, 1):
+        raise ValueError(f"KV cache: strides {cache.stride()} are not those of the CPU layout vec")
+    flat = cache.flatten(2)
+    keys, values = flat.split(tokens * both // 2, dim=2)
+    return keys.unflatten(2, (both // 2, tokens)).transpose(2, 3), values.unflatten(
+        2, (tokens, both // 2)
+    )
+
+
+def stored_blocks(bytes_: Tensor, like: Tensor) -> Tensor:
+    """One layer of stored blocks, seen as a cache.
+
+    The store keeps a block's bytes in the engine's memory order, outermost axis first
+    (`headrace_kvstore.layout`).
+
+    Args:
+        bytes_: uint8 [n, bytes of a layer of a block], contiguous.
+        like: the engine's cache of one layer.
+
+    Returns:
+        A view [n, heads, tokens, 2 * head_dim] of `bytes_`.
+    """
+    inner = sorted(range(1, 4), key=lambda axis: (-_step(like, axis), axis))
+    shape = [like.shape[axis] for axis in inner]
+    ordered = bytes_.view(like.dtype).view(len(bytes_), *shape)
+    return ordered.permute(0, *(1 + inner.index(axis) for axis in range(1, 4)))
+
+
+def _step(cache: Tensor, axis: int) -> int:
+    """An axis of extent 1 moves nothing, whatever its stride."""
+    return cache.stride(axis) if cache.shape[axis] > 1 else 0
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """A request's blocks, and where its positions lie.
+
+    Attributes:
+        blocks: int64 [n], block ids in order of position.
+        tokens: of one block.
+    """
+
+    blocks: NDArray[np.int64]
+    tokens: int
+
+    def slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of these positions.
+
+        Raises:
+            IndexError: a position outside the request's blocks.
+        """
+        if positions.size and (positions.min() < 0 or positions.max() >= self.capacity):
+            raise IndexError(
+                f"positions {positions.min()} to {positions.max()} of {self.capacity} with blocks"
+            )
+        slots: NDArray[np.int64] = (
+            self.blocks[positions // self.tokens] * self.tokens + positions % self.tokens
+        )
+        return slots
+
+    @property
+    def capacity(self) -> int:
+        """Positions that have a slot."""
+        return len(self.blocks) * self.tokens
+
+
+class PagedKV:
+    """All layers' K and V by slot.
+
+    Args:
+        caches: a tensor a layer, in the model's order, as vLLM allocates them.
+        order: of their last two axes.
+        block_tokens: of the scheduler's block; the kernel's may be smaller.
+
+    Raises:
+        ValueError: the caches have another layout.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], order: Order, block_tokens: int) -> None:
+        self.caches = list(caches)
+        self.order, self.block_tokens = order, block_tokens
+        self._halves = [halves(cache, order) for cache in caches]
+        self.kernel_tokens = caches[0].shape[2]
+        if block_tokens % self.kernel_tokens:
+            raise ValueError(
+                f"KV cache: blocks of {self.kernel_tokens} tokens do not divide {block_tokens}"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches are."""
+        return self.caches[0].device
+
+    def kernel_blocks(self, table: BlockTable) -> NDArray[np.int64]:
+        """A request's blocks in the kernel's numbering: consecutive ones form a block."""
+        parts = self.block_tokens // self.kernel_tokens
+        return (table.blocks[:, None] * parts + np.arange(parts)).reshape(-1)
+
+    def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of n slots, copied: each [n, heads, head_dim]. `slots`: int64 [n]."""
+        keys, values = self._halves[layer]
+        block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
+        return keys[block, :, offset], values[block, :, offset]
+
+    def put(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write K and V of n slots; shapes as `gather`."""
+        to_keys, to_values = self._halves[layer]
+        block, offset = slots // self.kernel_tokens, slots % self.kernel_tokens
+        to_keys[block, :, offset] = keys.to(to_keys.dtype)
+        to_values[block, :, offset] = values.to(to_values.dtype)

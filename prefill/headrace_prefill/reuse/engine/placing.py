@@ -1,0 +1,127 @@
+"""Copies runs of tokens from stored blocks to a request's slots, rotated to their new positions.
+
+    K' = R(new - old) K,    V' = V
+
+always from the stored original, whose position is known, never from KV that was placed once. Runs
+need not be aligned with blocks on either side. Each stored (block, layer) is copied to memory of
+our own first and compared with its checksum, so the bytes that are placed are those that were
+summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_kvstore.checksum import copy_sum
+from headrace_kvstore.layout import BlockLayout
+from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV, halves, stored_blocks
+
+Rotate = Callable[[Tensor, int], Tensor]
+"""(K [n, heads, head_dim], new - old position) -> K'."""
+
+
+class LostKV(Exception):
+    """Stored bytes are not those that were stored."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run of tokens in stored blocks, and where the request wants it.
+
+    Attributes:
+        payloads: uint64 [blocks], addresses of the blocks' payloads, leased by whoever made this.
+        sums, seeds: uint64 [blocks, layers], checksums as stored, and what they were begun with.
+        offset: of the run's first token in the first block.
+        length: in tokens.
+        old, new: position of the first token in the prompt that was stored, and in this request.
+    """
+
+    payloads: NDArray[np.uint64]
+    sums: NDArray[np.uint64]
+    seeds: NDArray[np.uint64]
+    offset: int
+    length: int
+    old: int
+    new: int
+
+    def pieces(self, block_tokens: int) -> Iterator[Piece]:
+        """The run, cut where stored blocks end.
+
+        Raises:
+            ValueError: the run does not lie in its blocks.
+        """
+        end = self.offset + self.length
+        within = 0 <= self.offset < block_tokens and self.length > 0
+        if not within or -(-end // block_tokens) != len(self.payloads):
+            raise ValueError(
+                f"a run of {self.length} tokens from {self.offset} on does not fill "
+                f"{len(self.payloads)} blocks of {block_tokens}"
+            )
+        for number in range(len(self.payloads)):
+            first = max(self.offset, number * block_tokens)
+            last = min(end, (number + 1) * block_tokens)
+            offset = first - number * block_tokens
+            yield Piece(self, number, offset, last - first, self.new + first - self.offset)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a run that lies in one stored block: `length` tokens from `offset` on, which go
+    to `position` and those behind it."""
+
+    run: StoredRun
+    block: int
+    offset: int
+    length: int
+    position: int
+
+
+class Placer:
+    """Places pieces in an engine's cache.
+
+    Args:
+        kv: the cache, layers in the model's order.
+        layout: of stored blocks, and so of this cache; layers in the order of `kv`.
+        rotate: as `Rotate`.
+    """
+
+    def __init__(self, kv: PagedKV, layout: BlockLayout, rotate: Rotate) -> None:
+        if len(layout.layers) != len(kv.caches):
+            raise ValueError(f"{len(layout.layers)} stored layers, {len(kv.caches)} in the engine")
+        if kv.kernel_tokens != kv.block_tokens:
+            raise ValueError("blocks of several kernel blocks cannot be placed by token")
+        self._kv, self._layout, self._rotate = kv, layout, rotate
+        self._bytes = np.empty((len(kv.caches), layout.layer_bytes), np.uint8)
+
+    def place(self, piece: Piece, table: BlockTable) -> None:
+        """Copy one piece in, all layers.
+
+        Raises:
+            LostKV: the stored bytes are wrong; some layers may have been placed.
+        """
+        run, layout = piece.run, self._layout
+        payload = run.payloads[piece.block : piece.block + 1]
+        stored = layout.payload_addresses(payload)[0, :, 0]
+        mine = self._bytes.ctypes.data + np.arange(len(self._bytes), dtype=np.uint64) * np.uint64(
+            layout.layer_bytes
+        )
+        sums = copy_sum(mine, stored, layout.layer_bytes, run.seeds[piece.block])
+        if (sums != run.sums[piece.block]).any():
+            raise LostKV(f"block {piece.block} of a run of {run.length} tokens")
+        positions = np.arange(piece.position, piece.position + piece.length)
+        slots = torch.from_numpy(table.slots(positions)).to(self._kv.device)
+        tokens = slice(piece.offset, piece.offset + piece.length)
+        for layer, cache in enumerate(self._kv.caches):
+            block = stored_blocks(torch.from_numpy(self._bytes[layer : layer + 1]), cache)
+            keys, values = (half[0, :, tokens].transpose(0, 1) for half in self._halves(block))
+            keys, values = keys.to(cache.device), values.to(cache.device)
+            self._kv.put(layer, slots, self._rotate(keys, run.new - run.old), values)
+
+    def _halves(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        return halves(block, self._kv.order)

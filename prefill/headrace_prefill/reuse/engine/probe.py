@@ -1,0 +1,123 @@
+"""Which positions the question's tokens attend to, learned by a cheap pass over placed KV.
+
+The probe computes the question's rows and the first tokens of each chunk through all layers, over
+KV that was placed and not corrected. (The first tokens of a chunk prefilled alone are attention
+sinks; fresh ones draw what they draw in the full prompt.) At each layer,
+
+    mass[l, t] = mean over question rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
+
+with the keys as they lie in the cache while the probe runs. K and V of placed positions that the
+probe overwrote are put back at its end; those of the question are computed again by the pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_prefill.reuse.engine.paged import BlockTable
+from headrace_prefill.reuse.engine.rows import RowEngine, Rows
+
+MOST_SCORES = 2**24
+"""Attention scores held at once: 64 MiB in fp32."""
+
+
+def attention_mass(
+    queries: Tensor, keys: Tensor, positions: NDArray[np.int64], scale: float
+) -> Tensor:
+    """Attention that rows pay to each position, summed over the rows, averaged over heads.
+
+    Args:
+        queries: [rows, heads, head_dim], rotated.
+        keys: [tokens, kv_heads, head_dim], rotated, of positions 0 to tokens - 1.
+        positions: int64 [rows], of the rows, ascending; each sees positions up to its own.
+        scale: of the scores.
+
+    Returns:
+        float32 [tokens].
+    """
+    rows, heads, dim = queries.shape
+    tokens, kv_heads, _ = keys.shape
+    by_head = keys.transpose(0, 1).contiguous().transpose(1, 2)
+    grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    at = torch.arange(tokens, device=keys.device)
+    last = torch.from_numpy(positions).to(keys.device)
+    total = torch.zeros(tokens, device=keys.device)
+    size = max(1, MOST_SCORES // (heads * tokens))
+    for first in range(0, rows, size):
+        part = grouped[:, :, first : first + size]
+        scores = torch.bmm(part.reshape(kv_heads, -1, dim), by_head).float().mul_(scale)
+        scores = scores.view(kv_heads, heads // kv_heads, -1, tokens)
+        # Ascending rows: all of them see what the first one sees.
+        seen = int(positions[first]) + 1
+        unseen = at[seen:] > last[first : first + size, None]
+        scores[..., seen:].masked_fill_(unseen, float("-inf"))
+        total += scores.softmax(-1).sum((0, 1, 2))
+    return total / heads
+
+
+class Probe:
+    """The probe of one prompt; rows are computed by whoever owns it, in parts.
+
+    Args:
+        engine: computes rows.
+        table: the prompt's blocks.
+        token_ids: int64 [n], of the prompt.
+        question: first position of the question, which reaches to the end.
+        heads: int64, ascending; positions of the chunks' first tokens, all before the question.
+    """
+
+    def __init__(
+        self,
+        engine: RowEngine,
+        table: BlockTable,
+        token_ids: NDArray[np.int64],
+        question: int,
+        heads: NDArray[np.int64],
+    ) -> None:
+        if not 0 <= question < len(token_ids):
+            raise ValueError(f"probe: the question begins at {question} of {len(token_ids)} tokens")
+        if len(heads) and heads.max() >= question:
+            raise ValueError("probe: a chunk begins within the question")
+        self._engine, self._table, self._question = engine, table, question
+        positions = np.concatenate([heads, np.arange(question, len(token_ids))])
+        layers = engine.layers
+        self.rows = Rows(table, positions, token_ids[positions], np.full(len(positions), layers))
+        self._mass = torch.zeros(layers, len(token_ids), device=engine.kv.device)
+        self._context = self._slots(np.arange(len(token_ids)))
+        self._heads = self._slots(heads)
+        self._before = [engine.kv.gather(layer, self._heads) for layer in range(layers)]
+
+    def watch(self, layer: int, queries: Tensor, positions: NDArray[np.int64]) -> None:
+        """Count the attention of rows that a layer has just computed.
+
+        Args:
+            queries: [rows, heads * head_dim], of these rows.
+            positions: int64 [rows], ascending.
+        """
+        asked = positions >= self._question
+        if not asked.any():
+            return
+        first, end = int(np.argmax(asked)), int(positions[-1]) + 1
+        module = self._engine.decoder.attention[layer]
+        asking = queries[first:].view(len(queries) - first, module.num_heads, module.head_size)
+        keys, _ = self._engine.kv.gather(layer, self._context[:end])
+        mass = attention_mass(asking, keys, positions[first:], module.impl.scale)
+        self._mass[layer, :end] += mass
+
+    def finish(self) -> NDArray[np.float32]:
+        """Put back what the probe overwrote.
+
+        Returns:
+            float32 [layers, n]: mean attention of the question's rows; each layer sums to 1.
+        """
+        for layer, (keys, values) in enumerate(self._before):
+            self._engine.kv.put(layer, self._heads, keys, values)
+        asked = len(self._context) - self._question
+        mass: NDArray[np.float32] = (self._mass / asked).cpu().numpy()
+        return mass
+
+    def _slots(self, positions: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(self._table.slots(positions)).to(self._engine.kv.device)

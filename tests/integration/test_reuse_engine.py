@@ -1,0 +1,199 @@
+"""Recomputing chosen rows in a real vLLM engine, against a plain Llama and against vLLM itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.prompts import noise
+from tests.support.reusing import ReusingEngine
+from tests.support.tiny import LAYERS, tiny_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+SAME = 1e-5
+"""Largest difference of K and V, which are about 4 at most, between batches of other shapes."""
+EXACT = 2e-4
+"""And from a plain Llama: vLLM computes the angles of its rotation in float32."""
+DOCUMENT, OTHER, PROMPT = noise(700, 1), noise(300, 2), noise(500, 3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ReusingEngine]:
+    """The only one of this file; it keeps two documents."""
+    engine = ReusingEngine(tiny_llama())
+    try:
+        engine.do("store", name="document", tokens=DOCUMENT)
+        engine.do("store", name="other", tokens=OTHER)
+        yield engine
+    finally:
+        engine.end()
+
+
+class TestRows:
+    @pytest.mark.parametrize("first", [0, 300, 499])
+    def test_rows_behind_a_prefix_are_what_vllm_computes(
+        self, engine: ReusingEngine, first: int
+    ) -> None:
+        found = engine.do("against_vllm", tokens=PROMPT, first=first)
+        assert max(found["keys"], found["values"]) < SAME
+        assert found["tokens"][0] == found["tokens"][1]
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_nested_sets_are_what_a_plain_llama_computes(
+        self, engine: ReusingEngine, seed: int
+    ) -> None:
+        depths = random.Random(seed).choices(range(LAYERS + 1), k=500)
+        depths[-1] = LAYERS
+        found = engine.do("recompute", tokens=PROMPT, depths=depths, stale=noise(500, 9))
+        assert max(found["keys"], found["values"], found["logits"]) < EXACT
+
+    def test_rows_may_be_computed_in_parts(self, engine: ReusingEngine) -> None:
+        depths = [*random.Random(4).choices(range(LAYERS + 1), k=499), LAYERS]
+        found = engine.do("recompute", tokens=PROMPT, depths=depths, stale=noise(500, 9), parts=7)
+        assert max(found["keys"], found["values"], found["logits"]) < EXACT
+
+    def test_prompts_of_one_batch_do_not_see_each_other(self, engine: ReusingEngine) -> None:
+        assert engine.do("together", prompts=[PROMPT, OTHER]) < SAME
+
+
+class TestProbe:
+    @pytest.mark.parametrize("parts", [1, 5])
+    def test_the_questions_attention_is_what_a_plain_llama_pays(
+        self, engine: ReusingEngine, parts: int
+    ) -> None:
+        heads = [0, 1, 2, 3, 200, 201, 202, 203]
+        found = engine.do("probe", tokens=PROMPT, heads=heads, question=470, parts=parts)
+        assert found["error"] < 1e-6
+
+    def test_it_leaves_placed_kv_as_it_was(self, engine: ReusingEngine) -> None:
+        found = engine.do("probe", tokens=PROMPT, heads=[0, 1, 128], question=470, parts=2)
+        assert found["restored"]
+
+
+class TestPlacing:
+    @pytest.mark.parametrize(
+        ("first", "length", "new"),
+        [(0, 700, 0), (0, 128, 128), (13, 300, 500), (250, 300, 7), (127, 2, 999 - 2), (5, 1, 0)],
+    )
+    def test_a_run_is_placed_wherever_it_stands(
+        self, engine: ReusingEngine, first: int, length: int, new: int
+    ) -> None:
+        found = engine.do("placed", name="document", first=first, length=length, new=new)
+        assert found["keys"] < EXACT and found["values"] == 0 and found["others"]
+
+
+def runs_prompt() -> tuple[list[int], list[list[object]]]:
+    """A prompt with both documents in it, and the runs that are in them."""
+    head, between, question = noise(40, 5), noise(30, 6), noise(25, 7)
+    tokens = head + OTHER[17:290] + between + DOCUMENT[100:650] + question
+    second = 40 + 273 + 30
+    return tokens, [["other", 17, 273, 40], ["document", 100, 550, second]]
+
+
+class TestRequests:
+    def test_all_rows_recomputed_answer_as_plain_vllm_does(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        reuse = {"runs": runs, "depth": LAYERS}
+        plain, reused = (
+            engine.do("answers", requests=[{"tokens": tokens}]),
+            engine.do("answers", requests=[{"tokens": tokens, "reuse": reuse}]),
+        )
+        assert reused[0]["tokens"] == plain[0]["tokens"]
+        assert reused[0]["cached"] == len(tokens) - 1
+        assert reused[0]["rows"] == LAYERS * (len(tokens) - 1)
+
+    def test_only_what_no_run_covers_must_be_computed(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        [found] = engine.do(
+            "answers", requests=[{"tokens": tokens, "reuse": {"runs": runs, "depth": 0}}]
+        )
+        assert found["rows"] == LAYERS * (40 + 30 + 25 - 1)
+
+    def test_a_step_computes_no_more_rows_than_its_budget(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        reuse = {"runs": runs, "depth": 1, "question": len(tokens) - 25}
+        request = {"tokens": tokens, "reuse": reuse}
+        few, many = (
+            engine.do("answers", requests=[request] * 2, rows_per_step=rows) for rows in (16, 256)
+        )
+        assert few[0]["longest"] <= 16 * LAYERS < many[0]["longest"] <= 256 * LAYERS
+        assert few[0]["tokens"] == few[1]["tokens"] == many[0]["tokens"] == many[1]["tokens"]
+
+    def test_exact_requests_beside_it_answer_as_ever(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        exact = [{"tokens": noise(150 + 90 * n, 20 + n)} for n in range(3)]
+        alone = engine.do("answers", requests=exact)
+        reuse = {"tokens": tokens, "reuse": {"runs": runs, "depth": 0}}
+        mixed = engine.do("answers", requests=[reuse, *exact, reuse])
+        assert [found["tokens"] for found in mixed[1:4]] == [found["tokens"] for found in alone]
+
+    def test_nobody_comes_upon_its_blocks(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        engine.do("answers", requests=[{"tokens": tokens, "reuse": {"runs": runs, "depth": 0}}])
+        fresh = noise(60, 30) + tokens
+        plain = engine.do("answers", requests=[{"tokens": tokens}, {"tokens": fresh}])
+        assert plain[1]["cached"] == 0
+
+    def test_an_exact_prefix_and_then_reuse_serve_one_prompt(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        head = noise(256, 31)
+        moved = [[name, first, length, new + 256] for name, first, length, new in runs]
+        whole = head + tokens
+        request = {"tokens": whole, "reuse": {"runs": moved, "depth": LAYERS}, "salt": "one"}
+        engine.do(
+            "answers",
+            requests=[
+                {
+                    **request,
+                    "tokens": [*head, 50],
+                    "reuse": {"runs": [["other", 0, 1, 256]], "depth": 0},
+                }
+            ],
+        )
+        [plain] = engine.do("answers", requests=[{"tokens": whole}])
+        [found] = engine.do("answers", requests=[request])
+        assert found["tokens"] == plain["tokens"]
+        assert found["rows"] == LAYERS * (len(tokens) - 1)
+
+    @pytest.mark.parametrize("after", [1, 2, 4])
+    def test_an_aborted_request_gives_its_blocks_back(
+        self, engine: ReusingEngine, after: int
+    ) -> None:
+        tokens, runs = runs_prompt()
+        requests = [{"tokens": tokens, "reuse": {"runs": runs, "depth": LAYERS}}] * 2
+        found = engine.do("answers", requests=requests, rows_per_step=32, abort={"0": after})
+        [plain] = engine.do("answers", requests=[{"tokens": tokens}])
+        assert found[0]["tokens"] is None and found[1]["tokens"] == plain["tokens"]
+
+    def test_more_requests_than_blocks_are_preempted_and_answer(
+        self, engine: ReusingEngine
+    ) -> None:
+        tokens, runs = runs_prompt()
+        requests = [{"tokens": tokens, "reuse": {"runs": runs, "depth": LAYERS}}] * 9
+        [plain] = engine.do("answers", requests=[{"tokens": tokens}], max_tokens=300)
+        found = engine.do("answers", requests=requests, max_tokens=300, rows_per_step=256)
+        assert found[0]["preemptions"] > 0
+        assert [each["tokens"] for each in found] == [plain["tokens"]] * 9
+
+    def test_lost_kv_is_computed(self, engine: ReusingEngine) -> None:
+        tokens, runs = runs_prompt()
+        [plain] = engine.do("answers", requests=[{"tokens": tokens}])
+        engine.do("flip", name="document")
+        [found] = engine.do(
+            "answers", requests=[{"tokens": tokens, "reuse": {"runs": runs, "depth": 0}}]
+        )
+        engine.do("flip", name="document")
+        assert found["tokens"] == plain["tokens"]
+
+    def test_a_rule_that_fails_costs_its_request_the_reuse_and_nobody_else_anything(
+        self, engine: ReusingEngine
+    ) -> None:
+        tokens, runs = runs_prompt()
+        [plain] = engine.do("answers", requests=[{"tokens": tokens}])
+        good = {"tokens": tokens, "reuse": {"runs": runs, "depth": LAYERS}}
+        bad = {"tokens": tokens, "reuse": {"runs": runs, "depth": None}}
+        found = engine.do("answers", requests=[bad, good])
+        assert [each["tokens"] for each in found] == [plain["tokens"]] * 2

@@ -1,0 +1,107 @@
+"""What recomputing rows needs of vLLM is there, as it expects it.
+
+Each test names the file to mend when an upgrade moves what it pins. Slow to import, not to run.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch import nn
+
+from headrace_prefill.reuse.engine._vllm_compat import DECODERS, Unsupported, decoder
+from tests.support.contracts import assert_fields, assert_takes, find
+
+COMPAT = "prefill/headrace_prefill/reuse/engine/_vllm_compat.py"
+WORKER = "prefill/headrace_prefill/reuse/engine/worker.py"
+CONNECTOR = "prefill/headrace_prefill/reuse/engine/connector.py"
+MODELS = {"LlamaModel": "llama", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS))
+def test_a_known_model_embeds_runs_its_layers_and_norms(name: str) -> None:
+    inner = find(f"vllm.model_executor.models.{MODELS[name]}:{name}", COMPAT)
+    forward = inspect.getsource(inner.forward)
+    for part in (
+        "hidden_states = self.embed_input_ids(input_ids)",
+        "residual = None",
+        "hidden_states, residual = layer(",
+        "self.norm(hidden_states, residual)",
+    ):
+        assert part in forward, f"{name}.forward has changed: mend {COMPAT}"
+    for scaled in ("normalizer", "multiplier", "scale_emb"):
+        assert scaled not in forward, f"{name} scales: mend {COMPAT}"
+
+
+def test_another_model_is_refused_by_name() -> None:
+    model = nn.Module()
+    model.model = nn.Linear(1, 1)
+    with pytest.raises(Unsupported, match=r"Module \(Linear\) cannot be recomputed"):
+        decoder(model)
+
+
+def test_attention_writes_keys_first_then_attends_within_the_forward_context() -> None:
+    attention = "vllm.model_executor.layers.attention.attention"
+    forward = inspect.getsource(find(f"{attention}:Attention.forward", COMPAT))
+    assert forward.index("unified_kv_cache_update") < forward.index("unified_attention_with")
+    assert_takes(f"{attention}:Attention.forward", COMPAT, "query", "key", "value")
+    context = inspect.getsource(find(f"{attention}:get_attention_context", COMPAT))
+    for part in ("attn_metadata_raw[layer_name]", "slot_mapping.get(layer_name)"):
+        assert part in context, f"mend {COMPAT}"
+    assert_takes(
+        *("vllm.forward_context:set_forward_context", COMPAT),
+        *("attn_metadata", "vllm_config", "num_tokens", "slot_mapping", "skip_compiled"),
+    )
+
+
+def test_metadata_is_built_from_queries_lengths_and_block_tables() -> None:
+    assert_fields(
+        *("vllm.v1.attention.backend:CommonAttentionMetadata", COMPAT),
+        *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound"),
+        *("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"),
+        *("block_table_tensor", "slot_mapping"),
+    )
+    for backend in (
+        "cpu_attn:CPUAttentionMetadataBuilder",
+        "flash_attn:FlashAttentionMetadataBuilder",
+    ):
+        builder = f"vllm.v1.attention.backends.{backend}.build"
+        assert_takes(builder, COMPAT, "common_prefix_len", "common_attn_metadata", "fast_build")
+
+
+def test_a_cache_is_heads_by_tokens_by_key_and_value() -> None:
+    cpu = inspect.getsource(
+        find("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward", COMPAT)
+    )
+    assert "kv_cache.view((num_blocks, num_kv_heads, block_size * 2, -1))" in cpu
+    assert "kv_cache.chunk(2, dim=2)" in cpu
+    cuda = inspect.getsource(
+        find("vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward", COMPAT)
+    )
+    assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in cuda
+
+
+def test_a_worker_has_the_model_once_the_cache_is_there() -> None:
+    worker = "vllm.v1.worker.gpu_worker:Worker"
+    assert_takes(f"{worker}.initialize_from_config", WORKER, "kv_cache_config")
+    source = inspect.getsource(find(f"{worker}.initialize_from_config", WORKER))
+    assert "ensure_kv_transfer_initialized" in source and "initialize_kv_cache" in source
+    find(f"{worker}.get_model", WORKER)
+
+
+def test_a_load_that_ends_after_an_abort_gives_the_blocks_back() -> None:
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler"
+    aborted = inspect.getsource(find(f"{scheduler}.finish_requests", CONNECTOR))
+    assert "WAITING_FOR_REMOTE_KVS" in aborted and "delay_free_blocks" in aborted
+    ended = inspect.getsource(find(f"{scheduler}._update_from_kv_xfer_finished", CONNECTOR))
+    assert "self._free_blocks(self.requests[req_id])" in ended
+    ready = inspect.getsource(find(f"{scheduler}._update_waiting_for_remote_kv", CONNECTOR))
+    assert "failed_recving_kv_req_ids" in ready
+
+
+def test_a_connector_may_compute_within_the_call_for_what_has_finished() -> None:
+    mixin = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
+    source = inspect.getsource(find(f"{mixin}._get_kv_connector_output", CONNECTOR))
+    begun, ended = source.rindex("start_load_kv"), source.index("get_finished")
+    assert begun < ended < source.index("get_block_ids_with_load_errors")
