@@ -1,0 +1,1 @@
+"""Reuse of KV that stands at another place of another prompt."""
