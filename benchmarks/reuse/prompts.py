@@ -1,0 +1,147 @@
+"""Prompts of several documents, some of which were seen elsewhere before.
+
+Documents are passages of the sources and texts that installed packages bring. A package is either
+for tuning or for measuring, so nothing that is measured on was tuned on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+SUFFIXES = (".py", ".md", ".rst", ".txt", ".pyi")
+LEAST_BYTES, MOST_BYTES = 3_000, 60_000
+SYSTEM = (
+    "You are a careful assistant. You get several documents and a question about them. Answer from "
+    "the documents alone, and quote them where you can."
+)
+QUESTIONS = (
+    'Quote the lines of document {n} that follow "{line}".',
+    "What is document {n} about? Answer in two sentences, and name what it defines.",
+    'Which document has the line "{line}"? Name its number, and quote the next lines.',
+)
+ALONE, AFTER_SYSTEM, INSIDE = "alone", "after system", "inside"
+PLACES = (ALONE, AFTER_SYSTEM, INSIDE)
+"""Where a document was seen: as a prompt of its own, behind the system prompt, or behind another
+document in another prompt."""
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        name: tells seed and shape.
+        tokens: all of it.
+        chunks: (first position, length) of each document that was seen before.
+        before: for each, the tokens that stood before it where it was seen.
+        question: first position of the question.
+        place: of `PLACES`.
+        share: of the documents' tokens that were seen before.
+    """
+
+    name: str
+    tokens: list[int]
+    chunks: list[tuple[int, int]]
+    before: list[list[int]]
+    question: int
+    place: str
+    share: float
+
+
+@cache
+def documents(held_out: bool) -> list[Path]:
+    """Files of this side of the split, in an order that is the same everywhere."""
+    found = []
+    for package in importlib.metadata.distributions():
+        name = package.metadata["Name"].lower()
+        if (_hash(name) % 2 == 0) != held_out:
+            continue
+        for file in package.files or ():
+            if file.suffix in SUFFIXES and "test" not in str(file):
+                found.append((_hash(f"{name}/{file}"), Path(str(file.locate()))))
+    return [
+        file
+        for _, file in sorted(found)
+        if file.is_file() and LEAST_BYTES <= file.stat().st_size <= MOST_BYTES
+    ]
+
+
+def prompts(encode: Encode, count: int, *, held_out: bool, tokens: tuple[int, int]) -> Iterator[Prompt]:
+    """Prompts that differ in place, share and length.
+
+    Args:
+        encode: of the model's tokenizer, without special tokens of its own.
+        count: of prompts.
+        tokens: fewest and most, about.
+    """
+    files = iter(documents(held_out))
+    for number in range(count):
+        rng = np.random.default_rng([number, held_out])
+        place = PLACES[number % len(PLACES)]
+        share = (0.5, 0.8, 0.95)[number // len(PLACES) % 3]
+        length = int(rng.integers(*tokens))
+        yield _prompt(f"{number} {place} {share}", encode, files, rng, place, share, length)
+
+
+def _prompt(
+    name: str,
+    encode: Encode,
+    files: Iterator[Path],
+    rng: np.random.Generator,
+    place: str,
+    share: float,
+    length: int,
+) -> Prompt:
+    system = encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+    pieces = int(rng.integers(3, 6))
+    room = length - len(system) - 60
+    seen_tokens, fresh_tokens = int(room * share), int(room * (1 - share))
+    texts = [_passage(files, rng) for _ in range(pieces + 1)]
+    sizes = [seen_tokens // pieces] * pieces + [fresh_tokens]
+    order = rng.permutation(pieces + 1)
+    all_tokens, chunks, before = list(system), [], []
+    shown: list[list[str]] = []
+    for at, which in enumerate(order):
+        all_tokens += encode(f"Document {at + 1}:\n")
+        part = encode(texts[which])[: max(16, sizes[which])]
+        shown.append(texts[which][: 3 * len(part)].splitlines())
+        if which < pieces:
+            chunks.append((len(all_tokens), len(part)))
+            before.append(_before(place, encode, system, files, rng))
+        all_tokens += part + encode("\n\n")
+    asked = int(rng.integers(len(shown)))
+    lines = [line.strip() for line in shown[asked] if len(line.strip()) > 20] or ["the first line"]
+    words = QUESTIONS[int(rng.integers(len(QUESTIONS)))]
+    question = words.format(n=asked + 1, line=lines[len(lines) // 2][:80])
+    start = len(all_tokens)
+    all_tokens += encode(f"{question}<|im_end|>\n<|im_start|>assistant\n")
+    return Prompt(name, all_tokens, chunks, before, start, place, share)
+
+
+def _before(
+    place: str, encode: Encode, system: list[int], files: Iterator[Path], rng: np.random.Generator
+) -> list[int]:
+    if place == ALONE:
+        return []
+    if place == AFTER_SYSTEM:
+        return list(system)
+    return list(system) + encode(_passage(files, rng))[: int(rng.integers(200, 700))]
+
+
+def _passage(files: Iterator[Path], rng: np.random.Generator) -> str:
+    text = next(files).read_text("utf-8", errors="replace")
+    start = int(rng.integers(0, max(1, len(text) // 3)))
+    return text[text.find("\n", start) + 1 :]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,0 +1,89 @@
+"""Moves keys from one position to another: K' = R(p_new - p_old) K.
+
+A rotary embedding turns each pair (j, j + D/2) of a key (the NeoX order) by position * w_j. Turning
+by a difference of positions is exact as long as w_j depends on neither position nor length, so
+`Rope.of` refuses scalings for which it does. Keys are turned in fp32, from the stored original: a
+key that was turned and rounded is never turned again. Values carry no position.
+Source: RoFormer (arXiv 2104.09864), section 3.2.2; Llama 3's scaling as in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LINEAR_IN_POSITION = ("default", "linear", "llama3")
+
+
+class RopeError(ValueError):
+    """Keys of this model cannot be moved."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A model's rotary embedding.
+
+    Attributes:
+        speeds: w_j, fp64 [head_dim / 2], radians a position.
+    """
+
+    speeds: Tensor
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Rope:
+        """From a model's `config.json`.
+
+        Raises:
+            RopeError: the embedding is of a kind whose keys cannot be moved exactly.
+        """
+        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in _LINEAR_IN_POSITION:
+            raise RopeError(
+                f"rope_type {kind!r}: keys can be moved for {', '.join(_LINEAR_IN_POSITION)} only"
+            )
+        if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise RopeError("partial_rotary_factor: keys can be moved if all of a key turns")
+        theta = scaling.get("rope_theta", config.get("rope_theta"))
+        if theta is None:
+            raise RopeError("rope_theta is missing")
+        heads = config["num_attention_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        speeds = float(theta) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        if kind == "linear":
+            speeds = speeds / float(scaling["factor"])
+        elif kind == "llama3":
+            speeds = _llama3(speeds, scaling)
+        return Rope(speeds)
+
+    def shift(self, keys: Tensor, difference: int | Tensor) -> Tensor:
+        """Keys as they are `difference` positions further on.
+
+        Args:
+            keys: [tokens, heads, head_dim], of any float dtype.
+            difference: positions, of either sign; or int64 [tokens].
+
+        Returns:
+            Likewise, in the dtype of `keys`.
+        """
+        half = keys.shape[-1] // 2
+        by = torch.as_tensor(difference, dtype=torch.float64, device=keys.device)
+        angles = by.reshape(-1, 1, 1) * self.speeds.to(keys.device)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        first, second = keys[..., :half].float(), keys[..., half:].float()
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return turned.to(keys.dtype)
+
+
+def _llama3(speeds: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Slow pairs turn `factor` times slower, fast ones as before, those between in proportion."""
+    factor, length = float(scaling["factor"]), scaling["original_max_position_embeddings"]
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = length * speeds / (2 * math.pi)  # in the length that the model was made for
+    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * speeds / factor + smooth * speeds
