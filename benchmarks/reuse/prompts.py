@@ -75,7 +75,9 @@ def documents(held_out: bool) -> list[Path]:
     ]
 
 
-def prompts(encode: Encode, count: int, *, held_out: bool, tokens: tuple[int, int]) -> Iterator[Prompt]:
+def prompts(
+    encode: Encode, count: int, *, held_out: bool, tokens: tuple[int, int]
+) -> Iterator[Prompt]:
     """Prompts that differ in place, share and length.
 
     Args:
