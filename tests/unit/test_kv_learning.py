@@ -82,5 +82,9 @@ def test_a_request_is_told_once_by_the_engine_that_prefills_it(
     heard: list[list[bytes]] = []
     index: Any = None
     half = SchedulerHalf(index, 16, prompted=heard.append)
-    half.added(SimpleNamespace(**{"request_id": "r", "block_hashes": [b"x", b"y"], **fields}))
+    half.added(
+        SimpleNamespace(
+            **{"request_id": "r", "cache_salt": None, "block_hashes": [b"x", b"y"], **fields}
+        )
+    )
     assert heard == told

@@ -71,13 +71,13 @@ class Rule:
         depths = np.full(len(offsets), layers, np.int64)
         depths[chunk] = 0
         kept = chunk
-        for layer, count in enumerate(self._counts(len(chunk), layers, budget)):
-            score = self._scores(offsets[kept], None if mass is None else mass[:, kept], layer)
+        for layer, count in enumerate(self.counts(len(chunk), layers, budget)):
+            score = self.scores(offsets[kept], None if mass is None else mass[:, kept], layer)
             kept = kept[_best(score, min(count, len(kept)))]
             depths[kept] = layer + 1
         return depths
 
-    def _counts(self, tokens: int, layers: int, budget: float) -> Int:
+    def counts(self, tokens: int, layers: int, budget: float) -> Int:
         """Tokens to compute in each layer: the budget, spread as e^(-l/decay), each at most all."""
         shares = np.exp(-np.arange(layers) / self.decay)
         low, high = 0.0, float(np.exp(layers / self.decay)) / shares.mean()
@@ -90,8 +90,8 @@ class Rule:
         # Downwards: the pairs never exceed the budget.
         return np.floor(np.minimum(1.0, shares * low) * tokens + 1e-6).astype(np.int64)
 
-    def _scores(self, offsets: Int, mass: Float | None, layer: int) -> NDArray[np.float64]:
-        score = (1.0 + offsets) ** -self.prior
+    def scores(self, offsets: Int, mass: Float | None, layer: int) -> NDArray[np.float64]:
+        score = (1.0 + offsets.clip(0)) ** -self.prior
         if mass is not None:
             later = mass[min(layer + 1, len(mass) - 1) :]
             score = score * later.mean(0, dtype=np.float64) ** self.probe

@@ -74,6 +74,7 @@ class LM:
         rows: Tensor,
         keep: Keep | None = None,
         watch: Callable[[int, Tensor, Tensor], None] | None = None,
+        sees: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Compute rows and write their KV.
 
@@ -83,6 +84,7 @@ class LM:
             rows: int64 ascending, computed in the first layer.
             keep: as `Keep`; None computes all rows in all layers.
             watch: gets the layer, the rows that go on, and their queries [r, heads, head_dim].
+            sees: rows -> the last position that each attends to, ascending; None: their own.
 
         Returns:
             fp32 [r, vocabulary]: logits of the rows that went through all layers.
@@ -103,7 +105,8 @@ class LM:
             q = self.rope.shift(q, rows)
             if watch is not None:
                 watch(layer, rows, q)
-            mixed = self._attend(q, rows, kv.keys[layer], kv.values[layer])
+            last = rows if sees is None else sees(rows)
+            mixed = self._attend(q, last, kv.keys[layer], kv.values[layer])
             hidden = hidden + mixed @ self._matrix(layer, "self_attn.o_proj").T
             x = self._norm(hidden, f"layers.{layer}.post_attention_layernorm")
             gate, up = (x @ self._matrix(layer, f"mlp.{name}_proj").T for name in ("gate", "up"))
@@ -151,10 +154,10 @@ class LM:
         unseen = torch.arange(len(keys))[None] > rows[:, None]
         return scores.masked_fill(unseen, float("-inf")).softmax(-1).mean((0, 1))
 
-    def _attend(self, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, last: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         mixed = []
-        for part in range(0, len(rows), ROWS_AT_ONCE):
-            some = rows[part : part + ROWS_AT_ONCE]
+        for part in range(0, len(last), ROWS_AT_ONCE):
+            some = last[part : part + ROWS_AT_ONCE]
             end = int(some[-1]) + 1
             seen = torch.arange(end)[None] <= some[:, None]
             k, v = (

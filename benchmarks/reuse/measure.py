@@ -1,0 +1,71 @@
+"""All rules on one prompt, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from benchmarks.reuse import arms
+from benchmarks.reuse.figures import BUDGETS, MAIN, OUR_BUDGETS, Row
+
+TOKENS = 2000, 6000
+ANSWER = 48
+
+
+def plan(which: str) -> Iterator[tuple[str, arms.Correct, float]]:
+    """What is measured of each prompt: (arm, rule, budget)."""
+    yield "nothing", arms.nothing, 0.0
+    for budget in OUR_BUDGETS:
+        yield arms.OURS, arms.ours(), budget
+    for name, rule in arms.PEERS.items():
+        for budget in BUDGETS:
+            yield name, rule, budget
+    for budget in BUDGETS:
+        yield arms.QUESTION_FREE, arms.question_free(), budget
+    if which == "all":
+        for name, rule in (arms.BOUNDS | arms.ABLATIONS).items():
+            yield name, rule, MAIN
+
+
+def measured(folder: str, number: int, count: int, held_out: bool, which: str) -> list[Row]:
+    """All arms on one prompt."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from benchmarks.quality.case import Exact, score
+    from benchmarks.quality.lm import LM
+    from benchmarks.reuse.prompts import prompts
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_grad_enabled(False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    every = prompts(encode, count, held_out=held_out, tokens=TOKENS)
+    prompt = next(each for n, each in enumerate(every) if n == number)
+    lm = LM(folder)
+    case = arms.Case.of(lm, prompt, Exact.of(lm, prompt.tokens, ANSWER))
+    rows = []
+    for arm, rule, budget in plan(which):
+        corrected = rule(lm, case, budget)
+        if corrected is None:
+            continue
+        rows.append(
+            {
+                "prompt": prompt.name,
+                "tokens": len(prompt.tokens),
+                "reused": len(case.chunk),
+                "place": prompt.place,
+                "share": prompt.share,
+                "arm": arm,
+                "budget": budget,
+                "computed": sum(corrected.by_layer) / lm.layers / len(case.chunk),
+                "by_layer": [round(n / len(case.chunk), 4) for n in corrected.by_layer],
+                **asdict(score(lm, case.exact, corrected.kv)),
+            }
+        )
+    return rows

@@ -1,0 +1,236 @@
+"""Keeps the tokens of stored blocks and finds runs of them in prompts, tenant by tenant."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headrace_prefill.reuse.finding.anchors import LEAST, SPAN, anchors
+from headrace_prefill.reuse.finding.covering import covering
+from headrace_prefill.reuse.finding.matching import PLACE, matches, seen
+from headrace_prefill.reuse.finding.table import CANDIDATES, Table, put
+from headrace_prefill.reuse.finding.texts import Texts
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal tokens, in the prompt and in stored blocks.
+
+    Attributes:
+        new: position of the first token in the prompt.
+        old: in the prompt that was stored.
+        length: in tokens.
+        blocks: digests of the stored blocks that hold it, in order.
+        offset: of the first token in the first block.
+    """
+
+    new: int
+    old: int
+    length: int
+    blocks: tuple[bytes, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Similar:
+    """Stored blocks that came together, and the share of a prompt's anchors that they hold."""
+
+    share: float
+    blocks: tuple[bytes, ...]
+
+
+class Finder:
+    """The texts of stored blocks.
+
+    A run of `LEAST` tokens or more is found if one of its anchors' `CANDIDATES` latest places lies
+    in it. All methods are linear in the tokens given, and may be called from any thread.
+
+    Args:
+        capacity_tokens: kept at most; the oldest blocks make room.
+        block_tokens: of a stored block.
+        digest_bytes: of a block's digest.
+    """
+
+    def __init__(self, capacity_tokens: int, block_tokens: int, digest_bytes: int = 32) -> None:
+        blocks = max(1, capacity_tokens // block_tokens)
+        self._size, self._digest_bytes = block_tokens, digest_bytes
+        self._texts = Texts.of(blocks, block_tokens, digest_bytes)
+        self._anchors = Table.of(blocks * block_tokens * 2 // (SPAN + 1))
+        self._digests = Table.of(blocks)
+        self._end = 0
+        self._secret = secrets.token_bytes(16)
+        self._lock = threading.Lock()
+
+    @property
+    def tokens(self) -> int:
+        """Kept at present."""
+        return (self._end - self._first) * self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, all of it taken at the start."""
+        arrays = *self._texts, *self._anchors, *self._digests
+        return sum(array.nbytes for array in arrays)
+
+    def add(self, tenant: str, tokens: ArrayLike, digests: Sequence[bytes]) -> None:
+        """Keep a prompt's whole blocks.
+
+        Args:
+            tenant: whose prompts alone will find it.
+            tokens: [n] at least `block_tokens` for each digest.
+            digests: of its blocks from the first on; each covers all tokens before it.
+
+        Raises:
+            ValueError: fewer tokens than the blocks have, or a digest of another length.
+        """
+        text = _tokens(tokens)
+        if len(text) < len(digests) * self._size:
+            raise ValueError(f"{len(text)} tokens for {len(digests)} blocks of {self._size}")
+        if any(len(digest) != self._digest_bytes for digest in digests):
+            raise ValueError(f"digests must have {self._digest_bytes} bytes")
+        digests = digests[: len(self._texts.tokens)]
+        whose = self._whose(tenant)
+        with self._lock:
+            known, previous = self._known(whose, digests)
+            if known < len(digests):
+                self._append(whose, text, digests, known, previous)
+
+    def forget(self, digest: bytes) -> None:
+        """A block has left the store."""
+        with self._lock:
+            for block in self._blocks_of(digest):
+                self._texts.gone[block % len(self._texts.gone)] = True
+
+    def find(self, tenant: str, tokens: ArrayLike, least: int = LEAST) -> list[Run]:
+        """Runs of a prompt, or of a part of it, that stored blocks of the same tenant hold.
+
+        Args:
+            tenant: the prompt's.
+            tokens: [n].
+            least: tokens of a run that is worth taking.
+
+        Returns:
+            Runs, ascending and apart from each other.
+        """
+        text = _tokens(tokens)
+        whose = self._whose(tenant)
+        ends, hashes = anchors(text, whose)
+        found = np.empty((len(ends) * CANDIDATES, 3), np.int64)
+        with self._lock:
+            window = self._first, self._end
+            count = matches(
+                self._texts, self._anchors, text, np.uint64(whose), ends, hashes, *window, found
+            )
+            runs = found[:count]
+            return [
+                self._run(new, end, int(runs[row, PLACE]) - int(runs[row, 1]) + end, runs[row])
+                for new, end, row in covering(runs, max(1, least))
+            ]
+
+    def similar(self, tenant: str, tokens: ArrayLike, most: int = 4) -> list[Similar]:
+        """Stored blocks that hold most of a prompt's anchors, which are a sample of its shingles.
+
+        Returns:
+            At most so many, those with the largest share first.
+        """
+        whose = self._whose(tenant)
+        _, hashes = anchors(_tokens(tokens), whose)
+        found = np.empty(len(hashes) * CANDIDATES, np.int64)
+        with self._lock:
+            count = seen(
+                self._texts, self._anchors, np.uint64(whose), hashes, self._first, found
+            )
+            additions, held = np.unique(found[:count], return_counts=True)
+            best = np.argsort(-held, kind="stable")[:most]
+            return [
+                Similar(float(held[n] / len(hashes)), self._addition(int(additions[n])))
+                for n in best
+            ]
+
+    @property
+    def _first(self) -> int:
+        return max(0, self._end - len(self._texts.tokens))
+
+    def _whose(self, tenant: str) -> int:
+        hashed = hashlib.blake2b(tenant.encode(), digest_size=8, key=self._secret)
+        return int.from_bytes(hashed.digest(), "little")
+
+    def _blocks_of(self, digest: bytes) -> list[int]:
+        """Living blocks with this digest, the latest first."""
+        hashed, places = _digest_hash(digest), np.empty(CANDIDATES, np.int64)
+        count = _get(self._digests, hashed, self._first, places)
+        stored = self._texts.digests
+        wanted = np.frombuffer(digest, np.uint8)
+        return [
+            int(block)
+            for block in places[:count]
+            if (stored[block % len(stored)] == wanted).all()
+        ]
+
+    def _known(self, whose: int, digests: Sequence[bytes]) -> tuple[int, int]:
+        """How many leading blocks are here already, and the last one of them."""
+        last = -1
+        for number, digest in enumerate(digests):
+            mine = [
+                block
+                for block in self._blocks_of(digest)
+                if self._texts.tenant[block % len(self._texts.tenant)] == whose
+                and self._texts.number[block % len(self._texts.number)] == number
+                and not self._texts.gone[block % len(self._texts.gone)]
+            ]
+            if not mine:
+                return number, last
+            last = mine[0]
+        return len(digests), last
+
+    def _append(
+        self, whose: int, text: NDArray[np.int32], digests: Sequence[bytes], known: int, last: int
+    ) -> None:
+        begun, new = self._end, len(digests) - known
+        at = (begun + np.arange(new)) % len(self._texts.tokens)
+        size, texts = self._size, self._texts
+        texts.tokens[at] = text[known * size : len(digests) * size].reshape(new, size)
+        texts.previous[at] = np.concatenate([[last], begun + np.arange(new - 1)])
+        texts.number[at] = known + np.arange(new)
+        texts.added[at], texts.tenant[at], texts.gone[at] = begun, whose, False
+        stored = np.frombuffer(b"".join(digests[known:]), np.uint8)
+        texts.digests[at] = stored.reshape(new, self._digest_bytes)
+        self._end += new
+        hashed = np.array([_digest_hash(digest) for digest in digests[known:]], np.uint64)
+        put(self._digests, hashed, begun + np.arange(new), self._first)
+        # Windows that begin in blocks that were known and end in new ones are new.
+        start = max(0, known * size - LEAST + 1)
+        ends, hashes = anchors(text[start : len(digests) * size], whose)
+        fresh = ends + start >= known * size
+        places = ends[fresh] + start - known * size + begun * size
+        put(self._anchors, hashes[fresh], places, self._first * size)
+
+    def _run(self, new: int, end: int, last: int, run: Int) -> Run:
+        """A run that ends at a place, from its blocks backwards."""
+        texts, length = self._texts, end - new
+        blocks, block, left = [], last // self._size, length
+        left -= last % self._size + 1
+        blocks.append(block)
+        while left > 0:
+            block = int(texts.previous[block % len(texts.previous)])
+            blocks.append(block)
+            left -= self._size
+        old = int(texts.number[block % len(texts.number)]) * self._size - left
+        digests = [texts.digests[each % len(texts.digests)].tobytes() for each in reversed(blocks)]
+        return Run(new, old, length, tuple(digests), -left)
+
+    def _addition(self, begun: int) -> tuple[bytes, ...]:
+        texts, blocks, block = self._texts, [], begun
+        while block < self._end and texts.added[block % len(texts.added)] == begun:
+            if not texts.gone[block % len(texts.gone)]:
+                blocks.append(texts.digests[block % len(texts.digests)].tobytes())
+            block += 1
+        return tuple(blocks)

@@ -1,0 +1,86 @@
+"""Maximal runs that a prompt shares with stored texts.
+
+Each anchor of the prompt is looked up; a place whose tenant is the prompt's own is compared token
+by token to both sides, so what is found is equal, whatever hashes say. A place on the diagonal of
+a run that was found already is not compared again, and all comparisons together are at most
+`WORK` a token of the prompt: texts that repeat themselves could ask for quadratic work. When they
+are spent, what was found stands.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace_kvstore.compiled import jit
+from headrace_prefill.reuse.finding.table import CANDIDATES, get
+from headrace_prefill.reuse.finding.texts import back, forth
+
+WORK = 32
+ACTIVE = 16
+"""Runs found last whose diagonals are remembered."""
+NEW, END, PLACE = 0, 1, 2
+"""Columns of a run: its first position in the prompt, the one behind its last, and the place of its
+last token."""
+
+
+@jit(nogil=True)
+def matches(texts, table, tokens, tenant, ends, hashes, first, end, runs):  # type: ignore[no-untyped-def]
+    """Write runs to int64 [anchors * CANDIDATES, 3]; how many they are.
+
+    Args:
+        tokens: int32 [n], of the prompt.
+        ends, hashes: its anchors.
+        first, end: blocks that the ring holds.
+    """
+    size, blocks = texts.tokens.shape[1], len(texts.tokens)
+    diagonals = np.zeros(ACTIVE, np.int64)
+    until = np.full(ACTIVE, -1, np.int64)
+    places = np.empty(CANDIDATES, np.int64)
+    count, work = 0, WORK * len(tokens)
+    for n in range(len(ends)):
+        at = ends[n]
+        for candidate in range(get(table, hashes[n], first * size, places)):
+            place = places[candidate]
+            block = (place // size) % blocks
+            if texts.tenant[block] != tenant or texts.gone[block]:
+                continue
+            diagonal = at - (texts.number[block] * size + place % size)
+            known = False
+            for other in range(ACTIVE):
+                known |= until[other] > at and diagonals[other] == diagonal
+            if known or work <= 0:
+                continue
+            behind = back(texts, tokens, at, place, first)
+            if behind == 0:
+                continue
+            ahead, last = forth(texts, tokens, at + 1, place, end)
+            work -= behind + ahead
+            runs[count, NEW] = at + 1 - behind
+            runs[count, END] = at + 1 + ahead
+            runs[count, PLACE] = last
+            diagonals[count % ACTIVE] = diagonal
+            until[count % ACTIVE] = at + 1 + ahead
+            count += 1
+    return count
+
+
+@jit(nogil=True)
+def seen(texts, table, tenant, hashes, first, found):  # type: ignore[no-untyped-def]
+    """Write to int64 [anchors * CANDIDATES], for each anchor, which additions hold it; how many
+    they are. An addition counts once an anchor."""
+    size, blocks = texts.tokens.shape[1], len(texts.tokens)
+    places = np.empty(CANDIDATES, np.int64)
+    count = 0
+    for n in range(len(hashes)):
+        begun = count
+        for candidate in range(get(table, hashes[n], first * size, places)):
+            block = (places[candidate] // size) % blocks
+            if texts.tenant[block] != tenant or texts.gone[block]:
+                continue
+            added, twice = texts.added[block], False
+            for other in range(begun, count):
+                twice |= found[other] == added
+            if not twice:
+                found[count] = added
+                count += 1
+    return count

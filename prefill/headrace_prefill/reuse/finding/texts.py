@@ -1,0 +1,96 @@
+"""The tokens of stored blocks, in a ring of fixed size: the oldest blocks make room.
+
+A place is an ever growing number: block `place // block_tokens`, token `place % block_tokens` of
+it; both index the ring modulo its size. A block knows the one before it in its prompt, so a prompt
+that goes on from another stores only what is new, and prompts form a tree.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_kvstore.compiled import jit
+
+
+class Texts(NamedTuple):
+    """Arrays over the ring's blocks.
+
+    Attributes:
+        tokens: int32 [blocks, block_tokens].
+        previous: int64, the block before in its prompt; -1 for a first one.
+        number: int64, of the block in its prompt, from 0.
+        added: int64, the first of the blocks that were added with it.
+        tenant: uint64.
+        gone: bool, no longer in the store.
+        digests: uint8 [blocks, digest bytes].
+    """
+
+    tokens: NDArray[np.int32]
+    previous: NDArray[np.int64]
+    number: NDArray[np.int64]
+    added: NDArray[np.int64]
+    tenant: NDArray[np.uint64]
+    gone: NDArray[np.bool_]
+    digests: NDArray[np.uint8]
+
+    @staticmethod
+    def of(blocks: int, block_tokens: int, digest_bytes: int) -> Texts:
+        return Texts(
+            np.zeros((blocks, block_tokens), np.int32),
+            np.full(blocks, -1, np.int64),
+            np.zeros(blocks, np.int64),
+            np.zeros(blocks, np.int64),
+            np.zeros(blocks, np.uint64),
+            np.zeros(blocks, np.bool_),
+            np.zeros((blocks, digest_bytes), np.uint8),
+        )
+
+
+@jit(nogil=True)
+def back(texts, tokens, at, place, first):  # type: ignore[no-untyped-def]
+    """How many tokens agree, backwards from tokens[at] and the one at a place.
+
+    Args:
+        first: the oldest block that the ring still holds.
+    """
+    size, blocks = texts.tokens.shape[1], len(texts.tokens)
+    block, offset, count = place // size, place % size, 0
+    while at >= 0 and texts.tokens[block % blocks, offset] == tokens[at]:
+        count, at, offset = count + 1, at - 1, offset - 1
+        if offset < 0:
+            block = texts.previous[block % blocks]
+            if block < first or texts.gone[block % blocks]:
+                break
+            offset = size - 1
+    return count
+
+
+@jit(nogil=True)
+def forth(texts, tokens, at, place, end):  # type: ignore[no-untyped-def]
+    """How many tokens agree, from tokens[at] and the one behind a place on.
+
+    Args:
+        end: behind the youngest block.
+
+    Returns:
+        That, and the place of the last one that agrees.
+    """
+    size, blocks = texts.tokens.shape[1], len(texts.tokens)
+    block, offset, count = place // size, place % size, 0
+    while at < len(tokens):
+        if offset + 1 == size:
+            after = block + 1
+            if after >= end or texts.previous[after % blocks] != block:
+                break
+            if texts.gone[after % blocks] or texts.tokens[after % blocks, 0] != tokens[at]:
+                break
+            block, offset = after, 0
+        elif texts.tokens[block % blocks, offset + 1] == tokens[at]:
+            offset += 1
+        else:
+            break
+        count, at = count + 1, at + 1
+    return count, block * size + offset
