@@ -20,9 +20,7 @@ LEAST = WINDOW + SPAN - 1
 """Tokens of the shortest run that is sure to be found."""
 
 
-def anchors(
-    tokens: NDArray[np.int32], key: int
-) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+def anchors(tokens: NDArray[np.int32], key: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """The anchors of a text.
 
     Args:
@@ -45,7 +43,7 @@ def _anchors(tokens, key, ends, hashes):  # type: ignore[no-untyped-def]
     for _ in range(WINDOW):
         top *= base
     recent = np.empty(SPAN, np.uint64)
-    rolling, best, count = np.uint64(0), np.int64(-1), 0
+    rolling, best, count = np.uint64(0), -1, 0
     windows = len(tokens) - WINDOW + 1
     for i in range(len(tokens)):
         # r_i = sum over the window of (token + 1) * base^(distance from its end), modulo 2^64

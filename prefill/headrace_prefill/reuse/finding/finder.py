@@ -14,10 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from headrace_prefill.reuse.finding.anchors import LEAST, SPAN, anchors
 from headrace_prefill.reuse.finding.covering import covering
 from headrace_prefill.reuse.finding.matching import PLACE, matches, seen
-from headrace_prefill.reuse.finding.table import CANDIDATES, Table, put
+from headrace_prefill.reuse.finding.table import CANDIDATES, Table, get, put
 from headrace_prefill.reuse.finding.texts import Texts
-
-Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class Finder:
             )
             runs = found[:count]
             return [
-                self._run(new, end, int(runs[row, PLACE]) - int(runs[row, 1]) + end, runs[row])
+                self._run(new, end, int(runs[row, PLACE]))
                 for new, end, row in covering(runs, max(1, least))
             ]
 
@@ -145,9 +143,7 @@ class Finder:
         _, hashes = anchors(_tokens(tokens), whose)
         found = np.empty(len(hashes) * CANDIDATES, np.int64)
         with self._lock:
-            count = seen(
-                self._texts, self._anchors, np.uint64(whose), hashes, self._first, found
-            )
+            count = seen(self._texts, self._anchors, np.uint64(whose), hashes, self._first, found)
             additions, held = np.unique(found[:count], return_counts=True)
             best = np.argsort(-held, kind="stable")[:most]
             return [
@@ -166,13 +162,11 @@ class Finder:
     def _blocks_of(self, digest: bytes) -> list[int]:
         """Living blocks with this digest, the latest first."""
         hashed, places = _digest_hash(digest), np.empty(CANDIDATES, np.int64)
-        count = _get(self._digests, hashed, self._first, places)
+        count = get(self._digests, hashed, self._first, places)
         stored = self._texts.digests
         wanted = np.frombuffer(digest, np.uint8)
         return [
-            int(block)
-            for block in places[:count]
-            if (stored[block % len(stored)] == wanted).all()
+            int(block) for block in places[:count] if (stored[block % len(stored)] == wanted).all()
         ]
 
     def _known(self, whose: int, digests: Sequence[bytes]) -> tuple[int, int]:
@@ -213,7 +207,7 @@ class Finder:
         places = ends[fresh] + start - known * size + begun * size
         put(self._anchors, hashes[fresh], places, self._first * size)
 
-    def _run(self, new: int, end: int, last: int, run: Int) -> Run:
+    def _run(self, new: int, end: int, last: int) -> Run:
         """A run that ends at a place, from its blocks backwards."""
         texts, length = self._texts, end - new
         blocks, block, left = [], last // self._size, length
@@ -234,3 +228,14 @@ class Finder:
                 blocks.append(texts.digests[block % len(texts.digests)].tobytes())
             block += 1
         return tuple(blocks)
+
+
+def _tokens(tokens: ArrayLike) -> NDArray[np.int32]:
+    text = np.ascontiguousarray(tokens, np.int32)
+    if text.ndim != 1:
+        raise ValueError(f"tokens of shape {text.shape}: must be [n]")
+    return text
+
+
+def _digest_hash(digest: bytes) -> np.uint64:
+    return np.uint64(int.from_bytes(digest[:8], "little"))

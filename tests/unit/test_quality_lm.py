@@ -1,0 +1,60 @@
+"""The model that quality is measured with is the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.quality.case import Exact, score
+from benchmarks.quality.lm import LM
+from benchmarks.reuse.arms import Case, ours
+from benchmarks.reuse.prompts import Prompt
+
+
+def tiny(folder: Path) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=200,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            initializer_range=0.3,
+        )
+    ).float()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    model, tokens = tiny(tmp_path), torch.randint(0, 200, (90,))
+    lm = LM(str(tmp_path))
+    wanted = model(tokens[None]).logits[0]
+    found = lm.compute(tokens, lm.empty(90), torch.arange(90))
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        lm.follow(tokens, lm.prefill(tokens), 60), wanted[60:], atol=1e-3, rtol=1e-3
+    )
+
+
+@torch.no_grad()
+def test_a_budget_of_all_is_the_exact_model(tmp_path: Path) -> None:
+    tiny(tmp_path)
+    lm, tokens = LM(str(tmp_path)), torch.randint(0, 200, (80,)).tolist()
+    prompt = Prompt("p", tokens, [(10, 30)], [[1, 2, 3]], 60, "inside", 0.5)
+    exact = Exact.of(lm, tokens, 5)
+    case = Case.of(lm, prompt, exact)
+    placed = score(lm, exact, case.placed)
+    corrected = ours()(lm, case, 1.0 + len(case.probe_rows) / len(case.chunk))
+    assert corrected is not None
+    torch.testing.assert_close(
+        corrected.kv.values[:, :-1], exact.kv.values[:, :-1], atol=1e-4, rtol=1e-4
+    )
+    assert score(lm, exact, corrected.kv).kl < 1e-6
+    assert placed.kl > 1e-3
