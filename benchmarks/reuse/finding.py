@@ -76,19 +76,19 @@ def main() -> None:
     options = parser.parse_args()
     texts, token_bytes = real_texts()
     wanted = int(options.gigabytes * 1e9 / token_bytes)
-    finder, rng = Finder(wanted, BLOCK), np.random.default_rng(1)
+    finder, rng = Finder(int(1.02 * wanted), BLOCK), np.random.default_rng(1)
     add(finder, texts[0])
     finder.find(TENANT, texts[0])
     finder.similar(TENANT, texts[0])
     kept, begun, added, copy = [texts[0]], time.perf_counter(), 0, 0
-    while added < 0.98 * wanted:
+    while added < wanted:
         names = rng.permutation(49152).astype(np.int32) if copy else None
         for text in texts:
             mine = text if names is None else names[text]
             add(finder, mine)
             added += len(mine) // BLOCK * BLOCK
             kept.append(mine if rng.random() < 0.02 else kept[-1])
-            if added >= 0.98 * wanted:
+            if added >= wanted:
                 break
         copy += 1
         print(f"{added / 1e6:.0f} of {wanted / 1e6:.0f} million tokens", flush=True)

@@ -31,18 +31,19 @@ from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.replay.scheduler import SAID
+from headrace_decode.reusing import Reusing
 from headrace_decode.speculation.request import request_arguments
-from headrace_decode.techniques import TechniqueError, salt_for
+from headrace_decode.techniques import TechniqueError, offered, reuse_share, salt_for
 from headrace_decode.tenants import ALL_ALIKE, TenantPolicy, Tenants
 from headrace_decode.turns import PROMPTS, turn
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
-from headrace_engine.handoff import PARAMS_KEY, PrefillRequest, PrefillResult
+from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
 from headrace_engine.tracing import span
 from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.connector.identity import lossy_codec
-from headrace_kvstore.salts import salt_of, tenant_of
+from headrace_kvstore.salts import is_marked, salt_of, tenant_of
 
 RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})
 """Arguments that no client may give: they are ours, or name memory of an engine or an encoder."""
@@ -75,6 +76,8 @@ class Planning:
     meter: EngineMeter
     gate: ComputeGate
     tenants: Tenants = ALL_ALIKE
+    reusing: Reusing | None = None
+    """Decides which KV is reused at other places; None where none is."""
     itl_target_s: float | None = None
     """Step time that drafts shall not make longer; None for no such target."""
 
@@ -125,6 +128,7 @@ class PlannedLLM(TakingUpLLM):
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
             raise Rendered(self._prompt(prompt, sampling_params, kwargs))
+        share = self._reuse_share(prompt, sampling_params, kwargs)
         if sampling_params.structured_outputs is not None:
             sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
@@ -132,6 +136,16 @@ class PlannedLLM(TakingUpLLM):
             policy = (planning.tenants if planning else ALL_ALIKE).of(tenant_of(salt or ""))
             itl_s = planning.itl_target_s if planning else None
             sampling_params = with_drafting_facts(sampling_params, salt, policy, itl_s)
+
+        reusing = None if self.planning is None else self.planning.reusing
+        reuse = None
+        if reusing is not None and share is not None:
+            reuse = await reusing.plan(
+                prompt.get("cache_salt") or "", prompt["prompt_token_ids"], share
+            )
+        if reuse is not None:
+            prompt = {**prompt, "cache_salt": reuse.salt}
+            sampling_params = with_transfer_params(sampling_params, {REUSE_KEY: reuse.params})
 
         def run(plain: Generate) -> AsyncGenerator[RequestOutput, None]:
             if self.planning is None:
@@ -142,12 +156,54 @@ class PlannedLLM(TakingUpLLM):
 
         async with aclosing(self.recorded(prompt, sampling_params, run)) as outputs:
             async for output in outputs:
+                if output.finished and reusing is not None and reuse is None:
+                    await self._heard(reusing, prompt, kwargs)
                 if output.finished and grammar_failed(output, sampling_params):
                     raise VLLMValidationError(
                         "The grammar cannot be compiled or followed.",
                         parameter="structured_outputs",
                     )
                 yield output
+
+    def _reuse_share(
+        self, prompt: Any, params: SamplingParams, kwargs: dict[str, Any]
+    ) -> float | None:
+        """Share of reused KV that is computed again; None if nothing is reused for a request.
+
+        Raises:
+            VLLMValidationError: the request says what there is not.
+        """
+        reusing = None if self.planning is None else self.planning.reusing
+        mode, budget = ("off", 1.0) if reusing is None else (reusing.mode, reusing.budget)
+        try:
+            share = reuse_share(params.extra_args, mode, budget)
+        except TechniqueError as error:
+            raise VLLMValidationError(str(error), parameter=error.param) from None
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        # The reasons not to prefill elsewhere are those not to take KV from elsewhere.
+        return None if why_local(prompt, token_ids, params, kwargs) else share
+
+    async def _heard(self, reusing: Reusing, prompt: Any, kwargs: dict[str, Any]) -> None:
+        """Remember a prompt whose blocks go to the store."""
+        if not isinstance(prompt, dict) or kwargs.get("lora_request") is not None:
+            return
+        token_ids, salt = prompt.get("prompt_token_ids"), prompt.get("cache_salt") or ""
+        plain = prompt.get("type", "token") == "token" and not prompt.get("multi_modal_data")
+        if token_ids and plain and not is_marked(salt):
+            await reusing.heard(salt, token_ids)
+
+    @property
+    def offered(self) -> str:
+        """What a replica with this engine tells of techniques (`techniques.offered`)."""
+        reusing = None if self.planning is None else self.planning.reusing
+        return offered(self.lossy, "off" if reusing is None else reusing.mode)
+
+    def reuse_counts(self) -> dict[str, int] | None:
+        """Requests that reused KV at other places, and tokens; None where none may."""
+        reusing = None if self.planning is None else self.planning.reusing
+        if reusing is None:
+            return None
+        return {"requests": reusing.requests, "tokens": reusing.reused_tokens}
 
     @property
     def speculates(self) -> bool:
@@ -229,6 +285,7 @@ class PlannedLLM(TakingUpLLM):
     ) -> Work[RequestOutput]:
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+        transfer = (params.extra_args or {}).get(PARAMS_KEY) or {}
         job = prompts.job if (prompts := PROMPTS.get()) else None
 
         def submit(
@@ -254,6 +311,7 @@ class PlannedLLM(TakingUpLLM):
                         trace_headers=trace_headers,
                         plan_id=plan.plan_id,
                         check=plan.replica in planning.orchestrator.distrust,
+                        reuse=transfer.get(REUSE_KEY),
                     )
                 )
 
@@ -332,9 +390,14 @@ def keys_route(
         app: vLLM's application over the engine; its handlers render the prompts.
         supplies, machine: as for `KeysRoute`.
     """
-    cache = llm.vllm_config.cache_config
-    hasher = BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
+    hasher = block_hasher(llm.vllm_config)
     return KeysRoute(behind, partial(rendered, app.state), hasher, supplies, machine)
+
+
+def block_hasher(vllm_config: VllmConfig) -> BlockHasher:
+    """(token ids, salt) -> the engine's hashes of a prompt's full blocks."""
+    cache = vllm_config.cache_config
+    return BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
 
 
 async def rendered(state: Any, target: str, body: dict[str, Any]) -> Prompt | None:

@@ -32,7 +32,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning, keys_route
+from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning, block_hasher, keys_route
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.health import Health
@@ -41,6 +41,7 @@ from headrace_decode.keys import KeysRoute
 from headrace_decode.orchestrate import Orchestrator, Planner
 from headrace_decode.replay.recorder import Recorded
 from headrace_decode.report import DraftingReports, drafting_facts
+from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
@@ -126,6 +127,9 @@ class DecodeWiring:
     """Who is drafted for, and whose answers are kept."""
     drafting_metrics: Callable[[], Callable[[Mapping[str, Any]], None]] | None = None
     """Makes what is told every report on drafting."""
+    reusing: Callable[[Callable[[Sequence[int], str], list[bytes]], int], Reusing] | None = None
+    """(hashes of a prompt's blocks, tokens of a block) -> what decides which KV is reused at other
+    places; None where none is."""
 
 
 class DecodeServer(PDDecodeServer):
@@ -217,7 +221,14 @@ class DecodeServer(PDDecodeServer):
             gate=compute_gate(vllm_config, meter),
             tenants=self._wiring.tenants,
             itl_target_s=self._planner.itl_target_s,
+            reusing=self._reusing(vllm_config),
         )
+
+    def _reusing(self, vllm_config: Any) -> Reusing | None:
+        if self._wiring.reusing is None:
+            return None
+        hasher = block_hasher(vllm_config)
+        return self._wiring.reusing(hasher, vllm_config.cache_config.block_size)
 
     async def _prefill(self, request: PrefillRequest) -> PrefillResult:
         # Without the context of a client's request: Serve would give all calls that serve one
@@ -334,7 +345,7 @@ class DecodeServer(PDDecodeServer):
     async def headrace_replica(self) -> dict[str, Any]:
         """What this replica offers, its load, and what its port asks for: gateways pick by it."""
         line = {} if self._line is None else self._line.info()
-        own = {"routes": self._routes, "token": self._token, "techniques": self.engine.llm.lossy}
+        own = {"routes": self._routes, "token": self._token, "techniques": self.engine.llm.offered}
         return {**self._load(), **line, **own}
 
     def _load(self) -> dict[str, Any]:
@@ -372,6 +383,7 @@ class DecodeServer(PDDecodeServer):
             **self.engine.meter.snapshot(),
             "router": self._planner.snapshot(),
             "speculation": await self._speculation(),
+            "reuse": self.engine.llm.reuse_counts(),
             "planning": {
                 "requests": orchestrator.requests_total,
                 "seconds": round(orchestrator.own_seconds_total, 6),

@@ -19,15 +19,21 @@ CHECK_KEY = "headrace_check"
 """Among the parameters of a prefill: whether its KV shall have fingerprints (docs/integrity.md)."""
 
 
-def produce_params(check: bool = False) -> dict[str, Any]:
+REUSE_KEY = "headrace_reuse"
+"""Among the parameters of a request: stored runs that its KV is made from (docs/reuse.md)."""
+
+
+def produce_params(check: bool = False, reuse: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Parameters that make an engine keep a request's KV for another engine to pull.
 
     Args:
         check: make fingerprints of it, whatever the sample.
+        reuse: stored runs that it is made from.
     """
     demand = {CHECK_KEY: True} if check else {}
     return {
         **demand,
+        **({REUSE_KEY: dict(reuse)} if reuse else {}),
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "remote_engine_id": None,
@@ -59,6 +65,8 @@ class PrefillRequest:
     """Have the KV checked byte for byte: the caller distrusts the replica."""
     kv: str = ""
     """The caller's `kvkind`; empty if it takes any."""
+    reuse: Mapping[str, Any] | None = None
+    """Stored runs that the KV is made from, as the caller found them; the salt is then marked."""
 
 
 @dataclass(frozen=True, slots=True)

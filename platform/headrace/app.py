@@ -32,6 +32,7 @@ from headrace.dropin import refusals
 from headrace.observability import ProcessSetup
 from headrace.observability.drafting import RayDraftingMetrics
 from headrace.planning import RouterPlanner
+from headrace.reuse import add_reuse
 from headrace.speculation import add_speculation, tenants_of
 from headrace.standby import StandIn
 from headrace.store import add_store
@@ -78,6 +79,7 @@ def build_app(args: dict[str, Any]) -> Application:
     saves = section.speculation.enabled and section.speculation.save
     store = add_store(section.store, engines, setup, save_board=saves)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
+    reusing = add_reuse(section.techniques.reuse, engines)
     prefill = _deployment(
         pd.prefill_config,
         "prefill",
@@ -92,6 +94,7 @@ def build_app(args: dict[str, Any]) -> Application:
         setup=setup,
         tenants=tenants_of(section.speculation),
         drafting_metrics=RayDraftingMetrics,
+        reusing=reusing,
         system_prompts=tuple(section.store.system_prompts) if store is not None else (),
     )
     bind = {"prefill_server": prefill, "wiring": wiring, "store": store}

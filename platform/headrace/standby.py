@@ -71,7 +71,7 @@ class StandIn:
             "running": meter.running,
             "waiting": meter.waiting,
             "stands_in": True,
-            "techniques": self._engine.llm.lossy,
+            "techniques": self._engine.llm.offered,
         }
 
     async def stop(self) -> None:

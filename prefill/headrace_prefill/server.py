@@ -156,7 +156,7 @@ class PrefillServer(PDPrefillServer):
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            extra_args={PARAMS_KEY: produce_params(request.check)},
+            extra_args={PARAMS_KEY: produce_params(request.check, request.reuse)},
         )
         # vLLM's own: what a stand-in puts before it is for clients' requests.
         outputs = AsyncLLM.generate(

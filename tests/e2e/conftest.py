@@ -29,6 +29,7 @@ ORDER = (
     "test_rest_face",
     "test_schema",
     "test_store",
+    "test_reuse",
     "test_faults",
     "test_soak",
     "test_down",

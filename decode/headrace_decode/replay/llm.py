@@ -27,7 +27,15 @@ PLATFORM_WORKERS = frozenset(
     {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
 )
 """Those in whose place `WORKER` can stand."""
-OUR_WORKERS = frozenset({WORKER, "headrace_decode.speculation.drafting_worker.SpeculatingWorker"})
+OUR_WORKERS = frozenset(
+    {
+        WORKER,
+        "headrace_decode.speculation.drafting_worker.SpeculatingWorker",
+        "headrace.reuse_workers.ReusingTakingUpWorker",
+        "headrace.reuse_workers.ReusingSpeculatingWorker",
+    }
+)
+"""`WORKER` and its subclasses."""
 
 Generate = Callable[..., AsyncGenerator[RequestOutput, None]]
 

@@ -30,22 +30,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.checksum import block_seed, layer_seeds
-from headrace_kvstore.codec import CODECS, LayerShape
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.coded import CodedCache, layer_shape, stored_layer_bytes
+from headrace_kvstore.connector.coded import CodedCache
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
-from headrace_kvstore.connector.identity import device_identity, engine_namespace
 from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
+from headrace_kvstore.connector.opened import OpenedArena
 from headrace_kvstore.connector.scheduler import ArenaIndex, SchedulerHalf, Work
 from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.settings import StoreSettings
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -100,50 +97,17 @@ class StoreConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
-        self._settings = StoreSettings.parse(transfer.kv_connector_extra_config)
         if transfer.kv_load_failure_policy != "recompute":
             raise ValueError(
                 f'kv_transfer_config.kv_load_failure_policy: is "{transfer.kv_load_failure_policy}"'
                 ', which fails a request whose KV was lost; give "recompute"'
             )
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(
-                f"the KV store keeps models with one kind of attention; this one has "
-                f"{len(kv_cache_config.kv_cache_groups)} cache groups"
-            )
-        [group] = kv_cache_config.kv_cache_groups
-        self._layers = len(group.layer_names)
-        spec = group.kv_cache_spec
-        self._codec = CODECS[self._settings.codec]()
-        self._shape: LayerShape | None = None
-        layer_bytes = spec.page_size_bytes
-        if self._codec.lossy:
-            self._shape = layer_shape(spec, device_identity(vllm_config))
-            layer_bytes = stored_layer_bytes(self._codec, self._shape)
-        self._block_bytes = self._layers * layer_bytes
-        self._engine_block_bytes = self._layers * spec.page_size_bytes
+        opened = OpenedArena.of(vllm_config, role, kv_cache_config)
+        self._settings, self._codec, self._shape = opened.settings, opened.codec, opened.shape
+        self._layers, self._block_bytes = opened.layers, opened.block_bytes
+        self._engine_block_bytes = opened.engine_block_bytes
         self._num_blocks = kv_cache_config.num_blocks
-        self._arena = Arena.create_or_attach(
-            self._settings.name,
-            self._settings.dram_bytes,
-            folder=self._settings.folder,
-            block_bytes=self._block_bytes,
-            layers=self._layers,
-            policy=self._settings.policy,
-            **self._settings.quota_options,
-        )
-        parallel = vllm_config.parallel_config
-        ranks = range(parallel.tensor_parallel_size)
-        if role == KVConnectorRole.WORKER:
-            ranks = range(parallel.rank % len(ranks), parallel.rank % len(ranks) + 1)
-        spaces = [
-            engine_namespace(
-                *(vllm_config, kv_cache_config.kv_cache_layout, rank),
-                *(group.layer_names, self._codec),
-            )
-            for rank in ranks
-        ]
-        rows = [self._arena.namespace(s.digest, self._block_bytes, self._layers) for s in spaces]
+        self._arena, rows, spaces = opened.arena, opened.rows, opened.spaces
         self._reporter = Reporter()
         self._scheduler: SchedulerHalf | None = None
         self._price: Price | None = None

@@ -54,10 +54,9 @@ def render() -> str:
 
 
 def inner_sections(path: str, section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Sections within a section that may be left out, and those of a mapping of sections, each with
-    its path."""
+    """Sections within a section, and those of a mapping of sections, each with its path."""
     for name, field in section.model_fields.items():
-        for kind in typing.get_args(field.annotation):
+        for kind in typing.get_args(field.annotation) or (field.annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 mapped = typing.get_origin(field.annotation) is dict
                 inner = f"{path}.{name}{'.NAME' if mapped else ''}"
@@ -114,4 +113,5 @@ def _bounds(field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    return "" if value is PydanticUndefined else json.dumps(value)
+    is_text = value is not PydanticUndefined and not isinstance(value, BaseModel)
+    return json.dumps(value) if is_text else ""

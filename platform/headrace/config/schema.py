@@ -18,6 +18,7 @@ from headrace.config.integrity import IntegritySection
 from headrace.config.section import GIB, Resources, Section
 from headrace.config.speculation import SpeculationSection
 from headrace.config.store import StoreSection
+from headrace.config.techniques import TechniquesSection
 
 if TYPE_CHECKING:
     from headrace.router import RouterSettings as CoreRouterSettings
@@ -297,6 +298,7 @@ class AppSection(Section):
     store: StoreSection = Field(default_factory=StoreSection)
     speculation: SpeculationSection = Field(default_factory=SpeculationSection)
     integrity: IntegritySection = Field(default_factory=IntegritySection)
+    techniques: TechniquesSection = Field(default_factory=TechniquesSection)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
     @model_validator(mode="after")
@@ -308,6 +310,23 @@ class AppSection(Section):
                 f'token_path: is "{self.token_path}", which checks no API key, but '
                 f"gateway.{field} is set; use token_path: relay, or remove the keys and put an "
                 "authenticating proxy in front"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reuse_takes_from_the_store(self) -> Self:
+        """Refuse reuse without a store of exact KV."""
+        if self.techniques.reuse.mode == "off":
+            return self
+        if not self.store.enabled:
+            raise ValueError(
+                "techniques.reuse.mode: reused KV comes from the store; set store.enabled: true"
+            )
+        codec = self.store.engine.get("codec", "raw")
+        if codec != "raw":
+            raise ValueError(
+                f'techniques.reuse.mode: keys under the codec "{codec}" cannot be moved; set '
+                "store.engine.codec: raw"
             )
         return self
 

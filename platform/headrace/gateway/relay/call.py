@@ -33,6 +33,7 @@ class Call:
         said: the lines of its stream so far, for the replica that takes it up.
         journal: of a client that wants to resume its stream (`resume`).
         exact: whether no lossy technique may touch its KV; None on routes without a prompt.
+        reuse: whether KV may be reused at other places; None leaves it to the app.
         on_first: called when the first bytes of a stream's body have been sent.
     """
 
@@ -58,6 +59,7 @@ class Call:
     said: bytes = b""
     journal: Journal | None = None
     exact: bool | None = None
+    reuse: bool | None = None
     on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:

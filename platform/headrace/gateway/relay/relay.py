@@ -144,7 +144,8 @@ class Relay:
             headers.append((b"x-request-id", call.request_id))
             headers.append((b"x-headrace-replica", call.replica_id.encode()))
             if call.exact is not None and call.status == 200:
-                told = techniques.applied(call.exact, answer.lease.replica.techniques)
+                offer = answer.lease.replica.techniques
+                told = techniques.applied(call.exact, offer, call.reuse)
                 headers.append((techniques.HEADER, told.encode()))
                 self._on_techniques(told)
             start = {"type": "http.response.start", "status": call.status, "headers": headers}

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -229,8 +230,20 @@ class _Pass:
             np.arange(run.new, run.new + min(HEAD_TOKENS, run.length)) for run in request.runs
         ]
         heads = np.concatenate([np.empty(0, np.int64), *firsts])
+        self._clear(np.flatnonzero(~request.covered()[: request.question]))
         self.probe = Probe(self._engine, request.table, request.token_ids, request.question, heads)
         self._rows, self._at = self.probe.rows, 0
+
+    def _clear(self, positions: NDArray[np.int64]) -> None:
+        """Zero K and V of positions that the probe would see as their blocks' last owner left
+        them."""
+        if not len(positions):
+            return
+        kv = self._engine.kv
+        slots = torch.from_numpy(self.request.table.slots(positions)).to(kv.device)
+        for layer in range(self._engine.layers):
+            keys, values = kv.gather(layer, slots)
+            kv.put(layer, slots, torch.zeros_like(keys), torch.zeros_like(values))
 
     def _choose(self, mass: NDArray[np.float32] | None) -> None:
         request, layers = self.request, self._engine.layers

@@ -1,0 +1,146 @@
+"""Decides which prompts reuse stored KV at other places, and remembers what others may reuse.
+
+A prompt's tokens are looked for in those of earlier prompts of the same tenant. Reuse pays if it
+computes fewer rows than the exact prefix leaves to compute:
+
+    exact rows = tokens - those of the exact prefix
+    reused rows = tokens of no run + share * tokens of runs + rows of the probe + placed / 50
+
+The exact prefix is the run that stands at position 0 in both prompts; its KV needs no correction,
+so it counts as placed only. KV that results from reuse is the request's own: its cache salt is
+marked with a name that nobody else gets. Such a prompt is not remembered, since the store has none
+of its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace_kvstore.salts import marked
+
+SAVES = 0.8
+"""Reuse is worth its error if it computes at most this share of the rows."""
+LEAST_RUN = 128
+"""Tokens of a run that is worth its own probe rows and the error at its beginning."""
+HEAD_TOKENS = 4
+"""Of each run, in the probe."""
+MOST_ASKED = 128
+"""Tokens at the prompt's end that ask the question, at most."""
+PLACED_PER_ROW = 50
+"""Tokens whose placing takes as long as computing one row (`headrace_prefill.reuse.engine`)."""
+THREAD_TOKENS = 4096
+"""Longer prompts are looked up in a thread: 4,096 tokens take 0.2 ms."""
+
+
+class FoundRun(Protocol):
+    """As `headrace_prefill.reuse.finding.finder.Run`."""
+
+    @property
+    def new(self) -> int: ...
+    @property
+    def old(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def blocks(self) -> tuple[bytes, ...]: ...
+    @property
+    def offset(self) -> int: ...
+
+
+class Texts(Protocol):
+    """As `headrace_prefill.reuse.finding.finder.Finder`."""
+
+    def add(self, tenant: str, tokens: Sequence[int], digests: Sequence[bytes]) -> None: ...
+    def find(self, tenant: str, tokens: Sequence[int], least: int) -> Sequence[FoundRun]: ...
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a request's KV is made from.
+
+    Attributes:
+        salt: the request's own.
+        params: for the engine that computes the prompt (`headrace_prefill.reuse.engine.stored`).
+    """
+
+    salt: str
+    params: dict[str, Any]
+
+
+class Reusing:
+    """The prompts of one decode replica.
+
+    Args:
+        texts: stored prompts.
+        hashes: (token ids, salt) -> hashes of the prompt's full blocks.
+        mode, budget: of the app's `techniques.reuse`.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        hashes: Callable[[Sequence[int], str], list[bytes]],
+        mode: str,
+        budget: float,
+    ) -> None:
+        self._texts, self._hashes = texts, hashes
+        self.mode, self.budget = mode, budget
+        self.requests = self.reused_tokens = 0
+
+    async def plan(self, salt: str, token_ids: Sequence[int], share: float) -> Reuse | None:
+        """What to reuse for a prompt; None if that does not pay."""
+        if len(token_ids) <= LEAST_RUN:
+            return None
+        wanted = token_ids[:-1]  # the engine computes the last one
+        if len(wanted) > THREAD_TOKENS:
+            runs = await asyncio.to_thread(self._texts.find, salt, wanted, LEAST_RUN)
+        else:
+            runs = self._texts.find(salt, wanted, LEAST_RUN)
+        question = question_of(len(wanted), runs)
+        if not pays(len(wanted), runs, question, share):
+            return None
+        self.requests += 1
+        self.reused_tokens += sum(run.length for run in runs)
+        params = {
+            "runs": [
+                [run.new, run.old, run.length, run.offset, b"".join(run.blocks)] for run in runs
+            ],
+            "question": question,
+            "share": share,
+        }
+        return Reuse(marked(salt, f"reuse-{uuid.uuid4().hex}"), params)
+
+    async def heard(self, salt: str, token_ids: Sequence[int]) -> None:
+        """A prompt has been computed exactly: its blocks go to the store."""
+        if len(token_ids) > THREAD_TOKENS:
+            await asyncio.to_thread(self._remember, salt, token_ids)
+        else:
+            self._remember(salt, token_ids)
+
+    def _remember(self, salt: str, token_ids: Sequence[int]) -> None:
+        self._texts.add(salt, token_ids, self._hashes(token_ids, salt))
+
+
+def is_exact(run: FoundRun) -> bool:
+    """Whether all that stands before a run is the same in both prompts: nothing."""
+    return run.new == run.old == 0
+
+
+def question_of(tokens: int, runs: Sequence[FoundRun]) -> int:
+    """Where the question begins: behind the last run, or `MOST_ASKED` tokens before the end."""
+    end = runs[-1].new + runs[-1].length if runs else 0
+    return max(end, tokens - MOST_ASKED)
+
+
+def pays(tokens: int, runs: Sequence[FoundRun], question: int, share: float) -> bool:
+    """Whether reuse computes at most `SAVES` of the rows that the exact prefix leaves."""
+    exact = sum(run.length for run in runs if is_exact(run))
+    placed = sum(run.length for run in runs)
+    moved = placed - exact
+    probe = HEAD_TOKENS * len(runs) + max(0, tokens - question)
+    rows = tokens - placed + share * moved + probe + placed / PLACED_PER_ROW
+    return moved > 0 and rows <= SAVES * (tokens - exact)

@@ -1,0 +1,42 @@
+"""The section `techniques`: lossy techniques, which trade a little of the answer for time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.config.section import Section
+
+
+class ReuseSection(Section):
+    """Reuse of stored KV wherever its tokens stand in a prompt (docs/reuse.md). Needs
+    `store.enabled` with `store.engine.codec: raw`."""
+
+    mode: Literal["off", "request", "auto"] = Field(
+        default="off",
+        description="`off`: never. `request`: for requests with `vllm_xargs.reuse`. `auto`: for "
+        "all requests but those with `vllm_xargs.reuse` or `vllm_xargs.techniques` set to "
+        '`"off"`. It is done only where it saves time.',
+    )
+    budget: float = Field(
+        default=0.15,
+        ge=0,
+        le=1,
+        description="Share of the reused tokens' KV that is computed again, over all layers. More "
+        "is slower and closer to the exact model. `vllm_xargs.reuse` may give another share.",
+    )
+    memory_mb: int = Field(
+        default=64,
+        ge=1,
+        description="Memory of each decode replica for the tokens of stored prompts, in MB: about "
+        "6.4 bytes a token. The oldest make room.",
+    )
+
+
+class TechniquesSection(Section):
+    """Lossy techniques. None is on by default (docs/techniques.md)."""
+
+    reuse: ReuseSection = Field(
+        default_factory=ReuseSection, description="Reuse of stored KV; see the next table."
+    )

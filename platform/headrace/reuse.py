@@ -1,0 +1,71 @@
+"""Puts reuse at other places into an app: its connector and worker class into each engine, and what
+finds runs into decode replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.config.techniques import ReuseSection
+from headrace_decode.reusing import Reusing
+from headrace_prefill.reuse.finding.finder import Finder
+
+BYTES_PER_TOKEN = 6.4
+"""Of the finder, with blocks of 128 tokens (`python -m benchmarks.reuse.finding`)."""
+_WORKERS = {
+    "headrace_decode.speculation.drafting_worker.SpeculatingWorker": "ReusingSpeculatingWorker",
+    "auto": "ReusingTakingUpWorker",
+}
+
+
+@dataclass(frozen=True)
+class MakeReusing:
+    """Makes what a decode replica decides by."""
+
+    mode: str
+    budget: float
+    memory_mb: int
+
+    def __call__(
+        self, hashes: Callable[[Sequence[int], str], list[bytes]], block_tokens: int
+    ) -> Reusing:
+        tokens = int(self.memory_mb * 1e6 / BYTES_PER_TOKEN)
+        return Reusing(Finder(tokens, block_tokens), hashes, self.mode, self.budget)
+
+
+def add_reuse(section: ReuseSection, engines: list[dict[str, Any]]) -> MakeReusing | None:
+    """Have engines reuse stored KV; None where that is switched off.
+
+    Args:
+        engines: `engine_kwargs` of all roles, with store and drafting in them; changed in place.
+
+    Raises:
+        ValueError: an engine has a worker class of its own, or no store.
+    """
+    if section.mode == "off":
+        return None
+    for engine in engines:
+        _add(engine)
+    return MakeReusing(section.mode, section.budget, section.memory_mb)
+
+
+def _add(engine: dict[str, Any]) -> None:
+    worker = engine.get("worker_cls", "auto")
+    if worker not in _WORKERS:
+        raise ValueError(f"techniques.reuse: the engine runs with worker_cls {worker}; remove it")
+    transfer = engine.get("kv_transfer_config")
+    if not isinstance(transfer, dict) or transfer.get("kv_connector") != "HeadracePDConnector":
+        raise ValueError(
+            "techniques.reuse: the engine has connectors of its own and so no store to reuse from"
+        )
+    engine["worker_cls"] = f"headrace.reuse_workers.{_WORKERS[worker]}"
+    connectors = transfer["kv_connector_extra_config"]["connectors"]
+    store = next(each for each in connectors if each["kv_connector"] == "HeadraceConnector")
+    connectors.append(
+        {
+            **store,
+            "kv_connector": "StoredReuseConnector",
+            "kv_connector_module_path": "headrace_prefill.reuse.engine.stored",
+        }
+    )

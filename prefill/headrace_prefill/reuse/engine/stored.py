@@ -1,0 +1,109 @@
+"""The connector that reuses runs of the node's KV store, as the request says.
+
+Whoever plans the request found the runs and marked its salt; this names neither tenants nor texts.
+In the request's `kv_transfer_params` (`headrace_engine.handoff.REUSE_KEY`):
+
+    runs        [[new, old, length, offset, digests], ...]: positions of the run's first token in
+                this prompt and in the stored one, its tokens, where it begins in its first block,
+                and its blocks' hashes, joined
+    question    first position of the question
+    share       of the runs' KV that is computed again, the probe included
+
+A request whose blocks are not all in DRAM when it is admitted is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from headrace_engine.handoff import REUSE_KEY
+from headrace_kvstore.checksum import block_seed, layer_seeds
+from headrace_kvstore.connector.opened import OpenedArena
+from headrace_kvstore.layout import BlockLayout
+from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
+from headrace_prefill.reuse.engine.placing import LostKV, Placer, StoredRun
+from headrace_prefill.reuse.engine.rows import RowEngine
+from headrace_prefill.reuse.rotate import Rope
+from headrace_prefill.reuse.rules import HEAD_TOKENS, Rule, offsets_of
+
+logger = logging.getLogger("headrace.reuse")
+
+DIGEST_BYTES = 32
+
+
+class StoredReuseConnector(ReuseConnector):
+    """Both halves; settings as the store's connector."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._opened = OpenedArena.of(vllm_config, role, kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
+        self._rope: Rope | None = None
+        if role == KVConnectorRole.WORKER:
+            self._rope = Rope.of(vllm_config.model_config.hf_text_config.to_dict())
+
+    def find(self, request: Any, computed_tokens: int) -> Any:
+        """What the request says, if the store has it."""
+        found = (request.kv_transfer_params or {}).get(REUSE_KEY)
+        if not found or found["runs"][0][0] < computed_tokens:
+            return None
+        digests = [digest for run in found["runs"] for digest in _digests(run)]
+        return found if self._opened.holds(digests) else None
+
+    def planned(self, begin: Begin) -> Planned:
+        """The runs' blocks, leased.
+
+        Raises:
+            LostKV: a block has left the store.
+        """
+        found, n = begin.found, len(begin.token_ids)
+        runs = [self._run(run) for run in found["runs"]]
+        question = found["question"] if found["question"] < n else None
+        moved = [(run.new, run.length) for run in runs if run.new or run.old]
+        exact = [run.length for run in runs if not (run.new or run.old)]
+        offsets, share = offsets_of(n, moved), float(found["share"])
+        probe = 0 if question is None else HEAD_TOKENS * len(runs) + n - question
+        share = max(0.0, share - probe / max(1, int((offsets >= 0).sum())))
+
+        def choose(mass: NDArray[np.float32] | None) -> NDArray[np.int64]:
+            assert self._rows is not None
+            depths = Rule().depths(offsets, mass, self._rows.layers, share)
+            depths[: sum(exact)] = 0
+            return depths
+
+        return Planned(runs, choose, question)
+
+    def placer(self, rows: RowEngine) -> Placer:
+        assert self._rope is not None
+        caches = {f"layers.{n}": cache for n, cache in enumerate(rows.kv.caches)}
+        layout = BlockLayout.of_tensors(caches, self._num_blocks)
+        return Placer(rows.kv, layout, self._rope.shift)
+
+    def shutdown(self) -> None:
+        self._opened.close()
+
+    def _run(self, run: list[Any]) -> StoredRun:
+        new, old, length, offset, _ = run
+        digests = _digests(run)
+        slots = self._opened.leased(digests)
+        if (slots < 0).any():
+            raise LostKV(f"{int((slots < 0).sum())} of {len(slots)} blocks have left the store")
+        layers = self._opened.layers
+        seeds = layer_seeds([block_seed(self._opened.digest, d) for d in digests], layers)
+        arena = self._opened.arena
+        payloads = arena.addresses(slots).astype(np.uint64)
+        return StoredRun(payloads, arena.sums(slots), seeds, offset, length, old, new)
+
+
+def _digests(run: list[Any]) -> list[bytes]:
+    joined = bytes(run[4])
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]

@@ -1,0 +1,108 @@
+"""Stored KV at other places of a prompt: for requests that ask, and for nobody else."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.test_store import saved, store
+from tests.support.app import MODEL, App
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+FIRST = pydoc_data.topics.topics["strings"][:3000]
+SECOND = pydoc_data.topics.topics["numeric-types"][:3000]
+QUESTION = "Which of the documents is about numbers? Answer with its name."
+HEADER = "x-headrace-techniques"
+
+
+def ask(app: App, texts: list[str], salt: str, **extra: Any) -> httpx.Response:
+    documents = "\n\n".join(f"Document:\n{text}" for text in texts)
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"{documents}\n\n{QUESTION}"}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "cache_salt": salt,
+        "logprobs": True,
+        "vllm_xargs": extra,
+    }
+    return app.client.post("/v1/chat/completions", json=body, timeout=120)
+
+
+def answer(response: httpx.Response) -> list[tuple[str, float]]:
+    """Tokens, with log-probabilities."""
+    assert response.status_code == 200, response.text
+    said = response.json()["choices"][0]["logprobs"]["content"]
+    return [(token["token"], token["logprob"]) for token in said]
+
+
+def reused(app: App) -> int:
+    """Tokens that were reused at other places so far."""
+    return int(app.replica("decode")["reuse"]["tokens"])
+
+
+@pytest.fixture(scope="module")
+def salt(app: App) -> str:
+    """Of a client whose documents are stored, each from a prompt of its own."""
+    name, before = uuid.uuid4().hex, store(app)["tiers"]["dram"]["stored_total"]
+    tokens = [ask(app, [text], name).json()["usage"]["prompt_tokens"] for text in (FIRST, SECOND)]
+    saved(app, before, sum(count // 128 for count in tokens))
+    return name
+
+
+@pytest.mark.parametrize("policy", ["local", "remote"])
+def test_a_request_that_asks_reuses_documents_in_another_order(
+    app: App, salt: str, policy: str
+) -> None:
+    texts = [f"{policy} readers first.", SECOND, FIRST]
+    exact = answer(ask(app, texts, uuid.uuid4().hex))
+    before = reused(app)
+    with app.policy(policy):
+        response = ask(app, texts, salt, reuse="auto")
+    found = answer(response)
+    assert response.headers[HEADER] == "reuse"
+    assert reused(app) - before > 1000
+    assert found[0][0] == exact[0][0]
+    assert abs(found[0][1] - exact[0][1]) < 0.5
+    # Nobody else meets that KV: the same prompt, asked for exactly, is answered as ever.
+    again = answer(ask(app, texts, salt))
+    assert [token for token, _ in again] == [token for token, _ in exact]
+    assert [value for _, value in again] == pytest.approx([v for _, v in exact], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"reuse": "off"}, {"reuse": "auto", "techniques": "off"}], ids=str
+)
+def test_a_request_that_does_not_ask_reuses_nothing(
+    app: App, salt: str, extra: dict[str, Any]
+) -> None:
+    before = reused(app)
+    response = ask(app, [f"Not for {sorted(extra)}.", SECOND, FIRST], salt, **extra)
+    assert response.headers[HEADER] == "exact"
+    assert reused(app) == before
+
+
+def test_nobody_reuses_what_another_salt_stored(app: App, salt: str) -> None:
+    before = reused(app)
+    answer(ask(app, ["For others.", SECOND, FIRST], f"not-{salt}", reuse="auto"))
+    assert reused(app) == before
+
+
+def test_a_prompt_of_which_little_was_seen_is_computed(app: App, salt: str) -> None:
+    before = reused(app)
+    new = pydoc_data.topics.topics["compound"][:6000]
+    answer(ask(app, [new, FIRST[:800]], salt, reuse="auto"))
+    assert reused(app) == before
+
+
+@pytest.mark.parametrize("share", [0, 1.5, -0.1, "much", True])
+def test_a_share_that_is_none_is_refused(app: App, share: Any) -> None:
+    response = ask(app, ["x"], "s", reuse=share)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["code"], error["param"]) == ("invalid_technique", "vllm_xargs.reuse")

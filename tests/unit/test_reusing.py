@@ -1,0 +1,154 @@
+"""Which prompts reuse stored KV at other places, and whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from headrace_decode.reusing import (
+    HEAD_TOKENS,
+    MOST_ASKED,
+    SAVES,
+    Reusing,
+    is_exact,
+    pays,
+    question_of,
+)
+from headrace_decode.techniques import (
+    TechniqueError,
+    applied,
+    may_reuse,
+    offered,
+    reuse_share,
+)
+from headrace_prefill.reuse.finding.finder import Finder, Run
+
+BLOCK = 16
+
+
+def hashes(token_ids: Sequence[int], salt: str) -> list[bytes]:
+    ids, chain, found = np.asarray(token_ids, np.int32), salt.encode(), []
+    for at in range(0, len(ids) - BLOCK + 1, BLOCK):
+        chain = sha256(chain + ids[at : at + BLOCK].tobytes()).digest()
+        found.append(chain)
+    return found
+
+
+def reusing(mode: str = "auto") -> Reusing:
+    return Reusing(Finder(100_000, BLOCK), hashes, mode, 0.15)
+
+
+def words(count: int, seed: int) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(0, 10_000, count).tolist()
+    return found
+
+
+def run(new: int, length: int, old: int = 5) -> Run:
+    return Run(new, old, length, (), 0)
+
+
+async def test_a_document_at_another_place_is_reused_under_a_salt_of_its_own() -> None:
+    one, document = reusing(), words(800, 1)
+    await one.heard("ann", [*words(37, 2), *document])
+    prompt = [*words(100, 3), *document, *words(40, 4)]
+    found = [await one.plan("ann", prompt, 0.3) for _ in range(2)]
+    assert found[0] is not None and found[1] is not None
+    assert found[0].salt != found[1].salt
+    assert found[0].salt.startswith("technique:reuse-") and found[0].salt.endswith(":ann")
+    [[new, old, length, offset, digests]] = found[0].params["runs"]
+    assert (new, old, offset) == (100, 37, 37 % BLOCK)
+    assert length >= 800 - BLOCK  # the stored prompt's last tokens fill no block
+    stored = hashes([*words(37, 2), *document], "ann")
+    assert digests == b"".join(stored[37 // BLOCK : (37 + length - 1) // BLOCK + 1])
+    assert found[0].params["question"] == 100 + length
+    assert found[0].params["share"] == 0.3
+    assert (one.requests, one.reused_tokens) == (2, 2 * length)
+
+
+async def test_nothing_of_another_salt_is_reused() -> None:
+    one, document = reusing(), words(800, 1)
+    await one.heard("ann", document)
+    assert await one.plan("bob", [*words(100, 3), *document], 0.3) is None
+
+
+async def test_an_exact_prefix_alone_is_left_to_prefix_caching() -> None:
+    one, document = reusing(), words(800, 1)
+    await one.heard("ann", document)
+    assert await one.plan("ann", [*document, *words(300, 3)], 0.15) is None
+
+
+async def test_a_short_prompt_is_not_looked_up() -> None:
+    assert await reusing().plan("ann", words(100, 1), 0.15) is None
+
+
+async def test_a_long_prompt_is_looked_up_in_a_thread() -> None:
+    one, document = reusing(), words(6000, 1)
+    await one.heard("ann", document)
+    assert await one.plan("ann", [*words(50, 2), *document], 0.15) is not None
+
+
+def test_an_exact_run_stands_first_in_both_prompts() -> None:
+    assert is_exact(run(0, 10, old=0))
+    assert not is_exact(run(0, 10, old=3))
+    assert not is_exact(run(3, 10, old=0))
+
+
+def test_reuse_pays_up_to_its_share_of_the_rows() -> None:
+    tokens, question = 1000, 1000
+    runs = [run(0, 500)]
+    rows = 500 + 0.15 * 500 + HEAD_TOKENS + 500 / 50
+    assert rows <= SAVES * tokens
+    assert pays(tokens, runs, question, 0.15)
+    assert not pays(tokens, runs, question, 0.7)
+    assert not pays(tokens, [run(0, 500, old=0)], question, 0.15)
+    # What the exact prefix saves anyway is no gain of reuse.
+    assert not pays(tokens, [run(0, 700, old=0), run(700, 30)], question, 0.15)
+
+
+def test_the_question_is_what_stands_behind_the_last_run() -> None:
+    assert question_of(500, [run(100, 380)]) == 480
+    assert question_of(500, []) == 500 - MOST_ASKED
+    assert question_of(500, [run(100, 50)]) == 500 - MOST_ASKED
+
+
+@pytest.mark.parametrize(
+    ("extra", "mode", "share"),
+    [
+        (None, "auto", 0.15),
+        (None, "request", None),
+        ({"reuse": "auto"}, "request", 0.15),
+        ({"reuse": 0.4}, "request", 0.4),
+        ({"reuse": 1}, "auto", 1.0),
+        ({"reuse": "off"}, "auto", None),
+        ({"reuse": "auto"}, "off", None),
+        ({"reuse": "auto", "techniques": "off"}, "auto", None),
+    ],
+)
+def test_request_and_app_agree_on_reuse(
+    extra: dict[str, object] | None, mode: str, share: float | None
+) -> None:
+    assert reuse_share(extra, mode, 0.15) == share
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.01, float("nan"), True, "some", [0.1], {}])
+def test_what_is_no_share_is_refused(value: object) -> None:
+    for mode in ("off", "auto"):
+        with pytest.raises(TechniqueError) as error:
+            reuse_share({"reuse": value}, mode, 0.15)
+        assert error.value.param == "vllm_xargs.reuse"
+
+
+def test_an_answer_tells_of_reuse_where_it_could_be() -> None:
+    asks, refuses, silent = ({"vllm_xargs": {"reuse": r}} for r in ("auto", "off", None))
+    assert [may_reuse(r) for r in (asks, refuses, {}, silent)] == [True, False, None, None]
+    offer = offered("store=int4", "request")
+    assert offer == "store=int4, reuse=request"
+    assert applied(False, offer, True) == "store=int4, reuse"
+    assert applied(False, offer, None) == "store=int4"
+    assert applied(False, offered("", "auto"), None) == "reuse"
+    assert applied(False, offered("", "auto"), False) == "exact"
+    assert applied(True, offered("", "auto"), True) == "exact"
+    assert offered("", "off") == ""
