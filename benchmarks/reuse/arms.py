@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.quality.case import Exact
 from benchmarks.quality.lm import KV, LM
-from benchmarks.reuse.prompts import Prompt
+from benchmarks.quality.prompts import Prompt
 from headrace_prefill.reuse.rules import HEAD_TOKENS, Rule, offsets_of
 
 ARTICLE_THRESHOLD = 0.02

@@ -38,7 +38,7 @@ def real_texts() -> tuple[list[Text], float]:
     """Texts of all packages, and bytes a token."""
     from transformers import AutoTokenizer
 
-    from benchmarks.reuse.prompts import documents
+    from benchmarks.quality.prompts import documents
     from headrace.model import resolve
 
     tokenizer = AutoTokenizer.from_pretrained(resolve(None))

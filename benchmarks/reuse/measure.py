@@ -35,7 +35,7 @@ def measured(folder: str, number: int, count: int, held_out: bool, which: str) -
 
     from benchmarks.quality.case import Exact, score
     from benchmarks.quality.lm import LM
-    from benchmarks.reuse.prompts import prompts
+    from benchmarks.quality.prompts import prompts
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_grad_enabled(False)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.quality.case import Exact, score
 from benchmarks.quality.lm import LM
 from benchmarks.reuse.arms import Case, ours
-from benchmarks.reuse.prompts import Prompt
+from benchmarks.quality.prompts import Prompt
 
 
 def tiny(folder: Path) -> LlamaForCausalLM:

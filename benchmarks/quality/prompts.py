@@ -46,6 +46,7 @@ class Prompt:
         question: first position of the question.
         place: of `PLACES`.
         share: of the documents' tokens that were seen before.
+        answer: what follows, where that is known (`tasks`).
     """
 
     name: str
@@ -55,6 +56,7 @@ class Prompt:
     question: int
     place: str
     share: float
+    answer: tuple[int, ...] = ()
 
 
 @cache
@@ -107,7 +109,7 @@ def _prompt(
     pieces = int(rng.integers(3, 6))
     room = length - len(system) - 60
     seen_tokens, fresh_tokens = int(room * share), int(room * (1 - share))
-    texts = [_passage(files, rng) for _ in range(pieces + 1)]
+    texts = [passage(files, rng) for _ in range(pieces + 1)]
     sizes = [seen_tokens // pieces] * pieces + [fresh_tokens]
     order = rng.permutation(pieces + 1)
     all_tokens, chunks, before = list(system), [], []
@@ -118,7 +120,7 @@ def _prompt(
         shown.append(texts[which][: 3 * len(part)].splitlines())
         if which < pieces:
             chunks.append((len(all_tokens), len(part)))
-            before.append(_before(place, encode, system, files, rng))
+            before.append(seen_behind(place, encode, system, files, rng))
         all_tokens += part + encode("\n\n")
     asked = int(rng.integers(len(shown)))
     lines = [line.strip() for line in shown[asked] if len(line.strip()) > 20] or ["the first line"]
@@ -129,17 +131,19 @@ def _prompt(
     return Prompt(name, all_tokens, chunks, before, start, place, share)
 
 
-def _before(
+def seen_behind(
     place: str, encode: Encode, system: list[int], files: Iterator[Path], rng: np.random.Generator
 ) -> list[int]:
+    """Tokens that stood before a document where it was seen."""
     if place == ALONE:
         return []
     if place == AFTER_SYSTEM:
         return list(system)
-    return list(system) + encode(_passage(files, rng))[: int(rng.integers(200, 700))]
+    return list(system) + encode(passage(files, rng))[: int(rng.integers(200, 700))]
 
 
-def _passage(files: Iterator[Path], rng: np.random.Generator) -> str:
+def passage(files: Iterator[Path], rng: np.random.Generator) -> str:
+    """The next file's text, from a line in its first third on."""
     text = next(files).read_text("utf-8", errors="replace")
     start = int(rng.integers(0, max(1, len(text) // 3)))
     return text[text.find("\n", start) + 1 :]
