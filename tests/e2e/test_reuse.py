@@ -47,8 +47,9 @@ def reused(app: App) -> int:
 
 
 @pytest.fixture(scope="module")
-def salt(app: App) -> str:
+def salt(_running_app: App) -> str:
     """Of a client whose documents are stored, each from a prompt of its own."""
+    app = _running_app
     name, before = uuid.uuid4().hex, store(app)["tiers"]["dram"]["stored_total"]
     tokens = [ask(app, [text], name).json()["usage"]["prompt_tokens"] for text in (FIRST, SECOND)]
     saved(app, before, sum(count // 128 for count in tokens))
