@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.quality.prompts import (
+from headrace_prefill.reuse.offline.prompts import (
     PLACES,
     SYSTEM,
     Encode,

@@ -16,7 +16,7 @@ its rows in all layers. Tokens outside of chunks are computed by every rule, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.quality.case import Exact
-from benchmarks.quality.lm import KV, LM
-from benchmarks.quality.prompts import Prompt
-from headrace_prefill.reuse.rules import HEAD_TOKENS, Rule, offsets_of
+from headrace_prefill.reuse.offline.correct import Case, Corrected, corrected, with_depths
+from headrace_prefill.reuse.offline.lm import LM
+from headrace_prefill.reuse.rules import Rule
 
 ARTICLE_THRESHOLD = 0.02
 DRIFT = 0.3
@@ -36,74 +35,13 @@ DRIFT = 0.3
 Int = NDArray[np.int64]
 
 
-@dataclass
-class Case:
-    """A prompt with KV placed for its chunks, zero elsewhere."""
-
-    prompt: Prompt
-    exact: Exact
-    placed: KV
-    offsets: Int
-    _probed: tuple[NDArray[np.float32], KV] | None = None
-
-    @staticmethod
-    def of(lm: LM, prompt: Prompt, exact: Exact) -> Case:
-        placed = lm.empty(len(prompt.tokens))
-        for (first, length), before in zip(prompt.chunks, prompt.before, strict=True):
-            chunk = prompt.tokens[first : first + length]
-            seen = lm.prefill(torch.tensor(before + chunk)).part(len(before), length)
-            for layer in range(lm.layers):
-                moved = lm.rope.shift(seen.keys[layer], first - len(before))
-                placed.keys[layer, first : first + length] = moved
-                placed.values[layer, first : first + length] = seen.values[layer]
-        return Case(prompt, exact, placed, offsets_of(len(prompt.tokens), prompt.chunks))
-
-    @property
-    def chunk(self) -> Int:
-        """Positions of the chunks' tokens."""
-        return np.flatnonzero(self.offsets >= 0)
-
-    @property
-    def heads(self) -> Int:
-        """First tokens of each chunk, which the probe computes afresh."""
-        return np.flatnonzero((self.offsets >= 0) & (self.offsets < HEAD_TOKENS))
-
-    @property
-    def probe_rows(self) -> Int:
-        return np.concatenate([self.heads, np.arange(self.prompt.question, len(self.offsets))])
-
-    def probed(self, lm: LM) -> tuple[NDArray[np.float32], KV]:
-        """The question's attention, float32 [layers, n], and the KV as the probe leaves it."""
-        if self._probed is None:
-            kv, found = self.placed.clone(), np.zeros((lm.layers, len(self.offsets)), np.float32)
-
-            def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                asked = rows >= self.prompt.question
-                found[layer] = lm.mass(q[asked], rows[asked], kv.keys[layer]).numpy()
-
-            lm.compute(self.exact.tokens, kv, torch.from_numpy(self.probe_rows), watch=watch)
-            self._probed = found, kv
-        return self._probed
-
-    def mass(self, lm: LM) -> NDArray[np.float32]:
-        return self.probed(lm)[0]
-
-
-@dataclass(frozen=True)
-class Corrected:
-    """Corrected KV, and how many pairs of each layer were computed for it."""
-
-    kv: KV
-    by_layer: list[int]
-
-
 Correct = Callable[[LM, Case, float], Corrected | None]
 """None: the rule's own cost is above the budget."""
 
 
 def nothing(lm: LM, case: Case, budget: float) -> Corrected:
     """Chunks stay as they were placed."""
-    return _with_depths(lm, case, offsets_depths(case, np.zeros(len(case.chunk)), lm.layers))
+    return with_depths(lm, case, offsets_depths(case, np.zeros(len(case.chunk)), lm.layers))
 
 
 def epic(lm: LM, case: Case, budget: float) -> Corrected:
@@ -187,18 +125,9 @@ def article(lm: LM, case: Case, budget: float) -> Corrected | None:
     return Corrected(kv, computed)
 
 
-def ours(rule: Rule = Rule(), **how: Any) -> Correct:
-    """Our rule with a probe, which the budget pays for."""
-
-    def correct(lm: LM, case: Case, budget: float) -> Corrected | None:
-        left = budget - len(case.probe_rows) / len(case.chunk)
-        if left <= 0:
-            return None
-        depths = rule.depths(case.offsets, case.mass(lm), lm.layers, left)
-        done = _with_depths(lm, case, depths, **how)
-        return replace(done, by_layer=[n + len(case.probe_rows) for n in done.by_layer])
-
-    return correct
+def ours(rule: Rule = Rule()) -> Correct:
+    """Our rule with a probe."""
+    return lambda lm, case, budget: corrected(lm, case, budget, rule)
 
 
 def heads_once(rule: Rule = Rule()) -> Correct:
@@ -214,7 +143,7 @@ def heads_once(rule: Rule = Rule()) -> Correct:
         share = left * len(case.chunk) / (len(case.chunk) - len(case.heads))
         depths = rule.depths(offsets, mass, lm.layers, share)
         depths[case.heads] = 0
-        done = _with_depths(lm, case, depths, start=kv)
+        done = with_depths(lm, case, depths, start=kv)
         return replace(done, by_layer=[n + len(case.probe_rows) for n in done.by_layer])
 
     return correct
@@ -225,7 +154,7 @@ def question_free(rule: Rule = Rule()) -> Correct:
 
     def correct(lm: LM, case: Case, budget: float) -> Corrected:
         depths = rule.depths(case.offsets, None, lm.layers, budget)
-        return _with_depths(lm, case, depths)
+        return with_depths(lm, case, depths)
 
     return correct
 
@@ -263,7 +192,7 @@ def bottom_right(case: Case) -> Callable[[Tensor], Tensor]:
 
 
 def wrong_mask(lm: LM, case: Case, budget: float) -> Corrected | None:
-    return ours(sees=bottom_right(case))(lm, case, budget)
+    return corrected(lm, case, budget, sees=bottom_right(case))
 
 
 PEERS: dict[str, Correct] = {
@@ -296,24 +225,7 @@ def _whole(lm: LM, case: Case, order: Int, budget: float) -> Corrected:
     """Tokens in this order of the chunks' tokens, each in all layers."""
     depths = np.zeros(len(case.chunk), np.int64)
     depths[order[: int(budget * len(order))]] = lm.layers
-    return _with_depths(lm, case, offsets_depths(case, depths, lm.layers))
-
-
-def _with_depths(
-    lm: LM,
-    case: Case,
-    depths: Int,
-    sees: Callable[[Tensor], Tensor] | None = None,
-    start: KV | None = None,
-) -> Corrected:
-    kv, going = (start or case.placed).clone(), torch.from_numpy(depths)
-    rows = torch.from_numpy(np.flatnonzero(depths))
-    # K and V of a row's last layer need no attention; nor does the prompt's last token.
-    lm.compute(
-        case.exact.tokens, kv, rows, lambda layer, at, k, v: going[at] > layer + 1, sees=sees
-    )
-    chunk = depths[case.chunk]
-    return Corrected(kv, [int((chunk > layer).sum()) for layer in range(lm.layers)])
+    return with_depths(lm, case, offsets_depths(case, depths, lm.layers))
 
 
 def _drift(case: Case, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ def real_texts() -> tuple[list[Text], float]:
     """Texts of all packages, and bytes a token."""
     from transformers import AutoTokenizer
 
-    from benchmarks.quality.prompts import documents
     from headrace.model import resolve
+    from headrace_prefill.reuse.offline.prompts import documents
 
     tokenizer = AutoTokenizer.from_pretrained(resolve(None))
     texts, size = [], 0

@@ -33,9 +33,9 @@ def measured(folder: str, number: int, count: int, held_out: bool, which: str) -
     import torch
     from transformers import AutoTokenizer
 
-    from benchmarks.quality.case import Exact, score
-    from benchmarks.quality.lm import LM
-    from benchmarks.quality.prompts import prompts
+    from headrace_prefill.reuse.offline.exact import Exact, score
+    from headrace_prefill.reuse.offline.lm import LM
+    from headrace_prefill.reuse.offline.prompts import prompts
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_grad_enabled(False)

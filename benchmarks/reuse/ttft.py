@@ -29,8 +29,8 @@ import httpx
 import numpy as np
 
 from benchmarks.instance import headrace
-from benchmarks.quality.prompts import documents
 from headrace.cli import state
+from headrace_prefill.reuse.offline.prompts import documents
 
 DOCUMENTS = 3
 SALT = "reader"
@@ -69,7 +69,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
     size = int(options.tokens * options.share / DOCUMENTS)
     stored = [text(size + 128) for _ in range(DOCUMENTS)]  # the last block is not full
-    name, folder = f"reuse-{secrets.token_hex(3)}", tempfile.mkdtemp(prefix="hr-reuse-")
+    name, folder = f"reuse-{secrets.token_hex(3)}", tempfile.mkdtemp(prefix="hru-", dir="/tmp")
     os.environ["HEADRACE_STATE"] = f"{folder}/state"
     try:
         headrace(

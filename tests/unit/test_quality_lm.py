@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.quality.case import Exact, score
-from benchmarks.quality.lm import LM
 from benchmarks.reuse.arms import Case, ours
-from benchmarks.quality.prompts import Prompt
+from headrace_prefill.reuse.offline.exact import Exact, score
+from headrace_prefill.reuse.offline.lm import LM
+from headrace_prefill.reuse.offline.prompts import Prompt
 
 
 def tiny(folder: Path) -> LlamaForCausalLM:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.quality.lm import KV, LM
+from headrace_prefill.reuse.offline.lm import KV, LM
 
 
 @dataclass(frozen=True)
