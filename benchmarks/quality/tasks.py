@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace_prefill.reuse.offline.prompts import (
+    CHATML,
     PLACES,
-    SYSTEM,
     Encode,
     Prompt,
     documents,
@@ -61,7 +61,7 @@ def _prompt(
         "recall": _recall,
         "arguments": _arguments,
     }[name](rng, passage(files, rng))
-    system = encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+    system = encode(CHATML[0])
     sizes = rng.integers(*FILLER_TOKENS, 2)
     parts = [encode(document), *(encode(passage(files, rng))[:size] for size in sizes)]
     tokens, chunks, before = list(system), [], []

@@ -35,7 +35,7 @@ def measured(folder: str, number: int, count: int, held_out: bool, which: str) -
 
     from headrace_prefill.reuse.offline.exact import Exact, score
     from headrace_prefill.reuse.offline.lm import LM
-    from headrace_prefill.reuse.offline.prompts import prompts
+    from headrace_prefill.reuse.offline.prompts import documents, prompts
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_grad_enabled(False)
@@ -45,7 +45,7 @@ def measured(folder: str, number: int, count: int, held_out: bool, which: str) -
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
-    every = prompts(encode, count, held_out=held_out, tokens=TOKENS)
+    every = prompts(encode, count, files=documents(held_out), tokens=TOKENS, seed=int(held_out))
     prompt = next(each for n, each in enumerate(every) if n == number)
     lm = LM(folder)
     case = arms.Case.of(lm, prompt, Exact.of(lm, prompt.tokens, ANSWER))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,12 @@ ALONE, AFTER_SYSTEM, INSIDE = "alone", "after system", "inside"
 PLACES = (ALONE, AFTER_SYSTEM, INSIDE)
 """Where a document was seen: as a prompt of its own, behind the system prompt, or behind another
 document in another prompt."""
+
+CHATML = (
+    f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+"""What stands before and behind a user's message in the prompts of many models."""
 
 Encode = Callable[[str], list[int]]
 
@@ -78,22 +85,31 @@ def documents(held_out: bool) -> list[Path]:
 
 
 def prompts(
-    encode: Encode, count: int, *, held_out: bool, tokens: tuple[int, int]
+    encode: Encode,
+    count: int,
+    *,
+    files: Sequence[Path],
+    tokens: tuple[int, int],
+    frame: tuple[str, str] = CHATML,
+    seed: int = 0,
 ) -> Iterator[Prompt]:
     """Prompts that differ in place, share and length.
 
     Args:
         encode: of the model's tokenizer, without special tokens of its own.
         count: of prompts.
+        files: texts, taken in turn, over and over.
         tokens: fewest and most, about.
+        frame: what the model's template puts before and behind a user's message.
+        seed: other prompts of the same texts.
     """
-    files = iter(documents(held_out))
+    left = itertools.cycle(files)
     for number in range(count):
-        rng = np.random.default_rng([number, held_out])
+        rng = np.random.default_rng([number, seed])
         place = PLACES[number % len(PLACES)]
         share = (0.5, 0.8, 0.95)[number // len(PLACES) % 3]
         length = int(rng.integers(*tokens))
-        yield _prompt(f"{number} {place} {share}", encode, files, rng, place, share, length)
+        yield _prompt(f"{number} {place} {share}", encode, left, rng, place, share, length, frame)
 
 
 def _prompt(
@@ -104,8 +120,9 @@ def _prompt(
     place: str,
     share: float,
     length: int,
+    frame: tuple[str, str],
 ) -> Prompt:
-    system = encode(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n")
+    system = encode(frame[0])
     pieces = int(rng.integers(3, 6))
     room = length - len(system) - 60
     seen_tokens, fresh_tokens = int(room * share), int(room * (1 - share))
@@ -127,7 +144,7 @@ def _prompt(
     words = QUESTIONS[int(rng.integers(len(QUESTIONS)))]
     question = words.format(n=asked + 1, line=lines[len(lines) // 2][:80])
     start = len(all_tokens)
-    all_tokens += encode(f"{question}<|im_end|>\n<|im_start|>assistant\n")
+    all_tokens += encode(f"{question}{frame[1]}")
     return Prompt(name, all_tokens, chunks, before, start, place, share)
 
 
