@@ -39,7 +39,7 @@ def test_it_prints_the_curve_and_the_budget(
 
 
 def test_an_error_below_all_measured_has_no_budget(tmp_path: Path) -> None:
-    with pytest.raises(CliError, match="no budget up to 0.50 keeps to a KL of 0"):
+    with pytest.raises(CliError, match=r"no budget up to 0\.50 keeps to a KL of 0"):
         run(texts(tmp_path, 9), 0)
 
 
