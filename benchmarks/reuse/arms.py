@@ -16,7 +16,6 @@ its rows in all layers. Tokens outside of chunks are computed by every rule, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,25 +129,6 @@ def ours(rule: Rule = Rule()) -> Correct:
     return lambda lm, case, budget: corrected(lm, case, budget, rule)
 
 
-def heads_once(rule: Rule = Rule()) -> Correct:
-    """Our rule; the chunks' first tokens stay as the probe computed them."""
-
-    def correct(lm: LM, case: Case, budget: float) -> Corrected | None:
-        left = budget - len(case.probe_rows) / len(case.chunk)
-        if left <= 0:
-            return None
-        mass, kv = case.probed(lm)
-        offsets = case.offsets.copy()
-        offsets[case.heads] = -1
-        share = left * len(case.chunk) / (len(case.chunk) - len(case.heads))
-        depths = rule.depths(offsets, mass, lm.layers, share)
-        depths[case.heads] = 0
-        done = with_depths(lm, case, depths, start=kv)
-        return replace(done, by_layer=[n + len(case.probe_rows) for n in done.by_layer])
-
-    return correct
-
-
 def question_free(rule: Rule = Rule()) -> Correct:
     """Our rule without a question, as for warming."""
 
@@ -204,11 +184,10 @@ PEERS: dict[str, Correct] = {
 OURS = "ours"
 QUESTION_FREE = "question-free"
 ABLATIONS: dict[str, Correct] = {
-    "ours, heads once": heads_once(),
     "ours, no prior": ours(Rule(prior=0.0)),
     "ours, with drift": with_drift,
     "ours, no decay": ours(Rule(decay=np.inf)),
-    "ours, no sink": ours(Rule(head_tokens=0)),
+    "ours, no sink": ours(Rule(first_tokens=0)),
     "ours, bottom-right mask": wrong_mask,
 }
 BOUNDS: dict[str, Correct] = {"random": random, "oracle": oracle, "article": article}

@@ -11,8 +11,8 @@ beginning of a text, and where the question looks. So the score of a token at a 
 
 Layer l computes the r_l best of those that layer l - 1 computed, r_l proportional to e^(-l/DECAY):
 a row needs its own row of the layer before, so the sets are nested, and a token's depth, the
-number of leading layers that compute it, says all. The first tokens of each chunk are computed
-in all layers.
+number of leading layers that compute it, says all. The first token of each chunk is computed in
+all layers.
 
 Drift, the change of a token's K and V by what stands before it, is what others choose by (UCM,
 CacheBlend, LMCache). Beside offset and probe it adds nothing that could be measured.
@@ -25,9 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-PRIOR, PROBE, DECAY = 0.5, 0.75, 30.0
+PRIOR, PROBE, DECAY = 0.5, 1.0, 30.0
+FIRST_TOKENS = 1
+"""Of each chunk, computed in all layers. More cost others their place."""
 HEAD_TOKENS = 4
-"""First tokens of each chunk, computed in all layers."""
+"""Of each chunk, in the probe."""
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int64]
@@ -41,13 +43,13 @@ class Rule:
         prior: exponent of the distance from the chunk's start.
         probe: exponent of the question's attention.
         decay: layers after which the share has fallen to 1/e; infinite for the same in each.
-        head_tokens: of each chunk, computed in all layers.
+        first_tokens: of each chunk, computed in all layers.
     """
 
     prior: float = PRIOR
     probe: float = PROBE
     decay: float = DECAY
-    head_tokens: int = HEAD_TOKENS
+    first_tokens: int = FIRST_TOKENS
 
     def depths(self, offsets: Int, mass: Float | None, layers: int, budget: float) -> Int:
         """How many leading layers compute each token.
@@ -95,7 +97,7 @@ class Rule:
         if mass is not None:
             later = mass[min(layer + 1, len(mass) - 1) :]
             score = score * later.mean(0, dtype=np.float64) ** self.probe
-        return np.where(offsets < self.head_tokens, np.inf, score)
+        return np.where(offsets < self.first_tokens, np.inf, score)
 
 
 def offsets_of(n: int, chunks: list[tuple[int, int]]) -> Int:
