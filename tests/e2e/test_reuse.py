@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pydoc_data.topics
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -99,6 +100,28 @@ def test_a_prompt_of_which_little_was_seen_is_computed(app: App, salt: str) -> N
     new = pydoc_data.topics.topics["compound"][:6000]
     answer(ask(app, [new, FIRST[:800]], salt, reuse="auto"))
     assert reused(app) == before
+
+
+def test_exact_requests_among_reusing_ones_are_answered_as_alone(app: App, salt: str) -> None:
+    prompts = [[f"Reader {n}.", SECOND, FIRST] for n in range(3)]
+    alone = [answer(ask(app, texts, uuid.uuid4().hex)) for texts in prompts]
+    before = reused(app)
+    with ThreadPoolExecutor(6) as pool:
+        reusing = [pool.submit(ask, app, texts, salt, reuse="auto") for texts in prompts]
+        exact = [pool.submit(ask, app, texts, uuid.uuid4().hex) for texts in prompts]
+        among = [answer(one.result()) for one in exact]
+        assert all(answer(one.result()) for one in reusing)
+    assert reused(app) > before
+    for one, other in zip(alone, among, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+
+
+def test_a_budget_of_all_is_full_computation(app: App, salt: str) -> None:
+    texts = ["All of it.", SECOND, FIRST]
+    exact = answer(ask(app, texts, uuid.uuid4().hex))
+    assert answer(ask(app, texts, salt, reuse=1)) == [
+        (token, pytest.approx(value, abs=1e-3)) for token, value in exact
+    ]
 
 
 @pytest.mark.parametrize("share", [0, 1.5, -0.1, "much", True])

@@ -4,7 +4,7 @@ A chunk that was prefilled elsewhere has KV that never saw what stands before it
 does not matter everywhere: it matters at the chunk's first tokens, which drew attention as the
 beginning of a text, and where the question looks. So the score of a token at a layer is
 
-    score(l, i) = (1 + offset_i)^-PRIOR * (mean of mass[m, i] over layers m > l)^PROBE
+    score(l, i) = (1 + offset_i)^-PRIOR * mean of mass[m, i] over layers m > l
 
     offset_i    distance from its chunk's first token
     mass[m, i]  attention that the question's tokens pay to it at layer m, from a probe
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-PRIOR, PROBE, DECAY = 0.5, 1.0, 30.0
+PRIOR, DECAY = 0.5, 30.0
 FIRST_TOKENS = 1
 """Of each chunk, computed in all layers. More cost others their place."""
 HEAD_TOKENS = 4
@@ -41,13 +41,11 @@ class Rule:
 
     Attributes:
         prior: exponent of the distance from the chunk's start.
-        probe: exponent of the question's attention.
         decay: layers after which the share has fallen to 1/e; infinite for the same in each.
         first_tokens: of each chunk, computed in all layers.
     """
 
     prior: float = PRIOR
-    probe: float = PROBE
     decay: float = DECAY
     first_tokens: int = FIRST_TOKENS
 
@@ -96,7 +94,7 @@ class Rule:
         score = (1.0 + offsets.clip(0)) ** -self.prior
         if mass is not None:
             later = mass[min(layer + 1, len(mass) - 1) :]
-            score = score * later.mean(0, dtype=np.float64) ** self.probe
+            score = score * later.mean(0, dtype=np.float64)
         return np.where(offsets < self.first_tokens, np.inf, score)
 
 
