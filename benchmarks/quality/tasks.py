@@ -73,7 +73,8 @@ def _prompt(
     question = len(tokens)
     tokens += encode(asked)
     label = f"{name} {number} {place}"
-    return Prompt(label, tokens, chunks, before, question, place, 1.0, tuple(encode(answer)))
+    known = tuple(encode(answer))
+    return Prompt(label, tokens, chunks, before, question, place, 1.0, answer=known)
 
 
 def _copying(rng: np.random.Generator, text: str) -> tuple[str, str, str]:

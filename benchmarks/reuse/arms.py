@@ -10,7 +10,8 @@ its rows in all layers. Tokens outside of chunks are computed by every rule, and
     article             drift of K and V at each layer among those that the layer before computed,
                         above a threshold, the share falling linearly to none (UCM's article)
     oracle              the tokens whose K and V are truly most wrong, meaned over layers
-    ours                `headrace_prefill.reuse.rules`; "question-free" is the same without a probe
+    ours                `headrace_prefill.reuse.rules`; "question-free" probes with a question
+                        that stands in for any
 """
 
 from __future__ import annotations
@@ -129,22 +130,23 @@ def ours(rule: Rule = Rule()) -> Correct:
     return lambda lm, case, budget: corrected(lm, case, budget, rule)
 
 
-def question_free(rule: Rule = Rule()) -> Correct:
-    """Our rule without a question, as for warming."""
+def question_free(lm: LM, case: Case, budget: float) -> Corrected | None:
+    """Our rule without the prompt's question, as for warming: another one stands in."""
+    return corrected(lm, case, budget, stand_in=True)
 
-    def correct(lm: LM, case: Case, budget: float) -> Corrected:
-        depths = rule.depths(case.offsets, None, lm.layers, budget)
-        return with_depths(lm, case, depths)
 
-    return correct
+def no_probe(lm: LM, case: Case, budget: float) -> Corrected:
+    """The prior alone."""
+    return with_depths(lm, case, Rule().depths(case.offsets, None, lm.layers, budget))
 
 
 def with_drift(lm: LM, case: Case, budget: float) -> Corrected | None:
     """Our rule with drift as a third factor, taken where a layer has just computed K and V."""
-    left = budget - len(case.probe_rows) / len(case.chunk)
+    probed = case.probed(lm)
+    left = budget - probed.rows / len(case.chunk)
     if left <= 0:
         return None
-    rule, mass, tokens = Rule(), case.mass(lm), len(case.chunk)
+    rule, mass, tokens = Rule(), probed.mass, len(case.chunk)
     counts = rule.counts(tokens, lm.layers, left)
     first = rule.depths(case.offsets, mass, lm.layers, left) > 0
     outside, computed = torch.from_numpy(case.offsets < 0), [int(counts[0])]
@@ -162,7 +164,7 @@ def with_drift(lm: LM, case: Case, budget: float) -> Corrected | None:
 
     kv = case.placed.clone()
     lm.compute(case.exact.tokens, kv, torch.from_numpy(np.flatnonzero(first)), keep)
-    return Corrected(kv, [n + len(case.probe_rows) for n in computed])
+    return Corrected(kv, [n + probed.rows for n in computed])
 
 
 def bottom_right(case: Case) -> Callable[[Tensor], Tensor]:
@@ -184,6 +186,7 @@ PEERS: dict[str, Correct] = {
 OURS = "ours"
 QUESTION_FREE = "question-free"
 ABLATIONS: dict[str, Correct] = {
+    "ours, no probe": no_probe,
     "ours, no prior": ours(Rule(prior=0.0)),
     "ours, with drift": with_drift,
     "ours, no decay": ours(Rule(decay=np.inf)),

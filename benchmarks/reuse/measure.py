@@ -22,7 +22,7 @@ def plan(which: str) -> Iterator[tuple[str, arms.Correct, float]]:
         for budget in BUDGETS:
             yield name, rule, budget
     for budget in BUDGETS:
-        yield arms.QUESTION_FREE, arms.question_free(), budget
+        yield arms.QUESTION_FREE, arms.question_free, budget
     if which == "all":
         for name, rule in (arms.BOUNDS | arms.ABLATIONS).items():
             yield name, rule, MAIN

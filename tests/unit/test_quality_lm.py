@@ -51,7 +51,7 @@ def test_a_budget_of_all_is_the_exact_model(tmp_path: Path) -> None:
     exact = Exact.of(lm, tokens, 5)
     case = Case.of(lm, prompt, exact)
     placed = score(lm, exact, case.placed)
-    corrected = ours()(lm, case, 1.0 + len(case.probe_rows) / len(case.chunk))
+    corrected = ours()(lm, case, 1.0 + case.probed(lm).rows / len(case.chunk))
     assert corrected is not None
     torch.testing.assert_close(
         corrected.kv.values[:, :-1], exact.kv.values[:, :-1], atol=1e-4, rtol=1e-4

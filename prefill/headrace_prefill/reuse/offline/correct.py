@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,19 @@ Sees = Callable[[Tensor], Tensor]
 """Rows -> the last position that each attends to."""
 
 
+@dataclass(frozen=True)
+class Probed:
+    """What a probe found.
+
+    Attributes:
+        mass: float32 [layers, n], the question's attention to what stands before it.
+        rows: that the probe computed, in all layers.
+    """
+
+    mass: NDArray[np.float32]
+    rows: int
+
+
 @dataclass
 class Case:
     """A prompt with KV placed for its chunks, zero elsewhere."""
@@ -28,7 +41,7 @@ class Case:
     exact: Exact
     placed: KV
     offsets: Int
-    _probed: tuple[NDArray[np.float32], KV] | None = None
+    _probed: dict[bool, Probed] = field(default_factory=dict)
 
     @staticmethod
     def of(lm: LM, prompt: Prompt, exact: Exact) -> Case:
@@ -52,25 +65,26 @@ class Case:
         """First tokens of each chunk, which the probe computes afresh."""
         return np.flatnonzero((self.offsets >= 0) & (self.offsets < HEAD_TOKENS))
 
-    @property
-    def probe_rows(self) -> Int:
-        return np.concatenate([self.heads, np.arange(self.prompt.question, len(self.offsets))])
-
-    def probed(self, lm: LM) -> tuple[NDArray[np.float32], KV]:
-        """The question's attention, float32 [layers, n], and the KV as the probe leaves it."""
-        if self._probed is None:
-            kv, found = self.placed.clone(), np.zeros((lm.layers, len(self.offsets)), np.float32)
+    def probed(self, lm: LM, stand_in: bool = False) -> Probed:
+        """Probe with the prompt's question, or with one that stands in for any."""
+        if stand_in not in self._probed:
+            asks, question = self.exact.tokens, self.prompt.question
+            if stand_in:
+                asks = torch.cat([asks[:question], torch.tensor(self.prompt.stand_in)])
+            kv = lm.empty(len(asks))
+            kv.keys[:, :question] = self.placed.keys[:, :question]
+            kv.values[:, :question] = self.placed.values[:, :question]
+            found = np.zeros((lm.layers, len(self.offsets)), np.float32)
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                asked = rows >= self.prompt.question
-                found[layer] = lm.mass(q[asked], rows[asked], kv.keys[layer]).numpy()
+                asked = rows >= question
+                mass = lm.mass(q[asked], rows[asked], kv.keys[layer]).numpy()
+                found[layer, :question] = mass[:question]
 
-            lm.compute(self.exact.tokens, kv, torch.from_numpy(self.probe_rows), watch=watch)
-            self._probed = found, kv
-        return self._probed
-
-    def mass(self, lm: LM) -> NDArray[np.float32]:
-        return self.probed(lm)[0]
+            probe = np.concatenate([self.heads, np.arange(question, len(asks))])
+            lm.compute(asks, kv, torch.from_numpy(probe), watch=watch)
+            self._probed[stand_in] = Probed(found, len(probe))
+        return self._probed[stand_in]
 
 
 @dataclass(frozen=True)
@@ -82,22 +96,30 @@ class Corrected:
 
 
 def corrected(
-    lm: LM, case: Case, budget: float, rule: Rule = Rule(), sees: Sees | None = None
+    lm: LM,
+    case: Case,
+    budget: float,
+    rule: Rule = Rule(),
+    *,
+    stand_in: bool = False,
+    sees: Sees | None = None,
 ) -> Corrected | None:
     """Correct by a rule and a probe, which the budget pays for.
 
     Args:
         budget: share of (token of a chunk, layer) pairs.
+        stand_in: probe without the prompt's question.
 
     Returns:
         None where the probe alone costs more.
     """
-    left = budget - len(case.probe_rows) / len(case.chunk)
+    probed = case.probed(lm, stand_in)
+    left = budget - probed.rows / len(case.chunk)
     if left <= 0:
         return None
-    depths = rule.depths(case.offsets, case.mass(lm), lm.layers, left)
+    depths = rule.depths(case.offsets, probed.mass, lm.layers, left)
     done = with_depths(lm, case, depths, sees)
-    return replace(done, by_layer=[n + len(case.probe_rows) for n in done.by_layer])
+    return replace(done, by_layer=[n + probed.rows for n in done.by_layer])
 
 
 def with_depths(
@@ -105,15 +127,13 @@ def with_depths(
     case: Case,
     depths: Int,
     sees: Sees | None = None,
-    start: KV | None = None,
 ) -> Corrected:
     """Compute each position in so many leading layers.
 
     Args:
         depths: int64 [n].
-        start: KV to begin with; None for the placed one.
     """
-    kv, going = (start or case.placed).clone(), torch.from_numpy(depths)
+    kv, going = case.placed.clone(), torch.from_numpy(depths)
     rows = torch.from_numpy(np.flatnonzero(depths))
     # K and V of a row's last layer need no attention; nor does the prompt's last token.
     lm.compute(

@@ -27,6 +27,8 @@ QUESTIONS = (
     "What is document {n} about? Answer in two sentences, and name what it defines.",
     'Which document has the line "{line}"? Name its number, and quote the next lines.',
 )
+STAND_IN = "Summarise the documents above. What do they define, and what are the main points?"
+"""Asks in place of a question that is not known."""
 ALONE, AFTER_SYSTEM, INSIDE = "alone", "after system", "inside"
 PLACES = (ALONE, AFTER_SYSTEM, INSIDE)
 """Where a document was seen: as a prompt of its own, behind the system prompt, or behind another
@@ -53,6 +55,7 @@ class Prompt:
         question: first position of the question.
         place: of `PLACES`.
         share: of the documents' tokens that were seen before.
+        stand_in: tokens of `STAND_IN`, as they would stand from the question's first position on.
         answer: what follows, where that is known (`tasks`).
     """
 
@@ -63,6 +66,7 @@ class Prompt:
     question: int
     place: str
     share: float
+    stand_in: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
 
 
@@ -145,7 +149,8 @@ def _prompt(
     question = words.format(n=asked + 1, line=lines[len(lines) // 2][:80])
     start = len(all_tokens)
     all_tokens += encode(f"{question}{frame[1]}")
-    return Prompt(name, all_tokens, chunks, before, start, place, share)
+    stand_in = tuple(encode(f"{STAND_IN}{frame[1]}"))
+    return Prompt(name, all_tokens, chunks, before, start, place, share, stand_in)
 
 
 def seen_behind(
