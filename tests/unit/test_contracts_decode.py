@@ -16,7 +16,7 @@ from tests.support.contracts import assert_fields, assert_takes, find
 
 ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
 ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
-DECODE_VLLM = "decode/headrace_decode/_vllm_compat.py"
+DECODE_VLLM = "decode/headrace_decode/_vllm_request.py"
 PLATFORM_RAY = "platform/headrace/_ray_compat.py"
 HANDOFF = "engine/headrace_engine/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
@@ -75,7 +75,7 @@ def test_a_grammar_is_checked_and_compiled_by_what_the_worker_calls() -> None:
 def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_compat import GRAMMAR_FIELDS, grammar_of, with_grammar
+    from headrace_decode._vllm_request import GRAMMAR_FIELDS, grammar_of, with_grammar
 
     assert_fields("vllm.sampling_params:StructuredOutputsParams", DECODE_VLLM, *GRAMMAR_FIELDS)
     source = inspect.getsource(find("vllm.v1.engine.input_processor:InputProcessor", DECODE_VLLM))
@@ -97,7 +97,7 @@ def test_a_grammar_that_was_tried_is_not_parsed_again_on_the_event_loop() -> Non
 def test_transfer_parameters_are_taken_out_and_put_in() -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_compat import with_transfer_params, without_reserved
+    from headrace_decode._vllm_request import with_transfer_params, without_reserved
 
     names_memory = {PARAMS_KEY: {"do_remote_prefill": True}, "ec_transfer_params": {"a": 1}}
     sent = SamplingParams(extra_args={**names_memory, "mine": 1})
@@ -130,7 +130,7 @@ def test_which_requests_must_stay(
 ) -> None:
     from vllm import SamplingParams
 
-    from headrace_decode._vllm_compat import why_local
+    from headrace_decode._vllm_request import why_local
 
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     why = why_local(prompt, token_ids, SamplingParams(**params), kwargs)

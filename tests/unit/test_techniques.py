@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from headrace.gateway.backend import NoMetrics
-from headrace_decode._vllm_compat import lossy_of, with_technique, with_tenant
+from headrace_decode._vllm_request import lossy_of, with_technique, with_tenant
 from headrace_decode.techniques import (
     TechniqueError,
     applied,

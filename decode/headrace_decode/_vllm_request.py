@@ -1,0 +1,144 @@
+"""What a request's prompt and parameters become before the engine gets them, in vLLM's types."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from vllm import RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from headrace_decode.replay.scheduler import SAID
+from headrace_decode.speculation.request import request_arguments
+from headrace_decode.techniques import TechniqueError, salt_for
+from headrace_decode.tenants import TenantPolicy
+from headrace_engine.handoff import PARAMS_KEY
+from headrace_kvstore.connector.identity import lossy_codec
+from headrace_kvstore.salts import salt_of
+
+RESERVED = frozenset({PARAMS_KEY, "ec_transfer_params", SAID})
+"""Arguments that no client may give: they are ours, or name memory of an engine or an encoder."""
+
+GRAMMAR_FIELDS = (
+    *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+)
+"""Of vLLM's `StructuredOutputsParams`: what a grammar is made of."""
+
+
+def with_tenant(prompt: Any, tenant: str | None) -> Any:
+    """The prompt under its tenant's cache salt; as it is where there are no tenants.
+
+    Raises:
+        TypeError: the prompt has no place for a salt, so its KV would be everybody's.
+    """
+    if tenant is None:
+        return prompt
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
+    return {**prompt, "cache_salt": salt_of(tenant, prompt.get("cache_salt") or "")}
+
+
+def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
+    """The prompt under the salt that its request's techniques give it (`techniques`).
+
+    Raises:
+        VLLMValidationError: the request says what there is not.
+        TypeError: as `with_tenant`.
+    """
+    salt = (prompt.get("cache_salt") if isinstance(prompt, dict) else None) or ""
+    try:
+        wanted = salt_for(salt, params.extra_args, lossy)
+    except TechniqueError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+    if wanted == salt:
+        return prompt
+    if not isinstance(prompt, dict):
+        raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
+    return {**prompt, "cache_salt": wanted}
+
+
+def lossy_of(vllm_config: VllmConfig) -> str:
+    """What the engine's store does to KV, for `techniques`: `store=CODEC`, or nothing."""
+    codec = lossy_codec(vllm_config.kv_transfer_config)
+    return f"store={codec}" if codec else ""
+
+
+def why_local(
+    prompt: Any, token_ids: list[int] | None, params: SamplingParams, kwargs: dict[str, Any]
+) -> str | None:
+    """Why a request cannot be prefilled elsewhere, or None if it can."""
+    if not token_ids:
+        return "the prompt is not plain token ids"
+    if prompt.get("type", "token") != "token" or prompt.get("multi_modal_data"):
+        return "the prompt is multimodal"
+    if params.n > 1:
+        return "n > 1: the samples share one prompt in the engine that decodes them"
+    if params.prompt_logprobs is not None:
+        return "prompt log-probabilities come from the engine that prefills"
+    if kwargs.get("lora_request") is not None:
+        return "the request uses a LoRA adapter"
+    return None
+
+
+def grammar_of(params: SamplingParams) -> dict[str, Any]:
+    """The fields of a request's grammar that are set."""
+    wanted = params.structured_outputs
+    fields = {name: getattr(wanted, name) for name in GRAMMAR_FIELDS}
+    return {name: value for name, value in fields.items() if value not in (None, False)} or {
+        "json_object": wanted.json_object
+    }
+
+
+def with_grammar(params: SamplingParams, found: dict[str, Any]) -> SamplingParams:
+    """A copy of `params` with the grammar that a trial answered (`grammars.worker.Compiler`)."""
+    tried = copy.copy(params)
+    tried.structured_outputs = StructuredOutputsParams(**found["spec"])
+    tried.structured_outputs._backend = found["backend"]
+    tried.structured_outputs._backend_was_auto = found["automatic"]
+    return tried
+
+
+def grammar_failed(output: RequestOutput, params: SamplingParams) -> bool:
+    """Whether a request ended because the engine could not use its grammar: no server's fault."""
+    return params.structured_outputs is not None and any(
+        choice.finish_reason == "error" for choice in output.outputs
+    )
+
+
+def without_reserved(params: SamplingParams) -> SamplingParams:
+    """Drop the arguments that no client may give."""
+    if not params.extra_args or RESERVED.isdisjoint(params.extra_args):
+        return params
+    cleaned = copy.copy(params)
+    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k not in RESERVED}
+    return cleaned
+
+
+def with_drafting_facts(
+    params: SamplingParams, salt: str | None, policy: TenantPolicy, itl_s: float | None = None
+) -> SamplingParams:
+    """A copy of `params` that tells the engine's drafter whose request this is, and the seconds
+    between its tokens that it shall keep to.
+
+    A request with a seed is not drafted for: verifying drafts draws other random numbers, so the
+    same seed would not repeat its sample.
+    """
+    told = copy.copy(params)
+    told.extra_args = request_arguments(
+        params.extra_args,
+        tenant=salt or "",
+        itl_s=itl_s,
+        drafts=policy.draft and params.seed is None,
+        keeps=policy.keep,
+    )
+    return told
+
+
+def with_transfer_params(params: SamplingParams, kv_params: dict[str, Any]) -> SamplingParams:
+    """A copy of `params` that makes the engine pull KV."""
+    pulling = copy.copy(params)
+    pulling.extra_args = {**(params.extra_args or {}), PARAMS_KEY: dict(kv_params)}
+    return pulling
