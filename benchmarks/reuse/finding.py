@@ -116,7 +116,7 @@ def main() -> None:
         asked += sum(n for _, n in passages)
     same = np.ones(100_000, np.int32)
     add(finder, same)
-    found = {
+    values = {
         "stored_gigabytes": finder.tokens * token_bytes / 1e9,
         "real_gigabytes": sum(map(len, texts)) * token_bytes / 1e9,
         "find_us_per_1k_tokens": statistics.median(find_us),
@@ -127,7 +127,8 @@ def main() -> None:
         "bytes_per_token": finder.nbytes / wanted,
         "hostile_us_per_1k_tokens": timed_us(lambda tokens: finder.find(TENANT, tokens), same),
     }
-    options.json.write_text(json.dumps({"finding": found}, indent=1))
+    found = {f"finding.{name}": value for name, value in values.items()}
+    options.json.write_text(json.dumps({"figures": found}, indent=1))
     print(json.dumps(found, indent=1))
 
 

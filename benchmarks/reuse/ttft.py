@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--policy", choices=("local", "remote", "cost"), default="local")
     options = parser.parse_args()
     found = measured(options)
-    options.json.write_text(json.dumps(found, indent=1))
+    options.json.write_text(json.dumps({"figures": found}, indent=1))
     print(json.dumps(found, indent=1))
 
 
