@@ -49,8 +49,9 @@ vLLM {vllm}.
   `x-headrace-slo`, or in its body as `vllm_xargs.slo`. A name that does not exist is answered 400.
   A request that would come too late is answered 429 with `Retry-After`, at once.
 - **Lossy techniques.** `vllm_xargs.techniques: "off"` asks for [exact KV](techniques.md) only; any
-  value but that and `"auto"` is answered 400. The header `x-headrace-techniques` of an answer says
-  what could be used.
+  value but that and `"auto"` is answered 400. `vllm_xargs.reuse` lets stored KV be
+  [reused](reuse.md) at other places of the prompt. The header `x-headrace-techniques` of an answer
+  says what could be used.
 - **Browsers.** `gateway.allowed_origins` names the sites whose pages may call the API (CORS). None
   may by default. No page may call `/headrace/`.
 
