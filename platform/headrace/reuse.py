@@ -19,6 +19,10 @@ _WORKERS = {
 }
 
 
+_SINGLE = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Engine arguments that must be 1: a side pass runs in one worker."""
+
+
 @dataclass(frozen=True)
 class MakeReusing:
     """Makes what a decode replica decides by."""
@@ -41,7 +45,7 @@ def add_reuse(section: ReuseSection, engines: list[dict[str, Any]]) -> MakeReusi
         engines: `engine_kwargs` of all roles, with store and drafting in them; changed in place.
 
     Raises:
-        ValueError: an engine has a worker class of its own, or no store.
+        ValueError: an engine has a worker class of its own or no store, or cannot reuse.
     """
     if section.mode == "off":
         return None
@@ -51,13 +55,18 @@ def add_reuse(section: ReuseSection, engines: list[dict[str, Any]]) -> MakeReusi
 
 
 def _add(engine: dict[str, Any]) -> None:
+    several = [name for name in _SINGLE if engine.get(name, 1) > 1]
+    if engine.get("enable_lora"):
+        several.append("enable_lora")
+    if several:
+        raise ValueError(f"techniques.reuse.mode: cannot be on with {several[0]}; set it to off")
     worker = engine.get("worker_cls", "auto")
     if worker not in _WORKERS:
-        raise ValueError(f"techniques.reuse: the engine runs with worker_cls {worker}; remove it")
+        raise ValueError(f"techniques.reuse.mode: the engine has worker_cls {worker}; remove it")
     transfer = engine.get("kv_transfer_config")
     if not isinstance(transfer, dict) or transfer.get("kv_connector") != "HeadracePDConnector":
         raise ValueError(
-            "techniques.reuse: the engine has connectors of its own and so no store to reuse from"
+            "techniques.reuse.mode: the engine has connectors of its own, and so no store"
         )
     engine["worker_cls"] = f"headrace.reuse_workers.{_WORKERS[worker]}"
     connectors = transfer["kv_connector_extra_config"]["connectors"]
