@@ -120,10 +120,11 @@ async def test_a_gap_is_replayed(gateway: Gateway, replica: Replica) -> None:
     await until(lambda: replica.line.stats()["queued"] == 0)
     await asyncio.sleep(0.1)
     assert gateway.has("a", 0)
+    replays = gateway.lines.counts["replays"]
     stream.socket.setsockopt(zmq.SUBSCRIBE, b"")
     replica.change(True, 6)
     await until(lambda: gateway.has("a", *range(7)))
-    assert gateway.lines.counts["replays"] >= 2 and gateway.feed.counts["lost_batches"] == 0
+    assert gateway.lines.counts["replays"] > replays and gateway.feed.counts["lost_batches"] == 0
 
 
 async def test_a_batch_that_nothing_follows_is_missed_all_the_same(
