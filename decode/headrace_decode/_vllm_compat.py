@@ -44,11 +44,12 @@ from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.reusing import Reusing
 from headrace_decode.techniques import TechniqueError, offered, reuse_share
 from headrace_decode.tenants import ALL_ALIKE, Tenants
-from headrace_decode.turns import PROMPTS, turn
+from headrace_decode.turns import PROMPTS, Turns, rows_beside
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
 from headrace_engine.meter import EngineMeter
+from headrace_engine.steptime import StepTime
 from headrace_engine.tracing import span
 from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.salts import is_marked, tenant_of
@@ -99,6 +100,8 @@ class PlannedLLM(TakingUpLLM):
         register()
         super().__init__(vllm_config, *args, **kwargs)
         self.planning = None if planning is None else planning(vllm_config)
+        step_time = StepTime() if self.planning is None else self.planning.meter.step_time
+        self.turns = Turns(partial(rows_beside, step_time))
         self.lossy = lossy_of(vllm_config)
         self._own_tokenizer: Any = None
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
@@ -119,7 +122,16 @@ class PlannedLLM(TakingUpLLM):
         Raises:
             Rendered: the prompt is wanted and not the answer.
         """
-        await turn()
+        async with (
+            self.turns.turn(),
+            aclosing(self._planned(prompt, sampling_params, request_id, kwargs)) as outputs,
+        ):
+            async for output in outputs:
+                yield output
+
+    async def _planned(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
         sampling_params = without_reserved(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None

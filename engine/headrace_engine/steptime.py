@@ -40,7 +40,7 @@ Pure: NumPy only, no clocks.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -220,6 +220,21 @@ class StepTime:
             share = (most_s - curve[upper - 1]) / (curve[upper] - curve[upper - 1])
             size = KNOTS[upper - 1] + share * (KNOTS[upper] - KNOTS[upper - 1])
         return max(0.0, size - 2.0) / prices.weight
+
+    def rows_within(self, seconds: float) -> int:
+        """Most decoding rows whose step takes no longer than that."""
+        curve = self.prices().plain
+        upper = bisect_right(curve, seconds)
+        if upper == 0:
+            return 0
+        if upper == _SIZES:
+            return int(KNOTS[-1] * seconds / curve[-1])
+        share = (seconds - curve[upper - 1]) / (curve[upper] - curve[upper - 1])
+        rows = int(KNOTS[upper - 1] + share * (KNOTS[upper] - KNOTS[upper - 1]))
+        padded = bisect_right(self._sizes, rows)
+        if padded == len(self._sizes):
+            return rows
+        return self._sizes[padded - 1] if padded else 0
 
     def observe(
         self,

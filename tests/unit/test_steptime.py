@@ -272,3 +272,14 @@ def test_a_prompt_of_one_token_costs_what_a_row_does() -> None:
     model = StepTime()
     one = model.prefill_s(1, 2000, step_tokens=512, rows=3, context=500)
     assert one == model.seconds(0, 4, 0, 2500)
+
+
+@pytest.mark.parametrize("padded", [(), (1, 2, 4, 8, 16, 32)])
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.022, 0.0265, 0.04, 0.2, 30.0])
+def test_the_most_rows_within_a_time_are_those_of_which_one_more_takes_longer(
+    padded: tuple[int, ...], seconds: float
+) -> None:
+    model = StepTime(padded)
+    rows = model.rows_within(seconds)
+    assert rows == 0 or model.seconds(rows=rows) <= seconds
+    assert model.seconds(rows=rows + 1) > seconds or model.seconds(rows=rows) == 0

@@ -5,34 +5,45 @@ from __future__ import annotations
 import asyncio
 import contextvars
 
-from headrace_decode.turns import PROMPTS, Prompts, turn
+import pytest
+
+from headrace_decode.turns import ALONE_S, LONGER, PROMPTS, Prompts, Turns, rows_beside
+from headrace_engine.steptime import StepTime
 
 
-async def begin(begun: list[str], name: str) -> None:
-    await turn()
-    begun.append(name)
+def turns_with(room: int) -> Turns:
+    """Turns of an engine that serves others, with room for so many prompts of one request."""
+    turns = Turns(lambda others: room)
+    turns._answered = 1
+    return turns
 
 
-def request(begun: list[str], name: str, prompts: int) -> list[asyncio.Task[None]]:
+async def begin(turns: Turns, begun: list[str], name: str) -> None:
+    async with turns.turn():
+        begun.append(name)
+
+
+def request(turns: Turns, begun: list[str], name: str, prompts: int) -> list[asyncio.Task[None]]:
     """The tasks of a request's prompts."""
 
     def start() -> list[asyncio.Task[None]]:
         PROMPTS.set(Prompts())
-        return [asyncio.create_task(begin(begun, name)) for _ in range(prompts)]
+        return [asyncio.create_task(begin(turns, begun, name)) for _ in range(prompts)]
 
     return contextvars.copy_context().run(start)
 
 
 async def test_each_prompt_has_a_turn_of_the_loop_and_a_neighbour_waits_for_one() -> None:
     begun: list[str] = []
-    many = request(begun, "many", 100)
+    turns = Turns(lambda others: 1000)
+    many = request(turns, begun, "many", 100)
     most = before = 0
     neighbour: list[asyncio.Task[None]] = []
     while not all(task.done() for task in many):
         await asyncio.sleep(0)
         most, before = max(most, begun.count("many") - before), begun.count("many")
         if before == 10 and not neighbour:
-            neighbour = request(begun, "neighbour", 1)
+            neighbour = request(turns, begun, "neighbour", 1)
     assert most == 1
     assert begun.index("neighbour") < 20
     assert len(begun) == 101
@@ -40,5 +51,73 @@ async def test_each_prompt_has_a_turn_of_the_loop_and_a_neighbour_waits_for_one(
 
 async def test_what_is_no_request_does_not_wait() -> None:
     begun: list[str] = []
-    await begin(begun, "own")
+    await begin(Turns(lambda others: 1), begun, "own")
     assert begun == ["own"]
+
+
+@pytest.mark.parametrize(("room", "most"), [(3, 3), (1, 1), (0, 1), (-5, 1)])
+async def test_no_more_prompts_of_a_request_are_answered_at_once_than_there_is_room_for(
+    room: int, most: int
+) -> None:
+    answered: list[int] = []
+    seen, turns = 0, turns_with(room)
+
+    async def answer() -> None:
+        nonlocal seen
+        async with turns.turn():
+            answered.append(1)
+            seen = max(seen, len(answered))
+            await asyncio.sleep(0.001)
+            answered.pop()
+
+    PROMPTS.set(Prompts())
+    await asyncio.gather(*(answer() for _ in range(20)))
+    assert seen == most
+
+
+async def test_a_prompt_whose_client_has_gone_makes_room() -> None:
+    begun: list[str] = []
+    turns = turns_with(1)
+
+    async def answer(name: str, seconds: float) -> None:
+        async with turns.turn():
+            begun.append(name)
+            await asyncio.sleep(seconds)
+
+    PROMPTS.set(Prompts())
+    stays, waits, last = (
+        asyncio.create_task(answer(*each)) for each in (("stays", 60), ("waits", 0), ("last", 0))
+    )
+    await asyncio.sleep(0.01)
+    waits.cancel()
+    stays.cancel()
+    await last
+    assert begun == ["stays", "last"]
+
+
+async def test_a_request_that_is_alone_may_fill_the_engine() -> None:
+    now = [100.0]
+    turns = Turns(lambda others: 2, lambda: now[0])
+    async with turns.turn():
+        PROMPTS.set(Prompts())
+        async with turns.turn(), turns.turn():
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(turns.turn().__aenter__(), 0.01)
+    async with turns.turn(), turns.turn():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(turns.turn().__aenter__(), 0.01)
+        now[0] += ALONE_S + 0.01
+        async with turns.turn():
+            pass
+
+
+@pytest.mark.parametrize("others", [1, 8, 40])
+def test_beside_others_the_steps_get_longer_by_the_stated_share(others: int) -> None:
+    base_s, row_s = 0.016, 0.002
+    step_time = StepTime()
+    for _ in range(40):
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            step_time.observe(0, rows, 0, 0, 0, base_s + rows * row_s)
+    alone_s = base_s + row_s * others
+    added_s = rows_beside(step_time, others) * row_s
+    assert added_s == pytest.approx(LONGER * alone_s, abs=1.5 * row_s, rel=0.3)
