@@ -26,10 +26,10 @@ SAVES = 0.8
 """Reuse is worth its error if it computes at most this share of the rows."""
 LEAST_RUN = 128
 """Tokens of a run that is worth its own probe rows and the error at its beginning."""
-HEAD_TOKENS = 4
+HEAD_TOKENS = 1
 """Of each run, in the probe."""
-MOST_ASKED = 128
-"""Tokens at the prompt's end that ask the question, at most."""
+LAST_TOKENS = 8
+"""Of the prompt, in the probe: what they attend to is what the answer will look at."""
 PLACED_PER_ROW = 50
 """Tokens whose placing takes as long as computing one row (`headrace_prefill.reuse.engine`)."""
 THREAD_TOKENS = 4096
@@ -100,8 +100,8 @@ class Reusing:
             runs = await asyncio.to_thread(self._texts.find, salt, wanted, LEAST_RUN)
         else:
             runs = self._texts.find(salt, wanted, LEAST_RUN)
-        question = question_of(len(wanted), runs)
-        if not pays(len(wanted), runs, question, share):
+        last = last_rows_of(len(wanted), runs)
+        if not pays(len(wanted), runs, last, share):
             return None
         self.requests += 1
         self.reused_tokens += sum(run.length for run in runs)
@@ -109,7 +109,7 @@ class Reusing:
             "runs": [
                 [run.new, run.old, run.length, run.offset, b"".join(run.blocks)] for run in runs
             ],
-            "question": question,
+            "last": last,
             "share": share,
         }
         return Reuse(marked(salt, f"reuse-{uuid.uuid4().hex}"), params)
@@ -130,17 +130,17 @@ def is_exact(run: FoundRun) -> bool:
     return run.new == run.old == 0
 
 
-def question_of(tokens: int, runs: Sequence[FoundRun]) -> int:
-    """Where the question begins: behind the last run, or `MOST_ASKED` tokens before the end."""
+def last_rows_of(tokens: int, runs: Sequence[FoundRun]) -> int:
+    """First of the prompt's last tokens, which are probed: `LAST_TOKENS` of them, none of a run."""
     end = runs[-1].new + runs[-1].length if runs else 0
-    return max(end, tokens - MOST_ASKED)
+    return max(end, tokens - LAST_TOKENS)
 
 
-def pays(tokens: int, runs: Sequence[FoundRun], question: int, share: float) -> bool:
+def pays(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> bool:
     """Whether reuse computes at most `SAVES` of the rows that the exact prefix leaves."""
     exact = sum(run.length for run in runs if is_exact(run))
     placed = sum(run.length for run in runs)
     moved = placed - exact
-    probe = HEAD_TOKENS * len(runs) + max(0, tokens - question)
+    probe = HEAD_TOKENS * len(runs) + max(0, tokens - last)
     rows = tokens - placed + share * moved + probe + placed / PLACED_PER_ROW
     return moved > 0 and rows <= SAVES * (tokens - exact)

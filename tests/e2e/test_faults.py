@@ -6,10 +6,13 @@ Runs near the end of the session, since it leaves young replicas behind.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.e2e.test_reuse import FIRST, SECOND, answer, ask, reused, store_documents
 from tests.support.app import App, until
 from tests.support.faults import (
     ANSWER_TOKENS,
@@ -42,11 +45,18 @@ def remote(app: App) -> Iterator[App]:
 
 @pytest.mark.parametrize("victim", ["replica", pytest.param("engine core", marks=pytest.mark.soak)])
 def test_prefill_dies_under_load(remote: App, victim: str) -> None:
-    app = remote
+    app, salt = remote, uuid.uuid4().hex
+    store_documents(app, salt)
     pid = int(app.replica("prefill")["pid"])
-    with Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=ANSWER_TOKENS) as load:
+    with (
+        Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=ANSWER_TOKENS) as load,
+        ThreadPoolExecutor(4) as pool,
+    ):
         until(lambda: len(load.answers) >= CLIENTS, 60, "the load runs", app.status)
-        before = app.plans()
+        before, reused_before = app.plans(), reused(app)
+        prompts = [[f"Reader {n}.", SECOND, FIRST] for n in range(4)]
+        reusing = [pool.submit(ask, app, texts, salt, reuse="auto") for texts in prompts]
+        until(lambda: reused(app) > reused_before, 30, "requests reuse KV", app.status)
         if victim == "replica":
             orphans = kill(pid)
         else:
@@ -59,6 +69,7 @@ def test_prefill_dies_under_load(remote: App, victim: str) -> None:
 
         until(lambda: len(asked_after()) >= CLIENTS, 60, "new requests are answered", app.status)
         during = app.plans()
+        assert all(answer(one.result()) for one in reusing)
     answers = load.stop()
 
     assert not failures(answers), "a request failed"
@@ -89,13 +100,13 @@ def test_decode_dies_under_load_and_no_stream_ends(app: App) -> None:
         assert_end(orphans)
         wait_for_new(app, "decode", pid)
         until(
-            lambda: any(answer.began_s > killed_at for answer in short.answers),
+            lambda: any(one.began_s > killed_at for one in short.answers),
             60,
             "requests that are sent after the kill are answered",
         )
     streams = long.stop()
     cut = assert_nothing_was_lost([*streams, *short.stop()], killed_at)
-    assert_went_on(app, [answer for answer in cut if answer in streams])
+    assert_went_on(app, [one for one in cut if one in streams])
     with app.policy("remote"):
         wait_for_remote(app)
     app.wait_idle(limit_s=45)
@@ -122,5 +133,5 @@ def assert_went_on(app: App, cut: list[Answer]) -> None:
     """Streams that lost their replica have all tokens, once each, and no other."""
     app.wait_idle(limit_s=45)
     assert cut
-    assert [len(answer.tokens) for answer in cut] == [STREAM_TOKENS] * len(cut)
+    assert [len(one.tokens) for one in cut] == [STREAM_TOKENS] * len(cut)
     assert not wrong_tokens(app, cut[:2])

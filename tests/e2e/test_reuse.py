@@ -47,13 +47,18 @@ def reused(app: App) -> int:
     return int(app.replica("decode")["reuse"]["tokens"])
 
 
+def store_documents(app: App, salt: str) -> None:
+    """Have the store hold both documents, each from a prompt of its own."""
+    before = store(app)["tiers"]["dram"]["stored_total"]
+    tokens = [ask(app, [text], salt).json()["usage"]["prompt_tokens"] for text in (FIRST, SECOND)]
+    saved(app, before, sum(count // 128 for count in tokens))
+
+
 @pytest.fixture(scope="module")
 def salt(_running_app: App) -> str:
-    """Of a client whose documents are stored, each from a prompt of its own."""
-    app = _running_app
-    name, before = uuid.uuid4().hex, store(app)["tiers"]["dram"]["stored_total"]
-    tokens = [ask(app, [text], name).json()["usage"]["prompt_tokens"] for text in (FIRST, SECOND)]
-    saved(app, before, sum(count // 128 for count in tokens))
+    """Of a client whose documents are stored."""
+    name = uuid.uuid4().hex
+    store_documents(_running_app, name)
     return name
 
 

@@ -61,15 +61,15 @@ class TestRows:
 
 class TestProbe:
     @pytest.mark.parametrize("parts", [1, 5])
-    def test_the_questions_attention_is_what_a_plain_llama_pays(
+    def test_the_last_rows_attention_is_what_a_plain_llama_pays(
         self, engine: ReusingEngine, parts: int
     ) -> None:
         heads = [0, 1, 2, 3, 200, 201, 202, 203]
-        found = engine.do("probe", tokens=PROMPT, heads=heads, question=470, parts=parts)
+        found = engine.do("probe", tokens=PROMPT, heads=heads, last=470, parts=parts)
         assert found["error"] < 1e-6
 
     def test_it_leaves_placed_kv_as_it_was(self, engine: ReusingEngine) -> None:
-        found = engine.do("probe", tokens=PROMPT, heads=[0, 1, 128], question=470, parts=2)
+        found = engine.do("probe", tokens=PROMPT, heads=[0, 1, 128], last=470, parts=2)
         assert found["restored"]
 
 
@@ -87,8 +87,8 @@ class TestPlacing:
 
 def runs_prompt() -> tuple[list[int], list[list[object]]]:
     """A prompt with both documents in it, and the runs that are in them."""
-    head, between, question = noise(40, 5), noise(30, 6), noise(25, 7)
-    tokens = head + OTHER[17:290] + between + DOCUMENT[100:650] + question
+    head, between, last = noise(40, 5), noise(30, 6), noise(25, 7)
+    tokens = head + OTHER[17:290] + between + DOCUMENT[100:650] + last
     second = 40 + 273 + 30
     return tokens, [["other", 17, 273, 40], ["document", 100, 550, second]]
 
@@ -114,7 +114,7 @@ class TestRequests:
 
     def test_a_step_computes_no_more_rows_than_its_budget(self, engine: ReusingEngine) -> None:
         tokens, runs = runs_prompt()
-        reuse = {"runs": runs, "depth": 1, "question": len(tokens) - 25}
+        reuse = {"runs": runs, "depth": 1, "last": len(tokens) - 25}
         request = {"tokens": tokens, "reuse": reuse}
         few, many = (
             engine.do("answers", requests=[request] * 2, rows_per_step=rows) for rows in (16, 256)

@@ -2,7 +2,7 @@
 
 Its connector keeps documents' KV as the store keeps blocks. A request says in its
 `kv_transfer_params` what it reuses: `{"runs": [[document, first token, length, position], ...],
-"depth": layers in which tokens of runs are computed, "question": position or null}`.
+"depth": layers in which tokens of runs are computed, "last": position or null}`.
 """
 
 from __future__ import annotations
@@ -90,20 +90,20 @@ class TestedConnector(ReuseConnector):
 
     def planned(self, begin: Begin) -> Planned:
         runs = [DOCUMENTS[name].run(*rest) for name, *rest in begin.found["runs"]]
-        question = begin.found.get("question")
+        last = begin.found.get("last")
         if begin.found["depth"] is None:
             return Planned(runs, lambda mass: np.empty(0, np.int64))
         depths = np.full(len(begin.token_ids), begin.found["depth"])
-        if question is None:
+        if last is None:
             return Planned(runs, lambda mass: depths)
 
         def choose(mass: NDArray[np.float32] | None) -> NDArray[np.int64]:
-            """The half of the tokens that the question attends to most."""
+            """The half of the tokens that the last rows attend to most."""
             assert mass is not None
             total = mass.sum(0)
             return np.where(total >= np.median(total), depths, 0)
 
-        return Planned(runs, choose, question)
+        return Planned(runs, choose, last)
 
     def placer(self, rows: RowEngine) -> Placer:
         return Placer(rows.kv, layout_of(rows), rotated)
@@ -227,15 +227,13 @@ class Engine:
             for a, b in zip(x, y, strict=True)
         )
 
-    def probe(
-        self, tokens: list[int], heads: list[int], question: int, parts: int
-    ) -> dict[str, Any]:
+    def probe(self, tokens: list[int], heads: list[int], last: int, parts: int) -> dict[str, Any]:
         """Probe over the KV of the tokens in reverse; the mass's error against the plain Llama, and
         whether the cache is as before."""
         table, n, layers = self._table(), len(tokens), self._rows.layers
         self._fill(tokens[::-1], table)
         keys, values = self._read(table, n)
-        probe = Probe(self._rows, table, np.array(tokens), question, np.array(heads, np.int64))
+        probe = Probe(self._rows, table, np.array(tokens), last, np.array(heads, np.int64))
         for part in np.array_split(np.arange(len(probe.rows.positions)), parts):
             rows = probe.rows
             positions = rows.positions[part]
@@ -246,9 +244,9 @@ class Engine:
         depths = np.zeros(n, np.int64)
         depths[probe.rows.positions] = layers
         plain = self._plain.compute(tokens, depths.tolist(), keys, values)
-        wanted = torch.stack([a[:, -(n - question) :].mean((0, 1)) for a in plain.attention])
-        after = self._read(table, question)
-        same = [torch.equal(a, b[:, :question]) for a, b in zip(after, (keys, values), strict=True)]
+        wanted = torch.stack([a[:, -(n - last) :].mean((0, 1)) for a in plain.attention])
+        after = self._read(table, last)
+        same = [torch.equal(a, b[:, :last]) for a, b in zip(after, (keys, values), strict=True)]
         return {"error": _error(torch.from_numpy(mass), wanted), "restored": all(same)}
 
     # Stored documents

@@ -10,12 +10,12 @@ import pytest
 
 from headrace_decode.reusing import (
     HEAD_TOKENS,
-    MOST_ASKED,
+    LAST_TOKENS,
     SAVES,
     Reusing,
     is_exact,
+    last_rows_of,
     pays,
-    question_of,
 )
 from headrace_decode.techniques import (
     TechniqueError,
@@ -63,7 +63,7 @@ async def test_a_document_at_another_place_is_reused_under_a_salt_of_its_own() -
     assert length >= 800 - BLOCK  # the stored prompt's last tokens fill no block
     stored = hashes([*words(37, 2), *document], "ann")
     assert digests == b"".join(stored[37 // BLOCK : (37 + length - 1) // BLOCK + 1])
-    assert found[0].params["question"] == 100 + length
+    assert found[0].params["last"] == len(prompt) - 1 - LAST_TOKENS
     assert found[0].params["share"] == 0.3
     assert (one.requests, one.reused_tokens) == (2, 2 * length)
 
@@ -97,21 +97,21 @@ def test_an_exact_run_stands_first_in_both_prompts() -> None:
 
 
 def test_reuse_pays_up_to_its_share_of_the_rows() -> None:
-    tokens, question = 1000, 1000
+    tokens, last = 1000, 1000
     runs = [run(0, 500)]
     rows = 500 + 0.15 * 500 + HEAD_TOKENS + 500 / 50
     assert rows <= SAVES * tokens
-    assert pays(tokens, runs, question, 0.15)
-    assert not pays(tokens, runs, question, 0.7)
-    assert not pays(tokens, [run(0, 500, old=0)], question, 0.15)
+    assert pays(tokens, runs, last, 0.15)
+    assert not pays(tokens, runs, last, 0.7)
+    assert not pays(tokens, [run(0, 500, old=0)], last, 0.15)
     # What the exact prefix saves anyway is no gain of reuse.
-    assert not pays(tokens, [run(0, 700, old=0), run(700, 30)], question, 0.15)
+    assert not pays(tokens, [run(0, 700, old=0), run(700, 30)], last, 0.15)
 
 
-def test_the_question_is_what_stands_behind_the_last_run() -> None:
-    assert question_of(500, [run(100, 380)]) == 480
-    assert question_of(500, []) == 500 - MOST_ASKED
-    assert question_of(500, [run(100, 50)]) == 500 - MOST_ASKED
+def test_the_last_tokens_behind_the_last_run_are_probed() -> None:
+    assert last_rows_of(500, [run(100, 397)]) == 497
+    assert last_rows_of(500, []) == 500 - LAST_TOKENS
+    assert last_rows_of(500, [run(100, 50)]) == 500 - LAST_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 PRIOR, DECAY = 0.5, 30.0
 FIRST_TOKENS = 1
 """Of each chunk, computed in all layers. More cost others their place."""
-HEAD_TOKENS = 4
-"""Of each chunk, in the probe."""
+HEAD_TOKENS, LAST_TOKENS = 1, 8
+"""Of each chunk, and of the prompt, in the probe. More rows see no better, and their cost is taken
+from what is computed again."""
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int64]

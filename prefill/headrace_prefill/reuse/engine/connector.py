@@ -72,7 +72,7 @@ class Planned:
 
     runs: Sequence[StoredRun]
     choose: Choose
-    question: int | None = None
+    last: int | None = None
 
 
 class ReuseConnector(KVConnectorBase_V1):
@@ -214,5 +214,5 @@ class ReuseConnector(KVConnectorBase_V1):
             begin.start,
             planned.runs,
             planned.choose,
-            planned.question,
+            planned.last,
         )

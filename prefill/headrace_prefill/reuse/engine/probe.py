@@ -1,13 +1,14 @@
-"""Which positions the question's tokens attend to, learned by a cheap pass over placed KV.
+"""Which positions the prompt's last tokens attend to, learned by a cheap pass over placed KV.
 
-The probe computes the question's rows and the first tokens of each chunk through all layers, over
-KV that was placed and not corrected. (The first tokens of a chunk prefilled alone are attention
-sinks; fresh ones draw what they draw in the full prompt.) At each layer,
+The probe computes the rows of the prompt's last tokens, where the answer begins, and of the first
+token of each chunk through all layers, over KV that was placed and not corrected. (The first token
+of a chunk prefilled alone is an attention sink; a fresh one draws what it draws in the full
+prompt.) At each layer,
 
-    mass[l, t] = mean over question rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
+    mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
 
 with the keys as they lie in the cache while the probe runs. K and V of placed positions that the
-probe overwrote are put back at its end; those of the question are computed again by the pass.
+probe overwrote are put back at its end; those of the last rows are computed again by the pass.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Probe:
         engine: computes rows.
         table: the prompt's blocks.
         token_ids: int64 [n], of the prompt.
-        question: first position of the question, which reaches to the end.
-        heads: int64, ascending; positions of the chunks' first tokens, all before the question.
+        last: first position of the last rows, which reach to the end.
+        heads: int64, ascending; positions of the chunks' first tokens, all before `last`.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class Probe:
         engine: RowEngine,
         table: BlockTable,
         token_ids: NDArray[np.int64],
-        question: int,
+        last: int,
         heads: NDArray[np.int64],
     ) -> None:
-        if not 0 <= question < len(token_ids):
-            raise ValueError(f"probe: the question begins at {question} of {len(token_ids)} tokens")
-        if len(heads) and heads.max() >= question:
-            raise ValueError("probe: a chunk begins within the question")
-        self._engine, self._table, self._question = engine, table, question
-        positions = np.concatenate([heads, np.arange(question, len(token_ids))])
+        if not 0 <= last < len(token_ids):
+            raise ValueError(f"probe: the last rows begin at {last} of {len(token_ids)} tokens")
+        if len(heads) and heads.max() >= last:
+            raise ValueError("probe: a chunk begins within the last rows")
+        self._engine, self._table, self._last = engine, table, last
+        positions = np.concatenate([heads, np.arange(last, len(token_ids))])
         layers = engine.layers
         self.rows = Rows(table, positions, token_ids[positions], np.full(len(positions), layers))
         self._mass = torch.zeros(layers, len(token_ids), device=engine.kv.device)
@@ -97,7 +98,7 @@ class Probe:
             queries: [rows, heads * head_dim], of these rows.
             positions: int64 [rows], ascending.
         """
-        asked = positions >= self._question
+        asked = positions >= self._last
         if not asked.any():
             return
         first, end = int(np.argmax(asked)), int(positions[-1]) + 1
@@ -111,11 +112,11 @@ class Probe:
         """Put back what the probe overwrote.
 
         Returns:
-            float32 [layers, n]: mean attention of the question's rows; each layer sums to 1.
+            float32 [layers, n]: mean attention of the last rows; each layer sums to 1.
         """
         for layer, (keys, values) in enumerate(self._before):
             self._engine.kv.put(layer, self._heads, keys, values)
-        asked = len(self._context) - self._question
+        asked = len(self._context) - self._last
         mass: NDArray[np.float32] = (self._mass / asked).cpu().numpy()
         return mass
 

@@ -4,7 +4,7 @@ A request goes through three stages, each in bounded parts, so that an engine st
 its budget of rows, whatever clients send:
 
     place    stored runs are copied to the request's slots, block by block
-    probe    if asked for: the question's rows, to learn what they attend to
+    probe    if asked for: the prompt's last rows, to learn what they attend to
     compute  chosen rows, in ascending order of position; positions that no run covers at all layers
 
 Rows of several requests are computed as one batch, oldest request first. A request can be cancelled
@@ -27,14 +27,13 @@ from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import LostKV, Piece, Placer, StoredRun
 from headrace_prefill.reuse.engine.probe import Probe
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
+from headrace_prefill.reuse.rules import HEAD_TOKENS
 
 logger = logging.getLogger("headrace.reuse")
 
 PLACED_PER_ROW = 50
 """Tokens whose placing counts as computing one row. Measured on one core with SmolLM2-135M in
 bfloat16: 0.034 ms to place a token, 1.9 ms to compute a row."""
-HEAD_TOKENS = 4
-"""Of each run, in the probe."""
 
 Choose = Callable[[NDArray[np.float32] | None], NDArray[np.int64]]
 """Attention mass [layers, n] of the probe, or None without one -> depths int64 [n], in how many
@@ -52,7 +51,7 @@ class SideRequest:
         start: positions below have their KV already.
         runs: to place, at ascending positions from `start` on, apart from each other.
         choose: which rows are computed.
-        question: first position of the question; None for a request without a probe.
+        last: first of the prompt's last tokens, which are probed; None without a probe.
     """
 
     request_id: str
@@ -61,7 +60,7 @@ class SideRequest:
     start: int
     runs: Sequence[StoredRun]
     choose: Choose
-    question: int | None = None
+    last: int | None = None
 
     def __post_init__(self) -> None:
         at = self.start
@@ -72,8 +71,8 @@ class SideRequest:
                     f"{at} to {len(self.token_ids)} are to be filled"
                 )
             at = run.new + run.length
-        if self.question is not None and self.question < at:
-            raise ValueError(f"{self.request_id}: the question begins within a run")
+        if self.last is not None and self.last < at:
+            raise ValueError(f"{self.request_id}: the last rows begin within a run")
         if len(self.token_ids) > self.table.capacity:
             raise ValueError(f"{self.request_id}: more tokens than its blocks hold")
 
@@ -223,15 +222,15 @@ class _Pass:
 
     def _begin(self) -> None:
         request = self.request
-        if request.question is None:
+        if request.last is None:
             self._choose(None)
             return
         firsts = [
             np.arange(run.new, run.new + min(HEAD_TOKENS, run.length)) for run in request.runs
         ]
         heads = np.concatenate([np.empty(0, np.int64), *firsts])
-        self._clear(np.flatnonzero(~request.covered()[: request.question]))
-        self.probe = Probe(self._engine, request.table, request.token_ids, request.question, heads)
+        self._clear(np.flatnonzero(~request.covered()[: request.last]))
+        self.probe = Probe(self._engine, request.table, request.token_ids, request.last, heads)
         self._rows, self._at = self.probe.rows, 0
 
     def _clear(self, positions: NDArray[np.int64]) -> None:

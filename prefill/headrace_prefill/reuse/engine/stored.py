@@ -6,7 +6,7 @@ In the request's `kv_transfer_params` (`headrace_engine.handoff.REUSE_KEY`):
     runs        [[new, old, length, offset, digests], ...]: positions of the run's first token in
                 this prompt and in the stored one, its tokens, where it begins in its first block,
                 and its blocks' hashes, joined
-    question    first position of the question
+    last        first of the prompt's last tokens, which the probe computes
     share       of the runs' KV that is computed again, the probe included
 
 A request whose blocks are not all in DRAM when it is admitted is computed.
@@ -67,11 +67,11 @@ class StoredReuseConnector(ReuseConnector):
         """
         found, n = begin.found, len(begin.token_ids)
         runs = [self._run(run) for run in found["runs"]]
-        question = found["question"] if found["question"] < n else None
+        last = found["last"] if found["last"] < n else None
         moved = [(run.new, run.length) for run in runs if run.new or run.old]
         exact = [run.length for run in runs if not (run.new or run.old)]
         offsets, share = offsets_of(n, moved), float(found["share"])
-        probe = 0 if question is None else HEAD_TOKENS * len(runs) + n - question
+        probe = 0 if last is None else HEAD_TOKENS * len(runs) + n - last
         share = max(0.0, share - probe / max(1, int((offsets >= 0).sum())))
 
         def choose(mass: NDArray[np.float32] | None) -> NDArray[np.int64]:
@@ -80,7 +80,7 @@ class StoredReuseConnector(ReuseConnector):
             depths[: sum(exact)] = 0
             return depths
 
-        return Planned(runs, choose, question)
+        return Planned(runs, choose, last)
 
     def placer(self, rows: RowEngine) -> Placer:
         assert self._rope is not None

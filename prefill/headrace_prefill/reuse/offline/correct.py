@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace_prefill.reuse.offline.exact import Exact
 from headrace_prefill.reuse.offline.lm import KV, LM
 from headrace_prefill.reuse.offline.prompts import Prompt
-from headrace_prefill.reuse.rules import HEAD_TOKENS, Rule, offsets_of
+from headrace_prefill.reuse.rules import HEAD_TOKENS, LAST_TOKENS, Rule, offsets_of
 
 Int = NDArray[np.int64]
 Sees = Callable[[Tensor], Tensor]
@@ -25,7 +25,7 @@ class Probed:
     """What a probe found.
 
     Attributes:
-        mass: float32 [layers, n], the question's attention to what stands before it.
+        mass: float32 [layers, n], what the prompt's last tokens attend to before the question.
         rows: that the probe computed, in all layers.
     """
 
@@ -71,17 +71,20 @@ class Case:
             asks, question = self.exact.tokens, self.prompt.question
             if stand_in:
                 asks = torch.cat([asks[:question], torch.tensor(self.prompt.stand_in)])
+            # The engine computes the last token itself, at the end.
+            last = len(asks) - 1
+            first = max(question, last - LAST_TOKENS)
             kv = lm.empty(len(asks))
             kv.keys[:, :question] = self.placed.keys[:, :question]
             kv.values[:, :question] = self.placed.values[:, :question]
             found = np.zeros((lm.layers, len(self.offsets)), np.float32)
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                asked = rows >= question
+                asked = rows >= first
                 mass = lm.mass(q[asked], rows[asked], kv.keys[layer]).numpy()
                 found[layer, :question] = mass[:question]
 
-            probe = np.concatenate([self.heads, np.arange(question, len(asks))])
+            probe = np.concatenate([self.heads, np.arange(first, last)])
             lm.compute(asks, kv, torch.from_numpy(probe), watch=watch)
             self._probed[stand_in] = Probed(found, len(probe))
         return self._probed[stand_in]
