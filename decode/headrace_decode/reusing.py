@@ -26,8 +26,6 @@ SAVES = 0.8
 """Reuse is worth its error if it computes at most this share of the rows."""
 LEAST_RUN = 128
 """Tokens of a run that is worth its own probe rows and the error at its beginning."""
-HEAD_TOKENS = 1
-"""Of each run, in the probe."""
 LAST_TOKENS = 8
 """Of the prompt, in the probe: what they attend to is what the answer will look at."""
 PLACED_PER_ROW = 50
@@ -141,6 +139,6 @@ def pays(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> bool
     exact = sum(run.length for run in runs if is_exact(run))
     placed = sum(run.length for run in runs)
     moved = placed - exact
-    probe = HEAD_TOKENS * len(runs) + max(0, tokens - last)
+    probe = max(0, tokens - last)
     rows = tokens - placed + share * moved + probe + placed / PLACED_PER_ROW
     return moved > 0 and rows <= SAVES * (tokens - exact)

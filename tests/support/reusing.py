@@ -227,13 +227,13 @@ class Engine:
             for a, b in zip(x, y, strict=True)
         )
 
-    def probe(self, tokens: list[int], heads: list[int], last: int, parts: int) -> dict[str, Any]:
+    def probe(self, tokens: list[int], last: int, parts: int) -> dict[str, Any]:
         """Probe over the KV of the tokens in reverse; the mass's error against the plain Llama, and
         whether the cache is as before."""
         table, n, layers = self._table(), len(tokens), self._rows.layers
         self._fill(tokens[::-1], table)
         keys, values = self._read(table, n)
-        probe = Probe(self._rows, table, np.array(tokens), last, np.array(heads, np.int64))
+        probe = Probe(self._rows, table, np.array(tokens), last)
         for part in np.array_split(np.arange(len(probe.rows.positions)), parts):
             rows = probe.rows
             positions = rows.positions[part]
@@ -247,7 +247,7 @@ class Engine:
         wanted = torch.stack([a[:, -(n - last) :].mean((0, 1)) for a in plain.attention])
         after = self._read(table, last)
         same = [torch.equal(a, b[:, :last]) for a, b in zip(after, (keys, values), strict=True)]
-        return {"error": _error(torch.from_numpy(mass), wanted), "restored": all(same)}
+        return {"error": _error(torch.from_numpy(mass), wanted), "kept": all(same)}
 
     # Stored documents
 

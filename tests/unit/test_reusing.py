@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from headrace_decode.reusing import (
-    HEAD_TOKENS,
     LAST_TOKENS,
     SAVES,
     Reusing,
@@ -99,7 +98,7 @@ def test_an_exact_run_stands_first_in_both_prompts() -> None:
 def test_reuse_pays_up_to_its_share_of_the_rows() -> None:
     tokens, last = 1000, 1000
     runs = [run(0, 500)]
-    rows = 500 + 0.15 * 500 + HEAD_TOKENS + 500 / 50
+    rows = 500 + 0.15 * 500 + 500 / 50
     assert rows <= SAVES * tokens
     assert pays(tokens, runs, last, 0.15)
     assert not pays(tokens, runs, last, 0.7)

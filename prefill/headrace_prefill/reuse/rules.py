@@ -2,12 +2,12 @@
 
 A chunk that was prefilled elsewhere has KV that never saw what stands before it here. Its error
 does not matter everywhere: it matters at the chunk's first tokens, which drew attention as the
-beginning of a text, and where the question looks. So the score of a token at a layer is
+beginning of a text, and where the answer will look. So the score of a token at a layer is
 
     score(l, i) = (1 + offset_i)^-PRIOR * mean of mass[m, i] over layers m > l
 
     offset_i    distance from its chunk's first token
-    mass[m, i]  attention that the question's tokens pay to it at layer m, from a probe
+    mass[m, i]  attention that the prompt's last tokens pay to it at layer m, from a probe
 
 Layer l computes the r_l best of those that layer l - 1 computed, r_l proportional to e^(-l/DECAY):
 a row needs its own row of the layer before, so the sets are nested, and a token's depth, the
@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 PRIOR, DECAY = 0.5, 30.0
 FIRST_TOKENS = 1
 """Of each chunk, computed in all layers. More cost others their place."""
-HEAD_TOKENS, LAST_TOKENS = 1, 8
-"""Of each chunk, and of the prompt, in the probe. More rows see no better, and their cost is taken
-from what is computed again."""
+LAST_TOKENS = 8
+"""Of the prompt, in the probe. More rows see no better, and what they cost is not computed again.
+"""
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int64]
@@ -57,7 +57,7 @@ class Rule:
         Args:
             offsets: int64 [n], distance of each token from its chunk's first one; negative for a
                 token of no chunk.
-            mass: float32 [layers, n], the question's attention; None chooses without a question.
+            mass: float32 [layers, n], of the probe; None chooses without one.
             layers: of the model.
             budget: share of (token of a chunk, layer) pairs that may be computed, 0 to 1.
 

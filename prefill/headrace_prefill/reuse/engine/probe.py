@@ -1,14 +1,11 @@
 """Which positions the prompt's last tokens attend to, learned by a cheap pass over placed KV.
 
-The probe computes the rows of the prompt's last tokens, where the answer begins, and of the first
-token of each chunk through all layers, over KV that was placed and not corrected. (The first token
-of a chunk prefilled alone is an attention sink; a fresh one draws what it draws in the full
-prompt.) At each layer,
+The probe computes the rows of the prompt's last tokens, where the answer begins, through all layers,
+over KV that was placed and not corrected. At each layer,
 
     mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
 
-with the keys as they lie in the cache while the probe runs. K and V of placed positions that the
-probe overwrote are put back at its end; those of the last rows are computed again by the pass.
+with the keys as they lie in the cache while the probe runs. The pass computes these rows again.
 """
 
 from __future__ import annotations
@@ -67,7 +64,6 @@ class Probe:
         table: the prompt's blocks.
         token_ids: int64 [n], of the prompt.
         last: first position of the last rows, which reach to the end.
-        heads: int64, ascending; positions of the chunks' first tokens, all before `last`.
     """
 
     def __init__(
@@ -76,20 +72,15 @@ class Probe:
         table: BlockTable,
         token_ids: NDArray[np.int64],
         last: int,
-        heads: NDArray[np.int64],
     ) -> None:
         if not 0 <= last < len(token_ids):
             raise ValueError(f"probe: the last rows begin at {last} of {len(token_ids)} tokens")
-        if len(heads) and heads.max() >= last:
-            raise ValueError("probe: a chunk begins within the last rows")
         self._engine, self._table, self._last = engine, table, last
-        positions = np.concatenate([heads, np.arange(last, len(token_ids))])
+        positions = np.arange(last, len(token_ids))
         layers = engine.layers
         self.rows = Rows(table, positions, token_ids[positions], np.full(len(positions), layers))
         self._mass = torch.zeros(layers, len(token_ids), device=engine.kv.device)
         self._context = self._slots(np.arange(len(token_ids)))
-        self._heads = self._slots(heads)
-        self._before = [engine.kv.gather(layer, self._heads) for layer in range(layers)]
 
     def watch(self, layer: int, queries: Tensor, positions: NDArray[np.int64]) -> None:
         """Count the attention of rows that a layer has just computed.
@@ -98,24 +89,21 @@ class Probe:
             queries: [rows, heads * head_dim], of these rows.
             positions: int64 [rows], ascending.
         """
-        asked = positions >= self._last
-        if not asked.any():
+        if not len(positions):
             return
-        first, end = int(np.argmax(asked)), int(positions[-1]) + 1
+        end = int(positions[-1]) + 1
         module = self._engine.decoder.attention[layer]
-        asking = queries[first:].view(len(queries) - first, module.num_heads, module.head_size)
+        asking = queries.view(len(queries), module.num_heads, module.head_size)
         keys, _ = self._engine.kv.gather(layer, self._context[:end])
-        mass = attention_mass(asking, keys, positions[first:], module.impl.scale)
+        mass = attention_mass(asking, keys, positions, module.impl.scale)
         self._mass[layer, :end] += mass
 
     def finish(self) -> NDArray[np.float32]:
-        """Put back what the probe overwrote.
+        """What was counted.
 
         Returns:
             float32 [layers, n]: mean attention of the last rows; each layer sums to 1.
         """
-        for layer, (keys, values) in enumerate(self._before):
-            self._engine.kv.put(layer, self._heads, keys, values)
         asked = len(self._context) - self._last
         mass: NDArray[np.float32] = (self._mass / asked).cpu().numpy()
         return mass

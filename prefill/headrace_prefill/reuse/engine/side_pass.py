@@ -27,7 +27,6 @@ from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import LostKV, Piece, Placer, StoredRun
 from headrace_prefill.reuse.engine.probe import Probe
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
-from headrace_prefill.reuse.rules import HEAD_TOKENS
 
 logger = logging.getLogger("headrace.reuse")
 
@@ -225,12 +224,8 @@ class _Pass:
         if request.last is None:
             self._choose(None)
             return
-        firsts = [
-            np.arange(run.new, run.new + min(HEAD_TOKENS, run.length)) for run in request.runs
-        ]
-        heads = np.concatenate([np.empty(0, np.int64), *firsts])
         self._clear(np.flatnonzero(~request.covered()[: request.last]))
-        self.probe = Probe(self._engine, request.table, request.token_ids, request.last, heads)
+        self.probe = Probe(self._engine, request.table, request.token_ids, request.last)
         self._rows, self._at = self.probe.rows, 0
 
     def _clear(self, positions: NDArray[np.int64]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace_prefill.reuse.offline.exact import Exact
 from headrace_prefill.reuse.offline.lm import KV, LM
 from headrace_prefill.reuse.offline.prompts import Prompt
-from headrace_prefill.reuse.rules import HEAD_TOKENS, LAST_TOKENS, Rule, offsets_of
+from headrace_prefill.reuse.rules import LAST_TOKENS, Rule, offsets_of
 
 Int = NDArray[np.int64]
 Sees = Callable[[Tensor], Tensor]
@@ -60,11 +60,6 @@ class Case:
         """Positions of the chunks' tokens."""
         return np.flatnonzero(self.offsets >= 0)
 
-    @property
-    def heads(self) -> Int:
-        """First tokens of each chunk, which the probe computes afresh."""
-        return np.flatnonzero((self.offsets >= 0) & (self.offsets < HEAD_TOKENS))
-
     def probed(self, lm: LM, stand_in: bool = False) -> Probed:
         """Probe with the prompt's question, or with one that stands in for any."""
         if stand_in not in self._probed:
@@ -80,11 +75,9 @@ class Case:
             found = np.zeros((lm.layers, len(self.offsets)), np.float32)
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                asked = rows >= first
-                mass = lm.mass(q[asked], rows[asked], kv.keys[layer]).numpy()
-                found[layer, :question] = mass[:question]
+                found[layer, :question] = lm.mass(q, rows, kv.keys[layer]).numpy()[:question]
 
-            probe = np.concatenate([self.heads, np.arange(first, last)])
+            probe = np.arange(first, last)
             lm.compute(asks, kv, torch.from_numpy(probe), watch=watch)
             self._probed[stand_in] = Probed(found, len(probe))
         return self._probed[stand_in]
