@@ -25,7 +25,7 @@ from headrace_kvstore.salts import marked
 SAVES = 0.8
 """Reuse is worth its error if it computes at most this share of the rows."""
 LEAST_RUN = 128
-"""Tokens of a run that is worth its own probe rows and the error at its beginning."""
+"""Tokens of a run that is worth the error at its beginning."""
 LAST_TOKENS = 8
 """Of the prompt, in the probe: what they attend to is what the answer will look at."""
 PLACED_PER_ROW = 50

@@ -1,7 +1,7 @@
 """Which positions the prompt's last tokens attend to, learned by a cheap pass over placed KV.
 
-The probe computes the rows of the prompt's last tokens, where the answer begins, through all layers,
-over KV that was placed and not corrected. At each layer,
+The probe computes the rows of the prompt's last tokens, behind which the answer begins, through all
+layers, over KV that was placed and not corrected. At each layer,
 
     mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
 
