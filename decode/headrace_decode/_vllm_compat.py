@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -161,9 +161,10 @@ class PlannedLLM(TakingUpLLM):
         def run(plain: Generate) -> AsyncGenerator[RequestOutput, None]:
             if self.planning is None:
                 return plain(prompt, sampling_params, request_id, **kwargs)
-            return self.planning.orchestrator.run(
-                self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
-            )
+            work = self._work(self.planning, plain, prompt, sampling_params, request_id, kwargs)
+            if reuse is not None:
+                work = reusing_work(work, reuse.computed)
+            return self.planning.orchestrator.run(work)
 
         async with aclosing(self.recorded(prompt, sampling_params, run)) as outputs:
             async for output in outputs:
@@ -347,6 +348,16 @@ class PlannedLLM(TakingUpLLM):
             engine_steps=lambda: planning.meter.steps_total,
             engine_busy=lambda: planning.meter.running > 0,
         )
+
+
+def reusing_work(work: Work[RequestOutput], computed: int) -> Work[RequestOutput]:
+    """A request of whose prompt so many tokens are computed: vLLM counts all but one as cached."""
+    cached = len(work.token_ids) - computed
+
+    def cached_tokens(output: RequestOutput) -> int:
+        return min(cached, work.cached_tokens(output))
+
+    return replace(work, computed=computed, cached_tokens=cached_tokens)
 
 
 class PlannedVLLMEngine(MeteredVLLMEngine):

@@ -72,6 +72,7 @@ class Planner(Protocol):
         salt: str,
         local_only: str | None,
         given: bytes | None,
+        computed: int | None,
     ) -> Plan: ...
     def remote_failed(self, request_id: str, why: str) -> Plan: ...
     def prefill_members(self, replicas: Collection[str]) -> None: ...
@@ -105,6 +106,9 @@ class Work(Generic[Output]):
     """Of the request's span, if it is traced."""
     plan: bytes | None = None
     """The plan that came with the request, if one did; the planner checks it."""
+    computed: int | None = None
+    """Tokens to compute where the request says what its KV is made from; None where the caches do.
+    """
     turn: Callable[[int], AbstractAsyncContextManager[None]] = lambda tokens: nullcontext()
     """Held while the own engine computes a prompt of so many tokens."""
     engine_steps: Callable[[], int] = lambda: 0
@@ -152,7 +156,8 @@ class Orchestrator:
         answered: list[int] = []
         try:
             plan = await planner.plan(
-                work.request_id, work.token_ids, work.salt, work.local_only, work.plan
+                *(work.request_id, work.token_ids, work.salt),
+                *(work.local_only, work.plan, work.computed),
             )
             self.own_seconds_total += time.perf_counter() - started
             kv_params = None

@@ -15,6 +15,7 @@ of its blocks.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,10 +64,12 @@ class Reuse:
     Attributes:
         salt: the request's own.
         params: for the engine that computes the prompt (`headrace_prefill.reuse.engine.stored`).
+        computed: tokens whose computation takes as long as all that is to be done.
     """
 
     salt: str
     params: dict[str, Any]
+    computed: int
 
 
 class Reusing:
@@ -99,7 +102,8 @@ class Reusing:
         else:
             runs = self._texts.find(salt, wanted, LEAST_RUN)
         last = last_rows_of(len(wanted), runs)
-        if not pays(len(wanted), runs, last, share):
+        rows = rows_of(len(wanted), runs, last, share)
+        if not pays(len(wanted), runs, rows):
             return None
         self.requests += 1
         self.reused_tokens += sum(run.length for run in runs)
@@ -110,7 +114,7 @@ class Reusing:
             "last": last,
             "share": share,
         }
-        return Reuse(marked(salt, f"reuse-{uuid.uuid4().hex}"), params)
+        return Reuse(marked(salt, f"reuse-{uuid.uuid4().hex}"), params, math.ceil(rows) + 1)
 
     async def heard(self, salt: str, token_ids: Sequence[int]) -> None:
         """A prompt has been computed exactly: its blocks go to the store."""
@@ -134,11 +138,19 @@ def last_rows_of(tokens: int, runs: Sequence[FoundRun]) -> int:
     return max(end, tokens - LAST_TOKENS)
 
 
-def pays(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> bool:
-    """Whether reuse computes at most `SAVES` of the rows that the exact prefix leaves."""
-    exact = sum(run.length for run in runs if is_exact(run))
+def rows_of(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> float:
+    """Rows that take as long as all that reuse does: placing runs, the probe, rows computed."""
     placed = sum(run.length for run in runs)
-    moved = placed - exact
+    moved = placed - _exact(runs)
     probe = max(0, tokens - last)
-    rows = tokens - placed + share * moved + probe + placed / PLACED_PER_ROW
-    return moved > 0 and rows <= SAVES * (tokens - exact)
+    return tokens - placed + share * moved + probe + placed / PLACED_PER_ROW
+
+
+def pays(tokens: int, runs: Sequence[FoundRun], rows: float) -> bool:
+    """Whether reuse computes at most `SAVES` of the rows that the exact prefix leaves."""
+    exact = _exact(runs)
+    return sum(run.length for run in runs) > exact and rows <= SAVES * (tokens - exact)
+
+
+def _exact(runs: Sequence[FoundRun]) -> int:
+    return sum(run.length for run in runs if is_exact(run))

@@ -73,6 +73,9 @@ class MeterStatLogger(StatLoggerBase):
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         meter.load(stats.num_running_reqs, waiting, stats.kv_cache_usage)
         details, finished = stats.iteration_details, _finished(iteration_stats)
+        told = connector_stats(stats.kv_connector_stats or {})
+        # What other work of the step took is no part of what its tokens take.
+        side_s = sum(data.get("side_s", 0.0) for data in told)
         cache = self._vllm_config.cache_config
         held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
         if details is not None:
@@ -80,12 +83,14 @@ class MeterStatLogger(StatLoggerBase):
                 rows = details.num_generation_requests
                 draft = details.num_generation_tokens - rows
                 prompt, prompts = details.num_ctx_tokens, details.num_ctx_requests
-                seconds = details.elapsed_ms / 1e3
+                seconds = details.elapsed_ms / 1e3 - side_s
                 self._step(prompt, prompts, rows, draft, held, finished, seconds)
         elif iteration_stats is not None:
             idle = not (stats.num_running_reqs + waiting)
-            self._step_between_records(iteration_stats, finished, held, idle)
-        for data in connector_stats(stats.kv_connector_stats or {}):
+            self._step_between_records(iteration_stats, finished, held, idle, side_s)
+        for data in told:
+            if "side_s" in data:
+                continue
             if "transfer_duration" in data:
                 meter.transfers(*nixl_transfers(data))
                 meter.proofs(transfers_by_event(data), seconds_by_event(data), unproven(data))
@@ -96,13 +101,18 @@ class MeterStatLogger(StatLoggerBase):
                 meter.store(counts, loads, digests)
 
     def _step_between_records(
-        self, stats: IterationStats, finished: Finished, held: float, idle: bool
+        self,
+        stats: IterationStats,
+        finished: Finished,
+        held: float,
+        idle: bool,
+        side_s: float,
     ) -> None:
         now, prompt = time.monotonic(), finished.computed
         rows = max(0, stats.num_generation_tokens - finished.prompts)
         began, self._last_step_at = self._last_step_at, None if idle else now
         if began is not None and (prompt or rows):
-            self._step(prompt, finished.prompts, rows, 0, held, finished, now - began)
+            self._step(prompt, finished.prompts, rows, 0, held, finished, now - began - side_s)
 
     def _step(
         self,

@@ -23,7 +23,7 @@ from headrace.router import (
     wire,
 )
 from headrace_engine.steptime import StepTime
-from headrace_kvstore.supply import Supply
+from headrace_kvstore.supply import DRAM, Supply
 from headrace_kvstore.view import StoreView, store_settings
 
 if TYPE_CHECKING:
@@ -109,11 +109,14 @@ class ReplicaPlanner:
         salt: str,
         local_only: str | None,
         given: bytes | None = None,
+        computed: int | None = None,
     ) -> Plan:
         """Plan a prompt, or take up the plan that came with it.
 
         Args:
             given: a gateway's plan (`router.wire`), which is checked.
+            computed: tokens to compute where the request says what its KV is made from: the store
+                supplies the others, and a gateway does not know of it.
         """
         started = time.perf_counter()
         self._came += 1
@@ -121,10 +124,16 @@ class ReplicaPlanner:
         came, stale = self._read(given) if given is not None else (None, None)
         if came is not None:
             stale = self.router.why_stale(came, request)
+        if computed is not None:
+            stale = stale or "the prompt reuses KV at other places"
         if came is not None and stale is None:
             plan = self.router.adopt(came, request)
         else:
-            stored = () if local_only is not None else await self.supplies(token_ids, salt)
+            stored: Sequence[Supply] = ()
+            if computed is not None:
+                stored = (Supply(DRAM, len(token_ids) - computed),)
+            elif local_only is None:
+                stored = await self.supplies(token_ids, salt)
             plan = self.router.plan(replace(request, stored_decode=stored), stale)
         if came is not None:
             self.router.heard(came)

@@ -125,6 +125,7 @@ class Planner:
         self.first: list[tuple[str, float, int]] = []
         self.over: list[tuple[str, list[int]]] = []
         self.given: list[bytes | None] = []
+        self.computed: list[int | None] = []
         self.refuse: Exception | None = None
 
     async def plan(
@@ -134,11 +135,13 @@ class Planner:
         salt: str,
         local_only: str | None,
         given: bytes | None,
+        computed: int | None,
     ) -> FakePlan:
         if self.refuse is not None:
             raise self.refuse
         self.planned.append((request_id, token_ids, salt, local_only))
         self.given.append(given)
+        self.computed.append(computed)
         return self.answer
 
     def remote_failed(self, request_id: str, why: str) -> FakePlan:

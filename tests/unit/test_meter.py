@@ -173,6 +173,31 @@ def test_a_detailed_step_is_taken_as_measured(logger: Any, steps: list[Step]) ->
     assert steps == [Step(64, 3, 5, 0.5 * 1600 - 64, 64 * 64 / 2, 0.0125)]
 
 
+@pytest.mark.parametrize("with_details", [True, False])
+def test_what_reused_kv_took_of_a_step_is_no_part_of_it(
+    logger: Any, steps: list[Step], monkeypatch: pytest.MonkeyPatch, with_details: bool
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
+    details = SimpleNamespace(
+        num_ctx_tokens=0,
+        num_ctx_requests=0,
+        num_generation_requests=1,
+        num_generation_tokens=1,
+        elapsed_ms=520.0,
+        is_dummy=False,
+    )
+    told = {"StoredReuseConnector": {"data": {"side_s": 0.5}}}
+    given = details if with_details else None
+    logger.record(scheduler_stats(), iteration_stats(10, 1, first_tokens=1))
+    now += 0.52
+    logger.record(
+        scheduler_stats(iteration_details=given, kv_connector_stats=told),
+        iteration_stats(0, 1, first_tokens=0),
+    )
+    assert steps[-1].seconds == pytest.approx(0.02)
+
+
 def test_a_prompt_that_computes_one_token_is_a_row_of_the_step(
     logger: Any, steps: list[Step], meter: EngineMeter
 ) -> None:

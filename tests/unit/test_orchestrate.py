@@ -61,6 +61,13 @@ async def test_the_planner_gets_the_plan_that_came_with_the_request() -> None:
     assert planner.given == [b"a plan", None]
 
 
+async def test_the_planner_learns_what_is_computed_of_a_prompt_that_reuses_kv() -> None:
+    planner, engine = Planner(None), Engine({"local": ready(7)})
+    for computed in (2, None):
+        await answer(Orchestrator(planner), replace(work(engine, Prefill()), computed=computed))
+    assert planner.computed == [2, None]
+
+
 async def test_prompts_that_the_own_engine_computes_take_turns() -> None:
     engine, gate = Engine({"local": ready(7, 8)}), gate_for_one()
     orchestrator = Orchestrator(Planner(None))

@@ -110,3 +110,15 @@ def test_a_prefill_engines_step_times_price_prompts_here() -> None:
     assert mine.router.costs.prefill_step.seconds(1000) == there.step_time.seconds(1000)
     mine.prefill_done("r", replace(told, step_time={"state": "nonsense"}), 5.1)
     assert mine.router.costs.prefill_step.seconds(1000) == there.step_time.seconds(1000)
+
+
+@pytest.mark.parametrize("given", [None, b"a gateway's"])
+def test_a_prompt_that_reuses_kv_at_other_places_is_priced_by_what_is_computed(
+    given: bytes | None,
+) -> None:
+    store = Store()
+    mine = planner(store)
+    mine.policy = "local"
+    made = asyncio.run(mine.plan("r", PROMPT, "its own", None, given, computed=2 * BLOCK + 1))
+    assert (made.compute_tokens, made.loaded_from) == (2 * BLOCK + 1, {"dram": 8 * BLOCK})
+    assert store.asked == []

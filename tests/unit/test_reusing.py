@@ -15,6 +15,7 @@ from headrace_decode.reusing import (
     is_exact,
     last_rows_of,
     pays,
+    rows_of,
 )
 from headrace_decode.techniques import (
     TechniqueError,
@@ -64,6 +65,7 @@ async def test_a_document_at_another_place_is_reused_under_a_salt_of_its_own() -
     assert digests == b"".join(stored[37 // BLOCK : (37 + length - 1) // BLOCK + 1])
     assert found[0].params["last"] == len(prompt) - 1 - LAST_TOKENS
     assert found[0].params["share"] == 0.3
+    assert 0.3 * length < found[0].computed < len(prompt) * SAVES
     assert (one.requests, one.reused_tokens) == (2, 2 * length)
 
 
@@ -100,11 +102,14 @@ def test_reuse_pays_up_to_its_share_of_the_rows() -> None:
     runs = [run(0, 500)]
     rows = 500 + 0.15 * 500 + 500 / 50
     assert rows <= SAVES * tokens
-    assert pays(tokens, runs, last, 0.15)
-    assert not pays(tokens, runs, last, 0.7)
-    assert not pays(tokens, [run(0, 500, old=0)], last, 0.15)
+    assert rows_of(tokens, runs, last, 0.15) == rows
+    assert pays(tokens, runs, rows)
+    assert not pays(tokens, runs, rows_of(tokens, runs, last, 0.7))
+    alone = [run(0, 500, old=0)]
+    assert not pays(tokens, alone, rows_of(tokens, alone, last, 0.15))
     # What the exact prefix saves anyway is no gain of reuse.
-    assert not pays(tokens, [run(0, 700, old=0), run(700, 30)], last, 0.15)
+    mostly = [run(0, 700, old=0), run(700, 30)]
+    assert not pays(tokens, mostly, rows_of(tokens, mostly, last, 0.15))
 
 
 def test_the_last_tokens_behind_the_last_run_are_probed() -> None:

@@ -15,6 +15,7 @@ vLLM holds the blocks until the worker reports the load as ended, which it does 
 from __future__ import annotations
 
 import logging
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.placing import Placer, StoredRun
 from headrace_prefill.reuse.engine.rows import RowEngine
 from headrace_prefill.reuse.engine.side_pass import Choose, SidePass, SideRequest
+from headrace_prefill.reuse.engine.stats import ReusePromMetrics, ReuseStats
 
 logger = logging.getLogger("headrace.reuse")
 
@@ -96,6 +102,7 @@ class ReuseConnector(KVConnectorBase_V1):
         self._blocks: dict[str, list[int]] = {}
         self._unused: list[str] = []
         self._failed: set[int] = set()
+        self._side_s = 0.0
 
     # What a subclass knows
 
@@ -179,7 +186,9 @@ class ReuseConnector(KVConnectorBase_V1):
         if self._pass is not None:
             ended.update(name for name in finished_req_ids if self._pass.cancel(name))
             if len(self._pass):
+                began_s = time.perf_counter()
                 stepped = self._pass.step(meta.budget_rows)
+                self._side_s += time.perf_counter() - began_s
                 ended.update(stepped.finished)
                 self._unused += stepped.failed
         for name in self._unused:
@@ -193,6 +202,20 @@ class ReuseConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
         return failed
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side_s, self._side_s = self._side_s, 0.0
+        return ReuseStats({"side_s": side_s}) if side_s else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return ReuseStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics | None:
+        return ReusePromMetrics(*args)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Requests that are being filled are in no step."""
