@@ -171,11 +171,15 @@ class TestRequests:
         self, engine: ReusingEngine
     ) -> None:
         tokens, runs = runs_prompt()
-        requests = [{"tokens": tokens, "reuse": {"runs": runs, "depth": LAYERS}}] * 9
-        [plain] = engine.do("answers", requests=[{"tokens": tokens}], max_tokens=300)
-        found = engine.do("answers", requests=requests, max_tokens=300, rows_per_step=256)
+        reusing = [{"tokens": tokens, "reuse": {"runs": runs, "depth": LAYERS}}] * 9
+        exact = {"tokens": noise(400, 40)}
+        plain, alone = (
+            engine.do("answers", requests=[each], max_tokens=300)[0]
+            for each in ({"tokens": tokens}, exact)
+        )
+        found = engine.do("answers", requests=[*reusing, exact], max_tokens=300, rows_per_step=256)
         assert found[0]["preemptions"] > 0
-        assert [each["tokens"] for each in found] == [plain["tokens"]] * 9
+        assert [each["tokens"] for each in found] == [plain["tokens"]] * 9 + [alone["tokens"]]
 
     def test_lost_kv_is_computed(self, engine: ReusingEngine) -> None:
         tokens, runs = runs_prompt()
