@@ -190,7 +190,6 @@ ABLATIONS: dict[str, Correct] = {
     "ours, no prior": ours(Rule(prior=0.0)),
     "ours, with drift": with_drift,
     "ours, no decay": ours(Rule(decay=np.inf)),
-    "ours, no sink": ours(Rule(first_tokens=0)),
     "ours, bottom-right mask": wrong_mask,
 }
 BOUNDS: dict[str, Correct] = {"random": random, "oracle": oracle, "article": article}

@@ -11,11 +11,10 @@ beginning of a text, and where the answer will look. So the score of a token at 
 
 Layer l computes the r_l best of those that layer l - 1 computed, r_l proportional to e^(-l/DECAY):
 a row needs its own row of the layer before, so the sets are nested, and a token's depth, the
-number of leading layers that compute it, says all. The first token of each chunk is computed in
-all layers.
+number of leading layers that compute it, says all.
 
 Drift, the change of a token's K and V by what stands before it, is what others choose by (UCM,
-CacheBlend, LMCache). Beside offset and probe it gains 6 % of the error (docs/reuse.md), and needs a
+CacheBlend, LMCache). Beside offset and probe it gains 3 % of the error (docs/reuse.md), and needs a
 choice between all layers; it is left out.
 """
 
@@ -27,8 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 PRIOR, DECAY = 0.5, 30.0
-FIRST_TOKENS = 1
-"""Of each chunk, computed in all layers. More cost others their place."""
 LAST_TOKENS = 8
 """Of the prompt, in the probe. More rows see no better, and what they cost is not computed again.
 """
@@ -44,12 +41,10 @@ class Rule:
     Attributes:
         prior: exponent of the distance from the chunk's start.
         decay: layers after which the share has fallen to 1/e; infinite for the same in each.
-        first_tokens: of each chunk, computed in all layers.
     """
 
     prior: float = PRIOR
     decay: float = DECAY
-    first_tokens: int = FIRST_TOKENS
 
     def depths(self, offsets: Int, mass: Float | None, layers: int, budget: float) -> Int:
         """How many leading layers compute each token.
@@ -93,11 +88,13 @@ class Rule:
         return np.floor(np.minimum(1.0, shares * low) * tokens + 1e-6).astype(np.int64)
 
     def scores(self, offsets: Int, mass: Float | None, layer: int) -> NDArray[np.float64]:
-        score = (1.0 + offsets.clip(0)) ** -self.prior
-        if mass is not None:
-            later = mass[min(layer + 1, len(mass) - 1) :]
-            score = score * later.mean(0, dtype=np.float64)
-        return np.where(offsets < self.first_tokens, np.inf, score)
+        """Of each token, for the choice of those that a layer computes: float64 [n]."""
+        prior = (1.0 + offsets.clip(0)) ** -self.prior
+        if mass is None:
+            return prior
+        later = mass[min(layer + 1, len(mass) - 1) :]
+        scores: NDArray[np.float64] = prior * later.mean(0, dtype=np.float64)
+        return scores
 
 
 def offsets_of(n: int, chunks: list[tuple[int, int]]) -> Int:
