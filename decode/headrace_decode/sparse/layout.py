@@ -1,12 +1,17 @@
 """Where the codes of a unit's summary lie, and how the loops over them are compiled.
 
-A summary is rank + 1 rows over the head's dimensions (the mean, then the directions V_j) and rank
-rows over the unit's tokens (the coefficients u_j). Codes are 4 bits, stored as 1 to 15, that is
-value / scale + 8. A byte holds elements i (low half) and i + n/2 (high half) of a row of n, so that
-the halves unpack into neighbouring lanes.
+A summary is the mean, `rank` directions V_j over the head's dimensions, and `rank` rows u_j of
+coefficients over the unit's tokens. Codes are 4 bits, stored as 1 to 15, that is value / scale + 8:
 
-Each row over dimensions has a scale. That of row 1 + j is the product of those of V_j and u_j:
-the two only ever meet as a product.
+    mean           [dim]
+    directions     [dim / 4][rank][4], so that dot products with all of them run side by side
+    coefficients   [rank][tokens], a row after the other
+
+Each line is packed by itself, but each row of coefficients too: a byte holds elements i (low half)
+and i + n/2 (high half) of n, so that the halves unpack into neighbouring lanes.
+
+There are 1 + rank scales: of the mean, and of each direction times its coefficients, which only
+ever meet as a product.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ class Layout:
 
     Attributes:
         unit_tokens: of a unit; even.
-        head_dim: of a key; even.
+        head_dim: of a key; a multiple of 8.
         rank: directions beside the mean, at least 1 and less than `unit_tokens`.
     """
 
@@ -38,24 +43,23 @@ class Layout:
     rank: int
 
     def __post_init__(self) -> None:
-        if self.unit_tokens % 2 or self.head_dim % 2 or self.head_dim <= 0:
-            raise ValueError(f"{self}: unit_tokens and head_dim must be even and positive")
+        if self.unit_tokens % 2 or self.head_dim % 8 or self.head_dim <= 0:
+            raise ValueError(f"{self}: unit_tokens must be even, head_dim a multiple of 8")
         if not 1 <= self.rank < self.unit_tokens:
             raise ValueError(f"{self}: rank must be 1 to unit_tokens - 1")
 
     @property
-    def rows(self) -> int:
-        """Rows over dimensions, each with a scale."""
+    def scales(self) -> int:
         return self.rank + 1
 
     @property
     def code_bytes(self) -> int:
-        return (self.rows * self.head_dim + self.rank * self.unit_tokens) // 2
+        return ((self.rank + 1) * self.head_dim + self.rank * self.unit_tokens) // 2
 
     @property
     def nbytes(self) -> int:
         """Of the summary of one unit and head, fp32 scales included."""
-        return self.code_bytes + 4 * self.rows
+        return self.code_bytes + 4 * self.scales
 
     @property
     def bytes_vs_k(self) -> float:

@@ -14,20 +14,15 @@ s_b is about 1 at least; it is at most unit_tokens e^60, since exponents are cut
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.sparse.lanes import query_floats, unit_mass
 from headrace_decode.sparse.layout import jit
 from headrace_decode.sparse.summaries import Summaries
-from headrace_kvstore.codec.lanes import as_float
-
-CUT = np.float32(60.0)
-LOG2E = np.float32(1.4426950408889634)
-C0, C1, C2, C3, C4, C5 = (
-    np.float32(c) for c in (1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558)
-)
 
 
 def score(
@@ -58,70 +53,77 @@ def score(
         raise IndexError(f"units {units.min()} to {units.max()}: must be 0 to {capacity - 1}")
     found = np.zeros((kv_heads, len(units)), np.float32)
     scaled = np.ascontiguousarray(queries, np.float32) * np.float32(scale)
-    shape = layout.unit_tokens, layout.head_dim, layout.rank
-    _score(summaries.codes, summaries.scales, units, scaled, found, *shape)
+    kernel = _kernel(layout.unit_tokens, layout.head_dim, layout.rank, queries.shape[1])
+    kernel(summaries.codes, summaries.scales, np.asarray(units, np.int64), scaled, found)
     return found
 
 
-@jit
-def _exp2(x: Any) -> Any:
-    """2^x for |x| < 126, to 2e-7 of it."""
-    whole = np.floor(x + np.float32(0.5))
-    f = x - whole
-    power = C0 + f * (C1 + f * (C2 + f * (C3 + f * (C4 + f * C5))))
-    return power * as_float((np.int32(whole) + np.int32(127)) << np.int32(23))
+@cache
+def _kernel(tokens: int, dim: int, rank: int, group: int) -> Any:
+    """Compiled for one shape: the sums over it are too short for loops of any length."""
+    floats, lanes = query_floats(dim, rank), 4 * rank
 
-
-@jit
-def _score(
-    codes: Any, scales: Any, units: Any, queries: Any, out: Any, tokens: int, dim: int, rank: int
-) -> None:
-    kv_heads, group, _ = queries.shape
-    half, rows, few = dim // 2, rank + 1, tokens // 2
-    plain = np.empty(rows * dim, np.float32)
-    coefficients = np.empty(rank * tokens, np.float32)
-    logits = np.empty(tokens, np.float32)
-    along = np.empty(rows, np.float32)
-    means = np.empty((group, units.size), np.float32)
-    sums = np.empty((group, units.size), np.float32)
-    for head in range(kv_heads):
-        for n in range(units.size):
-            code, scale = codes[head, units[n]], scales[head, units[n]]
-            for j in range(rows):
-                for i in range(half):
-                    byte = np.int32(code[j * half + i])
-                    plain[j * dim + i] = np.float32((byte & 15) - 8)
-                    plain[j * dim + half + i] = np.float32((byte >> 4) - 8)
-            for j in range(rank):
-                for i in range(few):
-                    byte = np.int32(code[rows * half + j * few + i])
-                    coefficients[j * tokens + i] = np.float32((byte & 15) - 8)
-                    coefficients[j * tokens + few + i] = np.float32((byte >> 4) - 8)
+    @jit
+    def kernel(codes: Any, scales: Any, units: Any, queries: Any, out: Any) -> None:
+        kv_heads, capacity, code_bytes = codes.shape
+        flat_codes, flat_scales = codes.reshape(-1), scales.reshape(-1)
+        prepared = np.empty((group, floats), np.float32)
+        flat = prepared.reshape(-1)
+        means = np.empty((group, units.size), np.float32)
+        sums = np.empty((group, units.size), np.float32)
+        flat_means, flat_sums = means.reshape(-1), sums.reshape(-1)
+        for head in range(kv_heads):
             for g in range(group):
-                for j in range(rows):
-                    total = np.float32(0)
-                    for d in range(dim):
-                        total += plain[j * dim + d] * queries[head, g, d]
-                    along[j] = total * scale[j] * LOG2E
-                means[g, n] = along[0]
-                logits[:] = 0
-                for j in range(rank):
-                    for i in range(tokens):
-                        logits[i] += along[1 + j] * coefficients[j * tokens + i]
-                total = np.float32(0)
-                for i in range(tokens):
-                    cut = min(max(logits[i], -CUT * LOG2E), CUT * LOG2E)
-                    total += _exp2(cut)
-                sums[g, n] = total
-        for g in range(group):
-            highest = np.float32(-np.inf)
+                _prepare(queries[head, g], prepared[g], lanes)
             for n in range(units.size):
-                highest = max(highest, means[g, n])
-            total = np.float32(0)
-            for n in range(units.size):
-                # From 2^-126 on float32 holds no normal number.
-                sums[g, n] *= _exp2(max(means[g, n] - highest, np.float32(-126)))
-                total += sums[g, n]
-            inverse = np.float32(1) / total
-            for n in range(units.size):
-                out[head, n] += sums[g, n] * inverse
+                slot = head * capacity + units[n]
+                unit_mass(
+                    tokens,
+                    dim,
+                    rank,
+                    group,
+                    flat_codes,
+                    slot * code_bytes,
+                    flat_scales,
+                    slot * (rank + 1),
+                    flat,
+                    flat_means,
+                    flat_sums,
+                    n,
+                    units.size,
+                )
+            for g in range(group):
+                _add_softmax(means[g], sums[g], out[head])
+
+    return kernel
+
+
+@jit
+def _prepare(query: Any, prepared: Any, lanes: int) -> None:
+    """The query; the query as it meets directions; and -8 times what it meets, since codes are 8
+    more than what they stand for."""
+    dim, total = query.size, np.float32(0)
+    for d in range(dim):
+        prepared[d] = query[d]
+        total += query[d]
+    start = dim + lanes * dim // 4
+    prepared[start : start + lanes] = 0
+    for step in range(dim // 4):
+        for lane in range(lanes):
+            value = query[4 * step + lane % 4]
+            prepared[dim + step * lanes + lane] = value
+            prepared[start + lane] -= 8 * value
+    prepared[start + lanes] = -8 * total
+
+
+@jit
+def _add_softmax(means: Any, sums: Any, out: Any) -> None:
+    highest, total = np.float32(-np.inf), np.float32(0)
+    for n in range(means.size):
+        highest = max(highest, means[n])
+    for n in range(means.size):
+        sums[n] *= np.exp2(means[n] - highest)
+        total += sums[n]
+    inverse = np.float32(1) / total
+    for n in range(means.size):
+        out[n] += sums[n] * inverse

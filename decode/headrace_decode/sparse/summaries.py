@@ -20,7 +20,7 @@ class Summaries:
     dimension of 64, and 9.1 % at 128.
 
     Attributes:
-        layout: of one unit and head.
+        layout: of one unit's summary for one head.
         codes: uint8 [kv_heads, capacity, layout.code_bytes].
         scales: float32 [kv_heads, capacity, rank + 1].
     """
@@ -37,7 +37,7 @@ class Summaries:
         """
         self.layout = Layout(unit_tokens, head_dim, rank)
         self.codes = np.full((kv_heads, capacity, self.layout.code_bytes), 0x88, np.uint8)
-        self.scales = np.zeros((kv_heads, capacity, self.layout.rows), np.float32)
+        self.scales = np.zeros((kv_heads, capacity, self.layout.scales), np.float32)
 
     @property
     def nbytes(self) -> int:

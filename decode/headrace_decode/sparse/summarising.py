@@ -38,7 +38,8 @@ def summarise(
     square = np.empty((tokens, tokens), np.float32)
     basis = np.empty((rank, tokens), np.float32)
     image = np.empty((rank, tokens), np.float32)
-    direction = np.empty(dim, np.float32)
+    directions = np.empty((rank, dim), np.float32)
+    beside = np.empty(rank * dim, np.float32)
     for n in range(units.size):
         for head in range(codes.shape[0]):
             unit = units[n]
@@ -50,18 +51,16 @@ def summarise(
             for _ in range(STEPS):
                 _multiplied(basis, gram, image)
                 _orthonormal(image, basis)
+            _multiplied(basis, centred, directions)
             code, scale = codes[head, unit], scales[head, unit]
-            scale[0] = _packed(mean, code, 0)
+            scale[0] = _scaled(mean)
+            _pack(mean, code, 0)
             for j in range(rank):
-                direction[:] = 0
-                for i in range(tokens):
-                    weight = basis[j, i]
-                    for d in range(dim):
-                        direction[d] += weight * centred[i, d]
-                at = (1 + j) * dim // 2
-                first = _packed(direction, code, at)
-                at = (1 + rank) * dim // 2 + j * tokens // 2
-                scale[1 + j] = first * _packed(basis[j], code, at)
+                scale[1 + j] = _scaled(directions[j]) * _scaled(basis[j])
+                for d in range(dim):
+                    beside[(d // 4) * 4 * rank + 4 * j + d % 4] = directions[j, d]
+                _pack(basis[j], code, ((1 + rank) * dim + j * tokens) // 2)
+            _pack(beside, code, dim // 2)
 
 
 @jit
@@ -181,16 +180,23 @@ def _orthonormal(rows: Any, into: Any) -> None:
 
 
 @jit
-def _packed(row: Any, code: Any, at: int) -> Any:
-    """Write a row's codes; its scale."""
-    half = row.size // 2
+def _scaled(row: Any) -> Any:
+    """Divide a row by its scale, which is returned: to between -7 and 7."""
     largest = np.float32(0)
     for i in range(row.size):
         largest = max(largest, abs(row[i]))
     scale = largest / np.float32(7)
     inverse = np.float32(1) / scale if scale > TINY else np.float32(0)
-    for i in range(half):
-        low = np.int32(np.floor(row[i] * inverse + np.float32(8.5)))
-        high = np.int32(np.floor(row[half + i] * inverse + np.float32(8.5)))
-        code[at + i] = np.uint8(low | (high << 4))
+    for i in range(row.size):
+        row[i] *= inverse
     return scale
+
+
+@jit
+def _pack(row: Any, code: Any, at: int) -> None:
+    """Write codes of numbers between -7 and 7."""
+    half = row.size // 2
+    for i in range(half):
+        low = np.int32(np.floor(row[i] + np.float32(8.5)))
+        high = np.int32(np.floor(row[half + i] + np.float32(8.5)))
+        code[at + i] = np.uint8(low | (high << 4))
