@@ -173,8 +173,8 @@ def speculative_identity(vllm_config: Any, layer_names: Sequence[str]) -> str:
 
 
 def device_identity(vllm_config: Any) -> str:
-    """Device kind, and on CPUs the instruction set that keys are packed for, with the kernel's block
-    where it is not the scheduler's."""
+    """Device kind; on CPUs the instruction set that keys are packed for, too, and the attention
+    kernel's block where it is not the scheduler's."""
     kind = str(vllm_config.device_config.device_type)
     if kind != "cpu":
         return kind
