@@ -95,10 +95,10 @@ class Rig:
             *(shape.heads, shape.head_dim, shape.scale, shape.kv_heads),
             *(None, None, "auto"),
         )
-        self.cache = torch.zeros(
-            blocks, shape.kv_heads, block_tokens, 2 * shape.head_dim, dtype=shape.dtype
-        )
-        self._free = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(seed))
+        cache = blocks, shape.kv_heads, block_tokens, 2 * shape.head_dim
+        order = torch.Generator().manual_seed(seed)
+        self.cache = (3 * torch.randn(cache, generator=order)).to(shape.dtype)  # as others left it
+        self._free = 1 + torch.randperm(blocks - 1, generator=order)
         self._taken = 0
         if sparse:
             self._bind()

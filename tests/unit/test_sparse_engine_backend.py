@@ -20,13 +20,19 @@ SHAPES = {
 LONG = 2500
 
 
-def step_of(rig: Rig, batch: list[Request]) -> tuple[SparseStep | None, Tensor]:
-    """A step's sparse rows and its attention, when all summaries are made."""
+def step_of(rig: Rig, batch: list[Request]) -> tuple[Any, Tensor]:
+    """A step's metadata and its attention, when all summaries are made."""
     tables = [rig.write(each.keys, each.values) for each in batch]
     for _ in range(20):
         metadata = rig.metadata(batch, rig.common(batch, tables))
     output = rig.forward(torch.cat([each.queries for each in batch]), metadata)
-    return getattr(metadata, "sparse", None), output
+    return metadata, output
+
+
+def sparse_of(metadata: Any) -> SparseStep | None:
+    """The step's sparse rows."""
+    found: SparseStep | None = getattr(metadata, "sparse", None)
+    return found
 
 
 def naive(request: Request, shape: Shape, chosen: Tensor, unit: int) -> Tensor:
@@ -59,7 +65,8 @@ def chosen_by(step: Any, rig: Rig, number: int, kv_heads: int) -> Tensor:
 @pytest.mark.parametrize("tokens", [LONG, 2560, 2561])
 def test_a_row_attends_to_the_units_that_it_chose(unit: int, shape: Shape, tokens: int) -> None:
     request, rig = random_sequence(shape, tokens, share=0.2), Rig(shape, unit, True, 400)
-    step, output = step_of(rig, [request])
+    metadata, output = step_of(rig, [request])
+    step = sparse_of(metadata)
     assert step is not None and not step.dense
     chosen = chosen_by(step, rig, 0, shape.kv_heads)
     n = -(-tokens // unit)
@@ -67,7 +74,7 @@ def test_a_row_attends_to_the_units_that_it_chose(unit: int, shape: Shape, token
     assert (chosen[:, 0] == 0).all() and (chosen[:, -2:] == torch.tensor([n - 2, n - 1])).all()
     assert len({tuple(each) for each in chosen.tolist()}) == shape.kv_heads, "each its own"
     wanted = naive(request, shape, chosen, unit)
-    torch.testing.assert_close(output[0].float(), wanted, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(output[0].float(), wanted, atol=4e-3, rtol=1e-2)
 
 
 @pytest.mark.parametrize("unit", [16, 32])
@@ -77,15 +84,15 @@ def test_chosen_units_hold_the_tokens_that_a_query_looks_for(unit: int) -> None:
     keys = request.keys.clone()
     keys[wanted] = 4 * request.queries[0].view(3, 3, 64).mean(1) / BF16.scale**0.5
     rig = Rig(BF16, unit, True, 400)
-    step, _ = step_of(rig, [Request(keys, request.values, request.queries, 0.1)])
-    chosen = chosen_by(step, rig, 0, 3)
+    metadata, _ = step_of(rig, [Request(keys, request.values, request.queries, 0.1)])
+    chosen = chosen_by(sparse_of(metadata), rig, 0, 3)
     assert (chosen == wanted // unit).any(dim=1).all()
 
 
 def test_a_share_of_one_is_vllms_attention_bit_for_bit() -> None:
     request = random_sequence(BF16, LONG, share=1.0)
-    step, output = step_of(Rig(BF16, 32, True, 400), [request])
-    assert step is None
+    metadata, output = step_of(Rig(BF16, 32, True, 400), [request])
+    assert sparse_of(metadata) is None
     assert torch.equal(output, Rig(BF16, 128, False, 100).step([request]))
 
 
@@ -103,11 +110,13 @@ def test_exact_rows_beside_sparse_ones_are_vllms_bit_for_bit(threads: int, posit
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        step, output = step_of(Rig(BF16, 32, True, 600), batch)
+        metadata, output = step_of(Rig(BF16, 32, True, 600), batch)
         plain = Rig(BF16, 128, False, 200).step(batch)
     finally:
         torch.set_num_threads(before)
+    step = sparse_of(metadata)
     assert step is not None and step.dense and [row.row for row in step.rows] == [position]
+    assert metadata.seq_lens[position] == 1, "the dense kernel has nothing to do for it"
     first = sum(len(each.queries) for each in batch[:position])
     others = torch.ones(len(output), dtype=torch.bool)
     others[first] = False
@@ -129,8 +138,8 @@ def test_sparse_rows_of_one_step_do_not_touch_each_other() -> None:
 def test_a_dummy_run_and_rows_that_others_describe_are_dense() -> None:
     request, rig = random_sequence(BF16, LONG, share=0.1), Rig(BF16, 32, True, 400)
     common = rig.common([request], [rig.write(request.keys, request.values)])
-    assert getattr(rig.builder.build(0, common), "sparse", None) is None
-    assert getattr(rig.builder.build(0, common, fast_build=True), "sparse", None) is None
+    assert sparse_of(rig.builder.build(0, common)) is None
+    assert sparse_of(rig.builder.build(0, common, fast_build=True)) is None
 
 
 def test_blocks_of_another_owner_are_summarised_anew() -> None:

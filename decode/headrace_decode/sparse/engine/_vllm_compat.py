@@ -78,8 +78,8 @@ def why_layers_dense(config: VllmConfig, cache: KVCacheConfig) -> str | None:
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
         return f"its KV cache groups are {[type(spec).__name__ for spec in specs]}"
-    for name, layer in attention_layers(config, cache).items():
-        impl = layer.impl
+    for layer in attention_layers(config, cache):
+        name, impl = layer.layer_name, layer.impl
         if layer.attn_type != AttentionType.DECODER or layer.sliding_window is not None:
             return f"{name} has a sliding window, or is no decoder"
         if layer.kv_sharing_target_layer_name is not None:
@@ -91,11 +91,11 @@ def why_layers_dense(config: VllmConfig, cache: KVCacheConfig) -> str | None:
     return None
 
 
-def attention_layers(config: VllmConfig, cache: KVCacheConfig) -> dict[str, Any]:
+def attention_layers(config: VllmConfig, cache: KVCacheConfig) -> list[Any]:
     """The attention modules of the only cache group, in order."""
     [group] = cache.kv_cache_groups
     found: dict[str, Any] = get_layers_from_vllm_config(config, Attention, group.layer_names)
-    return {name: found[name] for name in group.layer_names}
+    return [found[name] for name in group.layer_names]
 
 
 class RunnerRows:

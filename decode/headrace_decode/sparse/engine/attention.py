@@ -25,6 +25,7 @@ from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import SparseRow
 from headrace_decode.sparse.scoring import score
 from headrace_decode.sparse.summaries import Summaries
+from headrace_kvstore.checksum import prepare
 
 Kernel = Callable[..., None]
 """(query, keys, values, output, starts, lengths, table, schedule, scale): vLLM's attention over
@@ -41,6 +42,18 @@ class SparseLayer:
     def __init__(self, keys: LayerKeys, summaries: Summaries) -> None:
         self.keys, self.summaries = keys, summaries
         self.by_head = keys.by_head()
+
+    def warm(self, heads: int) -> None:
+        """Compile, or load from disk, what the first step would otherwise wait for.
+
+        Args:
+            heads: of the queries.
+        """
+        kv_heads, first = self.keys.kv_heads, np.zeros(1, np.int64)
+        self.summaries.put(first, torch.zeros_like(self.keys.read(first)))
+        query = np.zeros((kv_heads, heads // kv_heads, self.keys.head_dim), np.float32)
+        score(self.summaries, first, query, 1.0)
+        prepare()
 
 
 class SparseStep:

@@ -58,12 +58,15 @@ class SparseInReach:
             self._sparse = False
             _say_dense(why)
             return
-        modules = list(attention_layers(self.vllm_config, kv_cache_config).values())  # type: ignore[attr-defined]
-        layers = [LayerKeys(module.kv_cache) for module in modules]
-        book = Book(layers)
-        for module, keys, summaries in zip(modules, layers, book.summaries, strict=True):
-            module.impl.sparse = SparseLayer(keys, summaries)
-        rows = SparseRows(book, len(layers), BOUND.unit_tokens)
+        self._bind(attention_layers(self.vllm_config, kv_cache_config))  # type: ignore[attr-defined]
+
+    def _bind(self, modules: list[Any]) -> None:
+        keys = [LayerKeys(module.kv_cache) for module in modules]
+        book = Book(keys)
+        for module, of_layer, summaries in zip(modules, keys, book.summaries, strict=True):
+            module.impl.sparse = SparseLayer(of_layer, summaries)
+        modules[0].impl.sparse.warm(modules[0].num_heads)
+        rows = SparseRows(book, len(modules), BOUND.unit_tokens)
         BOUND.bind(rows, RunnerRows(self.model_runner).rows)  # type: ignore[attr-defined]
         logger.info(
             "sparse attention over units of %d tokens; summaries take up to %.0f MB",
