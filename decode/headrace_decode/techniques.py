@@ -13,12 +13,13 @@ In a request's `vllm_xargs`:
     sparse: "off"         they attend to all of it
     sparse: 0.2           they may, to this share of it
 
-Without `reuse` or `sparse` the app's `techniques.NAME.mode` decides. The gateway reads all of this to
-refuse what is wrong and to tell what applied; the decode replica reads it again, since not every
+Without `reuse` or `sparse` the app's `techniques.NAME.mode` decides. The gateway reads all of this
+to refuse what is wrong and to tell what applied; the decode replica reads it again, since not every
 path leads through a gateway. Three techniques exist: a store with a lossy codec, reuse, and sparse
 attention. A request with "off" in an app with such a store gets a cache salt under the mark `EXACT`
-(`headrace_kvstore.salts`), here and at the replica that prefills for it. One whose KV is reused gets
-a mark of its own. Sparse requests share a mark with those of the same share, and reuse nothing.
+(`headrace_kvstore.salts`), here and at the replica that prefills for it. One whose KV is reused
+gets a mark of its own. Sparse requests share a mark with those of the same share, and reuse
+nothing.
 """
 
 from __future__ import annotations
