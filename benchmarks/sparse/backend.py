@@ -25,6 +25,8 @@ from headrace_decode.sparse.engine.bound import BOUND, Bound
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow, SparseRows
 
+SCHEDULER_TOKENS = 128
+"""Of the scheduler's block, which is handed out as a whole."""
 LAYER: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa="")
 
 
@@ -98,7 +100,9 @@ class Rig:
         cache = blocks, shape.kv_heads, block_tokens, 2 * shape.head_dim
         order = torch.Generator().manual_seed(seed)
         self.cache = (3 * torch.randn(cache, generator=order)).to(shape.dtype)  # as others left it
-        self._free = 1 + torch.randperm(blocks - 1, generator=order)
+        parts = SCHEDULER_TOKENS // block_tokens
+        whole = 1 + torch.randperm(blocks // parts - 1, generator=order)
+        self._free = (whole[:, None] * parts + torch.arange(parts)).flatten()
         self._taken = 0
         if sparse:
             self._bind()
@@ -114,9 +118,10 @@ class Rig:
     def write(self, keys: Tensor, values: Tensor) -> Tensor:
         """Put a request's KV into fresh blocks; its table, int32 [blocks]."""
         tokens = len(keys)
-        count = -(-tokens // self.block_tokens)
+        count, parts = -(-tokens // self.block_tokens), SCHEDULER_TOKENS // self.block_tokens
         blocks = self._free[self._taken : self._taken + count]
-        self._taken += count
+        assert len(blocks) == count, "too few blocks"
+        self._taken += -(-count // parts) * parts
         self.overwrite(blocks, keys, values)
         return blocks.to(torch.int32)
 
