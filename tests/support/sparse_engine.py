@@ -69,14 +69,6 @@ class Engine:
             disable_log_stats=False,
             **(told if sparse else {}),
         )
-        self._rows, find = 0, BOUND.sparse_rows
-
-        def counted(*arguments: Any) -> Any:
-            found = find(*arguments)
-            self._rows += len(found)
-            return found
-
-        BOUND.sparse_rows = counted  # type: ignore[method-assign]
         self._bound = BOUND
 
     def answers(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,7 +80,7 @@ class Engine:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        rows, made, preempted = self._rows, self._made(), self._preemptions()
+        rows, made, preempted = self._bound.found, self._made(), self._preemptions()
         prompts, params = [], []
         for each in requests:
             share = each.get("sparse")
@@ -102,7 +94,7 @@ class Engine:
         results = self._llm.generate(prompts, params, use_tqdm=False)
         return {
             "tokens": [list(result.outputs[0].token_ids) for result in results],
-            "sparse_rows": self._rows - rows,
+            "sparse_rows": self._bound.found - rows,
             "made": self._made() - made,
             "preemptions": self._preemptions() - preempted,
         }

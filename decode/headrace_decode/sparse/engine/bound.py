@@ -20,11 +20,13 @@ class Bound:
     Attributes:
         unit_tokens: of a unit.
         under_way: whether a step of the scheduler is. Dummy runs are none.
+        found: sparse rows of all steps so far.
     """
 
     def __init__(self) -> None:
         self.unit_tokens = 32
         self.under_way = False
+        self.found = 0
         self._rows: SparseRows | None = None
         self._batch: Callable[[], Sequence[BatchRow]] | None = None
 
@@ -60,7 +62,9 @@ class Bound:
         batch = self._batch()
         if len(batch) != count:
             return []
-        return self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
+        rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
+        self.found += len(rows)
+        return rows
 
 
 BOUND = Bound()
