@@ -161,7 +161,8 @@ class Rig:
             self.rows,
             lambda: [BatchRow(str(n), s.share, s.prompt_tokens) for n, s in enumerate(batch)],
         )
-        BOUND.unit_tokens, BOUND.under_way = self.block_tokens, True
+        BOUND.unit_tokens = self.block_tokens
+        BOUND.under_way = True
         try:
             return self.builder.build(0, common)
         finally:

@@ -149,6 +149,7 @@ def test_blocks_of_another_owner_are_summarised_anew() -> None:
     rig = Rig(BF16, 32, True, 400)
     table = rig.write(first.keys, first.values)
     rig.step([first], [table])
-    rig.rows.forget({"0"})
+    rig.rows.step_begins({"0"})
+    rig.rows.step_begins(set())
     rig.overwrite(table, second.keys, second.values)
     assert torch.equal(rig.step([second], [table]), wanted)

@@ -115,9 +115,18 @@ def test_a_step_that_computes_a_prompt_may_do_more() -> None:
 def test_all_units_are_looked_at_again_when_a_request_comes_back() -> None:
     batch = Batch()
     batch.step(("a", 0.1, 9, 1, KV))
-    batch.rows.forget({"a", "other"})
-    batch.step(("a", 0.1, 9, 1, KV))
+    batch.rows.step_begins({"a", "other"})
+    assert batch.step(("a", 0.1, 9, 1, KV)) == [], "KV may be on its way in this step"
+    batch.rows.step_begins(set())
+    assert batch.step(("a", 0.1, 9, 1, KV))
     assert [n for n, _ in batch.book.asked] == [FULL, FULL]
+
+
+def test_all_units_are_looked_at_again_when_kv_is_computed_again() -> None:
+    batch = Batch()
+    batch.step(("a", 0.1, 9, 1, KV))
+    batch.step(("a", 0.1, 9, 64, KV - 200))
+    assert batch.book.asked[1][0] == (KV - 200 - 64) // UNIT
 
 
 @given(st.integers(1, 200_000), st.sampled_from([16, 32]), st.floats(0.001, 1))
@@ -147,10 +156,25 @@ def test_outside_the_schedulers_steps_no_row_is_sparse() -> None:
     assert bound.sparse_rows(*arguments) == []
     bound.bind(SparseRows(Fake(), LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
     assert bound.sparse_rows(*arguments) == [], "a dummy run"
-    bound.under_way = True
+    bound.step_begins(set())
     assert len(bound.sparse_rows(*arguments)) == bound.found == 1
-    bound.forget({"a"})
     assert bound.sparse_rows(2, *arguments[1:]) == [], "rows that are not the batch's"
+    bound.step_ends()
+    assert bound.sparse_rows(*arguments) == []
+
+
+def test_a_bug_in_it_leaves_the_engine_dense_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Fake):
+        def bring_up(self, units: np.ndarray, budget: int) -> tuple[int, int]:
+            raise RuntimeError("a bug")
+
+    bound = Bound()
+    bound.bind(SparseRows(Broken(), LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
+    for _ in range(2):
+        bound.step_begins(set())
+        arguments = 1, np.array([0, 1]), np.array([KV]), np.zeros((1, 99), np.int32)
+        assert bound.sparse_rows(*arguments) == []
+    assert caplog.text.count("attends densely from now on") == 1
 
 
 def test_an_engine_is_told_in_its_additional_configuration() -> None:

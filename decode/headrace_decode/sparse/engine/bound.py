@@ -6,12 +6,15 @@ for each step that steps are under way.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.sparse.engine.rows import BatchRow, SparseRow, SparseRows
+
+logger = logging.getLogger("headrace.sparse")
 
 
 class Bound:
@@ -38,10 +41,15 @@ class Bound:
         """
         self._rows, self._batch = rows, batch
 
-    def forget(self, request_ids: set[str]) -> None:
-        """As `SparseRows.forget`."""
+    def step_begins(self, moved: set[str]) -> None:
+        """As `SparseRows.step_begins`; `step_ends` follows."""
+        self.under_way = True
         if self._rows is not None:
-            self._rows.forget(request_ids)
+            self._rows.step_begins(moved)
+
+    def step_ends(self) -> None:
+        """Runs behind it are dummies."""
+        self.under_way = False
 
     def sparse_rows(
         self,
@@ -62,7 +70,12 @@ class Bound:
         batch = self._batch()
         if len(batch) != count:
             return []
-        rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
+        try:
+            rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
+        except Exception:
+            logger.exception("this engine attends densely from now on")
+            self._rows = None
+            return []
         self.found += len(rows)
         return rows
 

@@ -75,10 +75,17 @@ class SparseRows:
         self._book, self._layers, self._unit_tokens = book, layers, unit_tokens
         self._right: dict[str, int] = {}
         """By request: its first units whose summaries are right."""
+        self._moved: frozenset[str] = frozenset()
 
-    def forget(self, request_ids: Collection[str]) -> None:
-        """Their blocks are no longer theirs, or new ones."""
-        for name in request_ids:
+    def step_begins(self, moved: Collection[str]) -> None:
+        """A step of the scheduler begins.
+
+        Args:
+            moved: requests whose blocks are new or no longer theirs. KV may still be on its way
+                into new ones until the step ends, so nothing of them is looked at in it.
+        """
+        self._moved = frozenset(moved)
+        for name in moved:
             self._right.pop(name, None)
 
     def of_step(
@@ -98,11 +105,14 @@ class SparseRows:
         """
         wanting: list[tuple[int, int, int]] = []
         for number, row in enumerate(rows):
-            if row.share is None:
+            if row.share is None or row.request_id in self._moved:
                 continue
             before = int(kv_tokens[number] - queries[number])
             full = before // self._unit_tokens
-            wanting.append((full - self._right.get(row.request_id, 0), number, full))
+            right = self._right.get(row.request_id, 0)
+            if right > full:  # KV that did not come is computed again
+                right = 0
+            wanting.append((full - right, number, full))
         # Those that lack least come first: a row that only filled a unit up stays sparse.
         budget = STEP_WORK + self._layers * (int(queries.sum()) // self._unit_tokens)
         found = []

@@ -78,12 +78,11 @@ class SparseInReach:
         """As vLLM's."""
         if not self._sparse:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
-        BOUND.forget(requests_moved(scheduler_output))
-        BOUND.under_way = True
+        BOUND.step_begins(requests_moved(scheduler_output))
         try:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         finally:
-            BOUND.under_way = False
+            BOUND.step_ends()
 
 
 class SparseTakingUpWorker(SparseInReach, TakingUpWorker):
