@@ -25,8 +25,7 @@ AT_ONCE = 16
 class Book:
     """Summaries of all layers.
 
-    Memory: `nbytes`, for all blocks of the cache whether used or not; pages that were never written
-    take none. It is about a tenth of the keys' bytes.
+    Memory: `nbytes`, for all blocks of the cache whether used or not.
 
     Args:
         layers: in order, of one shape.
