@@ -111,7 +111,7 @@ class Mass:
         at = torch.arange(scores.shape[-1])
         always = (at < SINKS) | ((at >= counts - RECENT) & (at < counts))
         scores = scores.masked_fill(at >= counts - 1, 0.0)
-        order = scores.masked_fill(always, torch.inf).argsort(-1, descending=True, stable=True)
+        order = scores.masked_fill(always, torch.inf).argsort(dim=-1, descending=True, stable=True)
         mass = scores.gather(-1, order)
         before = (mass.cumsum(-1) - mass) / mass.sum(-1, keepdim=True)
         wanted = (before < self.target).sum(-1, keepdim=True)
