@@ -5,8 +5,9 @@
 
 SmolLM2-135M in fp32 on texts of 6,000 to 8,192 tokens (`texts`). A text's prefix is computed
 exactly; in its last 64 positions each layer's attention sees chosen units of 16 tokens alone, 10 %
-of them, one choice for each KV head. FILE keeps what is done, so a run can go on later. `--tuning`
-takes the texts that constants were chosen on; figures come from the others.
+of them, one choice for each KV head. Ours has bases that three of the texts for tuning taught.
+FILE keeps what is done, and FILE.npz the bases, so a run can go on later. `--tuning` takes the
+texts that constants were chosen on; figures come from the others.
 
     recall_gap_closed             (ours - mean) / (oracle - mean) of the share of the exact model's
                                   attention that falls on chosen units (target 0.8)
@@ -37,7 +38,7 @@ def main() -> None:
         "--model", metavar="FOLDER", help="or a name; default: smollm2-135m-instruct"
     )
     parser.add_argument("--part", choices=("quality", "speed"), default="quality")
-    parser.add_argument("--texts", type=int, default=15, metavar="N")
+    parser.add_argument("--texts", type=int, default=12, metavar="N")
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--plots", type=Path, metavar="FOLDER")
     parser.add_argument("--tuning", action="store_true", help="on the texts for tuning")
@@ -65,12 +66,12 @@ def quality(options: argparse.Namespace) -> dict[str, object]:
     kept: dict[str, list[Row]] = {}
     if options.json.is_file():
         kept = json.loads(options.json.read_text())["rows"]
-    begun = time.monotonic()
+    bases, begun = str(options.json.with_suffix(".npz")), time.monotonic()
     with ProcessPoolExecutor(
         options.processes, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
         tasks = {
-            pool.submit(measured, folder, number, not options.tuning, options.arms): number
+            pool.submit(measured, folder, number, not options.tuning, options.arms, bases): number
             for number in range(options.texts)
             if str(number) not in kept
         }

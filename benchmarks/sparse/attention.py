@@ -23,15 +23,19 @@ class Layer:
         values: likewise.
         queries: fp32 [H, r, G, D], times the scale of the logits.
         rows: int64 [r], positions.
+        number: of the layer.
     """
 
     keys: Tensor
     values: Tensor
     queries: Tensor
     rows: Tensor
+    number: int
 
     @staticmethod
-    def of(q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, unit_tokens: int) -> Layer:
+    def of(
+        number: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, unit_tokens: int
+    ) -> Layer:
         """From what `LM.compute` hands to `attend`."""
         heads, dim = keys.shape[1:]
         lacking = -(int(rows[-1]) + 1) % unit_tokens
@@ -42,7 +46,7 @@ class Layer:
             for one in (keys, values)
         )
         queries = q.unflatten(1, (heads, -1)).transpose(0, 1) * dim**-0.5
-        return Layer(*parts, queries, rows)
+        return Layer(*parts, queries, rows, number)
 
     @property
     def unit_tokens(self) -> int:

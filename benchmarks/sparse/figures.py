@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.sparse.arms import BEST, OURS, SHARE, SHARES
+from benchmarks.sparse.arms import BEST, OURS, OWN, SHARE, SHARES
 from headrace_decode.sparse.rivals import RIVALS
 
 Row = dict[str, Any]
@@ -20,7 +20,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     by = {name: {row["text"]: row for row in rows if row["arm"] == name} for name in names}
     found: dict[str, Any] = {"texts": len({row["text"] for row in rows})}
     mean = {name: _mean(by[name].values(), "kl") for name in names}
-    recall = {name: _mean(by[name].values(), "recall") for name in names}
+    recall = {name: _mean(by[name].values(), "recall") for name in (OURS, "mean", BEST)}
     best = min(RIVALS, key=lambda name: mean[name])
     ratios = {
         one: row["kl"] / min(by[name][one]["kl"] for name in RIVALS)
@@ -48,7 +48,11 @@ def _arm(rows: list[Row]) -> dict[str, Any]:
     kinds = dict.fromkeys(row["kind"] for row in rows)
     return {
         "bytes_vs_k": rows[0]["bytes_vs_k"],
-        **{name: _mean(rows, name) for name in ("chosen", "recall", "kl", "top1")},
+        **{
+            name: _mean(rows, name)
+            for name in ("chosen", "recall", "kl", "top1")
+            if rows[0][name] is not None
+        },
         "recall_tasks_vs_dense": _tasks(rows),
         "kl_by_kind": {
             kind: _mean([row for row in rows if row["kind"] == kind], "kl") for kind in kinds
@@ -76,7 +80,7 @@ def plots(found: dict[str, Any], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    for name in (OURS, "mean", BEST):
+    for name in (OURS, OWN, "mean", BEST):
         points = [(SHARE, found["arms"][name]["kl"])]
         points += [
             (share, found["arms"][f"{name}, {share:.0%}"]["kl"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.sparse.arms import Arm, of_form, ours, rival
+from benchmarks.sparse.arms import Arm, kept, of_form, rival
 from benchmarks.sparse.attention import Layer, Mass, Share, attended
 from benchmarks.sparse.figures import figures
 from benchmarks.sparse.measure import measured_text
@@ -26,7 +26,7 @@ def layer(tokens: int, rows: int, seed: int = 0) -> tuple[Layer, Tensor, Tensor,
     q = torch.randn(rows, HEADS * GROUP, DIM)
     keys, values = torch.randn(2, tokens, HEADS, DIM)
     at = torch.arange(tokens - rows, tokens)
-    return Layer.of(q, at, keys, values, UNIT), q, keys, values
+    return Layer.of(0, q, at, keys, values, UNIT), q, keys, values
 
 
 def exact(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -165,10 +165,14 @@ def test_a_share_of_all_units_is_the_exact_model(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)
     tokens = torch.randint(0, 200, (700,)).tolist()
     one = Text("t", "copy", tokens, [650, 699])
-    arms = [Arm("ours", ours, Share(1.0)), Arm("few", of_form(Form()), Share(0.1))]
-    arms += [Arm(name, rival(rule), Share(0.1)) for name, rule in RIVALS.items()]
-    arms += [Arm("oracle", rival(ORACLE), Share(0.1))]
-    rows = measured_text(LM(str(tmp_path)), one, arms)
+    lm = LM(str(tmp_path))
+    chosen = [
+        Arm("ours", kept(None), Share(1.0), main=True),
+        Arm("few", of_form(Form()), main=True),
+    ]
+    chosen += [Arm(name, rival(rule), main=True) for name, rule in RIVALS.items()]
+    chosen += [Arm("oracle", rival(ORACLE), main=True)]
+    rows = measured_text(lm, one, chosen)
     assert rows[0]["kl"] < 1e-6 and rows[0]["recall"] == pytest.approx(1.0)
     assert rows[1]["kl"] > rows[0]["kl"] and 0.1 < rows[1]["recall"] < 1.0
     assert rows[1]["chosen"] == pytest.approx(0.1, abs=0.02)
