@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headrace_decode.sparse.basis import Basis, Moments
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.layout import Layout
 from headrace_decode.sparse.reference import Form
@@ -31,8 +32,19 @@ def keys_of(seed: int, units: int, tokens: int, dim: int) -> Tensor:
     return mean + few + 0.2 * torch.randn(units, HEADS, tokens, dim, generator=draw)
 
 
+def basis_of(keys: Tensor, rank: int, queries: Tensor | None = None) -> Basis:
+    moments = Moments(HEADS, keys.shape[-1])
+    moments.add_units(keys.numpy())
+    if queries is None:
+        queries = torch.randn(
+            HEADS, 500, keys.shape[-1], generator=torch.Generator().manual_seed(0)
+        )
+    moments.add_queries(queries.numpy())
+    return moments.basis(rank)
+
+
 def unpacked(summaries: Summaries, unit: int, head: int) -> tuple[Tensor, Tensor]:
-    """Mean [dim], and what the unit's keys add to it [tokens, dim]."""
+    """Mean [dim], less the basis's origin, and what the unit's keys add to it [tokens, dim]."""
     layout = summaries.layout
     tokens, dim, rank = layout.unit_tokens, layout.head_dim, layout.rank
     code, scale = summaries.codes[head, unit], summaries.scales[head, unit]
@@ -42,6 +54,9 @@ def unpacked(summaries: Summaries, unit: int, head: int) -> tuple[Tensor, Tensor
         return np.concatenate([part & 15, part >> 4]).astype(np.float32) - 8
 
     mean = row(0, dim) * scale[0]
+    if summaries.basis is not None:
+        coordinates = row(dim, rank * tokens).reshape(rank, tokens)
+        return torch.from_numpy(mean), torch.from_numpy(coordinates.T @ summaries.basis.back[head])
     directions = row(dim, rank * dim).reshape(dim // 4, rank, 4).swapaxes(0, 1).reshape(rank, dim)
     rest = np.zeros((tokens, dim), np.float32)
     for j in range(rank):
@@ -123,10 +138,96 @@ class TestSummaries:
         with pytest.raises(ValueError, match="must be"):
             score(summaries, np.array([0]), np.zeros((HEADS, 3, 32), np.float32), 1.0)
 
-    @pytest.mark.parametrize("shape", [(15, 64, 4), (16, 60, 4), (16, 64, 0), (16, 64, 16)])
-    def test_have_no_layout_for_some_shapes(self, shape: tuple[int, int, int]) -> None:
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            (15, 64, 4, False),
+            (16, 60, 4, False),
+            (16, 64, 0, False),
+            (16, 64, 16, False),
+            (16, 64, 23, True),
+            (16, 64, 66, True),
+        ],
+    )
+    def test_have_no_layout_for_some_shapes(self, shape: tuple[int, int, int, bool]) -> None:
         with pytest.raises(ValueError):
             Layout(*shape)
+
+
+class TestABasis:
+    KEYS = keys_of(7, 40, 16, 64)
+
+    def test_of_all_coordinates_loses_nothing_but_precision(self) -> None:
+        basis = basis_of(self.KEYS, 64)
+        summaries = Summaries(40, HEADS, 16, 64, basis=basis)
+        summaries.put(np.arange(40), self.KEYS)
+        for head in range(HEADS):
+            mean, rest = unpacked(summaries, 9, head)
+            exact = self.KEYS[9, head].mean(0)
+            centred = self.KEYS[9, head] - exact
+            origin = torch.from_numpy(basis.origin[head])
+            assert (mean - (exact - origin)).abs().max() <= (exact - origin).abs().max() / 13.9
+            assert (rest - centred).square().sum() < 0.05 * centred.square().sum()
+
+    def test_spends_its_coordinates_where_queries_look(self) -> None:
+        queries = torch.randn(HEADS, 500, 64, generator=torch.Generator().manual_seed(1))
+        queries[:, :, 8:] *= 0.01
+        basis = basis_of(self.KEYS, 8, queries)
+        summaries = Summaries(40, HEADS, 16, 64, basis=basis)
+        summaries.put(np.arange(40), self.KEYS)
+        _, rest = unpacked(summaries, 3, 1)
+        centred = self.KEYS[3, 1] - self.KEYS[3, 1].mean(0)
+        lost = (rest - centred)[:, :8].square().sum() / centred[:, :8].square().sum()
+        assert lost < 0.1
+
+    @pytest.mark.parametrize("rank", [2, 16, 24])
+    def test_loses_no_more_than_another_of_as_many_coordinates(self, rank: int) -> None:
+        draw = torch.Generator().manual_seed(2)
+        queries = torch.randn(HEADS, 400, 64, generator=draw) @ torch.randn(64, 64, generator=draw)
+        basis = basis_of(self.KEYS, rank, queries)
+        centred = self.KEYS - self.KEYS.mean(2, keepdim=True)
+        into, back = (torch.from_numpy(one) for one in (basis.into, basis.back))
+
+        def lost(ours: Tensor) -> float:
+            return float(torch.einsum("hmd,nhtd->nhmt", queries, ours - centred).square().mean())
+
+        ours = torch.einsum("nhtd,hdr,hre->nhte", centred, into, back)
+        for seed in range(3):
+            other = torch.linalg.qr(
+                torch.randn(64, rank, generator=torch.Generator().manual_seed(seed))
+            )[0]
+            assert lost(ours) < lost(centred @ other @ other.T)
+        flat = centred.transpose(0, 1).flatten(1, 2)
+        leading = torch.linalg.svd(flat, full_matrices=False)[2][:, :rank]
+        assert lost(ours) < lost(torch.einsum("nhtd,hrd,hre->nhte", centred, leading, leading))
+
+    def test_cuts_off_what_its_codes_do_not_reach(self) -> None:
+        summaries = Summaries(1, HEADS, 16, 64, basis=basis_of(self.KEYS, 8))
+        summaries.put(np.array([0]), 1000 * self.KEYS[:1])
+        codes = summaries.codes[:, 0, 32:]
+        assert {1, 15} <= set((codes & 15).ravel()) <= set(range(1, 16))
+
+    def test_is_that_of_all_that_was_added(self) -> None:
+        moments = Moments(HEADS, 64)
+        queries = np.random.default_rng(0).standard_normal((HEADS, 300, 64)).astype(np.float32)
+        for part in np.split(self.KEYS.numpy(), 4):
+            moments.add_units(part)
+        for part in np.split(queries, 3, axis=1):
+            moments.add_queries(part)
+        whole = basis_of(self.KEYS, 8, torch.from_numpy(queries))
+        found = moments.basis(8)
+        np.testing.assert_allclose(found.origin, whole.origin, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            found.into @ found.back, whole.into @ whole.back, rtol=1e-3, atol=1e-3
+        )
+
+    def test_needs_queries_and_keys(self) -> None:
+        with pytest.raises(ValueError, match="needs"):
+            Moments(HEADS, 64).basis(8)
+
+    def test_of_another_shape_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="basis"):
+            Summaries(1, HEADS, 16, 128, basis=basis_of(self.KEYS, 8))
 
 
 def naive(summaries: Summaries, units: list[int], queries: Tensor, scale: float) -> Tensor:
@@ -162,6 +263,26 @@ class TestScores:
         found = score(summaries, np.array(units), queries.numpy(), dim**-0.5)
         wanted = naive(summaries, units, queries, dim**-0.5)
         torch.testing.assert_close(torch.from_numpy(found).double(), wanted, rtol=2e-4, atol=1e-5)
+
+    @given(
+        seed=st.integers(0, 1000),
+        shape=st.sampled_from([(16, 64, 24), (32, 64, 24), (16, 128, 24), (6, 24, 10)]),
+        size=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+    )
+    @settings(max_examples=15)
+    def test_in_a_basis_are_those_of_the_formula(
+        self, seed: int, shape: tuple[int, int, int], size: float
+    ) -> None:
+        tokens, dim, rank = shape
+        keys = keys_of(seed, 9, tokens, dim)
+        summaries = Summaries(9, HEADS, tokens, dim, basis=basis_of(keys, rank))
+        summaries.put(np.arange(9), keys)
+        draw = torch.Generator().manual_seed(seed)
+        queries = size * torch.randn(HEADS, GROUPS[tokens], dim, generator=draw)
+        units = [8, 0, 3, 5, 4, 7]
+        found = score(summaries, np.array(units), queries.numpy(), dim**-0.5)
+        wanted = naive(summaries, units, queries, dim**-0.5)
+        torch.testing.assert_close(torch.from_numpy(found).double(), wanted, rtol=3e-4, atol=1e-5)
 
     def test_are_nearly_those_of_the_reference(self) -> None:
         keys, queries = keys_of(5, 20, 16, 64), torch.randn(HEADS, 3, 64)

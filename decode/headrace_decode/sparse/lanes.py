@@ -23,12 +23,19 @@ POWERS = 1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558
 SUM = "contract", "reassoc", "nsz"
 
 
+def query_floats(dim: int, rank: int, shared: bool) -> int:
+    """Of a prepared query (`scoring`): itself; its weights of coordinates, or itself beside each
+    direction; and what its sums begin with."""
+    return dim + rank + 2 if shared else (rank + 1) * dim + 4 * rank + 1
+
+
 @intrinsic(prefer_literal=True)
 def unit_mass(
     context: Any,
     tokens: Any,
     dim: Any,
     rank: Any,
+    shared: Any,
     group: Any,
     codes: Any,
     code: Any,
@@ -41,39 +48,36 @@ def unit_mass(
     stride: Any,
 ) -> Any:
     """Of each query: means[at + g * stride] = q.mu log2(e), and
-    sums[at + g * stride] = sum_i exp(sum_j u_ij (q.V_j)).
+    sums[at + g * stride] = sum_i exp(q.(what the summary says of k_i - mu)).
 
     Args:
-        tokens, dim, rank, group: literals.
-        codes, code: uint8 array, and where the unit's codes begin in it (`Layout`).
+        tokens, dim, rank, shared, group: of the `Layout`, and queries of a KV head; literals.
+        codes, code: uint8 array, and where the unit's codes begin in it.
         scales, scale: float32 array, and where the unit's scales begin.
-        queries: float32 [group][(rank + 1) dim + 4 rank + 1], as `prepared` writes them.
+        queries: float32 [group][query_floats], prepared.
     """
-    shape = tokens, dim, rank, group
+    shape = tokens, dim, rank, shared, group
     if not all(isinstance(one, types.IntegerLiteral) for one in shape):
         return None
-    sizes = tuple(one.literal_value for one in shape)
+    sizes = [one.literal_value for one in shape]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arrays = {
-            name: context.make_array(signature.args[n])(context, builder, args[n]).data
-            for name, n in (("codes", 4), ("scales", 6), ("queries", 8), ("means", 9), ("sums", 10))
-        }
-        _Unit(builder, *sizes, **arrays).generate(*(args[n] for n in (5, 7, 11, 12)))
+        kind = _Shared if sizes.pop(3) else _Own
+        arrays = [
+            context.make_array(signature.args[n])(context, builder, args[n]).data
+            for n in (5, 7, 9, 10, 11)
+        ]
+        kind(builder, *sizes, *arrays).generate(*(args[n] for n in (6, 8, 12, 13)))
         return context.get_dummy_value()
 
-    indices = types.intp
-    return types.none(
-        *(*shape, codes, indices, scales, indices, queries, means, sums, indices, indices)
-    ), generate
-
-
-def query_floats(dim: int, rank: int) -> int:
-    """Of a prepared query: itself, itself beside each direction, and what starts its sums."""
-    return (rank + 1) * dim + 4 * rank + 1
+    place = types.intp
+    arrays = codes, place, scales, place, queries, means, sums, place, place
+    return types.none(*shape, *arrays), generate
 
 
 class _Unit:
+    """Vector code for one unit; a subclass has the deviations from the mean."""
+
     def __init__(
         self,
         builder: Any,
@@ -92,22 +96,21 @@ class _Unit:
         self.codes, self.scales, self.queries = codes, scales, queries
         self.means, self.sums = means, sums
 
+    shared: bool
+
+    def exponents(self, codes: Any, scales: Any) -> list[Any]:
+        """Of each query: log2(e) times what each token adds to q.mu."""
+        raise NotImplementedError
+
     def generate(self, code: Any, scale: Any, at: Any, stride: Any) -> None:
-        b, dim, rank = self.b, self.dim, self.rank
+        b = self.b
         codes, scales = b.gep(self.codes, [code]), b.gep(self.scales, [scale])
-        mean = self._means(codes)
-        along = self._along(codes, dim // 2)
-        coefficients = self._coefficients(codes, (rank + 1) * dim // 2)
+        means, exponents = self._means(codes), self.exponents(codes, scales)
         for g in range(self.group):
-            found = b.fmul(mean[g], b.load(scales))
             place = b.add(at, b.mul(stride, stride.type(g)))
-            b.store(b.fmul(found, F32(LOG2E)), b.gep(self.means, [place]))
-            exponent = None
-            for j in range(rank):
-                factor = b.fmul(b.load(b.gep(scales, [I32(1 + j)])), F32(LOG2E))
-                weight = b.fmul(b.extract_element(along[g], I32(4 * j)), factor)
-                exponent = self._plus(exponent, coefficients[j], self._all(weight, self.tokens))
-            b.store(self._sum(self._exp2(exponent)), b.gep(self.sums, [place]))
+            found = b.fmul(b.fmul(means[g], b.load(scales)), F32(LOG2E))
+            b.store(found, b.gep(self.means, [place]))
+            b.store(self._sum(self._exp2(exponents[g])), b.gep(self.sums, [place]))
 
     def _means(self, codes: Any) -> list[Any]:
         """q.mu of each query, less its scale."""
@@ -117,34 +120,8 @@ class _Unit:
             total = None
             for at, values in parts:
                 total = self._plus(total, values, self._query(g, at, values.type.count))
-            start = self._query(g, (self.rank + 1) * dim + 4 * self.rank, 1)
-            found.append(b.fadd(self._sum(total), b.extract_element(start, I32(0))))
-        return found
-
-    def _along(self, codes: Any, first: int) -> list[Any]:
-        """q.V_j of each query, less its scale, in lanes 4 j to 4 j + 3."""
-        b, dim, rank, lanes = self.b, self.dim, self.rank, 4 * self.rank
-        begin = (rank + 1) * dim
-        totals = [self._query(g, begin, lanes) for g in range(self.group)]
-        for step in range(dim // 8):
-            low, high = self._halves(codes, first + step * lanes, lanes)
-            for values, at in ((low, step), (high, step + dim // 8)):
-                for g in range(self.group):
-                    query = self._query(g, dim + at * lanes, lanes)
-                    totals[g] = self._plus(totals[g], values, query)
-        for g in range(self.group):
-            for by in (1, 2):
-                order = [4 * (n // 4) + (n % 4 ^ by) for n in range(lanes)]
-                totals[g] = b.fadd(totals[g], self._shuffled(totals[g], order), flags=SUM)
-        return totals
-
-    def _coefficients(self, codes: Any, first: int) -> list[Any]:
-        found = []
-        for j in range(self.rank):
-            low, high = self._halves(codes, first + j * self.tokens // 2, self.tokens // 2)
-            order = list(range(self.tokens))
-            values = self.b.shuffle_vector(low, high, ir.VectorType(I32, len(order))(order))
-            found.append(self.b.fsub(values, self._all(F32(8.0), self.tokens)))
+            start = self._number(g, query_floats(dim, self.rank, self.shared) - 1)
+            found.append(b.fadd(self._sum(total), start))
         return found
 
     def _row(self, codes: Any, first: int, length: int) -> list[tuple[int, Any]]:
@@ -167,9 +144,15 @@ class _Unit:
         return b.sitofp(low, floats), b.sitofp(high, floats)
 
     def _query(self, g: int, at: int, lanes: int) -> Any:
-        begin = self.b.gep(self.queries, [I32(g * query_floats(self.dim, self.rank) + at)])
-        pointer = self.b.bitcast(begin, ir.VectorType(F32, lanes).as_pointer())
-        return self.b.load(pointer, align=4)
+        vector = ir.VectorType(F32, lanes)
+        return self.b.load(self.b.bitcast(self._place(g, at), vector.as_pointer()), align=4)
+
+    def _number(self, g: int, at: int) -> Any:
+        return self.b.load(self._place(g, at))
+
+    def _place(self, g: int, at: int) -> Any:
+        floats = query_floats(self.dim, self.rank, self.shared)
+        return self.b.gep(self.queries, [I32(g * floats + at)])
 
     def _plus(self, total: Any, a: Any, b: Any) -> Any:
         product = self.b.fmul(a, b, flags=SUM)
@@ -210,3 +193,67 @@ class _Unit:
             power = self._plus(wide([factor] * lanes), power, f)
         bits = b.shl(b.fptosi(nearest, whole), whole([23] * lanes))
         return b.bitcast(b.add(b.bitcast(power, whole), bits), wide)
+
+
+class _Own(_Unit):
+    """Directions of the unit's own."""
+
+    shared = False
+
+    def exponents(self, codes: Any, scales: Any) -> list[Any]:
+        b, dim, rank = self.b, self.dim, self.rank
+        along = self._along(codes, dim // 2)
+        coefficients = self._coefficients(codes, (rank + 1) * dim // 2)
+        found = []
+        for g in range(self.group):
+            exponent = None
+            for j in range(rank):
+                factor = b.fmul(b.load(b.gep(scales, [I32(1 + j)])), F32(LOG2E))
+                weight = b.fmul(b.extract_element(along[g], I32(4 * j)), factor)
+                exponent = self._plus(exponent, coefficients[j], self._all(weight, self.tokens))
+            found.append(exponent)
+        return found
+
+    def _along(self, codes: Any, first: int) -> list[Any]:
+        """q.V_j of each query, less its scale, in lanes 4 j to 4 j + 3."""
+        b, dim, rank, lanes = self.b, self.dim, self.rank, 4 * self.rank
+        begin = (rank + 1) * dim
+        totals = [self._query(g, begin, lanes) for g in range(self.group)]
+        for step in range(dim // 8):
+            low, high = self._halves(codes, first + step * lanes, lanes)
+            for values, at in ((low, step), (high, step + dim // 8)):
+                for g in range(self.group):
+                    query = self._query(g, dim + at * lanes, lanes)
+                    totals[g] = self._plus(totals[g], values, query)
+        for g in range(self.group):
+            for by in (1, 2):
+                order = [4 * (n // 4) + (n % 4 ^ by) for n in range(lanes)]
+                totals[g] = b.fadd(totals[g], self._shuffled(totals[g], order), flags=SUM)
+        return totals
+
+    def _coefficients(self, codes: Any, first: int) -> list[Any]:
+        found = []
+        for j in range(self.rank):
+            low, high = self._halves(codes, first + j * self.tokens // 2, self.tokens // 2)
+            order = list(range(self.tokens))
+            values = self.b.shuffle_vector(low, high, ir.VectorType(I32, len(order))(order))
+            found.append(self.b.fsub(values, self._all(F32(8.0), self.tokens)))
+        return found
+
+
+class _Shared(_Unit):
+    """Coordinates in a basis: what they weigh is the same for all units."""
+
+    shared = True
+
+    def exponents(self, codes: Any, scales: Any) -> list[Any]:
+        dim, rank, tokens = self.dim, self.rank, self.tokens
+        start = dim + rank
+        found = [self._all(self._number(g, start), tokens) for g in range(self.group)]
+        for j in range(rank // 2):
+            low, high = self._halves(codes, dim // 2 + j * tokens, tokens)
+            for values, row in ((low, j), (high, rank // 2 + j)):
+                for g in range(self.group):
+                    weight = self._all(self._number(g, dim + row), tokens)
+                    found[g] = self._plus(found[g], values, weight)
+        return found

@@ -1,17 +1,20 @@
 """Where the codes of a unit's summary lie, and how the loops over them are compiled.
 
-A summary is the mean, `rank` directions V_j over the head's dimensions, and `rank` rows u_j of
-coefficients over the unit's tokens. Codes are 4 bits, stored as 1 to 15, that is value / scale + 8:
+A summary is the mean and, for each token, what it adds to the mean: coordinates in a basis that all
+units share (`basis`), or coefficients u_j of directions V_j of the unit's own. Codes are 4 bits,
+stored as 1 to 15, that is value / scale + 8:
 
     mean           [dim]
+    coordinates    [rank][tokens]
+ or
     directions     [dim / 4][rank][4], so that dot products with all of them run side by side
-    coefficients   [rank][tokens], a row after the other
+    coefficients   [rank][tokens], each row packed by itself
 
-Each line is packed by itself, but each row of coefficients too: a byte holds elements i (low half)
-and i + n/2 (high half) of n, so that the halves unpack into neighbouring lanes.
+A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together, so
+that the halves unpack into neighbouring lanes.
 
-There are 1 + rank scales: of the mean, and of each direction times its coefficients, which only
-ever meet as a product.
+There is a scale of the mean, and one of each own direction times its coefficients, which only ever
+meet as a product. Shared coordinates have standard deviation 1 and a fixed scale.
 """
 
 from __future__ import annotations
@@ -35,26 +38,32 @@ class Layout:
     Attributes:
         unit_tokens: of a unit; even.
         head_dim: of a key; a multiple of 8.
-        rank: directions beside the mean, at least 1 and less than `unit_tokens`.
+        rank: own directions, 1 to `unit_tokens` - 1; or shared coordinates, even, at most
+            `head_dim`.
+        shared: coordinates in a basis.
     """
 
     unit_tokens: int
     head_dim: int
     rank: int
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.unit_tokens % 2 or self.head_dim % 8 or self.head_dim <= 0:
             raise ValueError(f"{self}: unit_tokens must be even, head_dim a multiple of 8")
-        if not 1 <= self.rank < self.unit_tokens:
+        if self.shared and (self.rank % 2 or not 2 <= self.rank <= self.head_dim):
+            raise ValueError(f"{self}: rank must be even, 2 to head_dim")
+        if not self.shared and not 1 <= self.rank < self.unit_tokens:
             raise ValueError(f"{self}: rank must be 1 to unit_tokens - 1")
 
     @property
     def scales(self) -> int:
-        return self.rank + 1
+        return 1 if self.shared else self.rank + 1
 
     @property
     def code_bytes(self) -> int:
-        return ((self.rank + 1) * self.head_dim + self.rank * self.unit_tokens) // 2
+        directions = 0 if self.shared else self.rank * self.head_dim
+        return (self.head_dim + directions + self.rank * self.unit_tokens) // 2
 
     @property
     def nbytes(self) -> int:

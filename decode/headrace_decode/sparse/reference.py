@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace_decode.sparse.basis import Basis
+
 RANK = 4
 
 
@@ -104,4 +106,38 @@ class Form:
         if summary.kept.shape[2]:
             whole = torch.einsum("hmd,hnkd->hmnk", queries, summary.kept)
             each = torch.cat([each, whole], -1)
+        return each.amax(-1) if self.largest else each.logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Units as their mean, in 4 bits, and coordinates in a basis.
+
+    Attributes:
+        basis: of the layer.
+        bits: of a coordinate; all reach as far as 4 bits do; None for fp32.
+        largest: as in `Form`.
+    """
+
+    basis: Basis
+    bits: int | None = 4
+    largest: bool = False
+
+    def nbytes(self, tokens: int, dim: int) -> float:
+        """Of one unit and head."""
+        return dim / 2 + 4 + self.basis.into.shape[2] * tokens * (self.bits or 32) / 8
+
+    def logits(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """As `Form.logits`, from the keys."""
+        origin, into, back = (
+            torch.from_numpy(one) for one in (self.basis.origin, self.basis.into, self.basis.back)
+        )
+        means = keys.mean(2)
+        coordinates = torch.einsum("hntd,hdr->hntr", keys - means[:, :, None], into)
+        if self.bits is not None:
+            finer = (2 ** (self.bits - 1) - 1) / 7
+            coordinates = (coordinates.clamp(-7, 7) * finer).round() / finer
+        mean = queries @ Form(bits=4).quantised(means - origin[:, None]).mT
+        weights = torch.einsum("hmd,hrd->hmr", queries, back)
+        each = torch.einsum("hmr,hntr->hmnt", weights, coordinates) + mean[..., None]
         return each.amax(-1) if self.largest else each.logsumexp(-1)

@@ -1,10 +1,11 @@
-"""Makes summaries: of each unit's keys the mean and the leading singular vectors, in 4 bits.
+"""Makes summaries: of each unit's keys the mean and what each adds to it, in 4 bits.
 
-Keys K of a unit, less their mean mu, are approximated by U V: U [tokens, rank] orthonormal, the
-leading eigenvectors of the Gram matrix C C^T of the centred keys C, and V = U^T C. The
-eigenvectors come from orthogonal iteration (Golub and Van Loan, section 8.2.4) on the Gram matrix
-squared twice over, which starts from the tokens that lie farthest from what earlier ones span
-(pivoted Cholesky). A few steps are enough: what counts is the energy that U spans, not each vector.
+Coordinates in a shared basis are one product. For directions of the unit's own, its keys less their
+mean, C, are approximated by U V: U [tokens, rank] orthonormal, the leading eigenvectors of the Gram
+matrix C C^T, and V = U^T C. The eigenvectors come from orthogonal iteration (Golub and Van Loan,
+section 8.2.4) on the Gram matrix squared twice over, which starts from the tokens that lie farthest
+from what earlier ones span (pivoted Cholesky). A few steps are enough: what counts is the energy
+that U spans, not each vector.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TINY = np.float32(1e-30)
 def summarise(
     keys: Any, units: Any, codes: Any, scales: Any, tokens: int, dim: int, rank: int
 ) -> None:
-    """Summarise each unit and head and store it.
+    """Summarise each unit and head by directions of its own and store it.
 
     Args:
         keys: float32 [n, kv_heads, tokens, dim], contiguous.
@@ -60,6 +61,40 @@ def summarise(
                 for d in range(dim):
                     beside[(d // 4) * 4 * rank + 4 * j + d % 4] = directions[j, d]
                 _pack(basis[j], code, ((1 + rank) * dim + j * tokens) // 2)
+            _pack(beside, code, dim // 2)
+
+
+@jit
+def place(
+    keys: Any, units: Any, codes: Any, scales: Any, tokens: int, origin: Any, into: Any
+) -> None:
+    """Summarise each unit and head by coordinates in a basis and store it.
+
+    Args:
+        origin: float32 [kv_heads, dim].
+        into: float32 [kv_heads, dim, rank], from deviations to coordinates of scale 1.
+    """
+    dim, rank = into.shape[1], into.shape[2]
+    centred = np.empty((tokens, dim), np.float32)
+    mean = np.empty(dim, np.float32)
+    row = np.empty(rank, np.float32)
+    beside = np.empty(rank * tokens, np.float32)
+    for n in range(units.size):
+        for head in range(codes.shape[0]):
+            code = codes[head, units[n]]
+            _centre(keys[n, head], mean, centred)
+            for d in range(dim):
+                mean[d] -= origin[head, d]
+            scales[head, units[n], 0] = _scaled(mean)
+            _pack(mean, code, 0)
+            for i in range(tokens):
+                row[:] = 0
+                for d in range(dim):
+                    value = centred[i, d]
+                    for j in range(rank):
+                        row[j] += value * into[head, d, j]
+                for j in range(rank):
+                    beside[j * tokens + i] = min(max(row[j], np.float32(-7)), np.float32(7))
             _pack(beside, code, dim // 2)
 
 
