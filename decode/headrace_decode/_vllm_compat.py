@@ -29,6 +29,7 @@ from headrace_decode._vllm_request import (
     why_local,
     with_drafting_facts,
     with_grammar,
+    with_sparse,
     with_technique,
     with_tenant,
     with_transfer_params,
@@ -42,7 +43,8 @@ from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.reusing import Reusing
-from headrace_decode.techniques import TechniqueError, offered, reuse_share
+from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
+from headrace_decode.techniques import TechniqueError, offered, reuse_share, sparse_share
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns, rows_beside
 from headrace_engine._ray_compat import MeteredVLLMEngine
@@ -103,6 +105,7 @@ class PlannedLLM(TakingUpLLM):
         step_time = StepTime() if self.planning is None else self.planning.meter.step_time
         self.turns = Turns(partial(rows_beside, step_time))
         self.lossy = lossy_of(vllm_config)
+        self._sparse = settings_of(vllm_config.additional_config) or SparseSettings("off")
         self._own_tokenizer: Any = None
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
         self.input_processor.structured_outputs_config = None
@@ -135,11 +138,13 @@ class PlannedLLM(TakingUpLLM):
         sampling_params = without_reserved(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-        prompt = with_technique(prompt, sampling_params, self.lossy)
+        sparse = self._sparse_share(sampling_params)
+        prompt = with_technique(prompt, sampling_params, self.lossy, sparse)
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
             raise Rendered(self._prompt(prompt, sampling_params, kwargs))
-        share = self._reuse_share(prompt, sampling_params, kwargs)
+        share = self._reuse_share(prompt, sampling_params, kwargs) if sparse is None else None
+        sampling_params = with_sparse(sampling_params, sparse)
         if sampling_params.structured_outputs is not None:
             sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
@@ -195,6 +200,18 @@ class PlannedLLM(TakingUpLLM):
         # The reasons not to prefill elsewhere are those not to take KV from elsewhere.
         return None if why_local(prompt, token_ids, params, kwargs) else share
 
+    def _sparse_share(self, params: SamplingParams) -> float | None:
+        """Share of its KV that a request's answer attends to; None for all of it.
+
+        Raises:
+            VLLMValidationError: the request says what there is not.
+        """
+        told = self._sparse
+        try:
+            return sparse_share(params.extra_args, told.mode, told.share)
+        except TechniqueError as error:
+            raise VLLMValidationError(str(error), parameter=error.param) from None
+
     async def _heard(self, reusing: Reusing, prompt: Any, kwargs: dict[str, Any]) -> None:
         """Remember a prompt whose blocks go to the store."""
         if not isinstance(prompt, dict) or kwargs.get("lora_request") is not None:
@@ -208,7 +225,8 @@ class PlannedLLM(TakingUpLLM):
     def offered(self) -> str:
         """What a replica with this engine tells of techniques (`techniques.offered`)."""
         reusing = None if self.planning is None else self.planning.reusing
-        return offered(self.lossy, "off" if reusing is None else reusing.mode)
+        mode = "off" if reusing is None else reusing.mode
+        return offered(self.lossy, mode, self._sparse.mode)
 
     def reuse_counts(self) -> dict[str, int] | None:
         """Requests that reused KV at other places, and tokens; None where none may."""

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from headrace_decode.replay.scheduler import SAID
 from headrace_decode.speculation.request import request_arguments
-from headrace_decode.techniques import TechniqueError, salt_for
+from headrace_decode.techniques import SPARSE, TechniqueError, salt_for
 from headrace_decode.tenants import TenantPolicy
 from headrace_engine.handoff import PARAMS_KEY
 from headrace_kvstore.connector.identity import lossy_codec
@@ -41,7 +41,9 @@ def with_tenant(prompt: Any, tenant: str | None) -> Any:
     return {**prompt, "cache_salt": salt_of(tenant, prompt.get("cache_salt") or "")}
 
 
-def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
+def with_technique(
+    prompt: Any, params: SamplingParams, lossy: str, sparse: float | None = None
+) -> Any:
     """The prompt under the salt that its request's techniques give it (`techniques`).
 
     Raises:
@@ -50,7 +52,7 @@ def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
     """
     salt = (prompt.get("cache_salt") if isinstance(prompt, dict) else None) or ""
     try:
-        wanted = salt_for(salt, params.extra_args, lossy)
+        wanted = salt_for(salt, params.extra_args, lossy, sparse)
     except TechniqueError as error:
         raise VLLMValidationError(str(error), parameter=error.param) from None
     if wanted == salt:
@@ -58,6 +60,19 @@ def with_technique(prompt: Any, params: SamplingParams, lossy: str) -> Any:
     if not isinstance(prompt, dict):
         raise TypeError(f"a prompt of type {type(prompt).__name__} cannot carry a cache salt")
     return {**prompt, "cache_salt": wanted}
+
+
+def with_sparse(params: SamplingParams, share: float | None) -> SamplingParams:
+    """The parameters with the share of its KV that the request's answer attends to, for the engine
+    (`sparse.engine.rows.FIELD`); without the field where that is all of it."""
+    told = {name: value for name, value in (params.extra_args or {}).items() if name != SPARSE}
+    if share is not None:
+        told[SPARSE] = share
+    elif len(told) == len(params.extra_args or {}):
+        return params
+    changed = copy.copy(params)
+    changed.extra_args = told
+    return changed
 
 
 def lossy_of(vllm_config: VllmConfig) -> str:

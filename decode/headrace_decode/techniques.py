@@ -9,16 +9,23 @@ In a request's `vllm_xargs`:
     reuse: "off"          it may not
     reuse: 0.3            it may, and this share of it is computed again
 
-Without `reuse` the app's `techniques.reuse.mode` decides. The gateway reads both to refuse what is
-wrong and to tell what applied; the decode replica reads them again, since not every path leads
-through a gateway. Two techniques exist: a store with a lossy codec, and reuse. A request with "off"
-in an app with such a store gets a cache salt under the mark `EXACT` (`headrace_kvstore.salts`),
-here and at the replica that prefills for it; one whose KV is reused gets a mark of its own.
+    sparse: "auto"        answer tokens may attend to a part of the KV (docs/sparse.md)
+    sparse: "off"         they attend to all of it
+    sparse: 0.2           they may, to this share of it
+
+Without `reuse` or `sparse` the app's `techniques.NAME.mode` decides. The gateway reads all of this
+to refuse what is wrong and to tell what applied; the decode replica reads it again, since not every
+path leads through a gateway. Three techniques exist: a store with a lossy codec, reuse, and sparse
+attention. A request with "off" in an app with such a store gets a cache salt under the mark `EXACT`
+(`headrace_kvstore.salts`), here and at the replica that prefills for it. One whose KV is reused
+gets a mark of its own. Sparse requests share a mark with those of the same share, and reuse
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headrace_kvstore.salts import EXACT, is_marked, marked
@@ -26,9 +33,9 @@ from headrace_kvstore.salts import EXACT, is_marked, marked
 FIELD = "techniques"
 PARAM = f"vllm_xargs.{FIELD}"
 REUSE = "reuse"
-REUSE_PARAM = f"vllm_xargs.{REUSE}"
+SPARSE = "sparse"
 MODES = ("off", "request", "auto")
-"""Of reuse in an app: never, for requests that ask, for all that do not refuse."""
+"""Of a technique in an app: never, for requests that ask, for all that do not refuse."""
 HEADER = b"x-headrace-techniques"
 """In an answer: the techniques that could touch its KV, or `exact`."""
 
@@ -68,15 +75,27 @@ def reuse_share(extra: object, mode: str, default: float) -> float | None:
     Raises:
         TechniqueError: one of the fields is wrong.
     """
-    exact = wants_exact(extra)
-    value = extra.get(REUSE) if isinstance(extra, Mapping) else None
+    return _share(REUSE, extra, mode, default)
+
+
+def sparse_share(extra: object, mode: str, default: float) -> float | None:
+    """Share of its KV that a request's answer tokens attend to; None if to all.
+
+    Arguments and errors as `reuse_share`.
+    """
+    return _share(SPARSE, extra, mode, default)
+
+
+def _share(field: str, extra: object, mode: str, default: float) -> float | None:
+    exact, param = wants_exact(extra), f"vllm_xargs.{field}"
+    value = extra.get(field) if isinstance(extra, Mapping) else None
     share = default
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not 0 < value <= 1:
-            raise TechniqueError(f"{REUSE_PARAM} must be above 0 and at most 1.", REUSE_PARAM)
+            raise TechniqueError(f"{param} must be above 0 and at most 1.", param)
         share = float(value)
     elif value not in (None, "auto", "off"):
-        raise TechniqueError(f'{REUSE_PARAM} must be "auto", "off" or a share.', REUSE_PARAM)
+        raise TechniqueError(f'{param} must be "auto", "off" or a share.', param)
     asked = mode == "auto" if value is None else value != "off"
     return share if asked and mode != "off" and not exact else None
 
@@ -94,54 +113,78 @@ def exact_of(request: Mapping[str, Any]) -> bool:
     return exact
 
 
-def salt_for(salt: str, extra: object, lossy: str) -> str:
+def salt_for(salt: str, extra: object, lossy: str, sparse: float | None = None) -> str:
     """The cache salt under which a request's KV is shared; unchanged unless a technique matters.
 
     Args:
         salt: the tenant's and the client's (`headrace_kvstore.salts.salt_of`).
         extra: the request's `vllm_xargs`.
         lossy: what the app's store applies; empty if it is exact.
+        sparse: as `sparse_share`.
 
     Raises:
         TechniqueError: the field is wrong, or the client's salt looks marked.
     """
     if is_marked(salt):
         raise TechniqueError('cache_salt must not begin with "technique:".', "cache_salt")
+    if sparse is not None:
+        return marked(salt, f"{SPARSE}-{sparse:g}")
     return marked(salt, EXACT) if wants_exact(extra) and lossy else salt
 
 
-def may_reuse(request: Mapping[str, Any]) -> bool | None:
-    """Whether a request's decoded body allows reuse; None if it leaves that to the app.
+@dataclass(frozen=True)
+class Asked:
+    """What a request says of techniques; None leaves it to the app.
+
+    Attributes:
+        exact: it wants exact KV only.
+        reuse, sparse: whether it allows these.
+    """
+
+    exact: bool = False
+    reuse: bool | None = None
+    sparse: bool | None = None
+
+
+def asked_of(request: Mapping[str, Any]) -> Asked:
+    """What a request's decoded body says.
 
     Raises:
-        TechniqueError: as `reuse_share`.
+        TechniqueError: as `exact_of` and `reuse_share`.
     """
     extra = request.get("vllm_xargs")
-    if reuse_share(extra, "request", 1.0) is not None:
+    return Asked(exact_of(request), _allows(REUSE, extra), _allows(SPARSE, extra))
+
+
+def _allows(field: str, extra: object) -> bool | None:
+    if _share(field, extra, "request", 1.0) is not None:
         return True
-    return None if reuse_share(extra, "auto", 1.0) is not None else False
+    return None if _share(field, extra, "auto", 1.0) is not None else False
 
 
-def offered(lossy: str, mode: str) -> str:
-    """What a replica tells gateways, for `applied`: what its store applies, and how it reuses."""
-    return ", ".join(filter(None, (lossy, "" if mode == "off" else f"{REUSE}={mode}")))
+def offered(lossy: str, reuse: str, sparse: str) -> str:
+    """What a replica tells gateways, for `applied`: what its store applies, and the modes of reuse
+    and of sparse attention."""
+    modes = [f"{name}={mode}" for name, mode in ((REUSE, reuse), (SPARSE, sparse)) if mode != "off"]
+    return ", ".join(filter(None, (lossy, *modes)))
 
 
-def applied(exact: bool, offer: str, reuse: bool | None = None) -> str:
+def applied(asked: Asked, offer: str) -> str:
     """What `HEADER` says. It is known before the first token, so it tells what could be used.
 
     Args:
-        exact: the request wants exact KV only.
         offer: the replica's, as `offered`.
-        reuse: of the request, as `may_reuse`.
     """
-    if exact:
+    if asked.exact:
         return "exact"
     told = []
+    wanted = {REUSE: asked.reuse, SPARSE: asked.sparse}
     for one in filter(None, offer.split(", ")):
         name, _, mode = one.partition("=")
-        if name != REUSE:
+        if name not in wanted:
             told.append(one)
-        elif mode == "auto" if reuse is None else reuse:
-            told.append(REUSE)
+        elif mode == "auto" if wanted[name] is None else wanted[name]:
+            told.append(name)
+    if SPARSE in told:
+        told = [SPARSE]  # neither the store nor reuse touches its KV
     return ", ".join(told) or "exact"

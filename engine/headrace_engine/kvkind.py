@@ -13,7 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from headrace_kvstore._vllm_compat import vllm_version
-from headrace_kvstore.connector.identity import model_identity, overrides_identity
+from headrace_kvstore.connector.identity import (
+    model_identity,
+    overrides_identity,
+    sparse_unit_tokens,
+)
 from headrace_kvstore.keys import canonical
 
 
@@ -27,6 +31,7 @@ def kv_kind(vllm_config: Any) -> str:
         f"headrace {_headrace_version()}",
         attention.name if attention else "",
         vllm_config.cache_config.block_size,
+        sparse_unit_tokens(vllm_config),
     ]
     return hashlib.blake2b(canonical(parts).encode(), digest_size=8).hexdigest()
 

@@ -33,6 +33,7 @@ from headrace.observability import ProcessSetup
 from headrace.observability.drafting import RayDraftingMetrics
 from headrace.planning import RouterPlanner
 from headrace.reuse import add_reuse
+from headrace.sparse import add_sparse
 from headrace.speculation import add_speculation, tenants_of
 from headrace.standby import StandIn
 from headrace.store import add_store
@@ -80,6 +81,7 @@ def build_app(args: dict[str, Any]) -> Application:
     store = add_store(section.store, engines, setup, save_board=saves)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     reusing = add_reuse(section.techniques.reuse, engines)
+    add_sparse(section.techniques.sparse, engines)
     prefill = _deployment(
         pd.prefill_config,
         "prefill",

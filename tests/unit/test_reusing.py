@@ -18,9 +18,10 @@ from headrace_decode.reusing import (
     rows_of,
 )
 from headrace_decode.techniques import (
+    Asked,
     TechniqueError,
     applied,
-    may_reuse,
+    asked_of,
     offered,
     reuse_share,
 )
@@ -146,13 +147,14 @@ def test_what_is_no_share_is_refused(value: object) -> None:
 
 
 def test_an_answer_tells_of_reuse_where_it_could_be() -> None:
-    asks, refuses, silent = ({"vllm_xargs": {"reuse": r}} for r in ("auto", "off", None))
-    assert [may_reuse(r) for r in (asks, refuses, {}, silent)] == [True, False, None, None]
-    offer = offered("store=int4", "request")
+    said = ({"vllm_xargs": {"reuse": reuse}} for reuse in ("auto", "off", None))
+    asks, refuses, silent = (asked_of(request) for request in said)
+    assert [each.reuse for each in (asks, refuses, Asked(), silent)] == [True, False, None, None]
+    offer = offered("store=int4", "request", "off")
     assert offer == "store=int4, reuse=request"
-    assert applied(False, offer, True) == "store=int4, reuse"
-    assert applied(False, offer, None) == "store=int4"
-    assert applied(False, offered("", "auto"), None) == "reuse"
-    assert applied(False, offered("", "auto"), False) == "exact"
-    assert applied(True, offered("", "auto"), True) == "exact"
-    assert offered("", "off") == ""
+    assert applied(asks, offer) == "store=int4, reuse"
+    assert applied(silent, offer) == "store=int4"
+    auto = offered("", "auto", "off")
+    assert [applied(each, auto) for each in (silent, refuses)] == ["reuse", "exact"]
+    assert applied(Asked(exact=True, reuse=True), auto) == "exact"
+    assert offered("", "off", "off") == ""

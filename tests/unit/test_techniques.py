@@ -14,6 +14,7 @@ from vllm.exceptions import VLLMValidationError
 from headrace.gateway.backend import NoMetrics
 from headrace_decode._vllm_request import lossy_of, with_technique, with_tenant
 from headrace_decode.techniques import (
+    Asked,
     TechniqueError,
     applied,
     exact_of,
@@ -64,8 +65,10 @@ def test_a_beam_search_cannot_be_exact_only_since_vllm_loses_the_word() -> None:
 
 
 def test_an_answer_tells_what_could_touch_its_kv() -> None:
-    assert [applied(False, ""), applied(True, ""), applied(True, INT4)] == ["exact"] * 3
-    assert applied(False, INT4) == INT4
+    exact = Asked(exact=True)
+    told = [applied(Asked(), ""), applied(exact, ""), applied(exact, INT4)]
+    assert told == ["exact"] * 3
+    assert applied(Asked(), INT4) == INT4
 
 
 # ---- salts ----------------------------------------------------------------------------------

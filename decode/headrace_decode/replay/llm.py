@@ -33,6 +33,10 @@ OUR_WORKERS = frozenset(
         "headrace_decode.speculation.drafting_worker.SpeculatingWorker",
         "headrace.reuse_workers.ReusingTakingUpWorker",
         "headrace.reuse_workers.ReusingSpeculatingWorker",
+        "headrace.reuse_workers.SparseReusingTakingUpWorker",
+        "headrace.reuse_workers.SparseReusingSpeculatingWorker",
+        "headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
+        "headrace_decode.sparse.engine.worker.SparseSpeculatingWorker",
     }
 )
 """`WORKER` and its subclasses."""

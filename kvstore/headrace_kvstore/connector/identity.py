@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +21,9 @@ from headrace_kvstore._vllm_compat import cpu_attention_isa, hash_seed, vllm_ver
 from headrace_kvstore.codec import CODECS, Codec, Raw, tag
 from headrace_kvstore.keys import Namespace, canonical, fingerprint
 
+SPARSE_KEY = "headrace_sparse"
+"""In vLLM's `additional_config`: how an engine attends sparsely
+(`headrace_decode.sparse.engine.settings`). Its `unit_tokens` are the attention kernel's block."""
 _READERS = 8
 """Threads that read weights; hashing releases Python's lock."""
 
@@ -170,10 +173,20 @@ def speculative_identity(vllm_config: Any, layer_names: Sequence[str]) -> str:
 
 
 def device_identity(vllm_config: Any) -> str:
-    """Device kind, and on CPUs the instruction set that keys are packed for."""
+    """Device kind; on CPUs the instruction set that keys are packed for, too, and the attention
+    kernel's block where it is not the scheduler's."""
     kind = str(vllm_config.device_config.device_type)
     if kind != "cpu":
         return kind
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    isa = cpu_attention_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
-    return f"cpu/{isa}"
+    unit = sparse_unit_tokens(vllm_config)
+    tokens = unit or cache.block_size
+    isa = cpu_attention_isa(model.dtype, tokens, model.get_head_size(), cache.cache_dtype)
+    return f"cpu/{isa}/{unit}" if unit else f"cpu/{isa}"
+
+
+def sparse_unit_tokens(vllm_config: Any) -> int:
+    """Tokens of the attention kernel's block in an engine with sparse attention; 0 in others."""
+    told = getattr(vllm_config, "additional_config", None)
+    sparse = told.get(SPARSE_KEY) if isinstance(told, Mapping) else None
+    return int(sparse["unit_tokens"]) if sparse else 0

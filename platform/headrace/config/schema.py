@@ -331,6 +331,25 @@ class AppSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _sparse_attention_goes_with_the_others(self) -> Self:
+        """Refuse what reads KV in an order that sparse attention does not keep."""
+        sparse = self.techniques.sparse
+        if sparse.mode == "off":
+            return self
+        codec = self.store.engine.get("codec", "raw")
+        if self.store.enabled and codec != "raw":
+            raise ValueError(
+                f'techniques.sparse.mode: the codec "{codec}" does not know the order of its keys; '
+                "set store.engine.codec: raw"
+            )
+        if sparse.unit_tokens != 32 and self.techniques.reuse.mode != "off":
+            raise ValueError(
+                "techniques.sparse.unit_tokens: reuse does not know the order of keys in units of "
+                f"{sparse.unit_tokens}; set it to 32, or techniques.reuse.mode: off"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tls_ends_at_the_gateway(self) -> Self:
         """Refuse TLS on paths on which no gateway of ours listens."""
         if self.token_path != "relay" and self.gateway.tls_cert_file is not None:

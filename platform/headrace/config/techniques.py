@@ -34,9 +34,36 @@ class ReuseSection(Section):
     )
 
 
+class SparseSection(Section):
+    """Answer tokens attend to a part of the KV (docs/sparse.md). Engines on CPUs only."""
+
+    mode: Literal["off", "request", "auto"] = Field(
+        default="off",
+        description="`off`: never. `request`: for requests with `vllm_xargs.sparse`. `auto`: for "
+        "all requests but those with `vllm_xargs.sparse` or `vllm_xargs.techniques` set to "
+        '`"off"`.',
+    )
+    share: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Share of its KV that each answer token attends to. More is slower and closer "
+        "to the exact model. `vllm_xargs.sparse` may give another share.",
+    )
+    unit_tokens: Literal[16, 32] = Field(
+        default=32,
+        description="Tokens that are chosen together. 16 is closer to the exact model, but exact "
+        "requests on long prompts then differ from plain vLLM in rounding, and "
+        "`techniques.reuse` cannot be on.",
+    )
+
+
 class TechniquesSection(Section):
     """Lossy techniques. None is on by default (docs/techniques.md)."""
 
     reuse: ReuseSection = Field(
         default_factory=ReuseSection, description="Reuse of stored KV; see the next table."
+    )
+    sparse: SparseSection = Field(
+        default_factory=SparseSection, description="Sparse attention; see the table after it."
     )

@@ -48,7 +48,7 @@ from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
 from headrace_decode.routes import Route
-from headrace_decode.techniques import TechniqueError, exact_of, may_reuse
+from headrace_decode.techniques import TechniqueError, asked_of
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_engine.stall import LoopStall
 
@@ -403,10 +403,11 @@ class GatewayApp:
         call.affinity = affinity_key(request)
         call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)
         try:
-            exact, call.reuse = exact_of(request), may_reuse(request)
+            techniques = asked_of(request)
         except TechniqueError as error:
             raise errors.wrong_technique(str(error), error.param) from None
-        call.exact = exact if call.route is not None and call.route.path in PLACED else None
+        placed = call.route is not None and call.route.path in PLACED
+        call.techniques = techniques if placed else None
         options, caller = self.options.admission or _NO_CLASSES, asked.caller
         try:
             return options.choose(asked.seen.get(HEADER), request, caller.slo, caller.slo_classes)

@@ -14,6 +14,7 @@ from headrace.gateway.replicas import Lease
 from headrace.gateway.upstream import Reply
 from headrace_decode.replay.said import HEADER
 from headrace_decode.routes import Route
+from headrace_decode.techniques import Asked
 
 
 @dataclass(slots=True)
@@ -32,8 +33,7 @@ class Call:
         held: counts the body.
         said: the lines of its stream so far, for the replica that takes it up.
         journal: of a client that wants to resume its stream (`resume`).
-        exact: whether no lossy technique may touch its KV; None on routes without a prompt.
-        reuse: whether KV may be reused at other places; None leaves it to the app.
+        techniques: what it says of lossy techniques; None on routes without a prompt.
         on_first: called when the first bytes of a stream's body have been sent.
     """
 
@@ -58,8 +58,7 @@ class Call:
     held: Held | None = None
     said: bytes = b""
     journal: Journal | None = None
-    exact: bool | None = None
-    reuse: bool | None = None
+    techniques: Asked | None = None
     on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:

@@ -143,9 +143,9 @@ class Relay:
             headers = [head for head in answer.reply.headers if head[0] not in _NOT_COPIED]
             headers.append((b"x-request-id", call.request_id))
             headers.append((b"x-headrace-replica", call.replica_id.encode()))
-            if call.exact is not None and call.status == 200:
+            if call.techniques is not None and call.status == 200:
                 offer = answer.lease.replica.techniques
-                told = techniques.applied(call.exact, offer, call.reuse)
+                told = techniques.applied(call.techniques, offer)
                 headers.append((techniques.HEADER, told.encode()))
                 self._on_techniques(told)
             start = {"type": "http.response.start", "status": call.status, "headers": headers}

@@ -40,6 +40,9 @@ class KV:
 Keep = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, rows int64 [r], fresh K, fresh V [r, kv_heads, head_dim]) -> bool [r], the rows that the
 next layer computes. The KV still holds what lay there before."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [r, heads, head_dim], rows int64 [r], K, V [n, kv_heads, head_dim]) -> fp32
+[r, heads * head_dim]: attention in place of the exact one."""
 
 
 class LM:
@@ -75,6 +78,7 @@ class LM:
         keep: Keep | None = None,
         watch: Callable[[int, Tensor, Tensor], None] | None = None,
         sees: Callable[[Tensor], Tensor] | None = None,
+        attend: Attend | None = None,
     ) -> Tensor:
         """Compute rows and write their KV.
 
@@ -85,6 +89,7 @@ class LM:
             keep: as `Keep`; None computes all rows in all layers.
             watch: gets the layer, the rows that go on, and their queries [r, heads, head_dim].
             sees: rows -> the last position that each attends to, ascending; None: their own.
+            attend: as `Attend`; None: exact attention.
 
         Returns:
             fp32 [r, vocabulary]: logits of the rows that went through all layers.
@@ -106,7 +111,10 @@ class LM:
             if watch is not None:
                 watch(layer, rows, q)
             last = rows if sees is None else sees(rows)
-            mixed = self._attend(q, last, kv.keys[layer], kv.values[layer])
+            if attend is None:
+                mixed = self._attend(q, last, kv.keys[layer], kv.values[layer])
+            else:
+                mixed = attend(layer, q, last, kv.keys[layer], kv.values[layer])
             hidden = hidden + mixed @ self._matrix(layer, "self_attn.o_proj").T
             x = self._norm(hidden, f"layers.{layer}.post_attention_layernorm")
             gate, up = (x @ self._matrix(layer, f"mlp.{name}_proj").T for name in ("gate", "up"))

@@ -1,0 +1,164 @@
+"""The rules that are compared, and what each is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.sparse.attention import Budget, Layer, Mass, Score, Share
+from headrace_decode.sparse.basis import COORDINATES, Basis
+from headrace_decode.sparse.reference import Coordinates, Form
+from headrace_decode.sparse.rivals import EXTRA, ORACLE, RIVALS, Rival
+from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.summaries import Summaries
+
+OURS, OWN, BEST = "ours", "own directions", "oracle"
+SHARE = 0.1
+UNIT_TOKENS, DIM = 16, 64
+SHARES = 0.05, 0.2
+TENTH = Share(SHARE)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One rule with a budget.
+
+    Attributes:
+        bytes_vs_k: of what it keeps, over those of 16-bit keys, at 64 dimensions.
+        main: whether recall is measured, too.
+    """
+
+    name: str
+    score: Score
+    budget: Budget = TENTH
+    unit_tokens: int = UNIT_TOKENS
+    bytes_vs_k: float = float("nan")
+    main: bool = False
+
+
+@dataclass(frozen=True)
+class Bases:
+    """One basis of each layer, with all coordinates.
+
+    Attributes:
+        ours: learned from queries and keys.
+        of_keys: from keys alone, as if queries looked everywhere alike.
+    """
+
+    ours: Sequence[Basis]
+    of_keys: Sequence[Basis]
+
+
+def first(basis: Basis, rank: int) -> Basis:
+    """Its first coordinates."""
+    into, back = (
+        np.ascontiguousarray(one) for one in (basis.into[..., :rank], basis.back[:, :rank])
+    )
+    return Basis(basis.origin, into, back)
+
+
+def kept(bases: Sequence[Basis] | None, rank: int = COORDINATES) -> Score:
+    """Summaries as an engine has them, in a basis or by own directions."""
+    mine = None if bases is None else [first(basis, rank) for basis in bases]
+
+    def scores(layer: Layer) -> Tensor:
+        heads, units, tokens, dim = layer.keys.shape
+        basis = None if mine is None else mine[layer.number]
+        summaries = Summaries(units, heads, tokens, dim, basis=basis)
+        summaries.put(np.arange(units), layer.keys.transpose(0, 1))
+        found = torch.zeros(heads, len(layer.rows), units)
+        for row, count in enumerate(layer.counts.tolist()):
+            queries = layer.queries[:, row].contiguous().numpy()
+            some = score(summaries, np.arange(count - 1), queries, 1.0)
+            found[:, row, : count - 1] = torch.from_numpy(some)
+        return found
+
+    return scores
+
+
+def weighed(inner: Score) -> Score:
+    """Scores times the root mean square of the unit's values."""
+    return lambda layer: inner(layer) * layer.values.square().mean((2, 3)).sqrt()[:, None]
+
+
+def rival(rule: Rival) -> Score:
+    return lambda layer: layer.combined(
+        rule.logits(layer.keys, layer.queries.flatten(1, 2)), rule.softmax
+    )
+
+
+def of_form(form: Form) -> Score:
+    return lambda layer: layer.combined(
+        form.logits(form.summary(layer.keys), layer.queries.flatten(1, 2))
+    )
+
+
+def of_coordinates(
+    bases: Sequence[Basis], make: Callable[[Basis], Coordinates], rank: int = COORDINATES
+) -> Score:
+    forms = [make(first(basis, rank)) for basis in bases]
+    return lambda layer: layer.combined(
+        forms[layer.number].logits(layer.keys, layer.queries.flatten(1, 2))
+    )
+
+
+def arms(which: str, bases: Bases) -> Iterator[Arm]:
+    """What is measured of each text; "main" leaves the ablations out."""
+    ours, own, oracle = kept(bases.ours), kept(None), rival(ORACLE)
+    mean = rival(RIVALS["mean"])
+    basis = first(bases.ours[0], COORDINATES)
+    sizes = (
+        Summaries(1, basis.into.shape[0], UNIT_TOKENS, basis.into.shape[1], basis=one).layout
+        for one in (basis, None)
+    )
+    ours_bytes, own_bytes = (one.bytes_vs_k for one in sizes)
+    yield Arm(OURS, ours, bytes_vs_k=ours_bytes, main=True)
+    yield Arm(OWN, own, bytes_vs_k=own_bytes, main=True)
+    yield Arm(BEST, oracle, bytes_vs_k=1.0, main=True)
+    for name, one in (RIVALS | EXTRA).items():
+        yield Arm(name, rival(one), bytes_vs_k=one.bytes_vs_k, main=True)
+    if which == "main":
+        return
+    for other in SHARES:
+        for name, score_ in ((OURS, ours), (OWN, own), (BEST, oracle), ("mean", mean)):
+            yield Arm(f"{name}, {other:.0%}", score_, Share(other))
+    for name, score_ in ((OURS, ours), (OWN, own), (BEST, oracle), ("mean", mean)):
+        yield Arm(f"{name}, units of 32", score_, unit_tokens=32)
+    for name, budget in BUDGETS.items():
+        yield Arm(f"{OURS}, {name}", ours, budget)
+    yield Arm(f"{OURS}, times values", weighed(ours))
+    whole = 2 * UNIT_TOKENS * DIM
+    for rank in (16, 32):
+        size = Coordinates(first(bases.ours[0], rank)).nbytes(UNIT_TOKENS, DIM) / whole
+        yield Arm(f"{OURS}, {rank} coordinates", kept(bases.ours, rank), bytes_vs_k=size)
+    for name, make in SHARED.items():
+        size = make(basis).nbytes(UNIT_TOKENS, DIM) / whole
+        yield Arm(f"{OURS}, {name}", of_coordinates(bases.ours, make), bytes_vs_k=size)
+    yield Arm(f"{OURS}, basis of keys alone", kept(bases.of_keys), bytes_vs_k=ours_bytes)
+    for name, form in FORMS.items():
+        yield Arm(f"{OWN}, {name}", of_form(form), bytes_vs_k=form.nbytes(UNIT_TOKENS, DIM) / whole)
+
+
+SHARED: dict[str, Callable[[Basis], Coordinates]] = {
+    "8 bits": lambda basis: Coordinates(basis, 8),
+    "fp32": lambda basis: Coordinates(basis, None),
+    "max": lambda basis: Coordinates(basis, largest=True),
+}
+FORMS = {
+    "rank 1": Form(rank=1),
+    "rank 2": Form(rank=2),
+    "rank 6": Form(rank=6),
+    "8 bits": Form(bits=8),
+    "fp32": Form(bits=None),
+    "max": Form(largest=True),
+    "rank 3, 1 key kept by distance": Form(rank=3, kept=1),
+    "rank 3, 1 key kept by norm": Form(rank=3, kept=1, by_norm=True),
+}
+BUDGETS = {
+    "mass 0.9": Mass(0.9),
+    "mass 0.95, 5 to 20 %": Mass(0.95, 0.05, 0.2),
+}

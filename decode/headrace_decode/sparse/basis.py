@@ -1,0 +1,85 @@
+"""The directions in which queries look at keys, learned from a model's own queries and keys.
+
+A unit's keys are its mean mu and deviations c. Keeping `rank` coordinates of each c costs the
+logits q.c least, over queries and deviations that are independent of each other, with
+
+    coordinates = E^T Cq^1/2 c,   q.c ~ (E^T Cq^-1/2 q).coordinates
+
+where Cq = E[q q^T], Cc = E[c c^T], and E holds the leading eigenvectors of Cq^1/2 Cc Cq^1/2: the
+theorem of Eckart and Young (1936) in the metric of the queries. Directions that keys vary in and no
+query looks at cost nothing, which a unit's own singular vectors do not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float = NDArray[np.float32]
+COORDINATES = 24
+SPREAD = 3.0
+"""Standard deviations that 4 bits reach to."""
+UNSEEN = 1e-3
+"""Of the mean moment, added to all directions of queries: what was never seen may still come."""
+
+
+class Moments:
+    """Second moments of one layer's queries and keys, over all that was added."""
+
+    def __init__(self, kv_heads: int, head_dim: int) -> None:
+        shape = kv_heads, head_dim, head_dim
+        self._queries, self._deviations = np.zeros(shape), np.zeros(shape)
+        self._means = np.zeros(shape[:2])
+        self.queries = self.units = 0
+
+    def add_queries(self, queries: Float) -> None:
+        """Count queries, rotated: float32 [kv_heads, m, head_dim]."""
+        self._queries += queries.swapaxes(1, 2) @ queries
+        self.queries += queries.shape[1]
+
+    def add_units(self, keys: Float) -> None:
+        """Count units' keys, rotated: float32 [n, kv_heads, unit_tokens, head_dim]."""
+        means = keys.mean(2, keepdims=True)
+        deviations = (keys - means).swapaxes(0, 1).reshape(keys.shape[1], -1, keys.shape[3])
+        self._deviations += deviations.swapaxes(1, 2) @ deviations / keys.shape[2]
+        self._means += means.sum((0, 2))
+        self.units += len(keys)
+
+    def basis(self, rank: int = COORDINATES) -> Basis:
+        """The basis of so many coordinates.
+
+        Raises:
+            ValueError: no queries or no units were added.
+        """
+        if not self.queries or not self.units:
+            raise ValueError("a basis needs queries and keys")
+        queries, deviations = self._queries / self.queries, self._deviations / self.units
+        mean = np.trace(queries, axis1=1, axis2=2)[:, None, None] / queries.shape[-1]
+        values, vectors = np.linalg.eigh(queries + UNSEEN * mean * np.eye(queries.shape[-1]))
+        root = (vectors * np.sqrt(values)[:, None]) @ vectors.swapaxes(1, 2)
+        inverse = (vectors / np.sqrt(values)[:, None]) @ vectors.swapaxes(1, 2)
+        energy, leading = np.linalg.eigh(root @ deviations @ root)
+        leading = leading[:, :, : -rank - 1 : -1]
+        size = np.sqrt(energy[:, : -rank - 1 : -1].clip(1e-20)) * (SPREAD / 7)
+        return Basis(
+            (self._means / self.units).astype(np.float32),
+            (root @ leading / size[:, None]).astype(np.float32),
+            (size[:, :, None] * (leading.swapaxes(1, 2) @ inverse)).astype(np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Coordinates of one layer's keys, the weightiest first, each in steps of its 4-bit code.
+
+    Attributes:
+        origin: float32 [kv_heads, head_dim], the mean key.
+        into: float32 [kv_heads, head_dim, rank], from deviations to coordinates.
+        back: float32 [kv_heads, rank, head_dim], from coordinates to deviations.
+    """
+
+    origin: Float
+    into: Float
+    back: Float

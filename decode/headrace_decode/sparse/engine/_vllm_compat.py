@@ -1,0 +1,178 @@
+"""All that sparse attention takes from vLLM beyond its documented API; an upgrade breaks this file
+first. `tests/unit/test_contracts_sparse.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+    _get_attn_isa,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from headrace_decode.sparse.engine.rows import BatchRow, share_of
+
+__all__ = [
+    "CPUAttentionBackend",
+    "CPUAttentionBackendImpl",
+    "CPUAttentionMetadata",
+    "CPUAttentionMetadataBuilder",
+    "CommonAttentionMetadata",
+]
+
+KNOWN_ISAS = frozenset({"vec", "vec16"})
+"""Whose order of keys in a block `keys.LayerKeys` reads."""
+
+
+def use_backend(path: str) -> None:
+    """Have vLLM's CPU attention be a subclass of its own, in this process."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+
+
+def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
+    """Why an engine cannot attend sparsely, as far as its configuration tells; None if it can."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    if not current_platform.is_cpu():
+        return "it does not run on a CPU"
+    for kind in ("tensor", "pipeline", "prefill_context", "decode_context"):
+        if getattr(parallel, f"{kind}_parallel_size", 1) > 1:
+            return f"{kind}_parallel_size is above 1"
+    if model.use_mla or model.is_hybrid or model.is_encoder_decoder:
+        return "the model's attention is not plain (MLA, hybrid or with an encoder)"
+    if model.get_sliding_window() is not None:
+        return "the model has a sliding window"
+    if is_quantized_kv_cache(cache.cache_dtype):
+        return f"KV is quantised ({cache.cache_dtype})"
+    if config.use_v2_model_runner:
+        return "the second model runner does not show its rows"
+    if cache.block_size % unit_tokens:
+        return f"block_size {cache.block_size} is no multiple of {unit_tokens}"
+    dim = model.get_head_size()
+    if dim % 2 or dim not in CPUAttentionBackend.get_supported_head_sizes():
+        return f"heads of {dim} channels are not known"
+    isa = _get_attn_isa(model.dtype, unit_tokens, dim, cache.cache_dtype)
+    if isa not in KNOWN_ISAS:
+        return (
+            f"the order of keys for {isa} is not known: known are {', '.join(sorted(KNOWN_ISAS))}"
+        )
+    return None
+
+
+def why_layers_dense(config: VllmConfig, cache: KVCacheConfig) -> str | None:
+    """Why an engine's layers cannot attend sparsely; None if they can."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+        return f"its KV cache groups are {[type(spec).__name__ for spec in specs]}"
+    for layer in attention_layers(config, cache):
+        name, impl = layer.layer_name, layer.impl
+        if layer.attn_type != AttentionType.DECODER or layer.sliding_window is not None:
+            return f"{name} has a sliding window, or is no decoder"
+        if layer.kv_sharing_target_layer_name is not None:
+            return f"{name} shares another layer's KV"
+        if impl.sinks is not None or impl.alibi_slopes is not None or impl.logits_soft_cap:
+            return f"{name} has a sink, slopes or a soft cap"
+        if layer.head_size != layer.head_size_v:
+            return f"{name} has K of {layer.head_size} and V of {layer.head_size_v} channels"
+    return None
+
+
+def attention_layers(config: VllmConfig, cache: KVCacheConfig) -> list[Any]:
+    """The attention modules of the only cache group, in order."""
+    [group] = cache.kv_cache_groups
+    found: dict[str, Any] = get_layers_from_vllm_config(config, Attention, group.layer_names)
+    return [found[name] for name in group.layer_names]
+
+
+class RunnerRows:
+    """vLLM's first model runner as `rows` sees it."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def rows(self) -> list[BatchRow]:
+        """The batch of the step that is under way."""
+        return [self._row(name) for name in self._runner.input_batch.req_ids]
+
+    def _row(self, name: str) -> BatchRow:
+        request = self._runner.requests[name]
+        params = request.sampling_params
+        share = share_of(None if params is None else params.extra_args)
+        return BatchRow(name, share, request.num_prompt_tokens)
+
+
+def requests_moved(step: Any) -> set[str]:
+    """Requests of a scheduler's step whose blocks are new or gone."""
+    new = {each.req_id for each in step.scheduled_new_reqs}
+    preempted = set(step.preempted_req_ids or ())
+    resumed = set(step.scheduled_cached_reqs.resumed_req_ids)
+    return new | preempted | resumed | set(step.finished_req_ids)
+
+
+def schedule(
+    starts: Tensor, lengths: Tensor, group: int, head_dim: int, dtype: torch.dtype, isa: str
+) -> Tensor:
+    """The kernel's schedule of requests of one KV head.
+
+    Args:
+        starts: int32 [requests + 1], first query of each. lengths: int32 [requests], of KV.
+        group: query heads.
+    """
+    found: Tensor = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(lengths),
+        num_heads=group,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        seq_lens=lengths,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+    )
+    return found
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    scheduled: Tensor,
+    scale: float,
+) -> None:
+    """vLLM's CPU attention; arguments as `attention.Kernel`."""
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=keys,
+        value_cache=values,
+        output=output,
+        query_start_loc=starts,
+        seq_lens=lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0,
+        scheduler_metadata=scheduled,
+        s_aux=None,
+    )

@@ -1,0 +1,121 @@
+"""Sparse rows' attention: choose units, rewrite block tables, and call vLLM's own kernel.
+
+Nothing is copied. Each (row, KV head) is a request of its own to the kernel, with one KV head, the
+query heads of its group and a table of the chosen units. The newest unit is always chosen and
+stands last, so only it is partly filled and the kernel's length is
+
+    (chosen - 1) * unit_tokens + fill
+
+Keys are rotated by their true positions already, so the places of units in a table mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.engine.counts import RECENT, SINKS
+from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.rows import SparseRow
+from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.summaries import Summaries
+from headrace_kvstore.checksum import prepare
+
+Kernel = Callable[..., None]
+"""(query, keys, values, output, starts, lengths, table, schedule, scale): vLLM's attention over
+[tokens, heads, head_dim], with blocks of one KV head."""
+
+
+class SparseLayer:
+    """What one layer attends over.
+
+    Args:
+        keys: of its cache. summaries: of its units.
+    """
+
+    def __init__(self, keys: LayerKeys, summaries: Summaries) -> None:
+        self.keys, self.summaries = keys, summaries
+        self.by_head = keys.by_head()
+
+    def warm(self, heads: int) -> None:
+        """Compile, or load from disk, what the first step would otherwise wait for.
+
+        Args:
+            heads: of the queries.
+        """
+        kv_heads, first = self.keys.kv_heads, np.zeros(1, np.int64)
+        self.summaries.put(first, torch.zeros_like(self.keys.read(first)))
+        query = np.zeros((kv_heads, heads // kv_heads, self.keys.head_dim), np.float32)
+        score(self.summaries, first, query, 1.0)
+        prepare()
+
+
+class SparseStep:
+    """The sparse rows of one step, for all layers.
+
+    Args:
+        rows: at least one.
+        tokens: int [rows], each row's token in the step's.
+        kv_heads, unit_tokens: of the cache.
+        schedule: (starts, lengths) -> the kernel's schedule of these requests.
+        kernel: as `Kernel`.
+        dense: whether the step has other rows.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[SparseRow],
+        tokens: NDArray[np.integer],
+        kv_heads: int,
+        unit_tokens: int,
+        schedule: Callable[[Tensor, Tensor], Any],
+        kernel: Kernel,
+        dense: bool,
+    ) -> None:
+        self.rows, self.dense = rows, dense
+        self._kv_heads, self._kernel = kv_heads, kernel
+        first, count = int(tokens[0]), len(rows)
+        alike = tokens[-1] - first == count - 1
+        self._tokens = slice(first, first + count) if alike else torch.from_numpy(np.array(tokens))
+        lengths = [(row.chosen - 1) * unit_tokens + row.fill for row in rows]
+        self._lengths = torch.tensor(lengths, dtype=torch.int32).repeat_interleave(kv_heads)
+        self._starts = torch.arange(count * kv_heads + 1, dtype=torch.int32)
+        self._schedule = schedule(self._starts, self._lengths)
+        most = max(row.chosen for row in rows)
+        table = np.zeros((count, kv_heads, most), np.int32)
+        heads = np.arange(kv_heads, dtype=np.int32)
+        for number, row in enumerate(rows):
+            table[number, :, row.chosen - 1] = row.newest * kv_heads + heads
+        self._table, self._heads = table, heads[:, None]
+
+    def attend(self, layer: SparseLayer, query: Tensor, output: Tensor, scale: float) -> None:
+        """Write the rows' attention in one layer.
+
+        Args:
+            query, output: [tokens, heads, head_dim], of all rows of the step.
+            scale: of the logits.
+        """
+        mine = query[self._tokens]
+        count, heads, dim = mine.shape
+        group = heads // self._kv_heads
+        queries = mine.float().view(count, self._kv_heads, group, dim).numpy()
+        for number, row in enumerate(self.rows):
+            scores = score(layer.summaries, row.units, queries[number], scale)
+            chosen = choose(scores, row.chosen - 1, SINKS, RECENT - 1)
+            table = row.units[chosen] * self._kv_heads + self._heads
+            self._table[number, :, : row.chosen - 1] = table
+        split = mine.reshape(count * self._kv_heads, group, dim)
+        found = torch.empty_like(split)
+        table = torch.from_numpy(self._table).flatten(0, 1)
+        keys, values = layer.by_head
+        self._kernel(
+            *(split, keys, values, found),
+            *(self._starts, self._lengths, table, self._schedule, scale),
+        )
+        output[self._tokens] = found.view(count, heads, dim)

@@ -1,0 +1,74 @@
+"""Keeps the summaries of all units of an engine's KV cache right, whoever wrote the units.
+
+A unit is a block of the attention kernel. Its bytes come from the engine's own steps, from another
+engine (NIXL) or from the store, and when its owner ends the next one writes over them: nobody says
+so. So each summary carries a sum of the bytes that it was made of. A request's units are compared
+when it is met first, and made anew where they differ. After that its full units cannot change
+until it leaves the batch, so only those that fill up are looked at.
+
+That work is bounded: each step does so much of it and no more, and a request is dense until its
+units are done.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.sparse.engine.keys import KeySums, LayerKeys
+from headrace_decode.sparse.summaries import Summaries
+
+AT_ONCE = 16
+"""Units whose sums are taken together."""
+
+
+class Book:
+    """Summaries of all layers.
+
+    Memory: `nbytes`, for all blocks of the cache whether used or not.
+
+    Args:
+        layers: in order, of one shape.
+    """
+
+    def __init__(self, layers: list[LayerKeys]) -> None:
+        first = layers[0]
+        self._layers, self._sums = layers, KeySums(layers)
+        shape = first.blocks, first.kv_heads, first.unit_tokens, first.head_dim
+        self.summaries = [Summaries(*shape) for _ in layers]
+        self._seen = np.zeros((first.blocks, len(layers)), np.uint64)
+        self.made = 0
+        """Summaries made so far, each of one layer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of summaries and sums."""
+        return self._seen.nbytes + sum(each.nbytes for each in self.summaries)
+
+    def bring_up(self, units: NDArray[np.int64], budget: int) -> tuple[int, int]:
+        """Make the summaries of units right, in order.
+
+        Args:
+            units: int64 [n], full ones.
+            budget: work that may be done. Comparing a unit costs 1, making a summary of it in one
+                layer costs 1.
+
+        Returns:
+            How many of the first units are right now, and what that cost. The last unit may
+            exceed the budget.
+        """
+        done = cost = 0
+        while done < len(units) and cost < budget:
+            part = units[done : done + min(AT_ONCE, budget - cost)]
+            sums = self._sums.of(part)
+            stale = self._seen[part] != sums
+            costs = np.cumsum(stale.sum(1) + 1)
+            room = int(np.searchsorted(costs, budget - cost)) + 1
+            part, sums, stale = part[:room], sums[:room], stale[:room]
+            for layer in np.flatnonzero(stale.any(0)):
+                old = part[stale[:, layer]]
+                self.summaries[layer].put(old, self._layers[layer].read(old))
+            self._seen[part] = sums
+            self.made += int(stale.sum())
+            done, cost = done + len(part), cost + int(costs[len(part) - 1])
+        return done, cost

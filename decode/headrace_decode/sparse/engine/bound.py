@@ -1,0 +1,84 @@
+"""What this process's sparse attention is bound to: vLLM makes backends without arguments.
+
+The worker sets it: the unit before the model is loaded, the rest when the KV cache is there, and
+for each step that steps are under way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.sparse.engine.rows import BatchRow, SparseRow, SparseRows
+
+logger = logging.getLogger("headrace.sparse")
+
+
+class Bound:
+    """One engine's.
+
+    Attributes:
+        unit_tokens: of a unit.
+        under_way: whether a step of the scheduler is. Dummy runs are none.
+        found: sparse rows of all steps so far.
+    """
+
+    def __init__(self) -> None:
+        self.unit_tokens = 32
+        self.under_way = False
+        self.found = 0
+        self._rows: SparseRows | None = None
+        self._batch: Callable[[], Sequence[BatchRow]] | None = None
+
+    def bind(self, rows: SparseRows, batch: Callable[[], Sequence[BatchRow]]) -> None:
+        """From now on rows may be sparse.
+
+        Args:
+            batch: tells the rows of the step that is under way.
+        """
+        self._rows, self._batch = rows, batch
+
+    def step_begins(self, moved: set[str]) -> None:
+        """As `SparseRows.step_begins`; `step_ends` follows."""
+        self.under_way = True
+        if self._rows is not None:
+            self._rows.step_begins(moved)
+
+    def step_ends(self) -> None:
+        """Runs behind it are dummies."""
+        self.under_way = False
+
+    def sparse_rows(
+        self,
+        count: int,
+        starts: NDArray[np.integer],
+        kv_tokens: NDArray[np.integer],
+        tables: NDArray[np.integer],
+    ) -> list[SparseRow]:
+        """The sparse rows of the step that is under way; none otherwise.
+
+        Args:
+            count: rows of the step.
+            starts: int [rows + 1], first token of each.
+            kv_tokens, tables: as `SparseRows.of_step`.
+        """
+        if self._rows is None or self._batch is None or not self.under_way:
+            return []
+        batch = self._batch()
+        if len(batch) != count:
+            return []
+        try:
+            rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
+        except Exception:
+            logger.exception("this engine attends densely from now on")
+            self._rows = None
+            return []
+        self.found += len(rows)
+        return rows
+
+
+BOUND = Bound()
+"""Of this process: it has one engine."""

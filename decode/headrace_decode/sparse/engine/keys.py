@@ -1,0 +1,71 @@
+"""The keys of one layer's units in vLLM's CPU cache: read for summaries, and told apart by sums.
+
+vLLM 0.29 lays a layer out as `[blocks, heads, tokens, 2 head_dim]`. Within a block and head, the
+instruction sets `vec` and `vec16` keep K as `[head_dim, tokens]`, then V as `[tokens, head_dim]`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_kvstore.checksum import checksum
+
+
+class LayerKeys:
+    """Views of one layer's cache.
+
+    Args:
+        cache: [blocks, kv_heads, unit_tokens, 2 head_dim], contiguous, in host memory.
+
+    Raises:
+        ValueError: a cache of another form.
+    """
+
+    def __init__(self, cache: Tensor) -> None:
+        if cache.dim() != 4 or not cache.is_contiguous() or cache.device.type != "cpu":
+            raise ValueError(f"a KV cache of shape {tuple(cache.shape)} is not contiguous on a CPU")
+        self.cache = cache
+        self.blocks, self.kv_heads, self.unit_tokens, both = cache.shape
+        self.head_dim = both // 2
+        half = self.unit_tokens * self.head_dim
+        keys = cache.flatten(2)[:, :, :half].unflatten(2, (self.head_dim, self.unit_tokens))
+        self._keys = keys.transpose(2, 3)
+        self.key_bytes = half * cache.element_size()
+        """Of one unit and head."""
+
+    def read(self, units: NDArray[np.int64]) -> Tensor:
+        """Keys of n units, copied: [n, kv_heads, unit_tokens, head_dim]."""
+        return self._keys[torch.from_numpy(units)]
+
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """K and V as the kernel takes them, with each head's unit a block of its own: unit `u` of
+        head `h` is block `u * kv_heads + h`, of one KV head."""
+        shape = (self.blocks * self.kv_heads, 1, 2 * self.unit_tokens, self.head_dim)
+        keys, values = self.cache.view(shape).chunk(2, dim=2)
+        return keys, values
+
+
+class KeySums:
+    """Sums of the bytes of units' keys, over all layers.
+
+    Args:
+        layers: in order.
+    """
+
+    def __init__(self, layers: list[LayerKeys]) -> None:
+        first = layers[0]
+        head_bytes = 2 * first.key_bytes
+        starts = np.array([layer.cache.data_ptr() for layer in layers], np.uint64)
+        heads = np.arange(first.kv_heads, dtype=np.uint64) * np.uint64(head_bytes)
+        self._places = starts[:, None] + heads
+        self._step, self._bytes = np.uint64(head_bytes * first.kv_heads), first.key_bytes
+
+    def of(self, units: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """u64 [n, layers]: equal for equal bytes; for others but with probability 2^-64
+        (`headrace_kvstore.checksum`)."""
+        steps = units.astype(np.uint64) * self._step
+        places = self._places + steps[:, None, None]
+        return checksum(places, self._bytes, np.zeros(places.shape[:2], np.uint64))

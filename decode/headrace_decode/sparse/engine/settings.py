@@ -1,0 +1,51 @@
+"""What an engine is told of sparse attention, in vLLM's `additional_config`.
+
+    {"headrace_sparse": {"mode": "request", "share": 0.1, "unit_tokens": 32}}
+
+Both roles of an app get the same, since `unit_tokens` is the block of the attention kernel and so
+decides where bytes lie in the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace_kvstore.connector.identity import SPARSE_KEY
+
+UNIT_TOKENS = (16, 32)
+"""Kernel blocks that vLLM's CPU attention has an instruction set for."""
+
+
+@dataclass(frozen=True)
+class SparseSettings:
+    """How an app uses sparse attention.
+
+    Attributes:
+        mode: of `techniques.MODES`.
+        share: of the units that a request attends to where it names none.
+        unit_tokens: of a unit, and of the kernel's block.
+    """
+
+    mode: str = "request"
+    share: float = 0.1
+    unit_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if self.unit_tokens not in UNIT_TOKENS:
+            raise ValueError(f"unit_tokens is {self.unit_tokens}, must be one of {UNIT_TOKENS}")
+
+    def additional_config(self) -> dict[str, Any]:
+        """What goes into the engine's `additional_config`."""
+        return {SPARSE_KEY: asdict(self)}
+
+
+def settings_of(additional_config: Any) -> SparseSettings | None:
+    """What an engine is told; None where sparse attention is off.
+
+    Raises:
+        TypeError, ValueError: fields that are unknown or impossible.
+    """
+    told = additional_config.get(SPARSE_KEY) if isinstance(additional_config, Mapping) else None
+    return SparseSettings(**told) if told else None

@@ -1,0 +1,76 @@
+"""Where the codes of a unit's summary lie, and how the loops over them are compiled.
+
+A summary is the mean and, for each token, what it adds to the mean: coordinates in a basis that all
+units share (`basis`), or coefficients u_j of directions V_j of the unit's own. Codes are 4 bits,
+stored as 1 to 15, that is value / scale + 8:
+
+    mean           [dim]
+    coordinates    [rank][tokens]
+ or
+    directions     [dim / 4][rank][4], so that dot products with all of them run side by side
+    coefficients   [rank][tokens], each row packed by itself
+
+A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together, so
+that the halves unpack into neighbouring lanes.
+
+There is a scale of the mean, and one of each own direction times its coefficients, which only ever
+meet as a product. Shared coordinates have standard deviation 1 and a fixed scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_kvstore import compiled
+
+jit: Any = compiled.jit(
+    nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"}
+)
+"""Sums may be taken in any order, so that they become SIMD code; infinities and NaN keep their
+meaning."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of one head's summary of one unit.
+
+    Attributes:
+        unit_tokens: of a unit; even.
+        head_dim: of a key; a multiple of 8.
+        rank: own directions, 1 to `unit_tokens` - 1; or shared coordinates, even, at most
+            `head_dim`.
+        shared: coordinates in a basis.
+    """
+
+    unit_tokens: int
+    head_dim: int
+    rank: int
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unit_tokens % 2 or self.head_dim % 8 or self.head_dim <= 0:
+            raise ValueError(f"{self}: unit_tokens must be even, head_dim a multiple of 8")
+        if self.shared and (self.rank % 2 or not 2 <= self.rank <= self.head_dim):
+            raise ValueError(f"{self}: rank must be even, 2 to head_dim")
+        if not self.shared and not 1 <= self.rank < self.unit_tokens:
+            raise ValueError(f"{self}: rank must be 1 to unit_tokens - 1")
+
+    @property
+    def scales(self) -> int:
+        return 1 if self.shared else self.rank + 1
+
+    @property
+    def code_bytes(self) -> int:
+        directions = 0 if self.shared else self.rank * self.head_dim
+        return (self.head_dim + directions + self.rank * self.unit_tokens) // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Of the summary of one unit and head, fp32 scales included."""
+        return self.code_bytes + 4 * self.scales
+
+    @property
+    def bytes_vs_k(self) -> float:
+        """Bytes of a summary over bytes of the unit's keys in 16 bits."""
+        return self.nbytes / (2 * self.unit_tokens * self.head_dim)

@@ -1,0 +1,143 @@
+"""The rule in plain torch, for any rank and precision: what the compiled code is tested against.
+
+Shapes: H KV heads, n units, T tokens of a unit, D dimensions, m queries of a KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace_decode.sparse.basis import Basis
+
+RANK = 4
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summaries of units, each part quantised and back.
+
+    Attributes:
+        mean: fp32 [H, n, D].
+        directions: fp32 [H, n, rank, D].
+        coefficients: fp32 [H, n, T, rank].
+        kept: fp32 [H, n, kept, D], keys that are kept whole; not part of the others.
+    """
+
+    mean: Tensor
+    directions: Tensor
+    coefficients: Tensor
+    kept: Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is kept of a unit's keys.
+
+    Attributes:
+        rank: directions beside the mean.
+        bits: of each number; None for fp32.
+        largest: estimate a unit by its largest logit, not by the sum of its exponentials.
+        kept: keys of each unit that are kept whole.
+        by_norm: those of largest norm; else those farthest from the mean.
+    """
+
+    rank: int = RANK
+    bits: int | None = 4
+    largest: bool = False
+    kept: int = 0
+    by_norm: bool = False
+
+    def nbytes(self, tokens: int, dim: int) -> float:
+        """Of one unit and head, with an fp32 scale a row and kept keys in the same precision."""
+        rows = 1 + self.rank + self.kept
+        numbers = rows * dim + self.rank * (tokens - self.kept)
+        scales = 0 if self.bits is None else 4 * rows
+        return numbers * (self.bits or 32) / 8 + scales
+
+    def summary(self, keys: Tensor) -> Summary:
+        """Summarise units.
+
+        Args:
+            keys: fp32 [H, n, T, D].
+        """
+        kept = keys[:, :, :0]
+        if self.kept:
+            from_ = 0.0 if self.by_norm else keys.mean(2, keepdim=True)
+            order = (keys - from_).square().sum(-1).argsort(-1, descending=True)
+            order = order[..., None].expand_as(keys)
+            ordered = keys.gather(2, order)
+            kept, keys = ordered[:, :, : self.kept], ordered[:, :, self.kept :]
+        mean = keys.mean(2)
+        centred = keys - mean[:, :, None]
+        # eigh of the Gram matrix: an order faster than batched svd, and the same vectors.
+        _, vectors = torch.linalg.eigh(centred @ centred.mT)
+        basis = vectors[..., -self.rank :].flip(-1) if self.rank else vectors[..., :0]
+        directions = basis.mT @ centred
+        return Summary(
+            self.quantised(mean),
+            self.quantised(directions),
+            self.quantised(basis.mT).mT,
+            self.quantised(kept),
+        )
+
+    def quantised(self, rows: Tensor) -> Tensor:
+        """Round to a scale for each last dimension."""
+        if self.bits is None or not rows.numel():
+            return rows
+        most = 2 ** (self.bits - 1) - 1
+        scale = (rows.abs().amax(-1, keepdim=True) / most).clamp(min=1e-30)
+        return (rows / scale).round() * scale
+
+    def logits(self, summary: Summary, queries: Tensor) -> Tensor:
+        """Logarithm of the attention that queries pay to units, but for the softmax's sum.
+
+        Args:
+            queries: fp32 [H, m, D], times the scale of the logits.
+
+        Returns:
+            fp32 [H, m, n].
+        """
+        mean = torch.einsum("hmd,hnd->hmn", queries, summary.mean)
+        along = torch.einsum("hmd,hnrd->hmnr", queries, summary.directions)
+        each = torch.einsum("hmnr,hntr->hmnt", along, summary.coefficients) + mean[..., None]
+        if summary.kept.shape[2]:
+            whole = torch.einsum("hmd,hnkd->hmnk", queries, summary.kept)
+            each = torch.cat([each, whole], -1)
+        return each.amax(-1) if self.largest else each.logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Units as their mean, in 4 bits, and coordinates in a basis.
+
+    Attributes:
+        basis: of the layer.
+        bits: of a coordinate; all reach as far as 4 bits do; None for fp32.
+        largest: as in `Form`.
+    """
+
+    basis: Basis
+    bits: int | None = 4
+    largest: bool = False
+
+    def nbytes(self, tokens: int, dim: int) -> float:
+        """Of one unit and head."""
+        return dim / 2 + 4 + self.basis.into.shape[2] * tokens * (self.bits or 32) / 8
+
+    def logits(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """As `Form.logits`, from the keys."""
+        origin, into, back = (
+            torch.from_numpy(one) for one in (self.basis.origin, self.basis.into, self.basis.back)
+        )
+        means = keys.mean(2)
+        coordinates = torch.einsum("hntd,hdr->hntr", keys - means[:, :, None], into)
+        if self.bits is not None:
+            finer = (2 ** (self.bits - 1) - 1) / 7
+            coordinates = (coordinates.clamp(-7, 7) * finer).round() / finer
+        mean = queries @ Form(bits=4).quantised(means - origin[:, None]).mT
+        weights = torch.einsum("hmd,hrd->hmr", queries, back)
+        each = torch.einsum("hmr,hntr->hmnt", weights, coordinates) + mean[..., None]
+        return each.amax(-1) if self.largest else each.logsumexp(-1)

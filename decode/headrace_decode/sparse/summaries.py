@@ -1,0 +1,86 @@
+"""Short forms of all units of a layer, in memory of a size that is fixed at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.layout import Layout
+from headrace_decode.sparse.summarising import place, summarise
+
+RANK = 4
+
+
+class Summaries:
+    """Summaries of one layer's units: each head's mean key, and what each token adds to it.
+
+    With a basis that is kept as the token's coordinates in it, else by directions of the unit's
+    own. At units of 16 tokens and a head dimension of 64 this takes 11.1 % (24 coordinates) and
+    10.4 % (rank 4) of the bytes of keys in 16 bits.
+
+    Attributes:
+        layout: of one unit's summary for one head.
+        basis: None where units have directions of their own.
+        codes: uint8 [kv_heads, capacity, layout.code_bytes].
+        scales: float32 [kv_heads, capacity, layout.scales].
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        kv_heads: int,
+        unit_tokens: int,
+        head_dim: int,
+        rank: int = RANK,
+        basis: Basis | None = None,
+    ) -> None:
+        """
+        Args:
+            capacity: units that can be stored; they are numbered from 0.
+            rank: directions of a unit's own; with a basis, its coordinates count.
+
+        Raises:
+            ValueError: a shape that has no layout, or a basis of another shape.
+        """
+        if basis is not None:
+            if basis.into.shape[:2] != (kv_heads, head_dim):
+                raise ValueError(f"the basis has shape {basis.into.shape}")
+            rank = basis.into.shape[2]
+        self.layout = Layout(unit_tokens, head_dim, rank, basis is not None)
+        self.basis = basis
+        self.codes = np.full((kv_heads, capacity, self.layout.code_bytes), 0x88, np.uint8)
+        self.scales = np.zeros((kv_heads, capacity, self.layout.scales), np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.codes.nbytes + self.scales.nbytes)
+
+    def put(self, units: NDArray[np.int64], keys: Any) -> None:
+        """Summarise units and store them, over what stood there.
+
+        Args:
+            units: int64 [n], each below the capacity.
+            keys: [n, kv_heads, unit_tokens, head_dim], a torch tensor or array of any float dtype;
+                as attention sees them (rotated). Finite.
+
+        Raises:
+            ValueError: a shape that does not fit.
+            IndexError: a unit outside the capacity.
+        """
+        layout, (kv_heads, capacity, _) = self.layout, self.codes.shape
+        wanted = len(units), kv_heads, layout.unit_tokens, layout.head_dim
+        if tuple(keys.shape) != wanted:
+            raise ValueError(f"keys are {tuple(keys.shape)}, must be {wanted}")
+        if len(units) and not 0 <= units.min() <= units.max() < capacity:
+            raise IndexError(f"units {units.min()} to {units.max()}: must be 0 to {capacity - 1}")
+        if not isinstance(keys, np.ndarray):
+            keys = keys.detach().float().cpu().numpy()
+        keys = np.ascontiguousarray(keys, np.float32)
+        into = np.asarray(units, np.int64), self.codes, self.scales, layout.unit_tokens
+        if self.basis is None:
+            summarise(keys, *into, layout.head_dim, layout.rank)
+        else:
+            place(keys, *into, self.basis.origin, self.basis.into)

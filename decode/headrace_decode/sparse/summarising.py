@@ -1,0 +1,237 @@
+"""Makes summaries: of each unit's keys the mean and what each adds to it, in 4 bits.
+
+Coordinates in a shared basis are one product. For directions of the unit's own, its keys less their
+mean, C, are approximated by U V: U [tokens, rank] orthonormal, the leading eigenvectors of the Gram
+matrix C C^T, and V = U^T C. The eigenvectors come from orthogonal iteration (Golub and Van Loan,
+section 8.2.4) on the Gram matrix squared twice over, which starts from the tokens that lie farthest
+from what earlier ones span (pivoted Cholesky). A few steps are enough: what counts is the energy
+that U spans, not each vector.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from headrace_decode.sparse.layout import jit
+
+STEPS = 3
+"""Of orthogonal iteration."""
+TINY = np.float32(1e-30)
+
+
+@jit
+def summarise(
+    keys: Any, units: Any, codes: Any, scales: Any, tokens: int, dim: int, rank: int
+) -> None:
+    """Summarise each unit and head by directions of its own and store it.
+
+    Args:
+        keys: float32 [n, kv_heads, tokens, dim], contiguous.
+        units: int64 [n], where each is stored.
+        codes: uint8 [kv_heads, capacity, code bytes].
+        scales: float32 [kv_heads, capacity, rank + 1].
+    """
+    centred = np.empty((tokens, dim), np.float32)
+    mean = np.empty(dim, np.float32)
+    gram = np.empty((tokens, tokens), np.float32)
+    square = np.empty((tokens, tokens), np.float32)
+    basis = np.empty((rank, tokens), np.float32)
+    image = np.empty((rank, tokens), np.float32)
+    directions = np.empty((rank, dim), np.float32)
+    beside = np.empty(rank * dim, np.float32)
+    for n in range(units.size):
+        for head in range(codes.shape[0]):
+            unit = units[n]
+            _centre(keys[n, head], mean, centred)
+            _gram(centred, gram)
+            _start(gram, basis)
+            _squared(gram, square)
+            _squared(square, gram)
+            for _ in range(STEPS):
+                _multiplied(basis, gram, image)
+                _orthonormal(image, basis)
+            _multiplied(basis, centred, directions)
+            code, scale = codes[head, unit], scales[head, unit]
+            scale[0] = _scaled(mean)
+            _pack(mean, code, 0)
+            for j in range(rank):
+                scale[1 + j] = _scaled(directions[j]) * _scaled(basis[j])
+                for d in range(dim):
+                    beside[(d // 4) * 4 * rank + 4 * j + d % 4] = directions[j, d]
+                _pack(basis[j], code, ((1 + rank) * dim + j * tokens) // 2)
+            _pack(beside, code, dim // 2)
+
+
+@jit
+def place(
+    keys: Any, units: Any, codes: Any, scales: Any, tokens: int, origin: Any, into: Any
+) -> None:
+    """Summarise each unit and head by coordinates in a basis and store it.
+
+    Args:
+        origin: float32 [kv_heads, dim].
+        into: float32 [kv_heads, dim, rank], from deviations to coordinates of scale 1.
+    """
+    dim, rank = into.shape[1], into.shape[2]
+    centred = np.empty((tokens, dim), np.float32)
+    mean = np.empty(dim, np.float32)
+    row = np.empty(rank, np.float32)
+    beside = np.empty(rank * tokens, np.float32)
+    for n in range(units.size):
+        for head in range(codes.shape[0]):
+            code = codes[head, units[n]]
+            _centre(keys[n, head], mean, centred)
+            for d in range(dim):
+                mean[d] -= origin[head, d]
+            scales[head, units[n], 0] = _scaled(mean)
+            _pack(mean, code, 0)
+            for i in range(tokens):
+                row[:] = 0
+                for d in range(dim):
+                    value = centred[i, d]
+                    for j in range(rank):
+                        row[j] += value * into[head, d, j]
+                for j in range(rank):
+                    beside[j * tokens + i] = min(max(row[j], np.float32(-7)), np.float32(7))
+            _pack(beside, code, dim // 2)
+
+
+@jit
+def _centre(keys: Any, mean: Any, centred: Any) -> None:
+    tokens, dim = keys.shape
+    mean[:] = 0
+    for i in range(tokens):
+        for d in range(dim):
+            mean[d] += keys[i, d]
+    part = np.float32(1.0 / tokens)
+    for d in range(dim):
+        mean[d] *= part
+    for i in range(tokens):
+        for d in range(dim):
+            centred[i, d] = keys[i, d] - mean[d]
+
+
+@jit
+def _gram(centred: Any, gram: Any) -> None:
+    """Gram matrix over its trace: entries of 1 at most, so that powers do not overflow."""
+    tokens, dim = centred.shape
+    trace = np.float32(0)
+    for i in range(tokens):
+        for k in range(i + 1):
+            total = np.float32(0)
+            for d in range(dim):
+                total += centred[i, d] * centred[k, d]
+            gram[i, k] = total
+        trace += gram[i, i]
+    inverse = np.float32(1) / trace if trace > TINY else np.float32(0)
+    for i in range(tokens):
+        for k in range(i + 1):
+            gram[i, k] *= inverse
+            gram[k, i] = gram[i, k]
+
+
+@jit
+def _start(gram: Any, basis: Any) -> None:
+    """The columns of a pivoted Cholesky factorisation."""
+    rank, tokens = basis.shape
+    left = np.empty(tokens, np.float32)
+    for i in range(tokens):
+        left[i] = gram[i, i]
+    for j in range(rank):
+        pivot = 0
+        for i in range(tokens):
+            if left[i] > left[pivot]:
+                pivot = i
+        if left[pivot] <= TINY:
+            basis[j] = 0
+            continue
+        inverse = np.float32(1) / np.sqrt(left[pivot])
+        for i in range(tokens):
+            basis[j, i] = gram[i, pivot]
+        for k in range(j):
+            weight = basis[k, pivot]
+            for i in range(tokens):
+                basis[j, i] -= weight * basis[k, i]
+        for i in range(tokens):
+            basis[j, i] *= inverse
+            left[i] -= basis[j, i] * basis[j, i]
+        left[pivot] = 0
+
+
+@jit
+def _squared(matrix: Any, into: Any) -> None:
+    """The square of a symmetric matrix, scaled to a largest diagonal element of 1."""
+    n = matrix.shape[0]
+    largest = TINY
+    for i in range(n):
+        into[i] = 0
+        for k in range(n):
+            weight = matrix[i, k]
+            for m in range(n):
+                into[i, m] += weight * matrix[k, m]
+        largest = max(largest, into[i, i])
+    inverse = np.float32(1) / largest
+    for i in range(n):
+        for m in range(n):
+            into[i, m] *= inverse
+
+
+@jit
+def _multiplied(rows: Any, matrix: Any, into: Any) -> None:
+    """rows @ matrix."""
+    for j in range(rows.shape[0]):
+        into[j] = 0
+        for i in range(matrix.shape[0]):
+            weight = rows[j, i]
+            for k in range(matrix.shape[1]):
+                into[j, k] += weight * matrix[i, k]
+
+
+@jit
+def _orthonormal(rows: Any, into: Any) -> None:
+    """Modified Gram-Schmidt; a row that earlier ones span becomes zero."""
+    count, n = rows.shape
+    for j in range(count):
+        before = np.float32(0)
+        for i in range(n):
+            into[j, i] = rows[j, i]
+            before += rows[j, i] * rows[j, i]
+        for _ in range(2):
+            for k in range(j):
+                along = np.float32(0)
+                for i in range(n):
+                    along += into[k, i] * into[j, i]
+                for i in range(n):
+                    into[j, i] -= along * into[k, i]
+        norm = np.float32(0)
+        for i in range(n):
+            norm += into[j, i] * into[j, i]
+        kept = norm > np.float32(1e-10) * before and norm > TINY
+        inverse = np.float32(1) / np.sqrt(norm) if kept else np.float32(0)
+        for i in range(n):
+            into[j, i] *= inverse
+
+
+@jit
+def _scaled(row: Any) -> Any:
+    """Divide a row by its scale, which is returned: to between -7 and 7."""
+    largest = np.float32(0)
+    for i in range(row.size):
+        largest = max(largest, abs(row[i]))
+    scale = largest / np.float32(7)
+    inverse = np.float32(1) / scale if scale > TINY else np.float32(0)
+    for i in range(row.size):
+        row[i] *= inverse
+    return scale
+
+
+@jit
+def _pack(row: Any, code: Any, at: int) -> None:
+    """Write codes of numbers between -7 and 7."""
+    half = row.size // 2
+    for i in range(half):
+        low = np.int32(np.floor(row[i] + np.float32(8.5)))
+        high = np.int32(np.floor(row[half + i] + np.float32(8.5)))
+        code[at + i] = np.uint8(low | (high << 4))

@@ -1,0 +1,49 @@
+"""Puts sparse attention into an app: its worker class and settings into each engine.
+
+Both roles get it, since the unit decides where bytes lie in the KV cache. Prefill engines attend
+densely all the same: they compute prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config.techniques import SparseSection
+from headrace_decode.sparse.engine.settings import SparseSettings
+
+_ENGINE = "headrace_decode.sparse.engine.worker"
+_WORKERS = {
+    "auto": f"{_ENGINE}.SparseTakingUpWorker",
+    "headrace_decode.speculation.drafting_worker.SpeculatingWorker": (
+        f"{_ENGINE}.SparseSpeculatingWorker"
+    ),
+    "headrace.reuse_workers.ReusingTakingUpWorker": (
+        "headrace.reuse_workers.SparseReusingTakingUpWorker"
+    ),
+    "headrace.reuse_workers.ReusingSpeculatingWorker": (
+        "headrace.reuse_workers.SparseReusingSpeculatingWorker"
+    ),
+}
+
+
+def add_sparse(section: SparseSection, engines: list[dict[str, Any]]) -> None:
+    """Have engines attend sparsely where requests ask for it.
+
+    Args:
+        engines: `engine_kwargs` of all roles, with drafting and reuse in them; changed in place.
+
+    Raises:
+        ValueError: an engine has a worker class of its own.
+    """
+    if section.mode == "off":
+        return
+    settings = SparseSettings(section.mode, section.share, section.unit_tokens)
+    for engine in engines:
+        worker = engine.get("worker_cls", "auto")
+        if worker not in _WORKERS:
+            raise ValueError(
+                f"techniques.sparse.mode: the engine has worker_cls {worker}; remove it"
+            )
+        engine["worker_cls"] = _WORKERS[worker]
+        told = engine.get("additional_config") or {}
+        engine["additional_config"] = {**told, **settings.additional_config()}

@@ -1,0 +1,185 @@
+"""Which rows of a step attend sparsely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_decode.sparse.engine.bound import Bound
+from headrace_decode.sparse.engine.counts import LEAST_TOKENS, RECENT, SINKS, chosen_units
+from headrace_decode.sparse.engine.rows import (
+    STEP_WORK,
+    BatchRow,
+    SparseRow,
+    SparseRows,
+    share_of,
+)
+from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
+
+UNIT, LAYERS, KV = 32, 30, LEAST_TOKENS + 5
+FULL = (KV - 1) // UNIT
+
+
+class Fake:
+    """A book that does what the budget allows, at so much a unit."""
+
+    def __init__(self, cost: int = 0) -> None:
+        self.cost, self.asked = cost, []
+
+    def bring_up(self, units: np.ndarray, budget: int) -> tuple[int, int]:
+        done = min(len(units), -(-budget // self.cost) if self.cost else len(units))
+        self.asked.append((len(units), budget))
+        return done, done * self.cost
+
+
+class Batch:
+    """Rows of requests, each with blocks of its own."""
+
+    def __init__(self, cost: int = 0) -> None:
+        self.book = Fake(cost)
+        self.rows = SparseRows(self.book, LAYERS, UNIT)
+
+    def step(self, *rows: tuple[str, Any, int, int, int]) -> list[SparseRow]:
+        """Rows of (request, share, prompt's tokens, queries, KV)."""
+        tables = np.stack([1000 * n + np.arange(4096, dtype=np.int32) for n in range(len(rows))])
+        return self.rows.of_step(
+            [BatchRow(name, share, prompt) for name, share, prompt, _, _ in rows],
+            np.array([row[3] for row in rows]),
+            np.array([row[4] for row in rows]),
+            tables,
+        )
+
+
+def test_a_decode_row_of_a_request_that_asks_is_sparse() -> None:
+    [row] = Batch().step(("a", 0.1, 100, 1, KV))
+    assert row.units.tolist() == list(range(FULL)) and row.newest == FULL
+    assert row.fill == KV - FULL * UNIT and row.chosen == -(-(FULL + 1) // 10)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (("a", None, 100, 1, KV), "it asks for nothing"),
+        (("a", 0.1, 100, 2, KV), "it verifies a draft"),
+        (("a", 0.1, 4 * KV, 512, KV), "it computes the prompt"),
+        (("a", 0.1, KV, 1, KV), "it computes the prompt's last token"),
+        (("a", 0.1, 100, 1, LEAST_TOKENS - 1), "it is short"),
+        (("a", 0.99, 100, 1, KV), "all units are chosen"),
+    ],
+)
+def test_other_rows_are_dense(row: tuple[str, Any, int, int, int], why: str) -> None:
+    assert Batch().step(row) == [], why
+
+
+def test_only_the_rows_that_ask_are_sparse_and_have_their_own_blocks() -> None:
+    found = Batch().step(
+        ("a", None, 9, 1, KV), ("b", 0.1, 9, 1, KV), ("c", 0.2, 9, 3, KV), ("d", 0.5, 9, 1, KV)
+    )
+    assert [(row.row, row.newest) for row in found] == [(1, 1000 + FULL), (3, 3000 + FULL)]
+
+
+def test_a_row_is_dense_until_its_units_are_done_and_nobody_waits() -> None:
+    batch, steps = Batch(cost=1 + LAYERS), 0
+    while not batch.step(("a", 0.1, 9, 1, KV)):
+        steps += 1
+    assert steps == -(-FULL // -(-STEP_WORK // (1 + LAYERS))) - 1
+    assert sum(min(n, -(-b // (1 + LAYERS))) for n, b in batch.book.asked) == FULL
+
+
+def test_a_unit_that_fills_up_is_all_that_is_looked_at_later() -> None:
+    batch = Batch()
+    for kv in range(KV, KV + 2 * UNIT):
+        assert batch.step(("a", 0.1, 9, 1, kv))
+    assert [n for n, _ in batch.book.asked] == [FULL, 1, 1]
+
+
+def test_a_row_that_filled_a_unit_up_goes_before_one_that_comes_new() -> None:
+    batch = Batch(cost=1 + LAYERS)
+    while not batch.step(("old", 0.1, 9, 1, KV)):
+        pass
+    kv = (FULL + 1) * UNIT + 1
+    found = batch.step(("new", 0.1, 9, 1, KV), ("old", 0.1, 9, 1, kv))
+    assert [row.row for row in found] == [1]
+
+
+def test_a_step_that_computes_a_prompt_may_do_more() -> None:
+    batch = Batch(cost=1 + LAYERS)
+    batch.step(("a", 0.1, 5000, 1024, 2048))
+    assert batch.book.asked == [(1024 // UNIT, STEP_WORK + LAYERS * 1024 // UNIT)]
+
+
+def test_all_units_are_looked_at_again_when_a_request_comes_back() -> None:
+    batch = Batch()
+    batch.step(("a", 0.1, 9, 1, KV))
+    batch.rows.step_begins({"a", "other"})
+    assert batch.step(("a", 0.1, 9, 1, KV)) == [], "KV may be on its way in this step"
+    batch.rows.step_begins(set())
+    assert batch.step(("a", 0.1, 9, 1, KV))
+    assert [n for n, _ in batch.book.asked] == [FULL, FULL]
+
+
+def test_all_units_are_looked_at_again_when_kv_is_computed_again() -> None:
+    batch = Batch()
+    batch.step(("a", 0.1, 9, 1, KV))
+    batch.step(("a", 0.1, 9, 64, KV - 200))
+    assert batch.book.asked[1][0] == (KV - 200 - 64) // UNIT
+
+
+@given(st.integers(1, 200_000), st.sampled_from([16, 32]), st.floats(0.001, 1))
+def test_chosen_units_are_the_share_and_more_than_the_fixed_ones(
+    kv: int, unit: int, share: float
+) -> None:
+    chosen, n = chosen_units(kv, unit, share), -(-kv // unit)
+    if chosen is None:
+        assert kv < LEAST_TOKENS or share * n > n - 1
+    else:
+        assert max(share * n, SINKS + RECENT) <= chosen < n
+        assert chosen == SINKS + RECENT or chosen - 1 < share * n
+
+
+@pytest.mark.parametrize("value", [None, "auto", "off", True, False, 0, 1, 1.0, 1.5, -1, [0.1]])
+def test_only_a_share_between_0_and_1_asks(value: Any) -> None:
+    assert share_of({"sparse": value}) is None
+
+
+def test_a_share_asks() -> None:
+    assert share_of({"sparse": 0.25}) == 0.25
+    assert share_of(None) is share_of({}) is None
+
+
+def test_outside_the_schedulers_steps_no_row_is_sparse() -> None:
+    bound, arguments = Bound(), (1, np.array([0, 1]), np.array([KV]), np.zeros((1, 99), np.int32))
+    assert bound.sparse_rows(*arguments) == []
+    bound.bind(SparseRows(Fake(), LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
+    assert bound.sparse_rows(*arguments) == [], "a dummy run"
+    bound.step_begins(set())
+    assert len(bound.sparse_rows(*arguments)) == bound.found == 1
+    assert bound.sparse_rows(2, *arguments[1:]) == [], "rows that are not the batch's"
+    bound.step_ends()
+    assert bound.sparse_rows(*arguments) == []
+
+
+def test_a_bug_in_it_leaves_the_engine_dense_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Fake):
+        def bring_up(self, units: np.ndarray, budget: int) -> tuple[int, int]:
+            raise RuntimeError("a bug")
+
+    bound = Bound()
+    bound.bind(SparseRows(Broken(), LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
+    for _ in range(2):
+        bound.step_begins(set())
+        arguments = 1, np.array([0, 1]), np.array([KV]), np.zeros((1, 99), np.int32)
+        assert bound.sparse_rows(*arguments) == []
+    assert caplog.text.count("attends densely from now on") == 1
+
+
+def test_an_engine_is_told_in_its_additional_configuration() -> None:
+    settings = SparseSettings("auto", 0.2, 16)
+    assert settings_of({**settings.additional_config(), "other": 1}) == settings
+    assert settings_of({}) is settings_of(None) is None
+    with pytest.raises(ValueError, match="unit_tokens"):
+        SparseSettings(unit_tokens=24)
