@@ -299,6 +299,21 @@ def test_engine_pods_of_one_node_share_its_folder_in_which_the_store_gives_each_
     assert app["args"]["store"]["nvme_folder"] == mounted
 
 
+def test_rays_autoscaler_reaches_the_api_and_gets_no_rights() -> None:
+    """KubeRay adds it to the head's pod. Most clusters' API listens on 6443 behind port 443."""
+    values = MATRIX["replicas follow the load"]
+    options = ray_service(values)["spec"]["rayClusterConfig"]["autoscalerOptions"]
+    rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert options == {"securityContext": rights}
+
+    def ports(values: dict[str, Any]) -> set[int]:
+        policies = of_kind("NetworkPolicy", values)
+        rules = [rule for each in policies for rule in each["spec"].get("egress", [])]
+        return {port["port"] for rule in rules for port in rule.get("ports", [])}
+
+    assert ports(values) - ports(LAPTOP) == {6443}
+
+
 def test_claims_of_devices_replace_the_resource_key() -> None:
     spec = pods(MATRIX["claims of devices"])["decode"]["spec"]
     [container] = spec["containers"]
@@ -461,6 +476,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     # What no schema says:
     ({"config.gateway.insecure": False}, "apiKeys.existingSecret: name a Secret"),
     ({"config.token_path": "direct"}, "config.token_path: must be relay"),
+    ({"config.gateway.tls_client_ca_file": "/ca"}, "config.gateway.tls_client_ca_file: not in"),
     ({"config.store.nvme_folder": "/kv"}, "disk.type: is none, but"),
     ({"disk.type": "claim"}, "disk.claimName: name the claim"),
     ({"modelCache.type": "claim"}, "modelCache.claimName: name the claim"),

@@ -7,7 +7,10 @@ files of keys and TLS, and the Ray resources that put each replica onto its grou
 {{- $gateway := $config.gateway | default dict -}}
 {{- $tls := .Values.tls.existingSecret -}}
 {{- $keys := include "headrace.keys" . -}}
-{{- if not (or $keys $gateway.api_keys $gateway.insecure $gateway.tls_client_ca_file) -}}
+{{- if $gateway.tls_client_ca_file -}}
+{{- fail "config.gateway.tls_client_ca_file: not in this chart, as Kubernetes' readiness probe shows no certificate; let what stands in front of the Service ask clients for theirs" -}}
+{{- end -}}
+{{- if not (or $keys $gateway.api_keys $gateway.insecure) -}}
 {{- fail "apiKeys.existingSecret: name a Secret with a file of API keys, or anyone who reaches the endpoint could use the model. Make one with `headrace keys add me -f keys.yaml` and `kubectl create secret generic headrace-keys --from-file=keys.yaml`. To do without: config.gateway.insecure=true" -}}
 {{- end -}}
 {{- if ne ($config.token_path | default "relay") "relay" -}}

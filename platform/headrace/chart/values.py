@@ -51,8 +51,8 @@ class Pods(Group):
     cpu: Quantity = Field(default="1", description="CPUs, both requested and the limit.")
     memory: Quantity = Field(
         default="4Gi",
-        description="Memory, both requested and the limit. It includes /dev/shm, so the store's "
-        "`dram_gb`.",
+        description="Memory, both requested and the limit. It includes /dev/shm, so in engine pods "
+        "the store's `dram_gb`.",
     )
     nodeSelector: Texts = Field(default={}, description="Labels of the nodes that may run them.")
     tolerations: list[Object] = Field(default=[], description="Taints that they tolerate.")
@@ -91,8 +91,8 @@ class Engines(Pods):
     cpu: Quantity = Field(default="4", description="CPUs, both requested and the limit.")
     memory: Quantity = Field(
         default="16Gi",
-        description="Memory, both requested and the limit. It includes /dev/shm, so the store's "
-        "`dram_gb`.",
+        description="Memory, both requested and the limit. It includes /dev/shm, so in engine pods "
+        "the store's `dram_gb`.",
     )
     gpuKey: str = Field(
         default="nvidia.com/gpu",
@@ -126,7 +126,9 @@ class Disk(Group):
         description="Folder on the nodes; it must be writable for `podSecurity.userId`.",
     )
     storageClassName: str = Field(default="", description="Of ephemeral volumes. Empty: default.")
-    size: Quantity = Field(default="100Gi", description="Of ephemeral volumes.")
+    size: Quantity = Field(
+        default="100Gi", description="Of ephemeral volumes; more than `config.store.nvme_gb`."
+    )
     claimName: OptionalName = Field(default="", description="Of an existing claim.")
 
 
@@ -231,7 +233,8 @@ class NetworkPolicy(Group):
     extraEgress: list[Object] = Field(
         default=[],
         description="More rules of egress. DNS, pods of the release and port 443 are allowed, "
-        "which reaches model hubs and object stores.",
+        "which reaches model hubs and object stores; with `autoscaling` also port 6443, which "
+        "reaches Kubernetes' API.",
     )
 
 
@@ -250,7 +253,7 @@ class Monitoring(Group):
         default="",
         pattern=r"""^(https?://[^\s#"'\\]+)?$""",
         description="Address of the runbook's page, to which alerts link. `{version}` becomes the "
-        "chart's appVersion: `https://docs.example.com/headrace/{version}/runbook/`. Empty: "
+        "chart's appVersion: `https://docs.example.com/headrace/{version}/runbook.html`. Empty: "
         "`docs/runbook.md`, its path in the repository.",
     )
     dashboardLabels: Texts = Field(

@@ -27,6 +27,9 @@ wins field by field:
 3. the file;
 4. each `--set section.field=value` on the command line, in turn.
 
+The Helm chart takes the same fields as values under `config`, and has presets of its own
+([Install](install.md)).
+
 `headrace config check -f config.yaml` reports every mistake in a file. `headrace config show -f
 config.yaml` prints the resulting configuration. `headrace up` checks the configuration first: an
 unknown field or an impossible value stops it before anything starts.
@@ -78,7 +81,7 @@ def table(title: str, about: str, fields: dict[str, FieldInfo]) -> str:
     lines += ["| Field | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
     for name, field in fields.items():
         kind = _type(field.annotation) + _bounds(field)
-        lines.append(f"| `{name}` | {kind} | `{_default(field)}` | {field.description} |")
+        lines.append(f"| `{name}` | {kind} | {_default(field)} | {field.description} |")
     return "\n".join(lines) + "\n"
 
 
@@ -113,5 +116,6 @@ def _bounds(field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    is_text = value is not PydanticUndefined and not isinstance(value, BaseModel)
-    return json.dumps(value) if is_text else ""
+    if value is PydanticUndefined:
+        return "none: must be set"
+    return "below" if isinstance(value, BaseModel) else f"`{json.dumps(value)}`"
