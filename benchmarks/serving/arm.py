@@ -26,7 +26,6 @@ from headrace.config import HeadraceConfig, to_app_args
 
 START_TIMEOUT_S = 400.0
 APP = "bench"
-RAY_WORKER_NICENESS = 15
 
 
 def engine_flags(engine_kwargs: Mapping[str, Any]) -> list[str]:
@@ -52,11 +51,7 @@ def serve_vllm(config: HeadraceConfig, stop: threading.Event) -> None:
     command += ["--model", role["model_loading_config"]["model_source"]]
     command += engine_flags(role["engine_kwargs"])
     environment = {k: v for k, v in os.environ.items() if k not in cluster.NOISY_ENVIRONMENT}
-    server = subprocess.Popen(
-        # Ray runs its workers at this niceness; whatever else runs here must slow all arms alike.
-        ["nice", "-n", str(RAY_WORKER_NICENESS), *command],
-        env=environment | role["runtime_env"]["env_vars"],
-    )
+    server = subprocess.Popen(command, env=environment | role["runtime_env"]["env_vars"])
     try:
         while cluster.port_is_free("127.0.0.1", int(port or 0)):  # it binds once the engine is up
             if server.poll() is not None or stop.wait(0.5):

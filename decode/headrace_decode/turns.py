@@ -5,7 +5,7 @@ in a millisecond, so a thousand of them would hold the loop, and everybody's str
 then they would fill the engine's steps, and everybody's next token would wait for them.
 
 So they begin one after the other, each in a turn of the event loop. While the engine serves other
-requests as well, only as many are answered at once as make its steps half as long again (`LONGER`),
+requests as well, only as many are answered at once as make its steps a quarter longer (`LONGER`),
 one at least. The request takes longer, its neighbours go on.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from headrace_engine.gate import Job
 from headrace_engine.steptime import StepTime
 
-LONGER = 0.5
+LONGER = 0.25
 """Share by which the prompts of one request may lengthen the steps of others."""
 
 ALONE_S = 1.0

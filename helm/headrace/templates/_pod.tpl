@@ -201,6 +201,7 @@ env:
   - {name: HOME, value: /home/headrace}
   - {name: PYTHONHASHSEED, value: "0"}
   - {name: RAY_ENABLE_UV_RUN_RUNTIME_ENV, value: "0"}
+  - {name: RAY_worker_niceness, value: "0"}
   {{- if $engine }}
   - {name: HF_HOME, value: /models}
   {{- with $root.Values.modelCache.tokenSecret }}
