@@ -42,7 +42,7 @@ def config(kind: str, style: str = "llama", storage_layers: int = 3) -> dict[str
         "hidden_act": "silu",
         "max_position_embeddings": POSITIONS,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": 65536.0,  # speeds are powers of 2, so angles are exact in float32
         "tie_word_embeddings": style == "qwen3",
         "bos_token_id": 0,
         "eos_token_id": 0,

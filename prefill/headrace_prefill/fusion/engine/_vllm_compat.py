@@ -7,7 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.forward_context import get_forward_context
@@ -135,10 +137,10 @@ class MixedMetadata(CPUAttentionMetadata):
     """Metadata whose block table numbers the blocks of this batch, not those of the cache.
 
     Attributes:
-        blocks: int64 [n], the cache's number of each.
+        blocks: [n], the cache's number of each.
     """
 
-    blocks: Tensor | None = None
+    blocks: NDArray[np.int64] | None = None
 
 
 class MixedMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -158,4 +160,4 @@ class MixedMetadataBuilder(CPUAttentionMetadataBuilder):
         own = torch.zeros_like(table)
         own[read] = numbers.to(own.dtype)
         taken: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
-        return MixedMetadata(**{**taken, "block_table": own, "blocks": blocks.long()})
+        return MixedMetadata(**{**taken, "block_table": own, "blocks": blocks.long().numpy()})

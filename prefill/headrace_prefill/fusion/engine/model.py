@@ -39,7 +39,8 @@ from vllm.sequence import IntermediateTensors
 
 from headrace_prefill.fusion.config import FusionError
 from headrace_prefill.fusion.engine._vllm_compat import on_cpu, rows_with_logits
-from headrace_prefill.fusion.engine.attention import FusedBackend, LiteBackend, Scratch
+from headrace_prefill.fusion.engine.attention import FusedBackend, LiteBackend
+from headrace_prefill.fusion.engine.blocks import Mixer
 from headrace_prefill.fusion.engine.mixture import Mixture
 from headrace_prefill.fusion.reference import Shape
 
@@ -49,7 +50,7 @@ class FusionAttention(nn.Module):
 
     Args:
         below: the attention of the layers below.
-        scratch: for mixed blocks.
+        mixer: for mixed blocks.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class FusionAttention(nn.Module):
         shape: Shape,
         layer: int,
         below: list[Attention],
-        scratch: Scratch,
+        mixer: Mixer,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -113,11 +114,11 @@ class FusionAttention(nn.Module):
             cache_config=config.cache_config,
             quant_config=quantised,
             prefix=f"{prefix}.attn",
-            **self._sources(shape, layer, below, scratch),
+            **self._sources(shape, layer, below, mixer),
         )
 
     def _sources(
-        self, shape: Shape, layer: int, below: list[Attention], scratch: Scratch
+        self, shape: Shape, layer: int, below: list[Attention], mixer: Mixer
     ) -> dict[str, Any]:
         """What makes vLLM's attention read other layers' caches."""
         if self.stores:
@@ -138,7 +139,7 @@ class FusionAttention(nn.Module):
             raise FusionError(
                 f"kv_fusion.kind fused cannot mix KV kept as {keys[0].kv_cache_dtype}"
             )
-        sources = {"first": keys[0], "last": keys[1], "mixture": self.mix, "scratch": scratch}
+        sources = {"first": keys[0], "last": keys[1], "mixture": self.mix, "mixer": mixer}
         return {**shared, "attn_backend": FusedBackend, **sources}
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
@@ -172,13 +173,11 @@ class FusionLayer(nn.Module):
         shape: Shape,
         layer: int,
         below: list[Attention],
-        scratch: Scratch,
+        mixer: Mixer,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = FusionAttention(
-            config, shape, layer, below, scratch, f"{prefix}.self_attn"
-        )
+        self.self_attn = FusionAttention(config, shape, layer, below, mixer, f"{prefix}.self_attn")
         self.mlp = LlamaMLP(
             shape.hidden,
             shape.intermediate,
@@ -210,11 +209,11 @@ class FusionModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocabulary, shape.hidden, quant_config=config.quant_config
         )
-        self.layers, scratch = nn.ModuleList(), Scratch()
+        self.layers, mixer = nn.ModuleList(), Mixer()
         for layer in range(shape.fusion.layers):
             below = [lower.self_attn.attn for lower in self.layers]
             named = f"{prefix}.layers.{layer}"
-            self.layers.append(FusionLayer(config, shape, layer, below, scratch, named))
+            self.layers.append(FusionLayer(config, shape, layer, below, mixer, named))
         self.norm = RMSNorm(shape.hidden, eps=shape.eps)
         self._cut = shape.fusion.first_after_storage
 
