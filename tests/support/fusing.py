@@ -116,11 +116,25 @@ class Engines:
         register()
         self._llm: Any = None
 
-    def open(self, model: str, **options: Any) -> int:
-        """Start an engine in place of the one before; returns its number of KV blocks."""
+    def open(self, model: str, store: dict[str, Any] | None = None, **options: Any) -> int:
+        """Start an engine in place of the one before; returns its number of KV blocks.
+
+        Args:
+            store: the store connector's `kv_connector_extra_config`.
+            options: of vLLM's.
+        """
         from vllm import LLM
+        from vllm.config import KVTransferConfig
 
         self.close()
+        if store is not None:
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="HeadraceConnector",
+                kv_connector_module_path="headrace_engine.store_connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=store,
+            )
         self._llm = LLM(
             model,
             dtype="float32",
@@ -128,6 +142,7 @@ class Engines:
             skip_tokenizer_init=True,
             disable_log_stats=False,
             block_size=BLOCK,
+            max_model_len=POSITIONS,
             **options,
         )
         return self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
@@ -162,8 +177,27 @@ class Engines:
             )
         return found
 
-    def preemptions(self) -> float:
-        return sum(m.value for m in self._llm.get_metrics() if m.name == "vllm:num_preemptions")
+    def forget(self) -> bool:
+        """Empty the engine's own prefix cache; False while blocks are still being saved."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def counted(self, name: str) -> float:
+        """A counter of vLLM's metrics."""
+        return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)
+
+    def count_rows(self) -> None:
+        """Have `rows` count from now on."""
+        runner = self._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        last = runner.worker.model_runner.model.model.layers[-1]
+        self._rows = 0
+        last.register_forward_hook(self._count)
+
+    def rows(self) -> int:
+        """Rows that the last layer computed."""
+        return self._rows
+
+    def _count(self, layer: Any, given: Any, made: Any) -> None:
+        self._rows += len(made[0])
 
     def close(self) -> None:
         if self._llm is None:

@@ -22,8 +22,9 @@ class ModelFacts:
 
     `dtype_bytes` is of one KV element in the engine: vLLM serves float32 checkpoints in 16 bits,
     so it is never above 2. `channels` are those of one attention head. `kv_heads` and `head_dim`
-    are 1 and the latent's width where K and V are one latent (MLA). `params` is None unless the weights are safetensors. `max_model_len` is
-    what vLLM takes as its default: `max_positions` times the factor of a scaled RoPE.
+    are 1 and the latent's width where K and V are one latent (MLA). `params` is None unless the
+    weights are safetensors. `max_model_len` is what vLLM takes as its default: `max_positions`
+    times the factor of a scaled RoPE.
     """
 
     architecture: str
