@@ -28,7 +28,9 @@ SAME = 1e-5
 STEP_TOKENS = 128
 BLOCK_BYTES = 3 * 2 * fusing.KV_HEADS * fusing.HEAD_DIM * BLOCK * 4
 """Of the three storage layers, in float32."""
-PLENTY, SCARCE = 400 * BLOCK_BYTES, 40 * BLOCK_BYTES
+KV_SPACE_BYTES = 1 << 30
+"""As `tests.support.program` sets it."""
+SCARCE_BLOCKS = 40
 ANSWER = 12
 
 
@@ -62,8 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def open_engine(engines: FusingEngines, model: Path, **options: Any) -> int:
-    usual = {"kv_cache_memory_bytes": PLENTY, "max_num_seqs": 16}
-    usual |= {"max_num_batched_tokens": STEP_TOKENS, "kv_sharing_fast_prefill": True}
+    usual = {"max_num_batched_tokens": STEP_TOKENS, "kv_sharing_fast_prefill": True}
     return int(engines.do("open", model=str(model), **(usual | options)))
 
 
@@ -86,7 +87,7 @@ def test_chunks_decoding_and_prefix_hits_are_what_plain_torch_computes(
     engines: FusingEngines, folder: Any, kind: str, style: str
 ) -> None:
     model = folder(kind, style)
-    assert open_engine(engines, model) == 400, "layers without KV take blocks"
+    assert open_engine(engines, model) == KV_SPACE_BYTES // BLOCK_BYTES
     cold = ask(engines, PROMPTS)
     assert_true(model, PROMPTS, cold)
     longer = [[*prompt, 7, 8] for prompt in PROMPTS]
@@ -100,7 +101,7 @@ def test_preempted_requests_are_what_plain_torch_computes(
     engines: FusingEngines, folder: Any, kind: str, style: str
 ) -> None:
     model = folder(kind, style)
-    assert open_engine(engines, model, kv_cache_memory_bytes=SCARCE) == 40
+    open_engine(engines, model, num_gpu_blocks_override=SCARCE_BLOCKS)
     prompts = [noise(250 + n, n) for n in range(5)]
     answers = ask(engines, prompts, tokens=60)
     assert engines.do("counted", name="vllm:num_preemptions") > 0
