@@ -23,8 +23,8 @@ from tests.support.machine import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
-SAME = 1e-5
-"""Nats: float32 sums in another order. Angles of the rotation are exact in these models."""
+SAME = 2e-5
+"""Nats, from float64: what float32 rounds. Angles of the rotation are exact in these models."""
 STEP_TOKENS = 128
 BLOCK_BYTES = 3 * 2 * fusing.KV_HEADS * fusing.HEAD_DIM * BLOCK * 4
 """Of the three storage layers, in float32."""
@@ -120,11 +120,12 @@ class TestRows:
     def test_drafts_are_verified_with_the_same_answers(
         self, engines: FusingEngines, folder: Any
     ) -> None:
-        drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+        drafts = {"method": "custom_class", "model": "tests.support.fusing.Guesser"}
+        drafts |= {"num_speculative_tokens": 3}
         model, prompt = folder("fused", "llama"), noise(40, 3) * 4
         open_engine(engines, model, speculative_config=drafts)
         answers = ask(engines, [prompt, noise(200, 4)], tokens=40)
-        assert engines.do("counted", name="vllm:spec_decode_num_draft_tokens") > 0
+        assert engines.do("counted", name="vllm:spec_decode_num_accepted_tokens") > 0
         assert_true(model, [prompt, noise(200, 4)], answers)
 
     def test_without_the_option_all_rows_run_and_prompt_logprobs_are_right(

@@ -70,11 +70,11 @@ def write_model(folder: Path, described: dict[str, Any], seed: int = 0) -> Path:
 
 
 def reference(folder: Path) -> Decoder:
-    """The model in a folder, in plain torch."""
+    """The model in a folder, in plain torch and float64."""
     model = Decoder(json.loads((folder / "config.json").read_text()))
     missing, unknown = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert not unknown and set(missing) <= {"lm_head.weight"}
-    return model.eval()
+    return model.double().eval()
 
 
 @torch.no_grad()
@@ -207,6 +207,32 @@ class Engines:
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         cleanup_dist_env_and_memory()
+
+
+class Guesser:
+    """vLLM's custom draft source: what followed the last token where it stood before."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._most = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """It has none."""
+
+    def propose(
+        self,
+        sampled_token_ids: Any,
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        *_: Any,
+        **__: Any,
+    ) -> list[list[int]]:
+        drafts = []
+        for row, sampled in enumerate(sampled_token_ids):
+            tokens = token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()
+            before = [at for at in range(len(tokens) - 1) if tokens[at] == tokens[-1]]
+            at = before[-1] + 1 if sampled and before else len(tokens)
+            drafts.append(tokens[at : at + self._most])
+        return drafts
 
 
 def _chosen(steps: Any, tokens: Any) -> list[float]:
