@@ -36,7 +36,7 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-BLOCK, STEP_TOKENS, REPEATS, ANSWER = 128, 2048, 3, 32
+BLOCK, STEP_TOKENS, REPEATS, ANSWER = 128, 2048, 2, 32
 STORE_BYTES = 64 << 20
 PATIENCE_S = 30.0
 

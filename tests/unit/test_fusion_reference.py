@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from headrace_prefill.fusion.config import FusionError
 from headrace_prefill.fusion.reference import Decoder
 from tests.support.fusing import config
 
@@ -111,6 +112,12 @@ def test_every_weight_gets_a_gradient_and_layers_without_kv_have_none_to_make_it
         assert weight.grad is not None and weight.grad.abs().sum() > 0, name
     projecting = {n for n in range(6) if hasattr(model.model.layers[n].self_attn, "k_proj")}
     assert projecting == {n for n in range(6) if model.shape.fusion.stores(n)}
+
+
+def test_layers_with_a_window_are_refused() -> None:
+    windows = ["full_attention"] * 5 + ["sliding_attention"]
+    with pytest.raises(FusionError, match="sliding_attention"):
+        Decoder({**config("lite"), "layer_types": windows})
 
 
 def test_fused_with_the_weights_of_yoco_is_yoco() -> None:

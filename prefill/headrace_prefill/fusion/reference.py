@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from headrace_prefill.fusion.config import KVFusion
+from headrace_prefill.fusion.config import FusionError, KVFusion
 from headrace_prefill.fusion.mixing import by_channel, mix
 from headrace_prefill.reuse.rotate import Rope
 
@@ -50,8 +50,11 @@ class Shape:
         """From a parsed config.json; `qk_norm` where the model type is qwen3.
 
         Raises:
-            FusionError: its `kv_fusion` is not valid.
+            FusionError: its `kv_fusion` is not valid, or layers do not attend to all before.
         """
+        windows = set(config.get("layer_types") or ()) - {"full_attention"}
+        if windows:
+            raise FusionError(f"layer_types has {sorted(windows)}: known is full_attention")
         heads = config["num_attention_heads"]
         return Shape(
             fusion=KVFusion.of(config),
