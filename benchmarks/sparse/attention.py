@@ -39,14 +39,13 @@ class Layer:
         """From what `LM.compute` hands to `attend`."""
         heads, dim = keys.shape[1:]
         lacking = -(int(rows[-1]) + 1) % unit_tokens
-        parts = (
-            torch.cat([one[: int(rows[-1]) + 1], one.new_zeros(lacking, heads, dim)])
-            .transpose(0, 1)
-            .unflatten(1, (-1, unit_tokens))
-            for one in (keys, values)
-        )
+
+        def parts(one: Tensor) -> Tensor:
+            whole = torch.cat([one[: int(rows[-1]) + 1], one.new_zeros(lacking, heads, dim)])
+            return whole.transpose(0, 1).unflatten(1, (-1, unit_tokens))
+
         queries = q.unflatten(1, (heads, -1)).transpose(0, 1) * dim**-0.5
-        return Layer(*parts, queries, rows, number)
+        return Layer(parts(keys), parts(values), queries, rows, number)
 
     @property
     def unit_tokens(self) -> int:
