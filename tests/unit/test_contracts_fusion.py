@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,3 +119,20 @@ def test_the_parts_that_the_model_is_made_of_are_there() -> None:
         *("orig_to_new_regex", "orig_to_new_stacked"),
     )
     assert_takes("vllm.model_executor.layers.rotary_embedding:get_rope", MODEL, "rope_parameters")
+
+
+def test_an_engine_prices_the_kv_of_storage_layers_alone() -> None:
+    from headrace_engine._vllm_compat import kv_token_bytes
+
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(kv_fusion={"kind": "lite", "storage_layers": 15}),
+        dtype=torch.bfloat16,
+        get_num_layers=lambda parallel: 30,
+        get_total_num_kv_heads=lambda: 3,
+        get_head_size=lambda: 64,
+    )
+    cache = SimpleNamespace(cache_dtype="auto")
+    config = SimpleNamespace(model_config=model, cache_config=cache, parallel_config=None)
+    assert kv_token_bytes(config) == 2 * 15 * 3 * 64 * 2
+    del model.hf_config.kv_fusion
+    assert kv_token_bytes(config) == 2 * 30 * 3 * 64 * 2
