@@ -61,11 +61,13 @@ class TestRows:
 
 class TestProbe:
     @pytest.mark.parametrize("parts", [1, 5])
-    def test_the_last_rows_attention_is_what_a_plain_llama_pays(
-        self, engine: ReusingEngine, parts: int
+    @pytest.mark.parametrize("missing", [(0, 0), (130, 290), (400, 470)])
+    def test_the_last_rows_attention_is_what_a_plain_llama_pays_to_what_has_kv(
+        self, engine: ReusingEngine, parts: int, missing: tuple[int, int]
     ) -> None:
-        found = engine.do("probe", tokens=PROMPT, last=470, parts=parts)
+        found = engine.do("probe", tokens=PROMPT, last=470, parts=parts, missing=missing)
         assert found["error"] < 1e-6
+        assert max(found["keys"], found["values"]) < EXACT
 
     def test_it_leaves_placed_kv_as_it_was(self, engine: ReusingEngine) -> None:
         found = engine.do("probe", tokens=PROMPT, last=470, parts=2)
@@ -110,6 +112,14 @@ class TestRequests:
             "answers", requests=[{"tokens": tokens, "reuse": {"runs": runs, "depth": 0}}]
         )
         assert found["rows"] == LAYERS * (40 + 30 + 25 - 1)
+
+    def test_with_a_probe_its_last_rows_alone_are_computed_twice(
+        self, engine: ReusingEngine
+    ) -> None:
+        tokens, runs = runs_prompt()
+        reuse = {"runs": runs, "depth": 0, "last": len(tokens) - 9}
+        [found] = engine.do("answers", requests=[{"tokens": tokens, "reuse": reuse}])
+        assert found["rows"] == LAYERS * (40 + 30 + 25 - 1 + 8)
 
     def test_a_step_computes_no_more_rows_than_its_budget(self, engine: ReusingEngine) -> None:
         tokens, runs = runs_prompt()

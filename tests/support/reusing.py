@@ -227,13 +227,18 @@ class Engine:
             for a, b in zip(x, y, strict=True)
         )
 
-    def probe(self, tokens: list[int], last: int, parts: int) -> dict[str, Any]:
-        """Probe over the KV of the tokens in reverse; the mass's error against the plain Llama, and
-        whether the cache is as before."""
+    def probe(
+        self, tokens: list[int], last: int, parts: int, missing: tuple[int, int] = (0, 0)
+    ) -> dict[str, Any]:
+        """Probe over the KV of the tokens in reverse, of which some positions have none; errors of
+        the mass and of the probe's own K and V against the plain Llama, and whether the cache is as
+        before."""
         table, n, layers = self._table(), len(tokens), self._rows.layers
         self._fill(tokens[::-1], table)
         keys, values = self._read(table, n)
-        probe = Probe(self._rows, table, np.array(tokens), last)
+        there = np.ones(n, np.bool_)
+        there[slice(*missing)] = False
+        probe = Probe(self._rows, table, np.array(tokens), last, there)
         for part in np.array_split(np.arange(len(probe.rows.positions)), parts):
             rows = probe.rows
             positions = rows.positions[part]
@@ -243,11 +248,19 @@ class Engine:
         mass = probe.finish()
         depths = np.zeros(n, np.int64)
         depths[probe.rows.positions] = layers
-        plain = self._plain.compute(tokens, depths.tolist(), keys, values)
+        plain = self._plain.compute(tokens, depths.tolist(), keys, values, missing)
         wanted = torch.stack([a[:, -(n - last) :].mean((0, 1)) for a in plain.attention])
-        after = self._read(table, last)
-        same = [torch.equal(a, b[:, :last]) for a, b in zip(after, (keys, values), strict=True)]
-        return {"error": _error(torch.from_numpy(mass), wanted), "kept": all(same)}
+        found = self._read(table, n)
+        same = [
+            torch.equal(a[:, :last], b[:, :last])
+            for a, b in zip(found, (keys, values), strict=True)
+        ]
+        return {
+            "error": _error(torch.from_numpy(mass), wanted),
+            "keys": _error(found[0], plain.keys),
+            "values": _error(found[1], plain.values),
+            "kept": all(same),
+        }
 
     # Stored documents
 
@@ -382,9 +395,9 @@ class Engine:
 
 
 def _watched(
-    probe: Probe, positions: NDArray[np.int64], layer: int, queries: Tensor, _: Any
+    probe: Probe, positions: NDArray[np.int64], layer: int, queries: Tensor, output: Tensor, _: Any
 ) -> None:
-    probe.watch(layer, queries, positions)
+    probe.watch(layer, queries, output, positions)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

@@ -1,11 +1,15 @@
 """Which positions the prompt's last tokens attend to, learned by a cheap pass over placed KV.
 
 The probe computes the rows of the prompt's last tokens, behind which the answer begins, through all
-layers, over KV that was placed and not corrected. At each layer,
+layers, over KV that was placed and not corrected. Most text of no run has no KV yet: its rows are
+computed after the choice, over corrected KV. The probe's rows attend to what there is, and to
+nothing else: a key of zeros is no missing key, it draws more attention than most.
 
-    mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
+    mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th)
+                 over t <= i that have KV
 
-with the keys as they lie in the cache while the probe runs. The pass computes these rows again.
+So their attention is computed here, and the kernel's is written over. The pass computes these rows
+again.
 """
 
 from __future__ import annotations
@@ -22,38 +26,43 @@ MOST_SCORES = 2**24
 """Attention scores held at once: 64 MiB in fp32."""
 
 
-def attention_mass(
-    queries: Tensor, keys: Tensor, positions: NDArray[np.int64], scale: float
-) -> Tensor:
-    """Attention that rows pay to each position, summed over the rows, averaged over heads.
+def attended(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: NDArray[np.int64], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of some rows, and how much of it each token gets.
 
     Args:
         queries: [rows, heads, head_dim], rotated.
-        keys: [tokens, kv_heads, head_dim], rotated, of positions 0 to tokens - 1.
-        positions: int64 [rows], of the rows, ascending; each sees positions up to its own.
+        keys, values: [tokens, kv_heads, head_dim], keys rotated.
+        seen: int64 [rows], ascending, from 1: how many of the tokens each row sees, from the first.
         scale: of the scores.
 
     Returns:
-        float32 [tokens].
+        What the rows get, [rows, heads, head_dim] in the dtype of `queries`; and float32 [tokens],
+        the weights, summed over rows and averaged over heads.
     """
     rows, heads, dim = queries.shape
     tokens, kv_heads, _ = keys.shape
-    by_head = keys.transpose(0, 1).contiguous().transpose(1, 2)
+    by_head, given = keys.permute(1, 2, 0).contiguous(), values.transpose(0, 1).float()
     grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     at = torch.arange(tokens, device=keys.device)
-    last = torch.from_numpy(positions).to(keys.device)
+    end = torch.from_numpy(seen).to(keys.device)
     total = torch.zeros(tokens, device=keys.device)
+    got = torch.empty_like(queries)
     size = max(1, MOST_SCORES // (heads * tokens))
     for first in range(0, rows, size):
         part = grouped[:, :, first : first + size]
         scores = torch.bmm(part.reshape(kv_heads, -1, dim), by_head).float().mul_(scale)
         scores = scores.view(kv_heads, heads // kv_heads, -1, tokens)
         # Ascending rows: all of them see what the first one sees.
-        seen = int(positions[first]) + 1
-        unseen = at[seen:] > last[first : first + size, None]
-        scores[..., seen:].masked_fill_(unseen, float("-inf"))
-        total += scores.softmax(-1).sum((0, 1, 2))
-    return total / heads
+        all_see = int(seen[first])
+        unseen = at[all_see:] >= end[first : first + size, None]
+        scores[..., all_see:].masked_fill_(unseen, float("-inf"))
+        weights = scores.softmax(-1)
+        total += weights.sum((0, 1, 2))
+        mixed = torch.bmm(weights.flatten(1, 2), given).view(*part.shape)
+        got[first : first + size] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(got.dtype)
+    return got, total / heads
 
 
 class Probe:
@@ -64,6 +73,7 @@ class Probe:
         table: the prompt's blocks.
         token_ids: int64 [n], of the prompt.
         last: first position of the last rows, which reach to the end.
+        there: bool [n], positions that have KV, besides those of the last rows.
     """
 
     def __init__(
@@ -72,31 +82,38 @@ class Probe:
         table: BlockTable,
         token_ids: NDArray[np.int64],
         last: int,
+        there: NDArray[np.bool_],
     ) -> None:
         if not 0 <= last < len(token_ids):
             raise ValueError(f"probe: the last rows begin at {last} of {len(token_ids)} tokens")
-        self._engine, self._table, self._last = engine, table, last
+        self._engine = engine
         positions = np.arange(last, len(token_ids))
         layers = engine.layers
         self.rows = Rows(table, positions, token_ids[positions], np.full(len(positions), layers))
         self._mass = torch.zeros(layers, len(token_ids), device=engine.kv.device)
-        self._context = self._slots(np.arange(len(token_ids)))
+        self._context = np.concatenate([np.flatnonzero(there[:last]), positions])
+        self._slots = torch.from_numpy(table.slots(self._context)).to(engine.kv.device)
 
-    def watch(self, layer: int, queries: Tensor, positions: NDArray[np.int64]) -> None:
-        """Count the attention of rows that a layer has just computed.
+    def watch(
+        self, layer: int, queries: Tensor, output: Tensor, positions: NDArray[np.int64]
+    ) -> None:
+        """Attend for rows that a layer is computing, and count it.
 
         Args:
             queries: [rows, heads * head_dim], of these rows.
+            output: likewise; what they get is written to it.
             positions: int64 [rows], ascending.
         """
         if not len(positions):
             return
-        end = int(positions[-1]) + 1
+        seen = np.searchsorted(self._context, positions, "right")
+        end = int(seen[-1])
         module = self._engine.decoder.attention[layer]
         asking = queries.view(len(queries), module.num_heads, module.head_size)
-        keys, _ = self._engine.kv.gather(layer, self._context[:end])
-        mass = attention_mass(asking, keys, positions, module.impl.scale)
-        self._mass[layer, :end] += mass
+        keys, values = self._engine.kv.gather(layer, self._slots[:end])
+        got, mass = attended(asking, keys, values, seen, module.impl.scale)
+        output.copy_(got.reshape(output.shape))
+        self._mass[layer, torch.from_numpy(self._context[:end]).to(mass.device)] += mass
 
     def finish(self) -> NDArray[np.float32]:
         """What was counted.
@@ -104,9 +121,6 @@ class Probe:
         Returns:
             float32 [layers, n]: mean attention of the last rows; each layer sums to 1.
         """
-        asked = len(self._context) - self._last
+        asked = len(self.rows.positions)
         mass: NDArray[np.float32] = (self._mass / asked).cpu().numpy()
         return mass
-
-    def _slots(self, positions: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self._table.slots(positions)).to(self._engine.kv.device)

@@ -27,9 +27,10 @@ from torch import Tensor
 from headrace_prefill.reuse.engine._vllm_compat import Contexts, Decoder
 from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV
 
-Watch = Callable[[int, Tensor, NDArray[np.int64]], None]
-"""Called after each layer with its number, the queries [rows, heads * head_dim] of the rows that
-it computed, and which rows of the whole batch these are."""
+Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
+"""Called behind each layer's attention with the layer's number, the queries of the rows that it
+computes and what they got, each [rows, heads * head_dim], and which rows of the whole batch these
+are. The rows' own K and V are in the cache. What they got may be written over."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class RowEngine:
 
         Args:
             parts: rows of one prompt each; a prompt appears once.
-            watch: sees each layer's queries.
+            watch: sees each layer's attention.
 
         Returns:
             [rows that went through all layers, width]: what the model's head takes.
@@ -134,11 +135,10 @@ class RowEngine:
         watch: Watch | None,
         alive: NDArray[np.int64],
     ) -> tuple[Tensor, Tensor]:
-        seen: list[Tensor] = []
         hook = None
         if watch is not None:
-            hook = self.decoder.attention[number].register_forward_pre_hook(
-                lambda _, arguments: seen.append(arguments[0])
+            hook = self.decoder.attention[number].register_forward_hook(
+                lambda _, arguments, output: watch(number, arguments[0], output, alive)
             )
         try:
             with self._contexts.layer(number, metadata, slots):
@@ -146,8 +146,6 @@ class RowEngine:
         finally:
             if hook is not None:
                 hook.remove()
-        if watch is not None:
-            watch(number, seen[0], alive)
         assert residual is not None
         return hidden, residual
 

@@ -1,9 +1,11 @@
 """The side pass: fills requests' KV from stored runs and computes the rows that were chosen.
 
-A request goes through three stages, each in bounded parts, so that an engine step does no more than
+A request goes through four stages, each in bounded parts, so that an engine step does no more than
 its budget of rows, whatever clients send:
 
     place    stored runs are copied to the request's slots, block by block
+    lead     if a probe is asked for: rows before the first run whose KV is not the prompt's own.
+             They are exact, and models attend to the first of them more than to any other
     probe    if asked for: the prompt's last rows, to learn what they attend to
     compute  chosen rows, in ascending order of position; positions that no run covers at all layers
 
@@ -19,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -82,6 +83,12 @@ class SideRequest:
         for run in self.runs:
             covered[run.new : run.new + run.length] = True
         return covered
+
+    def lead(self) -> NDArray[np.int64]:
+        """Positions without KV before the first run that stood behind other text, ascending: what
+        is computed there depends on no run."""
+        moved = [run.new for run in self.runs if run.new or run.old]
+        return np.flatnonzero(~self.covered()[: min(moved, default=0)])
 
 
 @dataclass
@@ -157,12 +164,13 @@ class SidePass:
             return
         ends = np.cumsum([len(rows.positions) for _, rows in parts])
 
-        def watch(layer: int, queries: Tensor, alive: NDArray[np.int64]) -> None:
+        def watch(layer: int, queries: Tensor, output: Tensor, alive: NDArray[np.int64]) -> None:
             self.rows_computed += len(alive)
             cuts = np.searchsorted(alive, ends)
             for (each, rows), first, end in zip(parts, [0, *cuts[:-1]], cuts, strict=True):
                 if each.probe is not None:
-                    each.probe.watch(layer, queries[first:end], rows.positions)
+                    part = slice(first, end)
+                    each.probe.watch(layer, queries[part], output[part], rows.positions)
 
         self._engine.compute([rows for _, rows in parts], watch)
         for each, rows in parts:
@@ -182,6 +190,8 @@ class _Pass:
         self._pieces: Iterator[Piece] = iter(pieces)
         self._unplaced = len(pieces)
         self.probe: Probe | None = None
+        self._lead = request.lead() if request.last is not None else np.empty(0, np.int64)
+        self._leads = False
         self._rows: Rows | None = None
         self._at = 0
         self.done = False
@@ -216,6 +226,8 @@ class _Pass:
         if self.probe is not None:
             mass, self.probe = self.probe.finish(), None
             self._choose(mass)
+        elif self._leads:
+            self._begin_probe()
         else:
             self.done = True
 
@@ -223,21 +235,21 @@ class _Pass:
         request = self.request
         if request.last is None:
             self._choose(None)
-            return
-        self._clear(np.flatnonzero(~request.covered()[: request.last]))
-        self.probe = Probe(self._engine, request.table, request.token_ids, request.last)
-        self._rows, self._at = self.probe.rows, 0
+        elif len(self._lead):
+            depths = np.full(len(self._lead), self._engine.layers)
+            ids = request.token_ids[self._lead]
+            self._rows, self._leads = Rows(request.table, self._lead, ids, depths), True
+        else:
+            self._begin_probe()
 
-    def _clear(self, positions: NDArray[np.int64]) -> None:
-        """Zero K and V of positions that the probe would see as their blocks' last owner left
-        them."""
-        if not len(positions):
-            return
-        kv = self._engine.kv
-        slots = torch.from_numpy(self.request.table.slots(positions)).to(kv.device)
-        for layer in range(self._engine.layers):
-            keys, values = kv.gather(layer, slots)
-            kv.put(layer, slots, torch.zeros_like(keys), torch.zeros_like(values))
+    def _begin_probe(self) -> None:
+        request, self._leads = self.request, False
+        assert request.last is not None
+        there = request.covered()
+        there[self._lead] = True
+        ids = request.token_ids
+        self.probe = Probe(self._engine, request.table, ids, request.last, there)
+        self._rows, self._at = self.probe.rows, 0
 
     def _choose(self, mass: NDArray[np.float32] | None) -> None:
         request, layers = self.request, self._engine.layers
@@ -246,6 +258,7 @@ class _Pass:
             raise ValueError(f"{request.request_id}: depths of shape {depths.shape}")
         depths = np.where(request.covered(), depths.clip(0, layers), layers)
         depths[: request.start] = 0
+        depths[self._lead] = 0
         positions = np.flatnonzero(depths)
         self._rows = Rows(request.table, positions, request.token_ids[positions], depths[positions])
         self._at, self.done = 0, not len(positions)

@@ -25,7 +25,8 @@ class Probed:
     """What a probe found.
 
     Attributes:
-        mass: float32 [layers, n], what the prompt's last tokens attend to before the question.
+        mass: float32 [layers, n], what the prompt's last tokens attend to before the question, of
+            what has KV by then: the text before the first chunk, and the chunks.
         rows: that the probe computed, in all layers.
     """
 
@@ -68,17 +69,24 @@ class Case:
                 asks = torch.cat([asks[:question], torch.tensor(self.prompt.stand_in)])
             # The engine computes the last token itself, at the end.
             last = len(asks) - 1
-            first = max(question, last - LAST_TOKENS)
-            kv = lm.empty(len(asks))
-            kv.keys[:, :question] = self.placed.keys[:, :question]
-            kv.values[:, :question] = self.placed.values[:, :question]
+            probe = torch.arange(max(question, last - LAST_TOKENS), last)
+            kv, lead = lm.empty(len(asks)), self.prompt.chunks[0][0]
+            there = torch.zeros(len(asks), dtype=torch.bool)
+            there[:question] = torch.from_numpy(self.offsets[:question] >= 0)
+            there[:lead] = there[probe] = True
+            for into, placed, exact in (
+                (kv.keys, self.placed.keys, self.exact.kv.keys),
+                (kv.values, self.placed.values, self.exact.kv.values),
+            ):
+                into[:, lead:question] = placed[:, lead:question]
+                into[:, :lead] = exact[:, :lead]
             found = np.zeros((lm.layers, len(self.offsets)), np.float32)
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                found[layer, :question] = lm.mass(q, rows, kv.keys[layer]).numpy()[:question]
+                mass = lm.mass(q, rows, kv.keys[layer], there)
+                found[layer, :question] = mass[:question].numpy()
 
-            probe = np.arange(first, last)
-            lm.compute(asks, kv, torch.from_numpy(probe), watch=watch)
+            lm.compute(asks, kv, probe, watch=watch, there=there)
             self._probed[stand_in] = Probed(found, len(probe))
         return self._probed[stand_in]
 
