@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace_prefill.reuse.rules import DRAFT_TOKENS
 from tests.support.prompts import noise
 from tests.support.reusing import ReusingEngine
 from tests.support.tiny import LAYERS, tiny_llama
@@ -69,6 +70,11 @@ class TestProbe:
         assert found["error"] < 1e-6
         assert max(found["keys"], found["values"]) < EXACT
 
+    def test_a_draft_is_what_a_plain_llama_would_answer(self, engine: ReusingEngine) -> None:
+        found = engine.do("draft", tokens=PROMPT, last=470, missing=(130, 290))
+        assert found["tokens"] == found["wanted"] and len(found["tokens"]) == DRAFT_TOKENS
+        assert found["error"] < 1e-6 and found["kept"]
+
     def test_it_leaves_placed_kv_as_it_was(self, engine: ReusingEngine) -> None:
         found = engine.do("probe", tokens=PROMPT, last=470, parts=2)
         assert found["kept"]
@@ -113,13 +119,13 @@ class TestRequests:
         )
         assert found["rows"] == LAYERS * (40 + 30 + 25 - 1)
 
-    def test_with_a_probe_its_last_rows_alone_are_computed_twice(
+    def test_a_probe_computes_the_last_rows_and_a_draft_besides(
         self, engine: ReusingEngine
     ) -> None:
         tokens, runs = runs_prompt()
         reuse = {"runs": runs, "depth": 0, "last": len(tokens) - 9}
         [found] = engine.do("answers", requests=[{"tokens": tokens, "reuse": reuse}])
-        assert found["rows"] == LAYERS * (40 + 30 + 25 - 1 + 8)
+        assert found["rows"] == LAYERS * (40 + 30 + 25 - 1 + 8 + 1 + DRAFT_TOKENS)
 
     def test_a_step_computes_no_more_rows_than_its_budget(self, engine: ReusingEngine) -> None:
         tokens, runs = runs_prompt()

@@ -262,6 +262,47 @@ class Engine:
             "kept": all(same),
         }
 
+    def draft(self, tokens: list[int], last: int, missing: tuple[int, int]) -> dict[str, Any]:
+        """Probe with a draft: its tokens and the plain Llama's, the mass's error, and whether the
+        cache is as before wherever there is KV."""
+        *before, final = tokens
+        table, n, layers = self._table(), len(before), self._rows.layers
+        self._fill(before[::-1], table)
+        keys, values = self._read(table, n)
+        there = np.ones(n, np.bool_)
+        there[slice(*missing)] = False
+        probe = Probe(self._rows, table, np.array(before), last, there, final)
+        said: list[int] = []
+        while True:
+            rows = probe.rows
+            hidden = self._rows.compute([rows], partial(_watched, probe, rows.positions))
+            if not probe.drafts:
+                break
+            said.append(self._rows.likeliest(hidden[-1:]))
+            probe.draft(said[-1])
+        wanted: list[int] = []
+        whole, plain = list(tokens), None
+        for _ in range(len(said) + 1):
+            more = (0, 0, 0, 0, 0, len(whole) - n)
+            stale = [torch.nn.functional.pad(part, more) for part in (keys, values)]
+            depths = [0] * last + [layers] * (len(whole) - last)
+            plain = self._plain.compute(whole, depths, *stale, missing)
+            wanted.append(int(plain.logits[-1].argmax()))
+            whole.append(wanted[-1])
+        assert plain is not None
+        mass = torch.stack([a.mean((0, 1))[:n] for a in plain.attention])
+        after = self._read(table, n)
+        same = [
+            torch.equal(new[:, there][:, : -(n - last)], old[:, there][:, : -(n - last)])
+            for new, old in zip(after, (keys, values), strict=True)
+        ]
+        return {
+            "tokens": said,
+            "wanted": wanted[:-1],
+            "error": _error(torch.from_numpy(probe.finish()), mass),
+            "kept": all(same),
+        }
+
     # Stored documents
 
     def store(self, name: str, tokens: list[int]) -> None:

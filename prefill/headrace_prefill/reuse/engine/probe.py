@@ -1,15 +1,16 @@
-"""Which positions the prompt's last tokens attend to, learned by a cheap pass over placed KV.
+"""Which positions the answer will attend to, learned by a cheap pass over placed KV.
 
-The probe computes the rows of the prompt's last tokens, behind which the answer begins, through all
-layers, over KV that was placed and not corrected. Most text of no run has no KV yet: its rows are
-computed after the choice, over corrected KV. The probe's rows attend to what there is, and to
-nothing else: a key of zeros is no missing key, it draws more attention than most.
+The probe computes the rows of the prompt's last tokens, and then, token by token, those of a draft
+of the answer, through all layers, over KV that was placed and not corrected. Most text of no run
+has no KV yet: its rows are computed after the choice, over corrected KV. The probe's rows attend to
+what there is, and to nothing else: a key of zeros is no missing key, it draws more attention than
+most.
 
-    mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th)
+    mass[l, t] = mean over rows i and heads h of softmax_t(scale * q_ih . k_th)
                  over t <= i that have KV
 
-So their attention is computed here, and the kernel's is written over. The pass computes these rows
-again.
+So their attention is computed here, and the kernel's is written over. The pass computes the
+prompt's rows again; K and V of the draft lie where the request has no KV yet, and are written over.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
+from headrace_prefill.reuse.rules import DRAFT_TOKENS
 
 MOST_SCORES = 2**24
 """Attention scores held at once: 64 MiB in fp32."""
@@ -74,6 +76,10 @@ class Probe:
         token_ids: int64 [n], of the prompt.
         last: first position of the last rows, which reach to the end.
         there: bool [n], positions that have KV, besides those of the last rows.
+        final: the token behind `token_ids`, from which a draft begins; None drafts nothing.
+
+    Attributes:
+        rows: to compute next.
     """
 
     def __init__(
@@ -83,16 +89,33 @@ class Probe:
         token_ids: NDArray[np.int64],
         last: int,
         there: NDArray[np.bool_],
+        final: int | None = None,
     ) -> None:
-        if not 0 <= last < len(token_ids):
-            raise ValueError(f"probe: the last rows begin at {last} of {len(token_ids)} tokens")
-        self._engine = engine
-        positions = np.arange(last, len(token_ids))
-        layers = engine.layers
-        self.rows = Rows(table, positions, token_ids[positions], np.full(len(positions), layers))
-        self._mass = torch.zeros(layers, len(token_ids), device=engine.kv.device)
-        self._context = np.concatenate([np.flatnonzero(there[:last]), positions])
-        self._slots = torch.from_numpy(table.slots(self._context)).to(engine.kv.device)
+        n = len(token_ids)
+        if not 0 <= last < n:
+            raise ValueError(f"probe: the last rows begin at {last} of {n} tokens")
+        self._engine, self._table, self._n = engine, table, n
+        room = np.concatenate([np.flatnonzero(~there[:last]), np.arange(n, table.capacity)])
+        behind = 0 if final is None or len(room) <= DRAFT_TOKENS else 1 + DRAFT_TOKENS
+        own = table.slots(np.arange(last, n))
+        self._asking = np.concatenate([own, table.slots(room[:behind])])
+        before = np.flatnonzero(there[:last])
+        self._context = np.concatenate([before, np.arange(last, n + behind)])
+        slots = np.concatenate([table.slots(before), self._asking])
+        self._slots = torch.from_numpy(slots).to(engine.kv.device)
+        self._last, self._end = last, n + behind
+        self._mass = torch.zeros(engine.layers, n + behind, device=engine.kv.device)
+        ids = token_ids[last:] if not behind else np.append(token_ids[last:], final)
+        self.rows = self._rows(last, ids)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether more rows follow those in `rows`."""
+        return int(self.rows.positions[-1]) + 1 < self._end
+
+    def draft(self, token: int) -> None:
+        """Go on with the token that follows `rows`."""
+        self.rows = self._rows(int(self.rows.positions[-1]) + 1, np.array([token]))
 
     def watch(
         self, layer: int, queries: Tensor, output: Tensor, positions: NDArray[np.int64]
@@ -119,8 +142,13 @@ class Probe:
         """What was counted.
 
         Returns:
-            float32 [layers, n]: mean attention of the last rows; each layer sums to 1.
+            float32 [layers, n]: mean attention of the rows. A layer sums to 1 with what the rows
+            behind the prompt pay to each other.
         """
-        asked = len(self.rows.positions)
-        mass: NDArray[np.float32] = (self._mass / asked).cpu().numpy()
-        return mass
+        mass: NDArray[np.float32] = (self._mass / len(self._asking)).cpu().numpy()
+        return mass[:, : self._n]
+
+    def _rows(self, first: int, ids: NDArray[np.int64]) -> Rows:
+        positions = np.arange(first, first + len(ids))
+        depths = np.full(len(ids), self._engine.layers)
+        return Rows(self._table, positions, ids, depths, self._asking[positions - self._last])

@@ -42,12 +42,14 @@ class Rows:
         positions: int64 [n], ascending.
         token_ids: int64 [n].
         depths: int64 [n], in how many leading layers each is computed; at least 1.
+        slots: int64 [n], where their K and V are written; None for the table's.
     """
 
     table: BlockTable
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     depths: NDArray[np.int64]
+    slots: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.positions) == len(self.token_ids) == len(self.depths):
@@ -56,6 +58,17 @@ class Rows:
             raise ValueError("rows: positions must ascend")
         if len(self.depths) and self.depths.min() < 1:
             raise ValueError("rows: a row that no layer computes")
+
+    def where(self) -> NDArray[np.int64]:
+        """Slots of these rows."""
+        return self.table.slots(self.positions) if self.slots is None else self.slots
+
+    def part(self, part: slice) -> Rows:
+        """Some of them."""
+        slots = None if self.slots is None else self.slots[part]
+        return Rows(
+            self.table, self.positions[part], self.token_ids[part], self.depths[part], slots
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,11 @@ class RowEngine:
     def layers(self) -> int:
         """Of the model."""
         return len(self.decoder.layers)
+
+    @torch.inference_mode()
+    def likeliest(self, row: Tensor) -> int:
+        """The token that follows a row that `compute` returned, [1, width]."""
+        return int(self.decoder.logits(row)[-1].argmax())
 
     @torch.inference_mode()
     def compute(self, parts: Sequence[Rows], watch: Watch | None = None) -> Tensor:
@@ -174,5 +192,5 @@ def _batch(parts: Sequence[Rows]) -> _Batch:
         prompt=np.repeat(np.arange(len(parts)), sizes),
         positions=np.concatenate([part.positions for part in parts]),
         depths=np.concatenate([part.depths for part in parts]),
-        slots=np.concatenate([part.table.slots(part.positions) for part in parts]),
+        slots=np.concatenate([part.where() for part in parts]),
     )

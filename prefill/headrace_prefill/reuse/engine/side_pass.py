@@ -6,7 +6,8 @@ its budget of rows, whatever clients send:
     place    stored runs are copied to the request's slots, block by block
     lead     if a probe is asked for: rows before the first run whose KV is not the prompt's own.
              They are exact, and models attend to the first of them more than to any other
-    probe    if asked for: the prompt's last rows, to learn what they attend to
+    probe    if asked for: the prompt's last rows and a draft of the answer, row by row, to learn
+             what they attend to
     compute  chosen rows, in ascending order of position; positions that no run covers at all layers
 
 Rows of several requests are computed as one batch, oldest request first. A request can be cancelled
@@ -35,6 +36,9 @@ PLACED_PER_ROW = 50
 """Tokens whose placing counts as computing one row. Measured on one core with SmolLM2-135M in
 bfloat16: 0.034 ms to place a token, 1.9 ms to compute a row."""
 
+DRAFTED_AS_ROWS = 16
+"""Rows of a batch that take as long as one row alone, which reads all weights for itself."""
+
 Choose = Callable[[NDArray[np.float32] | None], NDArray[np.int64]]
 """Attention mass [layers, n] of the probe, or None without one -> depths int64 [n], in how many
 leading layers each position is computed."""
@@ -52,6 +56,7 @@ class SideRequest:
         runs: to place, at ascending positions from `start` on, apart from each other.
         choose: which rows are computed.
         last: first of the prompt's last tokens, which are probed; None without a probe.
+        final: the prompt's last token, behind `token_ids`, for the probe's draft; None without one.
     """
 
     request_id: str
@@ -61,6 +66,7 @@ class SideRequest:
     runs: Sequence[StoredRun]
     choose: Choose
     last: int | None = None
+    final: int | None = None
 
     def __post_init__(self) -> None:
         at = self.start
@@ -141,7 +147,7 @@ class SidePass:
                     continue
                 if rows is not None:
                     parts.append((each, rows))
-                    left -= len(rows.positions)
+                    left -= each.cost_rows(rows)
                 if left <= 0:
                     break
             self._compute(parts, stepped)
@@ -172,10 +178,11 @@ class SidePass:
                     part = slice(first, end)
                     each.probe.watch(layer, queries[part], output[part], rows.positions)
 
-        self._engine.compute([rows for _, rows in parts], watch)
-        for each, rows in parts:
+        hidden = self._engine.compute([rows for _, rows in parts], watch)
+        through = [int((rows.depths >= self._engine.layers).sum()) for _, rows in parts]
+        for (each, rows), end in zip(parts, np.cumsum(through), strict=True):
             try:
-                each.computed(len(rows.positions))
+                each.computed(len(rows.positions), hidden[:end])
             except Exception as error:
                 self._fail(stepped, each.request.request_id, error)
 
@@ -191,7 +198,7 @@ class _Pass:
         self._unplaced = len(pieces)
         self.probe: Probe | None = None
         self._lead = request.lead() if request.last is not None else np.empty(0, np.int64)
-        self._leads = False
+        self._leads = self._drafting = False
         self._rows: Rows | None = None
         self._at = 0
         self.done = False
@@ -214,16 +221,23 @@ class _Pass:
             self._begin()
         if self.done or self._rows is None:
             return None
-        part = slice(self._at, self._at + most)
-        rows = self._rows
-        return Rows(rows.table, rows.positions[part], rows.token_ids[part], rows.depths[part])
+        return self._rows.part(slice(self._at, self._at + most))
 
-    def computed(self, rows: int) -> None:
-        """So many of them were computed."""
+    def cost_rows(self, rows: Rows) -> int:
+        """What computing them takes, in rows of a batch."""
+        return DRAFTED_AS_ROWS if self._drafting else len(rows.positions)
+
+    def computed(self, rows: int, hidden: Tensor) -> None:
+        """So many of them were computed; the last of `hidden` is the last one of those that went
+        through all layers."""
         self._at += rows
         if self._rows is None or self._at < len(self._rows.positions):
             return
-        if self.probe is not None:
+        if self.probe is not None and self.probe.drafts:
+            self.probe.draft(self._engine.likeliest(hidden[-1:]))
+            self._rows, self._at, self._drafting = self.probe.rows, 0, True
+        elif self.probe is not None:
+            self._drafting = False
             mass, self.probe = self.probe.finish(), None
             self._choose(mass)
         elif self._leads:
@@ -248,7 +262,7 @@ class _Pass:
         there = request.covered()
         there[self._lead] = True
         ids = request.token_ids
-        self.probe = Probe(self._engine, request.table, ids, request.last, there)
+        self.probe = Probe(self._engine, request.table, ids, request.last, there, request.final)
         self._rows, self._at = self.probe.rows, 0
 
     def _choose(self, mass: NDArray[np.float32] | None) -> None:

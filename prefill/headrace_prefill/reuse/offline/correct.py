@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace_prefill.reuse.offline.exact import Exact
 from headrace_prefill.reuse.offline.lm import KV, LM
 from headrace_prefill.reuse.offline.prompts import Prompt
-from headrace_prefill.reuse.rules import LAST_TOKENS, Rule, offsets_of
+from headrace_prefill.reuse.rules import DRAFT_TOKENS, LAST_TOKENS, Rule, offsets_of
 
 Int = NDArray[np.int64]
 Sees = Callable[[Tensor], Tensor]
@@ -25,8 +25,8 @@ class Probed:
     """What a probe found.
 
     Attributes:
-        mass: float32 [layers, n], what the prompt's last tokens attend to before the question, of
-            what has KV by then: the text before the first chunk, and the chunks.
+        mass: float32 [layers, n], what the prompt's last tokens and the draft attend to before the
+            question, of what has KV by then: the text before the first chunk, and the chunks.
         rows: that the probe computed, in all layers.
     """
 
@@ -67,13 +67,12 @@ class Case:
             asks, question = self.exact.tokens, self.prompt.question
             if stand_in:
                 asks = torch.cat([asks[:question], torch.tensor(self.prompt.stand_in)])
-            # The engine computes the last token itself, at the end.
-            last = len(asks) - 1
-            probe = torch.arange(max(question, last - LAST_TOKENS), last)
-            kv, lead = lm.empty(len(asks)), self.prompt.chunks[0][0]
-            there = torch.zeros(len(asks), dtype=torch.bool)
-            there[:question] = torch.from_numpy(self.offsets[:question] >= 0)
-            there[:lead] = there[probe] = True
+            n, lead = len(asks), self.prompt.chunks[0][0]
+            asks = torch.cat([asks, torch.zeros(DRAFT_TOKENS, dtype=torch.int64)])
+            rows = torch.arange(max(question, n - LAST_TOKENS), n)
+            kv, there = lm.empty(len(asks)), torch.ones(len(asks), dtype=torch.bool)
+            there[lead:question] = torch.from_numpy(self.offsets[lead:question] >= 0)
+            there[question : rows[0]] = False
             for into, placed, exact in (
                 (kv.keys, self.placed.keys, self.exact.kv.keys),
                 (kv.values, self.placed.values, self.exact.kv.values),
@@ -81,13 +80,17 @@ class Case:
                 into[:, lead:question] = placed[:, lead:question]
                 into[:, :lead] = exact[:, :lead]
             found = np.zeros((lm.layers, len(self.offsets)), np.float32)
+            count = len(rows) + DRAFT_TOKENS
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                mass = lm.mass(q, rows, kv.keys[layer], there)
-                found[layer, :question] = mass[:question].numpy()
+                mass = lm.mass(q, rows, kv.keys[layer], there) * (len(rows) / count)
+                found[layer, :question] += mass[:question].numpy()
 
-            lm.compute(asks, kv, probe, watch=watch, there=there)
-            self._probed[stand_in] = Probed(found, len(probe))
+            for at in range(n, len(asks)):
+                logits = lm.compute(asks, kv, rows, watch=watch, there=there)
+                asks[at], rows = logits[-1].argmax(), torch.tensor([at])
+            lm.compute(asks, kv, rows, watch=watch, there=there)
+            self._probed[stand_in] = Probed(found, count)
         return self._probed[stand_in]
 
 
