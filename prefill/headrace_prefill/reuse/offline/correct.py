@@ -42,7 +42,7 @@ class Case:
     exact: Exact
     placed: KV
     offsets: Int
-    _probed: dict[bool, Probed] = field(default_factory=dict)
+    _probed: dict[tuple[bool, int], Probed] = field(default_factory=dict)
 
     @staticmethod
     def of(lm: LM, prompt: Prompt, exact: Exact) -> Case:
@@ -61,14 +61,15 @@ class Case:
         """Positions of the chunks' tokens."""
         return np.flatnonzero(self.offsets >= 0)
 
-    def probed(self, lm: LM, stand_in: bool = False) -> Probed:
-        """Probe with the prompt's question, or with one that stands in for any."""
-        if stand_in not in self._probed:
+    def probed(self, lm: LM, stand_in: bool = False, drafts: int = DRAFT_TOKENS) -> Probed:
+        """Probe with the prompt's question, or with one that stands in for any, and a draft of so
+        many tokens."""
+        if (stand_in, drafts) not in self._probed:
             asks, question = self.exact.tokens, self.prompt.question
             if stand_in:
                 asks = torch.cat([asks[:question], torch.tensor(self.prompt.stand_in)])
             n, lead = len(asks), self.prompt.chunks[0][0]
-            asks = torch.cat([asks, torch.zeros(DRAFT_TOKENS, dtype=torch.int64)])
+            asks = torch.cat([asks, torch.zeros(drafts, dtype=torch.int64)])
             rows = torch.arange(max(question, n - LAST_TOKENS), n)
             kv, there = lm.empty(len(asks)), torch.ones(len(asks), dtype=torch.bool)
             there[lead:question] = torch.from_numpy(self.offsets[lead:question] >= 0)
@@ -80,7 +81,7 @@ class Case:
                 into[:, lead:question] = placed[:, lead:question]
                 into[:, :lead] = exact[:, :lead]
             found = np.zeros((lm.layers, len(self.offsets)), np.float32)
-            count = len(rows) + DRAFT_TOKENS
+            count = len(rows) + drafts
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
                 mass = lm.mass(q, rows, kv.keys[layer], there) * (len(rows) / count)
@@ -90,8 +91,8 @@ class Case:
                 logits = lm.compute(asks, kv, rows, watch=watch, there=there)
                 asks[at], rows = logits[-1].argmax(), torch.tensor([at])
             lm.compute(asks, kv, rows, watch=watch, there=there)
-            self._probed[stand_in] = Probed(found, count)
-        return self._probed[stand_in]
+            self._probed[stand_in, drafts] = Probed(found, count)
+        return self._probed[stand_in, drafts]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def corrected(
     rule: Rule = Rule(),
     *,
     stand_in: bool = False,
+    drafts: int = DRAFT_TOKENS,
     sees: Sees | None = None,
 ) -> Corrected | None:
     """Correct by a rule and a probe, which the budget pays for.
@@ -116,11 +118,12 @@ def corrected(
     Args:
         budget: share of (token of a chunk, layer) pairs.
         stand_in: probe without the prompt's question.
+        drafts: tokens of the probe's draft.
 
     Returns:
         None where the probe alone costs more.
     """
-    probed = case.probed(lm, stand_in)
+    probed = case.probed(lm, stand_in, drafts)
     left = budget - probed.rows / len(case.chunk)
     if left <= 0:
         return None
