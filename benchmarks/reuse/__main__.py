@@ -1,11 +1,13 @@
 """How well rules of recomputation correct reused KV, at equal budgets, against the exact model.
 
-    python -m benchmarks.reuse --json FILE [--prompts N] [--processes N] [--plots FOLDER]
+    python -m benchmarks.reuse --json FILE [--arms GROUP...] [--again ARM...] [--prompts N]
 
 Prompts hold several documents, of which 50, 80 or 95 % were seen elsewhere: prefilled alone, after
 a system prompt, or inside another prompt. Their KV is placed, corrected by each rule, and the exact
-model's answer of 48 tokens is scored over it. FILE keeps what is done, so a run can go on later.
-`--tuning` takes the texts that the rule's constants were chosen on; figures come from the others.
+model's answer of 48 tokens is scored over it. FILE keeps a row of each prompt, arm and budget, and
+a later run measures those that are missing; `--again` drops an arm's rows first. Groups of arms:
+peers, ours, ablations, all. Rows of peers are the same in every run. `--tuning` takes the texts
+that the rule's constants were chosen on; figures come from the others.
 
     kl_vs_best_peer_rule        KL of ours / of the best peer rule at 10, 15 and 30 % (target 0.5;
                                 0.6 at 10 %); "worst" is the worst prompt (target 0.8 at 15 %)
@@ -23,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from benchmarks.reuse.figures import MAIN, Row, figures, plots
-from benchmarks.reuse.measure import measured
+from benchmarks.reuse.measure import GROUPS, done, measured, plan
 
 
 def main() -> None:
@@ -36,7 +38,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N")
     parser.add_argument("--plots", type=Path, metavar="FOLDER")
     parser.add_argument("--tuning", action="store_true", help="on the texts for tuning")
-    parser.add_argument("--arms", choices=("all", "main"), default="all")
+    parser.add_argument("--arms", nargs="+", choices=GROUPS, default=["all"], metavar="GROUP")
+    parser.add_argument("--again", nargs="+", default=[], metavar="ARM", help="drop its rows")
+    parser.add_argument("--answer", type=int, default=48, metavar="TOKENS")
     options = parser.parse_args()
     from headrace.model import resolve
 
@@ -44,21 +48,27 @@ def main() -> None:
     kept: dict[str, list[Row]] = {}
     if options.json.is_file():
         kept = json.loads(options.json.read_text())["rows"]
-    left = [number for number in range(options.prompts) if str(number) not in kept]
+    for number, some in kept.items():
+        kept[number] = [row for row in some if row["arm"] not in options.again]
+    wanted = {(arm, budget) for arm, _, budget in plan(options.arms)}
+    left = [n for n in range(options.prompts) if wanted - done(kept.get(str(n), []))]
     begun = time.monotonic()
     with ProcessPoolExecutor(
         options.processes, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        fixed = options.prompts, not options.tuning, options.arms
-        tasks = {pool.submit(measured, folder, number, *fixed): number for number in left}
-        for task in as_completed(tasks):
-            kept[str(tasks[task])] = task.result()
+        fixed = options.prompts, not options.tuning, options.arms, options.answer
+        tasks = {
+            pool.submit(measured, folder, number, *fixed, done(kept.get(str(number), []))): number
+            for number in left
+        }
+        for finished, task in enumerate(as_completed(tasks), 1):
+            kept.setdefault(str(tasks[task]), []).extend(task.result())
             rows = [row for some in kept.values() for row in some]
             found = figures(rows)
             options.json.write_text(json.dumps({"figures": found, "rows": kept}, indent=1))
             now = found.get(f"{MAIN:.2f}", {}).get("kl_vs_best_peer_rule", float("nan"))
             print(
-                f"prompt {tasks[task]}: {len(kept)} of {options.prompts} after "
+                f"prompt {tasks[task]}: {finished} of {len(left)} after "
                 f"{time.monotonic() - begun:.0f} s, kl_vs_best_peer_rule at {MAIN:.0%}: {now:.3f}",
                 flush=True,
             )

@@ -140,6 +140,11 @@ def no_probe(lm: LM, case: Case, budget: float) -> Corrected:
     return with_depths(lm, case, Rule().depths(case.offsets, None, lm.layers, budget))
 
 
+def no_draft(lm: LM, case: Case, budget: float) -> Corrected | None:
+    """The probe is the prompt's last tokens alone."""
+    return corrected(lm, case, budget, drafts=0)
+
+
 def with_drift(lm: LM, case: Case, budget: float) -> Corrected | None:
     """Our rule with drift as a third factor, taken where a layer has just computed K and V."""
     probed = case.probed(lm)
@@ -187,6 +192,7 @@ OURS = "ours"
 QUESTION_FREE = "question-free"
 ABLATIONS: dict[str, Correct] = {
     "ours, no probe": no_probe,
+    "ours, no draft": no_draft,
     "ours, no prior": ours(Rule(prior=0.0)),
     "ours, with drift": with_drift,
     "ours, no decay": ours(Rule(decay=np.inf)),

@@ -17,14 +17,19 @@ Row = dict[str, Any]
 
 
 def figures(rows: list[Row]) -> dict[str, Any]:
-    """The ratios, of all prompts that were measured."""
+    """KL of each arm; the ratios, of all prompts with rows of ours and of the peers."""
     found: dict[str, Any] = {"prompts": len({row["prompt"] for row in rows}), "kl": {}}
     for arm in dict.fromkeys(row["arm"] for row in rows):
         budgets = sorted({row["budget"] for row in rows if row["arm"] == arm})
         found["kl"][arm] = {str(budget): mean(rows, arm, budget) for budget in budgets}
+    needed = {(arm, budget) for arm in (arms.OURS, *arms.PEERS) for budget in BUDGETS}
+    there: dict[str, set[tuple[str, float]]] = {}
+    for row in rows:
+        there.setdefault(row["prompt"], set()).add((row["arm"], row["budget"]))
+    rows = [row for row in rows if needed <= there[row["prompt"]]]
+    if not rows:
+        return found
     for budget in BUDGETS:
-        if not chosen(rows, arms.OURS, budget):
-            continue
         best = best_peer(rows, budget)
         ours = by_prompt(rows, arms.OURS, budget)
         peer = by_prompt(rows, best, budget)

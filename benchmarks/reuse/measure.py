@@ -1,35 +1,50 @@
-"""All rules on one prompt, in a process of its own."""
+"""Rules on one prompt, in a process of its own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
 from benchmarks.reuse import arms
 from benchmarks.reuse.figures import BUDGETS, MAIN, OUR_BUDGETS, Row
 
 TOKENS = 2000, 6000
-ANSWER = 48
+GROUPS = "peers", "ours", "ablations", "all"
 
 
-def plan(which: str) -> Iterator[tuple[str, arms.Correct, float]]:
+def plan(groups: Collection[str]) -> Iterator[tuple[str, arms.Correct, float]]:
     """What is measured of each prompt: (arm, rule, budget)."""
-    yield "nothing", arms.nothing, 0.0
-    for budget in OUR_BUDGETS:
-        yield arms.OURS, arms.ours(), budget
-    for name, rule in arms.PEERS.items():
+    if {"peers", "all"} & set(groups):
+        yield "nothing", arms.nothing, 0.0
+        for name, rule in arms.PEERS.items():
+            for budget in BUDGETS:
+                yield name, rule, budget
+    if {"ours", "all"} & set(groups):
+        for budget in OUR_BUDGETS:
+            yield arms.OURS, arms.ours(), budget
         for budget in BUDGETS:
-            yield name, rule, budget
-    for budget in BUDGETS:
-        yield arms.QUESTION_FREE, arms.question_free, budget
-    if which == "all":
+            yield arms.QUESTION_FREE, arms.question_free, budget
+    if {"ablations", "all"} & set(groups):
         for name, rule in (arms.BOUNDS | arms.ABLATIONS).items():
             yield name, rule, MAIN
 
 
-def measured(folder: str, number: int, count: int, held_out: bool, which: str) -> list[Row]:
-    """All arms on one prompt."""
+def done(rows: Collection[Row]) -> set[tuple[str, float]]:
+    """(arm, budget) of a prompt's rows."""
+    return {(row["arm"], row["budget"]) for row in rows}
+
+
+def measured(
+    folder: str,
+    number: int,
+    count: int,
+    held_out: bool,
+    groups: Collection[str],
+    answer: int,
+    but: Collection[tuple[str, float]],
+) -> list[Row]:
+    """These groups of arms on one prompt, but for what is done."""
     import torch
     from transformers import AutoTokenizer
 
@@ -48,9 +63,11 @@ def measured(folder: str, number: int, count: int, held_out: bool, which: str) -
     every = prompts(encode, count, files=documents(held_out), tokens=TOKENS, seed=int(held_out))
     prompt = next(each for n, each in enumerate(every) if n == number)
     lm = LM(folder)
-    case = arms.Case.of(lm, prompt, Exact.of(lm, prompt.tokens, ANSWER))
+    case = arms.Case.of(lm, prompt, Exact.of(lm, prompt.tokens, answer))
     rows = []
-    for arm, rule, budget in plan(which):
+    for arm, rule, budget in plan(groups):
+        if (arm, budget) in but:
+            continue
         corrected = rule(lm, case, budget)
         if corrected is None:
             continue

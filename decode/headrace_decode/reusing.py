@@ -29,6 +29,9 @@ LEAST_RUN = 128
 """Tokens of a run that is worth the error at its beginning."""
 LAST_TOKENS = 8
 """Of the prompt, in the probe: what they attend to is what the answer will look at."""
+DRAFT_ROWS = 128
+"""Rows of a batch that take as long as the probe's draft, 8 tokens one by one
+(`headrace_prefill.reuse.engine.side_pass`)."""
 PLACED_PER_ROW = 50
 """Tokens whose placing takes as long as computing one row (`headrace_prefill.reuse.engine`)."""
 THREAD_TOKENS = 4096
@@ -133,16 +136,17 @@ def is_exact(run: FoundRun) -> bool:
 
 
 def last_rows_of(tokens: int, runs: Sequence[FoundRun]) -> int:
-    """First of the prompt's last tokens, which are probed: `LAST_TOKENS` of them, none of a run."""
+    """First of the prompt's last tokens, which are probed: none of a run, and `LAST_TOKENS` of them
+    with the one behind `tokens`."""
     end = runs[-1].new + runs[-1].length if runs else 0
-    return max(end, tokens - LAST_TOKENS)
+    return max(end, tokens + 1 - LAST_TOKENS)
 
 
 def rows_of(tokens: int, runs: Sequence[FoundRun], last: int, share: float) -> float:
     """Rows that take as long as all that reuse does: placing runs, the probe, rows computed."""
     placed = sum(run.length for run in runs)
     moved = placed - _exact(runs)
-    probe = max(0, tokens - last)
+    probe = tokens - last + 1 + DRAFT_ROWS if last < tokens else 0
     return tokens - placed + share * moved + probe + placed / PLACED_PER_ROW
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace_prefill.reuse.rules import DRAFT_TOKENS
 from tests.support.prompts import noise
 from tests.support.reusing import ReusingEngine
 from tests.support.tiny import LAYERS, tiny_llama
@@ -61,11 +62,18 @@ class TestRows:
 
 class TestProbe:
     @pytest.mark.parametrize("parts", [1, 5])
-    def test_the_last_rows_attention_is_what_a_plain_llama_pays(
-        self, engine: ReusingEngine, parts: int
+    @pytest.mark.parametrize("missing", [(0, 0), (130, 290), (400, 470)])
+    def test_the_last_rows_attention_is_what_a_plain_llama_pays_to_what_has_kv(
+        self, engine: ReusingEngine, parts: int, missing: tuple[int, int]
     ) -> None:
-        found = engine.do("probe", tokens=PROMPT, last=470, parts=parts)
+        found = engine.do("probe", tokens=PROMPT, last=470, parts=parts, missing=missing)
         assert found["error"] < 1e-6
+        assert max(found["keys"], found["values"]) < EXACT
+
+    def test_a_draft_is_what_a_plain_llama_would_answer(self, engine: ReusingEngine) -> None:
+        found = engine.do("draft", tokens=PROMPT, last=470, missing=(130, 290))
+        assert found["tokens"] == found["wanted"] and len(found["tokens"]) == DRAFT_TOKENS
+        assert found["error"] < 1e-6 and found["kept"]
 
     def test_it_leaves_placed_kv_as_it_was(self, engine: ReusingEngine) -> None:
         found = engine.do("probe", tokens=PROMPT, last=470, parts=2)
@@ -110,6 +118,14 @@ class TestRequests:
             "answers", requests=[{"tokens": tokens, "reuse": {"runs": runs, "depth": 0}}]
         )
         assert found["rows"] == LAYERS * (40 + 30 + 25 - 1)
+
+    def test_a_probe_computes_the_last_rows_and_a_draft_besides(
+        self, engine: ReusingEngine
+    ) -> None:
+        tokens, runs = runs_prompt()
+        reuse = {"runs": runs, "depth": 0, "last": len(tokens) - 9}
+        [found] = engine.do("answers", requests=[{"tokens": tokens, "reuse": reuse}])
+        assert found["rows"] == LAYERS * (40 + 30 + 25 - 1 + 8 + 1 + DRAFT_TOKENS)
 
     def test_a_step_computes_no_more_rows_than_its_budget(self, engine: ReusingEngine) -> None:
         tokens, runs = runs_prompt()

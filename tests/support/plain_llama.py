@@ -45,9 +45,15 @@ class PlainLlama:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def compute(
-        self, tokens: list[int], depths: list[int], keys: Tensor, values: Tensor
+        self,
+        tokens: list[int],
+        depths: list[int],
+        keys: Tensor,
+        values: Tensor,
+        missing: tuple[int, int] = (0, 0),
     ) -> Computed:
-        """Compute row p in its first `depths[p]` layers, over stale K and V as `Computed` has."""
+        """Compute row p in its first `depths[p]` layers, over stale K and V as `Computed` has, of
+        which no row sees those from `missing[0]` to before `missing[1]`."""
         keys, values, attention = keys.clone(), values.clone(), []
         n, depth = len(tokens), torch.tensor(depths)
         hidden = self._weights["model.embed_tokens.weight"][torch.tensor(tokens)]
@@ -62,6 +68,7 @@ class PlainLlama:
             all_v = values[layer].repeat_interleave(groups, 1)
             scores = torch.einsum("rhd,thd->hrt", q, all_k) * self.dim**-0.5
             unseen = torch.arange(n)[None] > rows[:, None]
+            unseen[:, slice(*missing)] = True
             weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             attention.append(weights)
             mixed = torch.einsum("hrt,thd->rhd", weights, all_v).flatten(1)

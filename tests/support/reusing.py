@@ -227,13 +227,18 @@ class Engine:
             for a, b in zip(x, y, strict=True)
         )
 
-    def probe(self, tokens: list[int], last: int, parts: int) -> dict[str, Any]:
-        """Probe over the KV of the tokens in reverse; the mass's error against the plain Llama, and
-        whether the cache is as before."""
+    def probe(
+        self, tokens: list[int], last: int, parts: int, missing: tuple[int, int] = (0, 0)
+    ) -> dict[str, Any]:
+        """Probe over the KV of the tokens in reverse, of which some positions have none; errors of
+        the mass and of the probe's own K and V against the plain Llama, and whether the cache is as
+        before."""
         table, n, layers = self._table(), len(tokens), self._rows.layers
         self._fill(tokens[::-1], table)
         keys, values = self._read(table, n)
-        probe = Probe(self._rows, table, np.array(tokens), last)
+        there = np.ones(n, np.bool_)
+        there[slice(*missing)] = False
+        probe = Probe(self._rows, table, np.array(tokens), last, there)
         for part in np.array_split(np.arange(len(probe.rows.positions)), parts):
             rows = probe.rows
             positions = rows.positions[part]
@@ -243,11 +248,60 @@ class Engine:
         mass = probe.finish()
         depths = np.zeros(n, np.int64)
         depths[probe.rows.positions] = layers
-        plain = self._plain.compute(tokens, depths.tolist(), keys, values)
+        plain = self._plain.compute(tokens, depths.tolist(), keys, values, missing)
         wanted = torch.stack([a[:, -(n - last) :].mean((0, 1)) for a in plain.attention])
-        after = self._read(table, last)
-        same = [torch.equal(a, b[:, :last]) for a, b in zip(after, (keys, values), strict=True)]
-        return {"error": _error(torch.from_numpy(mass), wanted), "kept": all(same)}
+        found = self._read(table, n)
+        same = [
+            torch.equal(a[:, :last], b[:, :last])
+            for a, b in zip(found, (keys, values), strict=True)
+        ]
+        return {
+            "error": _error(torch.from_numpy(mass), wanted),
+            "keys": _error(found[0], plain.keys),
+            "values": _error(found[1], plain.values),
+            "kept": all(same),
+        }
+
+    def draft(self, tokens: list[int], last: int, missing: tuple[int, int]) -> dict[str, Any]:
+        """Probe with a draft: its tokens and the plain Llama's, the mass's error, and whether the
+        cache is as before wherever there is KV."""
+        *before, final = tokens
+        table, n, layers = self._table(), len(before), self._rows.layers
+        self._fill(before[::-1], table)
+        keys, values = self._read(table, n)
+        there = np.ones(n, np.bool_)
+        there[slice(*missing)] = False
+        probe = Probe(self._rows, table, np.array(before), last, there, final)
+        said: list[int] = []
+        while True:
+            rows = probe.rows
+            hidden = self._rows.compute([rows], partial(_watched, probe, rows.positions))
+            if not probe.drafts:
+                break
+            said.append(self._rows.likeliest(hidden[-1:]))
+            probe.draft(said[-1])
+        wanted: list[int] = []
+        whole, plain = list(tokens), None
+        for _ in range(len(said) + 1):
+            more = (0, 0, 0, 0, 0, len(whole) - n)
+            stale = [torch.nn.functional.pad(part, more) for part in (keys, values)]
+            depths = [0] * last + [layers] * (len(whole) - last)
+            plain = self._plain.compute(whole, depths, *stale, missing)
+            wanted.append(int(plain.logits[-1].argmax()))
+            whole.append(wanted[-1])
+        assert plain is not None
+        mass = torch.stack([a.mean((0, 1))[:n] for a in plain.attention])
+        after = self._read(table, n)
+        same = [
+            torch.equal(new[:, there][:, : -(n - last)], old[:, there][:, : -(n - last)])
+            for new, old in zip(after, (keys, values), strict=True)
+        ]
+        return {
+            "tokens": said,
+            "wanted": wanted[:-1],
+            "error": _error(torch.from_numpy(probe.finish()), mass),
+            "kept": all(same),
+        }
 
     # Stored documents
 
@@ -382,9 +436,9 @@ class Engine:
 
 
 def _watched(
-    probe: Probe, positions: NDArray[np.int64], layer: int, queries: Tensor, _: Any
+    probe: Probe, positions: NDArray[np.int64], layer: int, queries: Tensor, output: Tensor, _: Any
 ) -> None:
-    probe.watch(layer, queries, positions)
+    probe.watch(layer, queries, output, positions)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:

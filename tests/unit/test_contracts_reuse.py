@@ -34,6 +34,13 @@ def test_a_known_model_embeds_runs_its_layers_and_norms(name: str) -> None:
         assert scaled not in forward, f"{name} scales: mend {COMPAT}"
 
 
+@pytest.mark.parametrize("name", sorted(DECODERS))
+def test_a_known_model_turns_normed_rows_into_logits(name: str) -> None:
+    whole = name.replace("Model", "ForCausalLM")
+    path = f"vllm.model_executor.models.{MODELS[name]}:{whole}.compute_logits"
+    assert_takes(path, COMPAT, "hidden_states")
+
+
 def test_another_model_is_refused_by_name() -> None:
     model = nn.Module()
     model.model = nn.Linear(1, 1)

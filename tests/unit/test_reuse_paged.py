@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace_prefill.reuse.engine.paged import BlockTable, Order, PagedKV, halves, stored_blocks
-from headrace_prefill.reuse.engine.probe import MOST_SCORES, attention_mass
+from headrace_prefill.reuse.engine.probe import MOST_SCORES, attended
 
 BLOCKS, HEADS, TOKENS, DIM = 6, 3, 8, 4
 MEMORY = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "BHLNC": (0, 1, 2, 3)}
@@ -79,15 +79,18 @@ def test_a_position_outside_its_blocks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("most", [MOST_SCORES, 1])
-def test_mass_is_the_softmax_of_each_row_over_what_it_sees(
+def test_rows_attend_by_softmax_to_what_they_see(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_prefill.reuse.engine.probe.MOST_SCORES", most)
-    queries, keys = torch.randn(3, 4, DIM), torch.randn(10, 2, DIM)
-    positions = np.array([2, 7, 9])
-    wanted = torch.zeros(10)
-    for row, last in enumerate(positions):
+    queries, keys, values = torch.randn(3, 4, DIM), torch.randn(10, 2, DIM), torch.randn(10, 2, DIM)
+    seen = np.array([3, 8, 10])
+    mass, mixed = torch.zeros(10), torch.zeros(3, 4, DIM)
+    for row, count in enumerate(seen):
         for head in range(4):
-            scores = keys[: last + 1, head // 2] @ queries[row, head] * 0.5
-            wanted[: last + 1] += scores.softmax(0) / 4
-    assert torch.allclose(attention_mass(queries, keys, positions, 0.5), wanted, atol=1e-6)
+            scores = keys[:count, head // 2] @ queries[row, head] * 0.5
+            mass[:count] += scores.softmax(0) / 4
+            mixed[row, head] = scores.softmax(0) @ values[:count, head // 2]
+    found, counted = attended(queries, keys, values, seen, 0.5)
+    assert torch.allclose(found, mixed, atol=1e-6)
+    assert torch.allclose(counted, mass, atol=1e-6)

@@ -64,7 +64,7 @@ async def test_a_document_at_another_place_is_reused_under_a_salt_of_its_own() -
     assert length >= 800 - BLOCK  # the stored prompt's last tokens fill no block
     stored = hashes([*words(37, 2), *document], "ann")
     assert digests == b"".join(stored[37 // BLOCK : (37 + length - 1) // BLOCK + 1])
-    assert found[0].params["last"] == len(prompt) - 1 - LAST_TOKENS
+    assert found[0].params["last"] == len(prompt) - LAST_TOKENS
     assert found[0].params["share"] == 0.3
     assert 0.3 * length < found[0].computed < len(prompt) * SAVES
     assert (one.requests, one.reused_tokens) == (2, 2 * length)
@@ -115,8 +115,8 @@ def test_reuse_pays_up_to_its_share_of_the_rows() -> None:
 
 def test_the_last_tokens_behind_the_last_run_are_probed() -> None:
     assert last_rows_of(500, [run(100, 397)]) == 497
-    assert last_rows_of(500, []) == 500 - LAST_TOKENS
-    assert last_rows_of(500, [run(100, 50)]) == 500 - LAST_TOKENS
+    assert last_rows_of(500, []) == 501 - LAST_TOKENS
+    assert last_rows_of(500, [run(100, 50)]) == 501 - LAST_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ beginning of a text, and where the answer will look. So the score of a token at 
     score(l, i) = (1 + offset_i)^-PRIOR * mean of mass[m, i] over layers m > l
 
     offset_i    distance from its chunk's first token
-    mass[m, i]  attention that the prompt's last tokens pay to it at layer m, from a probe
+    mass[m, i]  attention that the prompt's last tokens and a draft of the answer pay to it at layer
+                m, from a probe
 
 Layer l computes the r_l best of those that layer l - 1 computed, r_l proportional to e^(-l/DECAY):
 a row needs its own row of the layer before, so the sets are nested, and a token's depth, the
@@ -27,8 +28,9 @@ from numpy.typing import NDArray
 
 PRIOR, DECAY = 0.5, 30.0
 LAST_TOKENS = 8
-"""Of the prompt, in the probe. More rows see no better, and what they cost is not computed again.
-"""
+"""Of the prompt, in the probe."""
+DRAFT_TOKENS = 8
+"""Behind them in the probe: what the model would answer over KV that is not corrected."""
 
 Float = NDArray[np.float32]
 Int = NDArray[np.int64]

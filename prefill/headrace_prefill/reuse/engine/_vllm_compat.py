@@ -40,12 +40,14 @@ class Decoder:
         layers: in order; each `layer(positions, hidden, residual) -> hidden, residual`.
         attention: each layer's attention module of vLLM.
         norm: (hidden, residual) -> (hidden, _), after the last layer.
+        logits: what it returns -> [n, vocabulary].
     """
 
     embed: Any
     layers: list[nn.Module]
     attention: list[Any]
     norm: Any
+    logits: Any
 
 
 def decoder(model: nn.Module) -> Decoder:
@@ -81,7 +83,7 @@ def decoder(model: nn.Module) -> Decoder:
                 f"{module.layer_name} keeps KV as {module.kv_cache_dtype}, K of {module.head_size} "
                 f"and V of {module.head_size_v} channels: known are equal ones, not quantised"
             )
-    return Decoder(inner.embed_input_ids, layers, attention, inner.norm)
+    return Decoder(inner.embed_input_ids, layers, attention, inner.norm, model.compute_logits)
 
 
 def check_engine(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -52,6 +52,7 @@ class Begin:
 
     Attributes:
         request_id, token_ids: all its tokens but the last.
+        final: the last.
         blocks: its block ids.
         start: tokens that it has already.
         found: what `find` returned.
@@ -59,6 +60,7 @@ class Begin:
 
     request_id: str
     token_ids: list[int]
+    final: int
     blocks: list[int]
     start: int
     found: Any
@@ -138,11 +140,11 @@ class ReuseConnector(KVConnectorBase_V1):
         found = self._found.pop(request.request_id, None)
         if found is None or not num_external_tokens:
             return
-        tokens = list(request.all_token_ids)[:-1]
+        *tokens, final = request.all_token_ids
         start = len(tokens) - num_external_tokens
         [table] = blocks.get_block_ids()
         self._served.add(request.request_id)
-        self._begin.append(Begin(request.request_id, tokens, list(table), start, found))
+        self._begin.append(Begin(request.request_id, tokens, final, list(table), start, found))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         begin, self._begin = self._begin, []
@@ -238,4 +240,5 @@ class ReuseConnector(KVConnectorBase_V1):
             planned.runs,
             planned.choose,
             planned.last,
+            begin.final,
         )

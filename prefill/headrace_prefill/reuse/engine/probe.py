@@ -1,11 +1,16 @@
-"""Which positions the prompt's last tokens attend to, learned by a cheap pass over placed KV.
+"""Which positions the answer will attend to, learned by a cheap pass over placed KV.
 
-The probe computes the rows of the prompt's last tokens, behind which the answer begins, through all
-layers, over KV that was placed and not corrected. At each layer,
+The probe computes the rows of the prompt's last tokens, and then, token by token, those of a draft
+of the answer, through all layers, over KV that was placed and not corrected. Most text of no run
+has no KV yet: its rows are computed after the choice, over corrected KV. The probe's rows attend to
+what there is, and to nothing else: a key of zeros is no missing key, it draws more attention than
+most.
 
-    mass[l, t] = mean over last rows i and heads h of softmax_t(scale * q_ih . k_th), t <= i
+    mass[l, t] = mean over rows i and heads h of softmax_t(scale * q_ih . k_th)
+                 over t <= i that have KV
 
-with the keys as they lie in the cache while the probe runs. The pass computes these rows again.
+So their attention is computed here, and the kernel's is written over. The pass computes the
+prompt's rows again; K and V of the draft lie where the request has no KV yet, and are written over.
 """
 
 from __future__ import annotations
@@ -17,43 +22,49 @@ from torch import Tensor
 
 from headrace_prefill.reuse.engine.paged import BlockTable
 from headrace_prefill.reuse.engine.rows import RowEngine, Rows
+from headrace_prefill.reuse.rules import DRAFT_TOKENS
 
 MOST_SCORES = 2**24
 """Attention scores held at once: 64 MiB in fp32."""
 
 
-def attention_mass(
-    queries: Tensor, keys: Tensor, positions: NDArray[np.int64], scale: float
-) -> Tensor:
-    """Attention that rows pay to each position, summed over the rows, averaged over heads.
+def attended(
+    queries: Tensor, keys: Tensor, values: Tensor, seen: NDArray[np.int64], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of some rows, and how much of it each token gets.
 
     Args:
         queries: [rows, heads, head_dim], rotated.
-        keys: [tokens, kv_heads, head_dim], rotated, of positions 0 to tokens - 1.
-        positions: int64 [rows], of the rows, ascending; each sees positions up to its own.
+        keys, values: [tokens, kv_heads, head_dim], keys rotated.
+        seen: int64 [rows], ascending, from 1: how many of the tokens each row sees, from the first.
         scale: of the scores.
 
     Returns:
-        float32 [tokens].
+        What the rows get, [rows, heads, head_dim] in the dtype of `queries`; and float32 [tokens],
+        the weights, summed over rows and averaged over heads.
     """
     rows, heads, dim = queries.shape
     tokens, kv_heads, _ = keys.shape
-    by_head = keys.transpose(0, 1).contiguous().transpose(1, 2)
+    by_head, given = keys.permute(1, 2, 0).contiguous(), values.transpose(0, 1).float()
     grouped = queries.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     at = torch.arange(tokens, device=keys.device)
-    last = torch.from_numpy(positions).to(keys.device)
+    end = torch.from_numpy(seen).to(keys.device)
     total = torch.zeros(tokens, device=keys.device)
+    got = torch.empty_like(queries)
     size = max(1, MOST_SCORES // (heads * tokens))
     for first in range(0, rows, size):
         part = grouped[:, :, first : first + size]
         scores = torch.bmm(part.reshape(kv_heads, -1, dim), by_head).float().mul_(scale)
         scores = scores.view(kv_heads, heads // kv_heads, -1, tokens)
         # Ascending rows: all of them see what the first one sees.
-        seen = int(positions[first]) + 1
-        unseen = at[seen:] > last[first : first + size, None]
-        scores[..., seen:].masked_fill_(unseen, float("-inf"))
-        total += scores.softmax(-1).sum((0, 1, 2))
-    return total / heads
+        all_see = int(seen[first])
+        unseen = at[all_see:] >= end[first : first + size, None]
+        scores[..., all_see:].masked_fill_(unseen, float("-inf"))
+        weights = scores.softmax(-1)
+        total += weights.sum((0, 1, 2))
+        mixed = torch.bmm(weights.flatten(1, 2), given).view(*part.shape)
+        got[first : first + size] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(got.dtype)
+    return got, total / heads
 
 
 class Probe:
@@ -64,6 +75,11 @@ class Probe:
         table: the prompt's blocks.
         token_ids: int64 [n], of the prompt.
         last: first position of the last rows, which reach to the end.
+        there: bool [n], positions that have KV, besides those of the last rows.
+        final: the token behind `token_ids`, from which a draft begins; None drafts nothing.
+
+    Attributes:
+        rows: to compute next.
     """
 
     def __init__(
@@ -72,41 +88,67 @@ class Probe:
         table: BlockTable,
         token_ids: NDArray[np.int64],
         last: int,
+        there: NDArray[np.bool_],
+        final: int | None = None,
     ) -> None:
-        if not 0 <= last < len(token_ids):
-            raise ValueError(f"probe: the last rows begin at {last} of {len(token_ids)} tokens")
-        self._engine, self._table, self._last = engine, table, last
-        positions = np.arange(last, len(token_ids))
-        layers = engine.layers
-        self.rows = Rows(table, positions, token_ids[positions], np.full(len(positions), layers))
-        self._mass = torch.zeros(layers, len(token_ids), device=engine.kv.device)
-        self._context = self._slots(np.arange(len(token_ids)))
+        n = len(token_ids)
+        if not 0 <= last < n:
+            raise ValueError(f"probe: the last rows begin at {last} of {n} tokens")
+        self._engine, self._table, self._n = engine, table, n
+        room = np.concatenate([np.flatnonzero(~there[:last]), np.arange(n, table.capacity)])
+        behind = 0 if final is None or len(room) <= DRAFT_TOKENS else 1 + DRAFT_TOKENS
+        own = table.slots(np.arange(last, n))
+        self._asking = np.concatenate([own, table.slots(room[:behind])])
+        before = np.flatnonzero(there[:last])
+        self._context = np.concatenate([before, np.arange(last, n + behind)])
+        slots = np.concatenate([table.slots(before), self._asking])
+        self._slots = torch.from_numpy(slots).to(engine.kv.device)
+        self._last, self._end = last, n + behind
+        self._mass = torch.zeros(engine.layers, n + behind, device=engine.kv.device)
+        ids = token_ids[last:] if not behind else np.append(token_ids[last:], final)
+        self.rows = self._rows(last, ids)
 
-    def watch(self, layer: int, queries: Tensor, positions: NDArray[np.int64]) -> None:
-        """Count the attention of rows that a layer has just computed.
+    @property
+    def drafts(self) -> bool:
+        """Whether more rows follow those in `rows`."""
+        return int(self.rows.positions[-1]) + 1 < self._end
+
+    def draft(self, token: int) -> None:
+        """Go on with the token that follows `rows`."""
+        self.rows = self._rows(int(self.rows.positions[-1]) + 1, np.array([token]))
+
+    def watch(
+        self, layer: int, queries: Tensor, output: Tensor, positions: NDArray[np.int64]
+    ) -> None:
+        """Attend for rows that a layer is computing, and count it.
 
         Args:
             queries: [rows, heads * head_dim], of these rows.
+            output: likewise; what they get is written to it.
             positions: int64 [rows], ascending.
         """
         if not len(positions):
             return
-        end = int(positions[-1]) + 1
+        seen = np.searchsorted(self._context, positions, "right")
+        end = int(seen[-1])
         module = self._engine.decoder.attention[layer]
         asking = queries.view(len(queries), module.num_heads, module.head_size)
-        keys, _ = self._engine.kv.gather(layer, self._context[:end])
-        mass = attention_mass(asking, keys, positions, module.impl.scale)
-        self._mass[layer, :end] += mass
+        keys, values = self._engine.kv.gather(layer, self._slots[:end])
+        got, mass = attended(asking, keys, values, seen, module.impl.scale)
+        output.copy_(got.reshape(output.shape))
+        self._mass[layer, torch.from_numpy(self._context[:end]).to(mass.device)] += mass
 
     def finish(self) -> NDArray[np.float32]:
         """What was counted.
 
         Returns:
-            float32 [layers, n]: mean attention of the last rows; each layer sums to 1.
+            float32 [layers, n]: mean attention of the rows. A layer sums to 1 with what the rows
+            behind the prompt pay to each other.
         """
-        asked = len(self._context) - self._last
-        mass: NDArray[np.float32] = (self._mass / asked).cpu().numpy()
-        return mass
+        mass: NDArray[np.float32] = (self._mass / len(self._asking)).cpu().numpy()
+        return mass[:, : self._n]
 
-    def _slots(self, positions: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self._table.slots(positions)).to(self._engine.kv.device)
+    def _rows(self, first: int, ids: NDArray[np.int64]) -> Rows:
+        positions = np.arange(first, first + len(ids))
+        depths = np.full(len(ids), self._engine.layers)
+        return Rows(self._table, positions, ids, depths, self._asking[positions - self._last])

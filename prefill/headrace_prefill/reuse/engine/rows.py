@@ -27,9 +27,10 @@ from torch import Tensor
 from headrace_prefill.reuse.engine._vllm_compat import Contexts, Decoder
 from headrace_prefill.reuse.engine.paged import BlockTable, PagedKV
 
-Watch = Callable[[int, Tensor, NDArray[np.int64]], None]
-"""Called after each layer with its number, the queries [rows, heads * head_dim] of the rows that
-it computed, and which rows of the whole batch these are."""
+Watch = Callable[[int, Tensor, Tensor, NDArray[np.int64]], None]
+"""Called behind each layer's attention with the layer's number, the queries of the rows that it
+computes and what they got, each [rows, heads * head_dim], and which rows of the whole batch these
+are. The rows' own K and V are in the cache. What they got may be written over."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class Rows:
         positions: int64 [n], ascending.
         token_ids: int64 [n].
         depths: int64 [n], in how many leading layers each is computed; at least 1.
+        slots: int64 [n], where their K and V are written; None for the table's.
     """
 
     table: BlockTable
     positions: NDArray[np.int64]
     token_ids: NDArray[np.int64]
     depths: NDArray[np.int64]
+    slots: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.positions) == len(self.token_ids) == len(self.depths):
@@ -55,6 +58,17 @@ class Rows:
             raise ValueError("rows: positions must ascend")
         if len(self.depths) and self.depths.min() < 1:
             raise ValueError("rows: a row that no layer computes")
+
+    def where(self) -> NDArray[np.int64]:
+        """Slots of these rows."""
+        return self.table.slots(self.positions) if self.slots is None else self.slots
+
+    def part(self, part: slice) -> Rows:
+        """Some of them."""
+        slots = None if self.slots is None else self.slots[part]
+        return Rows(
+            self.table, self.positions[part], self.token_ids[part], self.depths[part], slots
+        )
 
 
 @dataclass(frozen=True)
@@ -85,12 +99,17 @@ class RowEngine:
         return len(self.decoder.layers)
 
     @torch.inference_mode()
+    def likeliest(self, row: Tensor) -> int:
+        """The token that follows a row that `compute` returned, [1, width]."""
+        return int(self.decoder.logits(row)[-1].argmax())
+
+    @torch.inference_mode()
     def compute(self, parts: Sequence[Rows], watch: Watch | None = None) -> Tensor:
         """Compute rows and leave their K and V in the cache.
 
         Args:
             parts: rows of one prompt each; a prompt appears once.
-            watch: sees each layer's queries.
+            watch: sees each layer's attention.
 
         Returns:
             [rows that went through all layers, width]: what the model's head takes.
@@ -134,11 +153,10 @@ class RowEngine:
         watch: Watch | None,
         alive: NDArray[np.int64],
     ) -> tuple[Tensor, Tensor]:
-        seen: list[Tensor] = []
         hook = None
         if watch is not None:
-            hook = self.decoder.attention[number].register_forward_pre_hook(
-                lambda _, arguments: seen.append(arguments[0])
+            hook = self.decoder.attention[number].register_forward_hook(
+                lambda _, arguments, output: watch(number, arguments[0], output, alive)
             )
         try:
             with self._contexts.layer(number, metadata, slots):
@@ -146,8 +164,6 @@ class RowEngine:
         finally:
             if hook is not None:
                 hook.remove()
-        if watch is not None:
-            watch(number, seen[0], alive)
         assert residual is not None
         return hidden, residual
 
@@ -176,5 +192,5 @@ def _batch(parts: Sequence[Rows]) -> _Batch:
         prompt=np.repeat(np.arange(len(parts)), sizes),
         positions=np.concatenate([part.positions for part in parts]),
         depths=np.concatenate([part.depths for part in parts]),
-        slots=np.concatenate([part.table.slots(part.positions) for part in parts]),
+        slots=np.concatenate([part.where() for part in parts]),
     )

@@ -1,10 +1,13 @@
 """The side pass: fills requests' KV from stored runs and computes the rows that were chosen.
 
-A request goes through three stages, each in bounded parts, so that an engine step does no more than
+A request goes through four stages, each in bounded parts, so that an engine step does no more than
 its budget of rows, whatever clients send:
 
     place    stored runs are copied to the request's slots, block by block
-    probe    if asked for: the prompt's last rows, to learn what they attend to
+    lead     if a probe is asked for: rows before the first run whose KV is not the prompt's own.
+             They are exact, and models attend to the first of them more than to any other
+    probe    if asked for: the prompt's last rows and a draft of the answer, row by row, to learn
+             what they attend to
     compute  chosen rows, in ascending order of position; positions that no run covers at all layers
 
 Rows of several requests are computed as one batch, oldest request first. A request can be cancelled
@@ -19,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +35,9 @@ logger = logging.getLogger("headrace.reuse")
 PLACED_PER_ROW = 50
 """Tokens whose placing counts as computing one row. Measured on one core with SmolLM2-135M in
 bfloat16: 0.034 ms to place a token, 1.9 ms to compute a row."""
+
+DRAFTED_AS_ROWS = 16
+"""Rows of a batch that take as long as one row alone, which reads all weights for itself."""
 
 Choose = Callable[[NDArray[np.float32] | None], NDArray[np.int64]]
 """Attention mass [layers, n] of the probe, or None without one -> depths int64 [n], in how many
@@ -51,6 +56,7 @@ class SideRequest:
         runs: to place, at ascending positions from `start` on, apart from each other.
         choose: which rows are computed.
         last: first of the prompt's last tokens, which are probed; None without a probe.
+        final: the prompt's last token, behind `token_ids`, for the probe's draft; None without one.
     """
 
     request_id: str
@@ -60,6 +66,7 @@ class SideRequest:
     runs: Sequence[StoredRun]
     choose: Choose
     last: int | None = None
+    final: int | None = None
 
     def __post_init__(self) -> None:
         at = self.start
@@ -82,6 +89,12 @@ class SideRequest:
         for run in self.runs:
             covered[run.new : run.new + run.length] = True
         return covered
+
+    def lead(self) -> NDArray[np.int64]:
+        """Positions without KV before the first run that stood behind other text, ascending: what
+        is computed there depends on no run."""
+        moved = [run.new for run in self.runs if run.new or run.old]
+        return np.flatnonzero(~self.covered()[: min(moved, default=0)])
 
 
 @dataclass
@@ -134,7 +147,7 @@ class SidePass:
                     continue
                 if rows is not None:
                     parts.append((each, rows))
-                    left -= len(rows.positions)
+                    left -= each.cost_rows(rows)
                 if left <= 0:
                     break
             self._compute(parts, stepped)
@@ -157,17 +170,19 @@ class SidePass:
             return
         ends = np.cumsum([len(rows.positions) for _, rows in parts])
 
-        def watch(layer: int, queries: Tensor, alive: NDArray[np.int64]) -> None:
+        def watch(layer: int, queries: Tensor, output: Tensor, alive: NDArray[np.int64]) -> None:
             self.rows_computed += len(alive)
             cuts = np.searchsorted(alive, ends)
             for (each, rows), first, end in zip(parts, [0, *cuts[:-1]], cuts, strict=True):
                 if each.probe is not None:
-                    each.probe.watch(layer, queries[first:end], rows.positions)
+                    part = slice(first, end)
+                    each.probe.watch(layer, queries[part], output[part], rows.positions)
 
-        self._engine.compute([rows for _, rows in parts], watch)
-        for each, rows in parts:
+        hidden = self._engine.compute([rows for _, rows in parts], watch)
+        through = [int((rows.depths >= self._engine.layers).sum()) for _, rows in parts]
+        for (each, rows), end in zip(parts, np.cumsum(through), strict=True):
             try:
-                each.computed(len(rows.positions))
+                each.computed(len(rows.positions), hidden[:end])
             except Exception as error:
                 self._fail(stepped, each.request.request_id, error)
 
@@ -182,6 +197,8 @@ class _Pass:
         self._pieces: Iterator[Piece] = iter(pieces)
         self._unplaced = len(pieces)
         self.probe: Probe | None = None
+        self._lead = request.lead() if request.last is not None else np.empty(0, np.int64)
+        self._leads = self._drafting = False
         self._rows: Rows | None = None
         self._at = 0
         self.done = False
@@ -204,18 +221,27 @@ class _Pass:
             self._begin()
         if self.done or self._rows is None:
             return None
-        part = slice(self._at, self._at + most)
-        rows = self._rows
-        return Rows(rows.table, rows.positions[part], rows.token_ids[part], rows.depths[part])
+        return self._rows.part(slice(self._at, self._at + most))
 
-    def computed(self, rows: int) -> None:
-        """So many of them were computed."""
+    def cost_rows(self, rows: Rows) -> int:
+        """What computing them takes, in rows of a batch."""
+        return DRAFTED_AS_ROWS if self._drafting else len(rows.positions)
+
+    def computed(self, rows: int, hidden: Tensor) -> None:
+        """So many of them were computed; the last of `hidden` is the last one of those that went
+        through all layers."""
         self._at += rows
         if self._rows is None or self._at < len(self._rows.positions):
             return
-        if self.probe is not None:
+        if self.probe is not None and self.probe.drafts:
+            self.probe.draft(self._engine.likeliest(hidden[-1:]))
+            self._rows, self._at, self._drafting = self.probe.rows, 0, True
+        elif self.probe is not None:
+            self._drafting = False
             mass, self.probe = self.probe.finish(), None
             self._choose(mass)
+        elif self._leads:
+            self._begin_probe()
         else:
             self.done = True
 
@@ -223,21 +249,21 @@ class _Pass:
         request = self.request
         if request.last is None:
             self._choose(None)
-            return
-        self._clear(np.flatnonzero(~request.covered()[: request.last]))
-        self.probe = Probe(self._engine, request.table, request.token_ids, request.last)
-        self._rows, self._at = self.probe.rows, 0
+        elif len(self._lead):
+            depths = np.full(len(self._lead), self._engine.layers)
+            ids = request.token_ids[self._lead]
+            self._rows, self._leads = Rows(request.table, self._lead, ids, depths), True
+        else:
+            self._begin_probe()
 
-    def _clear(self, positions: NDArray[np.int64]) -> None:
-        """Zero K and V of positions that the probe would see as their blocks' last owner left
-        them."""
-        if not len(positions):
-            return
-        kv = self._engine.kv
-        slots = torch.from_numpy(self.request.table.slots(positions)).to(kv.device)
-        for layer in range(self._engine.layers):
-            keys, values = kv.gather(layer, slots)
-            kv.put(layer, slots, torch.zeros_like(keys), torch.zeros_like(values))
+    def _begin_probe(self) -> None:
+        request, self._leads = self.request, False
+        assert request.last is not None
+        there = request.covered()
+        there[self._lead] = True
+        ids = request.token_ids
+        self.probe = Probe(self._engine, request.table, ids, request.last, there, request.final)
+        self._rows, self._at = self.probe.rows, 0
 
     def _choose(self, mass: NDArray[np.float32] | None) -> None:
         request, layers = self.request, self._engine.layers
@@ -246,6 +272,7 @@ class _Pass:
             raise ValueError(f"{request.request_id}: depths of shape {depths.shape}")
         depths = np.where(request.covered(), depths.clip(0, layers), layers)
         depths[: request.start] = 0
+        depths[self._lead] = 0
         positions = np.flatnonzero(depths)
         self._rows = Rows(request.table, positions, request.token_ids[positions], depths[positions])
         self._at, self.done = 0, not len(positions)

@@ -31,7 +31,7 @@ from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnect
 from headrace_prefill.reuse.engine.placing import LostKV, Placer, StoredRun
 from headrace_prefill.reuse.engine.rows import RowEngine
 from headrace_prefill.reuse.rotate import Rope
-from headrace_prefill.reuse.rules import Rule, offsets_of
+from headrace_prefill.reuse.rules import DRAFT_TOKENS, Rule, offsets_of
 
 logger = logging.getLogger("headrace.reuse")
 
@@ -71,7 +71,7 @@ class StoredReuseConnector(ReuseConnector):
         moved = [(run.new, run.length) for run in runs if run.new or run.old]
         exact = [run.length for run in runs if not (run.new or run.old)]
         offsets, share = offsets_of(n, moved), float(found["share"])
-        probe = 0 if last is None else n - last
+        probe = 0 if last is None else n - last + 1 + DRAFT_TOKENS
         share = max(0.0, share - probe / max(1, int((offsets >= 0).sum())))
 
         def choose(mass: NDArray[np.float32] | None) -> NDArray[np.int64]:

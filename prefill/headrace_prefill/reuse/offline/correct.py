@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace_prefill.reuse.offline.exact import Exact
 from headrace_prefill.reuse.offline.lm import KV, LM
 from headrace_prefill.reuse.offline.prompts import Prompt
-from headrace_prefill.reuse.rules import LAST_TOKENS, Rule, offsets_of
+from headrace_prefill.reuse.rules import DRAFT_TOKENS, LAST_TOKENS, Rule, offsets_of
 
 Int = NDArray[np.int64]
 Sees = Callable[[Tensor], Tensor]
@@ -25,7 +25,8 @@ class Probed:
     """What a probe found.
 
     Attributes:
-        mass: float32 [layers, n], what the prompt's last tokens attend to before the question.
+        mass: float32 [layers, n], what the prompt's last tokens and the draft attend to before the
+            question, of what has KV by then: the text before the first chunk, and the chunks.
         rows: that the probe computed, in all layers.
     """
 
@@ -41,7 +42,7 @@ class Case:
     exact: Exact
     placed: KV
     offsets: Int
-    _probed: dict[bool, Probed] = field(default_factory=dict)
+    _probed: dict[tuple[bool, int], Probed] = field(default_factory=dict)
 
     @staticmethod
     def of(lm: LM, prompt: Prompt, exact: Exact) -> Case:
@@ -60,27 +61,38 @@ class Case:
         """Positions of the chunks' tokens."""
         return np.flatnonzero(self.offsets >= 0)
 
-    def probed(self, lm: LM, stand_in: bool = False) -> Probed:
-        """Probe with the prompt's question, or with one that stands in for any."""
-        if stand_in not in self._probed:
+    def probed(self, lm: LM, stand_in: bool = False, drafts: int = DRAFT_TOKENS) -> Probed:
+        """Probe with the prompt's question, or with one that stands in for any, and a draft of so
+        many tokens."""
+        if (stand_in, drafts) not in self._probed:
             asks, question = self.exact.tokens, self.prompt.question
             if stand_in:
                 asks = torch.cat([asks[:question], torch.tensor(self.prompt.stand_in)])
-            # The engine computes the last token itself, at the end.
-            last = len(asks) - 1
-            first = max(question, last - LAST_TOKENS)
-            kv = lm.empty(len(asks))
-            kv.keys[:, :question] = self.placed.keys[:, :question]
-            kv.values[:, :question] = self.placed.values[:, :question]
+            n, lead = len(asks), self.prompt.chunks[0][0]
+            asks = torch.cat([asks, torch.zeros(drafts, dtype=torch.int64)])
+            rows = torch.arange(max(question, n - LAST_TOKENS), n)
+            kv, there = lm.empty(len(asks)), torch.ones(len(asks), dtype=torch.bool)
+            there[lead:question] = torch.from_numpy(self.offsets[lead:question] >= 0)
+            there[question : rows[0]] = False
+            for into, placed, exact in (
+                (kv.keys, self.placed.keys, self.exact.kv.keys),
+                (kv.values, self.placed.values, self.exact.kv.values),
+            ):
+                into[:, lead:question] = placed[:, lead:question]
+                into[:, :lead] = exact[:, :lead]
             found = np.zeros((lm.layers, len(self.offsets)), np.float32)
+            count = len(rows) + drafts
 
             def watch(layer: int, rows: Tensor, q: Tensor) -> None:
-                found[layer, :question] = lm.mass(q, rows, kv.keys[layer]).numpy()[:question]
+                mass = lm.mass(q, rows, kv.keys[layer], there) * (len(rows) / count)
+                found[layer, :question] += mass[:question].numpy()
 
-            probe = np.arange(first, last)
-            lm.compute(asks, kv, torch.from_numpy(probe), watch=watch)
-            self._probed[stand_in] = Probed(found, len(probe))
-        return self._probed[stand_in]
+            for at in range(n, len(asks)):
+                logits = lm.compute(asks, kv, rows, watch=watch, there=there)
+                asks[at], rows = logits[-1].argmax(), torch.tensor([at])
+            lm.compute(asks, kv, rows, watch=watch, there=there)
+            self._probed[stand_in, drafts] = Probed(found, count)
+        return self._probed[stand_in, drafts]
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,7 @@ def corrected(
     rule: Rule = Rule(),
     *,
     stand_in: bool = False,
+    drafts: int = DRAFT_TOKENS,
     sees: Sees | None = None,
 ) -> Corrected | None:
     """Correct by a rule and a probe, which the budget pays for.
@@ -105,11 +118,12 @@ def corrected(
     Args:
         budget: share of (token of a chunk, layer) pairs.
         stand_in: probe without the prompt's question.
+        drafts: tokens of the probe's draft.
 
     Returns:
         None where the probe alone costs more.
     """
-    probed = case.probed(lm, stand_in)
+    probed = case.probed(lm, stand_in, drafts)
     left = budget - probed.rows / len(case.chunk)
     if left <= 0:
         return None

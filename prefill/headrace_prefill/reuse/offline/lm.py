@@ -78,6 +78,7 @@ class LM:
         keep: Keep | None = None,
         watch: Callable[[int, Tensor, Tensor], None] | None = None,
         sees: Callable[[Tensor], Tensor] | None = None,
+        there: Tensor | None = None,
         attend: Attend | None = None,
     ) -> Tensor:
         """Compute rows and write their KV.
@@ -89,6 +90,7 @@ class LM:
             keep: as `Keep`; None computes all rows in all layers.
             watch: gets the layer, the rows that go on, and their queries [r, heads, head_dim].
             sees: rows -> the last position that each attends to, ascending; None: their own.
+            there: bool, of the positions of `kv`: what rows attend to at all; None: to any.
             attend: as `Attend`; None: exact attention.
 
         Returns:
@@ -112,7 +114,7 @@ class LM:
                 watch(layer, rows, q)
             last = rows if sees is None else sees(rows)
             if attend is None:
-                mixed = self._attend(q, last, kv.keys[layer], kv.values[layer])
+                mixed = self._attend(q, last, kv.keys[layer], kv.values[layer], there)
             else:
                 mixed = attend(layer, q, last, kv.keys[layer], kv.values[layer])
             hidden = hidden + mixed @ self._matrix(layer, "self_attn.o_proj").T
@@ -149,25 +151,30 @@ class LM:
             tokens = torch.cat([tokens, logits[-1].argmax().reshape(1)])
         return tokens
 
-    def mass(self, q: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    def mass(self, q: Tensor, rows: Tensor, keys: Tensor, there: Tensor) -> Tensor:
         """Attention that rows pay to each position, meaned over rows and heads: fp32 [n].
 
         Args:
             q: [r, heads, head_dim], rotated.
             rows: int64 [r].
             keys: [n, kv_heads, head_dim], rotated.
+            there: bool [n], what they attend to.
         """
         all_keys = keys.repeat_interleave(self.heads // self.kv_heads, 1)
         scores = torch.einsum("rhd,thd->hrt", q, all_keys) * self.dim**-0.5
-        unseen = torch.arange(len(keys))[None] > rows[:, None]
+        unseen = (torch.arange(len(keys))[None] > rows[:, None]) | ~there
         return scores.masked_fill(unseen, float("-inf")).softmax(-1).mean((0, 1))
 
-    def _attend(self, q: Tensor, last: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend(
+        self, q: Tensor, last: Tensor, keys: Tensor, values: Tensor, there: Tensor | None
+    ) -> Tensor:
         mixed = []
         for part in range(0, len(last), ROWS_AT_ONCE):
             some = last[part : part + ROWS_AT_ONCE]
             end = int(some[-1]) + 1
             seen = torch.arange(end)[None] <= some[:, None]
+            if there is not None:
+                seen &= there[:end]
             k, v = (
                 one[:end].transpose(0, 1).repeat_interleave(self.heads // self.kv_heads, 0)[None]
                 for one in (keys, values)
