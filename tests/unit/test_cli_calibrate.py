@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.calibrate import frame, reuse
+from headrace.cli.calibrate.reuse import frame, reuse
 from headrace.cli.console import CliError
 from tests.support.tiny import tiny_llama
 
