@@ -46,7 +46,7 @@ def share_of(section: SparseSection) -> float:
     Raises:
         ValueError: as `calibrated`.
     """
-    found = calibrated(section)
     if section.share is not None:
         return section.share
+    found = calibrated(section)
     return SHARE if found is None else found.share

@@ -39,7 +39,7 @@ class Book:
         first = layers[0]
         self._layers, self._sums = layers, KeySums(layers)
         shape = first.blocks, first.kv_heads, first.unit_tokens, first.head_dim
-        of_layers = bases or [None] * len(layers)
+        of_layers: Sequence[Basis | None] = bases or [None] * len(layers)
         self.summaries = [
             Summaries(*shape, basis=basis) for _, basis in zip(layers, of_layers, strict=True)
         ]

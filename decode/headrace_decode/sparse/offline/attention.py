@@ -39,14 +39,15 @@ class Layer:
         """From what `Model.compute` hands to `attend`."""
         heads, dim = keys.shape[1:]
         lacking = -(int(rows[-1]) + 1) % unit_tokens
-        parts = (
+        by_unit = (
             torch.cat([one[: int(rows[-1]) + 1], one.new_zeros(lacking, heads, dim)])
             .transpose(0, 1)
             .unflatten(1, (-1, unit_tokens))
             for one in (keys, values)
         )
         queries = q.unflatten(1, (heads, -1)).transpose(0, 1) * dim**-0.5
-        return cls(*parts, queries, rows, number)
+        of_keys, of_values = by_unit
+        return cls(of_keys, of_values, queries, rows, number)
 
     @property
     def unit_tokens(self) -> int:
