@@ -78,6 +78,8 @@ def test_a_file_brings_back_what_was_written(file: Path) -> None:
         for name in ("origin", "into", "back"):
             assert (getattr(mine, name) == getattr(its, name)).all()
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    (other := file.with_name("other")).touch()
+    assert file.stat().st_mode == other.stat().st_mode, "engines of other users may read it"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,7 @@ def rewritten(file: Path, tensors: dict[str, Any], told: dict[str, Any]) -> None
         {"origin": np.zeros((4, 2, 32), np.float32)},
         {"origin": np.zeros((), np.float32)},
         {"into": np.zeros(0, np.float32)},
+        {"into": np.zeros((), np.float32)},
         {"back": None},
         {"more": np.zeros(3, np.float32)},
         {"into": np.zeros((3, 2, 32, 7), np.float32), "back": np.zeros((3, 2, 7, 32), np.float32)},

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from headrace_decode.sparse.basis import Basis
 
@@ -141,10 +141,8 @@ def write(path: Path, calibration: Calibration, bases: Sequence[Basis]) -> None:
     tensors = {name: np.stack([getattr(one, name) for one in bases]) for name in _TENSORS}
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(tensors, half, {KEY: json.dumps({"version": VERSION} | told)})
+        half.write_bytes(save(tensors, {KEY: json.dumps({"version": VERSION} | told)}))
         half.replace(path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
     finally:
         half.unlink(missing_ok=True)
 
@@ -167,11 +165,8 @@ def read_bases(path: Path, shape: Shape, unit_tokens: int) -> list[Basis]:
     Raises:
         CalibrationError: as `read`; or the file is of another model or unit.
     """
-    calibration, tensors = _read(path, shape, unit_tokens)
-    return [
-        Basis(*(tensors[name][layer] for name in _TENSORS))
-        for layer in range(calibration.shape.layers)
-    ]
+    _, tensors = _read(path, shape, unit_tokens)
+    return [Basis(*(tensors[name][layer] for name in _TENSORS)) for layer in range(shape.layers)]
 
 
 def _read(
@@ -205,7 +200,7 @@ def _check_tensors(file: Any, shape: Shape) -> None:
         raise CalibrationError("it is damaged: it has other tensors")
     parts = {name: file.get_slice(name) for name in _TENSORS}
     heads = shape.layers, shape.kv_heads
-    rank = parts["into"].get_shape()[-1]
+    rank = [0, *parts["into"].get_shape()][-1]
     wanted = {
         "origin": [*heads, shape.head_dim],
         "into": [*heads, shape.head_dim, rank],

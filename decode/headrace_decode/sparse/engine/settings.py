@@ -26,7 +26,8 @@ class SparseSettings:
         mode: of `techniques.MODES`.
         share: of the units that a request attends to where it names none.
         unit_tokens: of a unit, and of the kernel's block.
-        calibration: file of the model's bases. No KV depends on it, for summaries are not stored.
+        calibration: file of the model's bases. KV's identity has no part of it: neither summaries
+            nor KV behind sparse attention leave the engine.
     """
 
     mode: str = "request"
