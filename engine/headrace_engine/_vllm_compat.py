@@ -250,6 +250,8 @@ def kv_token_bytes(vllm_config: VllmConfig) -> int:
     """KV bytes of one token, in all layers and on all ranks."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     layers = model.get_num_layers(vllm_config.parallel_config)
+    if fusion := getattr(model.hf_config, "kv_fusion", None):  # other layers read these layers' KV
+        layers = fusion.get("storage_layers", layers)
     width = model.get_total_num_kv_heads() * model.get_head_size()
     each = model.dtype.itemsize if cache.cache_dtype == "auto" else 1
     return int(2 * layers * width * each)

@@ -42,6 +42,7 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model list",
         "model path",
         "model verify",
+        "model check-kv",
         "memory",
         "memory load",
         "memory list",

@@ -223,6 +223,7 @@ class ProvenWorker(NixlPullConnectorWorker):
 
     nixl_wrapper: Any
     xfer_handshake_metadata: Any
+    _layer_specs: Any
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -255,6 +256,8 @@ class ProvenWorker(NixlPullConnectorWorker):
         )
         try:
             caches = self.host_xfer_buffers or kv_caches
+            # Layers that read another layer's cache have no specification, and are not transferred.
+            caches = {name: cache for name, cache in caches.items() if name in self._layer_specs}
             self._sums = BlockSums(caches, self._logical_num_blocks)
         except (AttributeError, LayoutError) as error:  # some models' caches are no tensors
             if self._settings.check == "all":

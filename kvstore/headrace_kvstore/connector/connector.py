@@ -107,6 +107,8 @@ class StoreConnector(KVConnectorBase_V1):
         self._layers, self._block_bytes = opened.layers, opened.block_bytes
         self._engine_block_bytes = opened.engine_block_bytes
         self._num_blocks = kv_cache_config.num_blocks
+        [group] = kv_cache_config.kv_cache_groups
+        self._keeping = tuple(group.layer_names)
         self._arena, rows, spaces = opened.arena, opened.rows, opened.spaces
         self._reporter = Reporter()
         self._scheduler: SchedulerHalf | None = None
@@ -197,6 +199,8 @@ class StoreConnector(KVConnectorBase_V1):
     # Worker half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # vLLM also names layers that read another layer's cache: that is stored once.
+        kv_caches = {name: kv_caches[name] for name in self._keeping}
         layout = BlockLayout.of_tensors(kv_caches, self._num_blocks)
         if layout.block_bytes != self._engine_block_bytes:
             raise ValueError(

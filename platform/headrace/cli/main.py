@@ -367,6 +367,42 @@ def model_verify(
     models.verify(name)
 
 
+@model_app.command("check-kv")
+def model_check_kv(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A config.json, a model folder, or a name from headrace model list.",
+            metavar="CONFIG_OR_FOLDER",
+        ),
+    ],
+    gpu_memory: Annotated[
+        float, typer.Option(min=0.0, help="GiB of memory, for weights and KV.")
+    ] = 80.0,
+    gpu_share: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of it that the engine takes, as vLLM's option."),
+    ] = 0.9,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of one request. Default: the model's limit.")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
+    or int4: bytes, blocks, contexts that fit."""
+    from headrace.cli import kvsize
+
+    kvsize.check_kv(
+        source,
+        gpu_memory_gib=gpu_memory,
+        gpu_share=gpu_share,
+        context=context,
+        block_tokens=block_tokens,
+        as_json=as_json,
+    )
+
+
 TenantOption = Annotated[
     str | None,
     typer.Option(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.model.registry import ModelError
+from headrace_prefill.fusion.config import FusionError, KVFusion
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "float64": 8}
 
@@ -17,14 +18,20 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4
 class ModelFacts:
     """A decoder-only Transformer, as its config.json describes it.
 
+    `kv_layers` have a KV cache; others (`kv_fusion` in config.json) read theirs.
+
     `dtype_bytes` is of one KV element in the engine: vLLM serves float32 checkpoints in 16 bits,
-    so it is never above 2. `kv_heads` and `head_dim` are 1 and the latent's width where K and V
-    are one latent (MLA). `params` is None unless the weights are safetensors. `max_model_len` is
-    what vLLM takes as its default: `max_positions` times the factor of a scaled RoPE.
+    so it is never above 2. `channels` are those of one attention head. `kv_heads` and `head_dim`
+    are 1 and the latent's width where K and V are one latent (MLA). `params` is None unless the
+    weights are safetensors. `max_model_len` is what vLLM takes as its default: `max_positions`
+    times the factor of a scaled RoPE.
     """
 
     architecture: str
     layers: int
+    kv_layers: int
+    heads: int
+    channels: int
     kv_heads: int
     head_dim: int
     kv_planes: int
@@ -37,7 +44,7 @@ class ModelFacts:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token leaves in all layers, before tensor parallelism."""
-        return self.kv_planes * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return self.kv_planes * self.kv_layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
 
 def describe(path: str | Path) -> ModelFacts:
@@ -63,13 +70,19 @@ def facts_from_config(config: Mapping[str, Any], params: int | None = None) -> M
             break
     layers = _whole(text, "num_hidden_layers", "n_layer", "n_layers")
     positions = _whole(text, "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    try:
+        kv_layers = KVFusion.of({**text, "num_hidden_layers": layers}).storage_layers
+    except FusionError as error:
+        raise ModelError(f"config.json: {error}") from None
+    heads = _whole(text, "num_attention_heads", "n_head", "n_heads")
     if text.get("kv_lora_rank"):  # MLA: one latent and the rotary part of K, shared by all heads
         planes, kv_heads = 1, 1
         head_dim = _whole(text, "kv_lora_rank") + _whole(text, "qk_rope_head_dim")
+        channels = int(text.get("v_head_dim") or 128)
     else:
-        heads = _whole(text, "num_attention_heads", "n_head", "n_heads")
         planes, kv_heads = 2, int(text.get("num_key_value_heads") or heads)
         head_dim = int(text.get("head_dim") or _whole(text, "hidden_size", "n_embd") // heads)
+        channels = head_dim
     dtype = str(
         text.get("dtype") or text.get("torch_dtype")
         or config.get("dtype") or config.get("torch_dtype") or "float32"
@@ -77,6 +90,9 @@ def facts_from_config(config: Mapping[str, Any], params: int | None = None) -> M
     return ModelFacts(
         architecture=(config.get("architectures") or ["unknown"])[0],
         layers=layers,
+        kv_layers=kv_layers,
+        heads=heads,
+        channels=channels,
         kv_heads=kv_heads,
         head_dim=head_dim,
         kv_planes=planes,

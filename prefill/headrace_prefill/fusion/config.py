@@ -1,0 +1,129 @@
+"""Which layers keep KV, and from which layers the others read theirs: `kv_fusion` in config.json.
+
+    "kv_fusion": {"kind": "fused", "storage_layers": 15}
+
+With L layers, of which n are storage layers (numbers from 0):
+
+| kind    | storage layers   | layer i of the others reads                     | source           |
+|---------|------------------|-------------------------------------------------|------------------|
+| vanilla | all L            | its own KV                                      |                  |
+| cla     | 0, g, 2g; g = L/n| K and V of layer g * floor(i / g)               | arXiv 2405.12981 |
+| yoco    | 0 to n - 1       | K and V of layer n - 1                          | arXiv 2405.05254 |
+| lite    | 0 to n - 1       | K of layer n - 1, V of layer 0                  | arXiv 2512.03870 |
+| fused   | 0 to n - 1       | learned mixtures of layers 0 and n - 1, K and V | arXiv 2512.03870 |
+
+`storage_layers` is the number of layers with a KV cache for every kind, so whoever sizes KV needs
+no more than that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+Kind = Literal["vanilla", "cla", "yoco", "lite", "fused"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_KEYS = {"kind", "storage_layers"}
+
+
+class FusionError(ValueError):
+    """`kv_fusion` in config.json makes no sense; the message says why and what would."""
+
+
+@dataclass(frozen=True)
+class KVFusion:
+    """Which layer reads whose KV. Made by `of` or `parse`, which check it.
+
+    Attributes:
+        layers: of the model, L.
+        storage_layers: how many of them have a KV cache, n.
+    """
+
+    kind: Kind
+    layers: int
+    storage_layers: int
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> KVFusion:
+        """From a parsed config.json; vanilla if it has no `kv_fusion`.
+
+        Raises:
+            FusionError: it is not valid.
+        """
+        layers = config.get("num_hidden_layers")
+        if not isinstance(layers, int) or layers < 1:
+            raise FusionError("config.json does not give num_hidden_layers")
+        section = config.get("kv_fusion")
+        if section is None:
+            return KVFusion("vanilla", layers, layers)
+        return KVFusion.parse(section, layers)
+
+    @staticmethod
+    def parse(section: Any, layers: int) -> KVFusion:
+        """From the section itself, in a model of this many layers.
+
+        Raises:
+            FusionError: it is not valid.
+        """
+        if not isinstance(section, Mapping):
+            raise FusionError(f"kv_fusion is {section!r}: write an object with kind")
+        if unknown := sorted(set(section) - _KEYS):
+            raise FusionError(f"kv_fusion has unknown keys {unknown}: known are {sorted(_KEYS)}")
+        kind = section.get("kind")
+        if kind not in KINDS:
+            raise FusionError(f"kv_fusion.kind is {kind!r}: write one of {', '.join(KINDS)}")
+        stored = section.get("storage_layers", layers if kind == "vanilla" else None)
+        if not isinstance(stored, int) or isinstance(stored, bool):
+            raise FusionError(f"kv_fusion.storage_layers is {stored!r}: write a whole number")
+        fusion = KVFusion(cast(Kind, kind), layers, stored)
+        fusion._check()
+        return fusion
+
+    def _check(self) -> None:
+        stored, layers = self.storage_layers, self.layers
+        if self.kind == "vanilla":
+            if stored != layers:
+                raise FusionError(f"kv_fusion.storage_layers is {stored}: vanilla has all {layers}")
+            return
+        least = 2 if self.kind in ("lite", "fused") else 1
+        if not least <= stored < layers:
+            raise FusionError(
+                f"kv_fusion.storage_layers is {stored}: {self.kind} in a model of {layers} layers "
+                f"takes {least} to {layers - 1}"
+            )
+        if self.kind == "cla" and layers % stored:
+            raise FusionError(
+                f"kv_fusion.storage_layers is {stored}: cla takes a divisor of the {layers} layers"
+            )
+
+    def stores(self, layer: int) -> bool:
+        """Whether the layer has a KV cache of its own."""
+        return self.keys(layer) == (layer,)
+
+    def keys(self, layer: int) -> tuple[int, ...]:
+        """The storage layers whose K the layer reads; two of them are mixed."""
+        return self._read(layer, (self.storage_layers - 1,))
+
+    def values(self, layer: int) -> tuple[int, ...]:
+        """The storage layers whose V the layer reads; two of them are mixed."""
+        return self._read(layer, (0,) if self.kind == "lite" else (self.storage_layers - 1,))
+
+    def _read(self, layer: int, shared: tuple[int, ...]) -> tuple[int, ...]:
+        if self.kind == "cla":
+            group = self.layers // self.storage_layers
+            return (layer - layer % group,)
+        if layer < self.storage_layers:
+            return (layer,)
+        return (0, self.storage_layers - 1) if self.kind == "fused" else shared
+
+    @property
+    def mixes(self) -> bool:
+        """Whether layers have mixing weights."""
+        return self.kind == "fused"
+
+    @property
+    def first_after_storage(self) -> int:
+        """The first layer behind the last storage layer: no token's KV depends on it or on those
+        above it, so a prompt's rows without logits need not run in them."""
+        return 1 + max(layer for layer in range(self.layers) if self.stores(layer))

@@ -1,0 +1,1 @@
+"""Models with fewer KV caches inside vLLM: the models, their attention, their registration."""

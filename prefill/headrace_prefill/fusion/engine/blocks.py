@@ -1,0 +1,80 @@
+"""Mixes KV blocks of two layers into a scratch cache: one pass, one rounding.
+
+    output[i] = first[blocks[i]] * first_weight + last[blocks[i]] * last_weight
+
+A weight is a constant of its channel, so K and V of a block are mixed alike, in whatever order the
+attention kernel keeps a block. Sums are float32.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_kvstore.codec.lanes import load, narrow, store, widen
+from headrace_kvstore.compiled import jit
+
+_BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+
+
+@jit(nogil=True)
+def _mix(
+    first: Any, last: Any, begins: Any, first_weight: Any, last_weight: Any, output: Any, at: int
+) -> None:
+    like, size = first_weight[0], len(first_weight)
+    for begin in begins:
+        for i in range(size):
+            a = widen(load(first, begin + i)) * widen(load(first_weight, i))
+            b = widen(load(last, begin + i)) * widen(load(last_weight, i))
+            store(output, at + i, narrow(np.float32(a + b), like))
+        at += size
+
+
+class Mixer:
+    """Mixes blocks with as many threads as torch computes with; its memory grows to the largest
+    batch's blocks."""
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
+        self._memory = torch.empty(0)
+
+    def mix(
+        self,
+        first: Tensor,
+        last: Tensor,
+        blocks: NDArray[np.int64],
+        first_weight: Tensor,
+        last_weight: Tensor,
+    ) -> Tensor:
+        """The mixed blocks [n, *block shape], until the next call.
+
+        Args:
+            first, last: contiguous caches of two layers, [any, *block shape], of float32, bfloat16
+                or float16.
+            blocks: [n].
+            first_weight, last_weight: [*block shape], of their dtype.
+        """
+        size = first_weight.numel()
+        if self._memory.dtype != first.dtype or self._memory.numel() < len(blocks) * size:
+            self._memory = torch.empty(len(blocks) * size, dtype=first.dtype)
+        arrays = [_elements(t) for t in (first, last, first_weight, last_weight, self._memory)]
+        begins, parts, at = blocks * size, [], 0
+        for part in np.array_split(begins, self._threads):
+            parts.append((*arrays[:2], part, *arrays[2:], at))
+            at += len(part) * size
+        if self._pool is None:
+            _mix(*parts[0])
+        else:
+            list(self._pool.map(lambda part: _mix(*part), parts))
+        return self._memory[: len(blocks) * size].view(len(blocks), *first.shape[1:])
+
+
+def _elements(x: Tensor) -> NDArray[Any]:
+    """The bits of a contiguous tensor's elements, as `lanes` takes them."""
+    return x.view(_BITS[x.dtype]).view(-1).numpy()

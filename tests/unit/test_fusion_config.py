@@ -1,0 +1,87 @@
+"""`kv_fusion` in config.json: which layers keep KV, whose KV the others read, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_prefill.fusion.config import FusionError, KVFusion
+
+
+def fusion(kind: str, stored: int | None = None, layers: int = 6) -> KVFusion:
+    section = {"kind": kind} if stored is None else {"kind": kind, "storage_layers": stored}
+    return KVFusion.of({"num_hidden_layers": layers, "kv_fusion": section})
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "keys", "values"),
+    [
+        ("vanilla", None, "0 1 2 3 4 5", "0 1 2 3 4 5"),
+        ("cla", 3, "0 0 2 2 4 4", "0 0 2 2 4 4"),
+        ("cla", 2, "0 0 0 3 3 3", "0 0 0 3 3 3"),
+        ("yoco", 3, "0 1 2 2 2 2", "0 1 2 2 2 2"),
+        ("lite", 3, "0 1 2 2 2 2", "0 1 2 0 0 0"),
+        ("fused", 3, "0 1 2 0+2 0+2 0+2", "0 1 2 0+2 0+2 0+2"),
+    ],
+)
+def test_each_kind_reads_these_layers(
+    kind: str, stored: int | None, keys: str, values: str
+) -> None:
+    found = fusion(kind, stored)
+    assert " ".join("+".join(map(str, found.keys(n))) for n in range(6)) == keys
+    assert " ".join("+".join(map(str, found.values(n))) for n in range(6)) == values
+
+
+def test_a_model_without_the_section_is_vanilla() -> None:
+    found = KVFusion.of({"num_hidden_layers": 4})
+    assert (found.kind, found.storage_layers, found.first_after_storage) == ("vanilla", 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "first"), [("lite", 3, 3), ("fused", 2, 2), ("yoco", 1, 1), ("cla", 3, 5)]
+)
+def test_rows_without_logits_end_behind_the_last_storage_layer(
+    kind: str, stored: int, first: int
+) -> None:
+    assert fusion(kind, stored).first_after_storage == first
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (3, "kv_fusion is 3: write an object with kind"),
+        ({"kind": "fuzed"}, "kind is 'fuzed': write one of vanilla, cla, yoco, lite, fused"),
+        ({"kind": "lite"}, "storage_layers is None: write a whole number"),
+        ({"kind": "lite", "storage_layers": True}, "storage_layers is True: write a whole"),
+        ({"kind": "lite", "storage_layers": 1}, "lite in a model of 6 layers takes 2 to 5"),
+        ({"kind": "fused", "storage_layers": 6}, "fused in a model of 6 layers takes 2 to 5"),
+        ({"kind": "yoco", "storage_layers": 0}, "yoco in a model of 6 layers takes 1 to 5"),
+        ({"kind": "cla", "storage_layers": 4}, "cla takes a divisor of the 6 layers"),
+        ({"kind": "vanilla", "storage_layers": 3}, "vanilla has all 6"),
+        ({"kind": "lite", "storage": 3}, r"unknown keys \['storage'\]: known are"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_would(section: Any, message: str) -> None:
+    with pytest.raises(FusionError, match=message):
+        KVFusion.of({"num_hidden_layers": 6, "kv_fusion": section})
+
+
+@given(
+    st.sampled_from(["cla", "yoco", "lite", "fused"]),
+    st.integers(2, 40),
+    st.integers(1, 40),
+)
+def test_readers_read_storage_layers_below_them(kind: str, layers: int, stored: int) -> None:
+    try:
+        found = fusion(kind, stored, layers)
+    except FusionError:
+        return
+    storing = [n for n in range(layers) if found.stores(n)]
+    assert len(storing) == stored
+    for layer in range(layers):
+        sources = {*found.keys(layer), *found.values(layer)}
+        assert sources <= set(storing)
+        assert sources == {layer} or max(sources) < layer
