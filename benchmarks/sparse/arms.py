@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from benchmarks.sparse.attention import Budget, Layer, Mass, Score, Share
+from benchmarks.sparse.attention import Budget, Mass, Score, Share
 from headrace_decode.sparse.basis import COORDINATES, Basis
+from headrace_decode.sparse.offline.attention import estimated
 from headrace_decode.sparse.reference import Coordinates, Form
 from headrace_decode.sparse.rivals import EXTRA, ORACLE, RIVALS, Rival
-from headrace_decode.sparse.scoring import score
 from headrace_decode.sparse.summaries import Summaries
 
 OURS, OWN, BEST = "ours", "own directions", "oracle"
@@ -64,20 +62,7 @@ def first(basis: Basis, rank: int) -> Basis:
 def kept(bases: Sequence[Basis] | None, rank: int = COORDINATES) -> Score:
     """Summaries as an engine has them, in a basis or by own directions."""
     mine = None if bases is None else [first(basis, rank) for basis in bases]
-
-    def scores(layer: Layer) -> Tensor:
-        heads, units, tokens, dim = layer.keys.shape
-        basis = None if mine is None else mine[layer.number]
-        summaries = Summaries(units, heads, tokens, dim, basis=basis)
-        summaries.put(np.arange(units), layer.keys.transpose(0, 1))
-        found = torch.zeros(heads, len(layer.rows), units)
-        for row, count in enumerate(layer.counts.tolist()):
-            queries = layer.queries[:, row].contiguous().numpy()
-            some = score(summaries, np.arange(count - 1), queries, 1.0)
-            found[:, row, : count - 1] = torch.from_numpy(some)
-        return found
-
-    return scores
+    return lambda layer: estimated(layer, None if mine is None else mine[layer.number])
 
 
 def weighed(inner: Score) -> Score:

@@ -1,4 +1,4 @@
-"""Attention of a text's last rows to chosen units alone, in a plain torch model."""
+"""Which units the last rows of a text attend to, by scores and budgets."""
 
 from __future__ import annotations
 
@@ -10,51 +10,16 @@ import torch
 from torch import Tensor
 
 from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.offline import attention as shared
+from headrace_decode.sparse.offline.attention import attended
+
+__all__ = ["Budget", "Layer", "Mass", "Score", "Share", "attended"]
 
 SINKS, RECENT = 1, 2
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What rows of one layer ask, and of what.
-
-    Attributes:
-        keys: fp32 [H, n, T, D], all units, the last one filled up with zeros.
-        values: likewise.
-        queries: fp32 [H, r, G, D], times the scale of the logits.
-        rows: int64 [r], positions.
-        number: of the layer.
-    """
-
-    keys: Tensor
-    values: Tensor
-    queries: Tensor
-    rows: Tensor
-    number: int
-
-    @staticmethod
-    def of(
-        number: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, unit_tokens: int
-    ) -> Layer:
-        """From what `LM.compute` hands to `attend`."""
-        heads, dim = keys.shape[1:]
-        lacking = -(int(rows[-1]) + 1) % unit_tokens
-
-        def parts(one: Tensor) -> Tensor:
-            whole = torch.cat([one[: int(rows[-1]) + 1], one.new_zeros(lacking, heads, dim)])
-            return whole.transpose(0, 1).unflatten(1, (-1, unit_tokens))
-
-        queries = q.unflatten(1, (heads, -1)).transpose(0, 1) * dim**-0.5
-        return Layer(parts(keys), parts(values), queries, rows, number)
-
-    @property
-    def unit_tokens(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def counts(self) -> Tensor:
-        """Units that each row sees, its own included: int64 [r]."""
-        return self.rows // self.unit_tokens + 1
+class Layer(shared.Layer):
+    """With what rules need that are not ours."""
 
     def visible(self) -> Tensor:
         """Which units lie before each row's own: bool [r, n]."""
@@ -122,13 +87,3 @@ class Mass:
         wanted = wanted.clamp(min=few.clamp(min=SINKS + RECENT), max=many)
         chosen = torch.zeros(scores.shape, dtype=torch.bool)
         return chosen.scatter(-1, order, at.expand_as(order) < wanted) & (at < counts)
-
-
-def attended(layer: Layer, chosen: Tensor) -> Tensor:
-    """Exact attention to the chosen units: fp32 [r, heads * D], as `LM.compute` wants it."""
-    flat = layer.keys.flatten(1, 2)
-    logits = torch.einsum("hrgd,htd->hrgt", layer.queries, flat)
-    seen = chosen.repeat_interleave(layer.unit_tokens, -1)
-    seen &= torch.arange(flat.shape[1]) <= layer.rows[:, None]
-    weights = logits.masked_fill_(~seen[:, :, None], -torch.inf).softmax(-1)
-    return torch.einsum("hrgt,htd->rhgd", weights, layer.values.flatten(1, 2)).flatten(1)

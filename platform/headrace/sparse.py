@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.config.calibration import FIELD, share_of
 from headrace.config.techniques import SparseSection
 from headrace_decode.sparse.engine.settings import SparseSettings
 
@@ -33,11 +34,15 @@ def add_sparse(section: SparseSection, engines: list[dict[str, Any]]) -> None:
         engines: `engine_kwargs` of all roles, with drafting and reuse in them; changed in place.
 
     Raises:
-        ValueError: an engine has a worker class of its own.
+        ValueError: an engine has a worker class of its own, or the calibration cannot be used.
     """
     if section.mode == "off":
         return
-    settings = SparseSettings(section.mode, section.share, section.unit_tokens)
+    try:
+        share = share_of(section)
+    except ValueError as error:
+        raise ValueError(f"{FIELD}: {error}") from None
+    settings = SparseSettings(section.mode, share, section.unit_tokens, section.calibration)
     for engine in engines:
         worker = engine.get("worker_cls", "auto")
         if worker not in _WORKERS:

@@ -23,7 +23,7 @@ MANY = 40
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SparseEngine]:
     """The only one of this file."""
-    engine = SparseEngine(tiny_llama())
+    engine = SparseEngine(tiny_llama(), calibrated=noise(1024, 70))
     try:
         yield engine
     finally:
@@ -40,6 +40,10 @@ def exact(engine: SparseEngine) -> list[list[int]]:
 
 def asking(tokens: list[int], share: float | None = None) -> dict[str, Any]:
     return {"tokens": tokens, "max_tokens": MANY, "sparse": share}
+
+
+def test_the_engine_takes_the_bases_that_were_learned_of_its_model(engine: SparseEngine) -> None:
+    assert engine.do("bases") == [24] * LAYERS
 
 
 def test_exact_answers_are_those_of_a_plain_llama(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.kvstore.child import Child, serve
+from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.sparse.offline.calibrate import Learning
+from headrace_prefill.reuse.offline.lm import LM
 from tests.support import run
 from tests.support.plain_llama import PlainLlama
 from tests.support.program import IN_ONE_PROCESS, engine_environment
@@ -23,14 +28,25 @@ NEAR = 2e-3
 
 
 class SparseEngine:
-    """The engine, from outside. `do` calls a method of `Engine`."""
+    """The engine, from outside. `do` calls a method of `Engine`.
 
-    def __init__(self, model: Path, sparse: bool = True) -> None:
+    Args:
+        calibrated: on these tokens; None for an engine without a basis.
+    """
+
+    def __init__(
+        self, model: Path, sparse: bool = True, calibrated: list[int] | None = None
+    ) -> None:
         self._folder = TemporaryDirectory()
         self.log = Path(self._folder.name) / "log"
+        calibration = Path(self._folder.name) / "calibration"
+        if calibrated is not None:
+            calibrate(model, calibrated, calibration)
         environment = engine_environment(**IN_ONE_PROCESS)
         run.engine_started()
         options = {"model": model, "sparse": int(sparse)}
+        if calibrated is not None:
+            options["calibration"] = calibration
         self._child = Child("sparse_engine", options, environment, self.log, "tests.support.")
         self._child.answer()
 
@@ -44,17 +60,26 @@ class SparseEngine:
         self._folder.cleanup()
 
 
+def calibrate(model: Path, tokens: list[int], file: Path) -> None:
+    """Write a calibration of what these tokens teach."""
+    learning = Learning(LM(str(model)), SparseSettings.unit_tokens)
+    with torch.no_grad():
+        learning.add(tokens)
+    shape = Shape.of(json.loads((model / "config.json").read_text()))
+    found = Calibration("tiny", shape, SparseSettings.unit_tokens, {0.1: 0.01}, 0.02, 0.1)
+    write(file, found, learning.bases())
+
+
 class Engine:
     """The engine's own process."""
 
-    def __init__(self, model: str, sparse: bool) -> None:
+    def __init__(self, model: str, sparse: bool, calibration: str | None) -> None:
         from vllm import LLM
 
         from headrace_decode.sparse.engine.bound import BOUND
-        from headrace_decode.sparse.engine.settings import SparseSettings
 
         self._plain = PlainLlama(Path(model))
-        settings = SparseSettings()
+        settings = SparseSettings(calibration=calibration)
         told: dict[str, Any] = {
             "additional_config": settings.additional_config(),
             "worker_cls": "headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
@@ -99,6 +124,11 @@ class Engine:
             "preemptions": self._preemptions() - preempted,
         }
 
+    def bases(self) -> list[int]:
+        """Coordinates of each layer's basis; none without bases."""
+        found = [each.basis for each in self._bound._rows._book.summaries]  # type: ignore
+        return [one.into.shape[-1] for one in found if one is not None]
+
     def forget(self) -> None:
         """Have no prefixes."""
         self._llm.reset_prefix_cache()
@@ -126,8 +156,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--sparse", type=int, default=1)
+    parser.add_argument("--calibration")
     args = parser.parse_args()
-    serve(lambda: Engine(args.model, bool(args.sparse)))
+    serve(lambda: Engine(args.model, bool(args.sparse), args.calibration))
 
 
 if __name__ == "__main__":

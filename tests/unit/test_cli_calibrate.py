@@ -1,17 +1,27 @@
-"""`headrace calibrate reuse`, on a tiny model."""
+"""`headrace calibrate`, on a tiny model."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from transformers import AutoConfig
+from typer.testing import CliRunner
 
-from headrace.cli.calibrate import frame, reuse
+from headrace.cli.calibrate.model import model
+from headrace.cli.calibrate.reuse import frame, reuse
+from headrace.cli.calibrate.sparse import sparse
+from headrace.cli.calibrate.texts import long_texts
 from headrace.cli.console import CliError
-from tests.support.tiny import tiny_llama
+from headrace.cli.main import app
+from headrace_decode.sparse.engine.calibration import Shape, read, read_bases
+from tests.support.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_llama
 
 
 def texts(folder: Path, count: int) -> Path:
@@ -23,8 +33,9 @@ def texts(folder: Path, count: int) -> Path:
 
 
 def run(folder: Path, target_kl: float, output: Path | None = None) -> None:
-    model = str(tiny_llama())
-    reuse(model, texts=folder, prompts=1, tokens=600, target_kl=target_kl, output=output)
+    reuse(
+        str(tiny_llama()), texts=folder, prompts=1, tokens=600, target_kl=target_kl, output=output
+    )
 
 
 def test_it_prints_the_curve_and_the_budget(
@@ -64,3 +75,82 @@ def test_the_frame_is_what_stands_around_the_users_text() -> None:
             return f"<s>{messages[0]['content']}</s>"
 
     assert frame(Template()) == ("<s>", "</s>")
+
+
+# ---- sparse ---------------------------------------------------------------------------------
+
+
+def run_sparse(folder: Path, target_kl: float, output: Path, tokens: int = 2500) -> None:
+    sparse(
+        str(tiny_llama()),
+        texts=folder,
+        learn=1,
+        measure=1,
+        tokens=tokens,
+        unit_tokens=32,
+        target_kl=target_kl,
+        output=output,
+    )
+
+
+def test_it_writes_the_file_that_an_engine_of_the_model_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.safetensors"
+    (tmp_path / "texts").mkdir()
+    run_sparse(texts(tmp_path / "texts", 9), 100, file)
+    printed = capsys.readouterr()
+    assert "share: 0.05" in printed.out and "text 2 of 2 measured" in printed.err
+    found = read(file)
+    assert found.share == 0.05 and found.unit_tokens == 32
+    kls = [found.kl[share] for share in sorted(found.kl)]
+    assert kls[0] > kls[-1] >= 0
+    config = AutoConfig.from_pretrained(tiny_llama()).to_dict()
+    bases = read_bases(file, Shape.of(config), 32)
+    assert len(bases) == LAYERS and bases[0].into.shape == (KV_HEADS, HEAD_DIM, 24)
+
+
+def test_a_target_below_all_shares_writes_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.safetensors"
+    (tmp_path / "texts").mkdir()
+    with pytest.raises(CliError, match=r"no share up to 0\.30 keeps to a KL of -1"):
+        run_sparse(texts(tmp_path / "texts", 9), -1, file)
+    assert not file.exists()
+
+
+def test_too_short_texts_and_a_place_that_cannot_be_written_are_refused_at_once(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "texts").mkdir()
+    folder = texts(tmp_path / "texts", 9)
+    with pytest.raises(CliError, match="give more texts, or smaller --tokens"):
+        run_sparse(folder, 1, tmp_path / "file", tokens=50_000)
+    with pytest.raises(CliError, match="cannot be written"):
+        run_sparse(folder, 1, tmp_path / "none" / "file")
+
+
+def test_no_two_texts_share_a_file(tmp_path: Path) -> None:
+    files = [tmp_path / f"{n}" for n in range(9)]
+    for n, file in enumerate(files):
+        file.write_text(f"{n}" * (30 if n else 5000))
+    found = list(long_texts(lambda text: [int(each) for each in text], files, 3, 50))
+    assert [len(text) for text in found] == [50] * 3
+    assert not set(found[0]) & set(found[1]) and not set(found[1]) & set(found[2])
+
+
+def test_a_model_with_other_weights_than_a_llamas_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama(), folder)
+    [file] = folder.glob("*.safetensors")
+    weights = load_file(file) | {"model.layers.0.self_attn.q_proj.bias": np.zeros(4, np.float32)}
+    save_file(weights, file)
+    with pytest.raises(CliError, match=r"it is no plain Llama: it has .*q_proj\.bias"):
+        model(str(folder))
+
+
+def test_the_help_names_the_target_and_units_that_no_engine_has_are_refused() -> None:
+    found = CliRunner().invoke(app, ["calibrate", "sparse", "--help"])
+    assert found.exit_code == 0 and "--target-kl" in found.output and "--out" in found.output
+    refused = CliRunner().invoke(app, ["calibrate", "sparse", "--unit-tokens", "24"])
+    assert isinstance(refused.exception, CliError)
+    assert "must be 16 or 32" in str(refused.exception)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import _custom_ops as ops
 
+from headrace_decode.sparse.basis import Moments
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.keys import KeySums, LayerKeys
 from headrace_decode.sparse.summaries import Summaries
@@ -117,3 +118,20 @@ def test_what_is_brought_up_is_right_whatever_happened_before(events: list[tuple
         else:
             done, _ = book.bring_up(units(unit), number)
             assert done == 1 and right(book, layers, unit)
+
+
+def test_summaries_are_made_in_the_basis_of_their_layer() -> None:
+    layers, moments = [layer(seed=n) for n in range(LAYERS)], []
+    for keys in layers:
+        one = Moments(HEADS, DIM)
+        one.add_units(keys.read(units(*range(BLOCKS))).float().numpy())
+        one.add_queries(np.random.default_rng(len(moments)).normal(size=(HEADS, 50, DIM)))
+        moments.append(one.basis())
+    book = Book(layers, moments)
+    book.bring_up(units(1, 2), 1000)
+    for summaries, keys, basis in zip(book.summaries, layers, moments, strict=True):
+        wanted = Summaries(BLOCKS, HEADS, 32, DIM, basis=basis)
+        wanted.put(units(1, 2), keys.read(units(1, 2)))
+        assert summaries.basis is basis
+        assert (wanted.codes == summaries.codes).all() and (wanted.scales == summaries.scales).all()
+    assert (book.summaries[0].codes[:, 1] != book.summaries[1].codes[:, 1]).any()

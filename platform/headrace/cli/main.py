@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.calibrate import calibrate_app
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
 from headrace.cli.simulate import simulate
@@ -38,10 +39,6 @@ memory_app = typer.Typer(
     no_args_is_help=True,
 )
 keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
-calibrate_app = typer.Typer(
-    help="Measure what a model loses by lossy techniques, and choose their budgets.",
-    no_args_is_help=True,
-)
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
 app.add_typer(memory_app, name="memory")
@@ -403,34 +400,6 @@ def model_check_kv(
         context=context,
         block_tokens=block_tokens,
         as_json=as_json,
-    )
-
-
-@calibrate_app.command("reuse")
-def calibrate_reuse(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Name from headrace model list, folder, or Hugging Face id."),
-    ] = None,
-    texts: Annotated[
-        Path | None,
-        typer.Option(help="Folder of texts like your documents. Default: installed packages'."),
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to measure.")] = 12,
-    tokens: Annotated[int, typer.Option(min=500, help="Length of a prompt, about.")] = 2000,
-    target_kl: Annotated[
-        float, typer.Option(min=0.0, help="Mean KL to the exact model that you allow, nats.")
-    ] = 0.02,
-    output: Annotated[
-        Path | None, typer.Option("--json", help="Also write what was measured to this file.")
-    ] = None,
-) -> None:
-    """Print the budget at which reuse keeps to an error. It takes minutes, and 4 bytes of memory a
-    parameter."""
-    from headrace.cli import calibrate
-
-    calibrate.reuse(
-        model, texts=texts, prompts=prompts, tokens=tokens, target_kl=target_kl, output=output
     )
 
 

@@ -15,10 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from headrace.config.calibration import FIELD, calibrated
 from headrace.config.keyfile import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
+from headrace.config.techniques import SparseSection
 
 Problem = tuple[str, str]
 
@@ -91,6 +93,8 @@ def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
     problems += _kv_holds_one_request(config)
     problems += _objects(config)
     problems += _saved_memory(config)
+    if files_here:
+        problems += _calibration(config.techniques.sparse)
     return problems
 
 
@@ -119,6 +123,13 @@ def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
             gateway.tls.context()
         except ValueError as error:
             yield "gateway.tls_cert_file", str(error)
+
+
+def _calibration(sparse: SparseSection) -> Iterator[Problem]:
+    try:
+        calibrated(sparse)
+    except ValueError as error:
+        yield FIELD, str(error)
 
 
 def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:

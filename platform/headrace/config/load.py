@@ -184,20 +184,30 @@ def _holds_a_value(data: Any, keys: Sequence[str]) -> bool:
     return not isinstance(data, Mapping)
 
 
-FILES = ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
-"""Fields of the section `gateway` that name files."""
+FILES = (
+    *(
+        ("gateway", name)
+        for name in ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
+    ),
+    ("techniques", "sparse", "calibration"),
+)
+"""Fields that name files."""
 
 
 def _relative_to(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """Make file names absolute: in a configuration file they count from the file's folder, and on
     the command line from the current one."""
-    gateway = data.get("gateway")
-    if not isinstance(gateway, dict):
-        return data
-    for name in FILES:
-        if isinstance(gateway.get(name), str):
-            file = folder.resolve() / Path(gateway[name]).expanduser()
-            data = merge(data, {"gateway": {name: str(file)}})
+    for *sections, name in FILES:
+        section: Any = data
+        for each in sections:
+            section = section.get(each) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(section.get(name), str):
+            change: dict[str, Any] = {
+                name: str(folder.resolve() / Path(section[name]).expanduser())
+            }
+            for each in reversed(sections):
+                change = {each: change}
+            data = merge(data, change)
     return data
 
 

@@ -43,12 +43,20 @@ class SparseSection(Section):
         "all requests but those with `vllm_xargs.sparse` or `vllm_xargs.techniques` set to "
         '`"off"`.',
     )
-    share: float = Field(
-        default=0.1,
+    calibration: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The model's file from `headrace calibrate sparse`: the share for the error "
+        "that you allow, and what makes a share cost less error. Each engine's machine must hold "
+        "it. A relative path counts from the configuration file's folder.",
+    )
+    share: float | None = Field(
+        default=None,
         gt=0,
         le=1,
         description="Share of its KV that each answer token attends to. More is slower and closer "
-        "to the exact model. `vllm_xargs.sparse` may give another share.",
+        "to the exact model. null: that of `calibration`, or 0.1 without one. "
+        "`vllm_xargs.sparse` may give another share.",
     )
     unit_tokens: Literal[16, 32] = Field(
         default=32,

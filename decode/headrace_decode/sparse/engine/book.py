@@ -12,9 +12,12 @@ units are done.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine.keys import KeySums, LayerKeys
 from headrace_decode.sparse.summaries import Summaries
 
@@ -29,13 +32,17 @@ class Book:
 
     Args:
         layers: in order, of one shape.
+        bases: of each layer; None for units' own directions.
     """
 
-    def __init__(self, layers: list[LayerKeys]) -> None:
+    def __init__(self, layers: list[LayerKeys], bases: Sequence[Basis] | None = None) -> None:
         first = layers[0]
         self._layers, self._sums = layers, KeySums(layers)
         shape = first.blocks, first.kv_heads, first.unit_tokens, first.head_dim
-        self.summaries = [Summaries(*shape) for _ in layers]
+        of_layers: Sequence[Basis | None] = bases or [None] * len(layers)
+        self.summaries = [
+            Summaries(*shape, basis=basis) for _, basis in zip(layers, of_layers, strict=True)
+        ]
         self._seen = np.zeros((first.blocks, len(layers)), np.uint64)
         self.made = 0
         """Summaries made so far, each of one layer."""

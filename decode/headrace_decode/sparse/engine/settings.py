@@ -26,11 +26,14 @@ class SparseSettings:
         mode: of `techniques.MODES`.
         share: of the units that a request attends to where it names none.
         unit_tokens: of a unit, and of the kernel's block.
+        calibration: file of the model's bases. KV's identity has no part of it: neither summaries
+            nor KV behind sparse attention leave the engine.
     """
 
     mode: str = "request"
     share: float = 0.1
     unit_tokens: int = 32
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         if self.unit_tokens not in UNIT_TOKENS:

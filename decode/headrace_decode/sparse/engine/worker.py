@@ -6,9 +6,12 @@ An engine in which it cannot be done starts as ever, says why in its log, and at
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from headrace_decode.replay.worker import TakingUpWorker
+from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine._vllm_compat import (
     RunnerRows,
     attention_layers,
@@ -20,6 +23,12 @@ from headrace_decode.sparse.engine._vllm_compat import (
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.bound import BOUND
+from headrace_decode.sparse.engine.calibration import (
+    COMMAND,
+    CalibrationError,
+    Shape,
+    read_bases,
+)
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import settings_of
@@ -34,6 +43,7 @@ class SparseInReach:
     """Mixed into a worker class of vLLM's, before it."""
 
     _sparse = False
+    _calibration: str | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         """As vLLM's, with our attention backend where it can stand."""
@@ -43,6 +53,7 @@ class SparseInReach:
             why = why_dense(config, settings.unit_tokens)
             if why is None:
                 BOUND.unit_tokens, self._sparse = settings.unit_tokens, True
+                self._calibration = settings.calibration
                 use_backend(BACKEND)
             else:
                 _say_dense(why)
@@ -62,17 +73,24 @@ class SparseInReach:
 
     def _bind(self, modules: list[Any]) -> None:
         keys = [LayerKeys(module.kv_cache) for module in modules]
-        book = Book(keys)
+        book = Book(keys, self._bases())
         for module, of_layer, summaries in zip(modules, keys, book.summaries, strict=True):
             module.impl.sparse = SparseLayer(of_layer, summaries)
         modules[0].impl.sparse.warm(modules[0].num_heads)
         rows = SparseRows(book, len(modules), BOUND.unit_tokens)
         BOUND.bind(rows, RunnerRows(self.model_runner).rows)  # type: ignore[attr-defined]
         logger.info(
-            "sparse attention over units of %d tokens; summaries take up to %.0f MB",
+            "sparse attention over units of %d tokens, %s; summaries take up to %.0f MB",
             BOUND.unit_tokens,
+            "without a basis" if book.summaries[0].basis is None else "with the model's basis",
             book.nbytes / 1e6,
         )
+
+    def _bases(self) -> list[Basis] | None:
+        if self._calibration is None:
+            return None
+        config = self.vllm_config.model_config.hf_text_config  # type: ignore[attr-defined]
+        return bases_for(Path(self._calibration), config.to_dict(), BOUND.unit_tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's."""
@@ -91,6 +109,25 @@ class SparseTakingUpWorker(SparseInReach, TakingUpWorker):
 
 class SparseSpeculatingWorker(SparseInReach, SpeculatingWorker):
     """Of engines that draft."""
+
+
+def bases_for(file: Path, config: Mapping[str, Any], unit_tokens: int) -> list[Basis] | None:
+    """The bases of a calibration; None, with the reason in the log, if it cannot be used.
+
+    Args:
+        config: of the engine's model, as `Shape.of` takes it.
+    """
+    try:
+        return read_bases(file, Shape.of(config), unit_tokens)
+    except CalibrationError as error:
+        logger.warning(
+            "techniques.sparse.calibration: %s cannot be used: %s. This engine attends without a "
+            "basis, and errs more than was calibrated. `%s` makes such a file",
+            file,
+            error,
+            COMMAND,
+        )
+        return None
 
 
 def _say_dense(why: str) -> None:

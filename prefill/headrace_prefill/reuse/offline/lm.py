@@ -6,6 +6,7 @@ Attention is masked by absolute position: row p sees positions 0 to p, whichever
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from headrace_prefill.reuse.rotate import Rope
 
 ROWS_AT_ONCE = 512
+WEIGHTS = re.compile(
+    r"(lm_head|model\.(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm"
+    r"|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)))\.weight"
+    r"|model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)
 
 
 @dataclass
@@ -48,6 +54,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 class LM:
     """The model in a folder.
 
+    Raises ValueError for one with weights that are not a Llama's, such as biases.
+
     Attributes:
         layers: of the model.
         pairs: (row, layer) pairs whose KV was computed so far.
@@ -58,6 +66,8 @@ class LM:
         self._weights: dict[str, Tensor] = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
             self._weights |= {name: one.float() for name, one in load_file(file).items()}
+        if other := sorted(name for name in self._weights if not WEIGHTS.fullmatch(name)):
+            raise ValueError(f"it is no plain Llama: it has {other[0]}")
         self.layers: int = config["num_hidden_layers"]
         self.heads: int = config["num_attention_heads"]
         self.kv_heads: int = config["num_key_value_heads"]

@@ -15,14 +15,15 @@ from typing import Any
 
 from rich.table import Table
 
+from headrace.cli.calibrate.model import model
+from headrace.cli.calibrate.texts import files_of
 from headrace.cli.console import CliError, stderr, stdout
 
 MARK = "\x00here\x00"
-LEAST_TEXTS = 8
 
 
 def reuse(
-    model: str | None,
+    name: str | None,
     *,
     texts: Path | None,
     prompts: int,
@@ -35,29 +36,12 @@ def reuse(
     Raises:
         CliError: the model cannot be computed so, or there are too few texts.
     """
-    import torch
-    from transformers import AutoTokenizer
-
-    from headrace.model import resolve
     from headrace_prefill.reuse.offline import curve as curves
-    from headrace_prefill.reuse.offline.lm import LM
     from headrace_prefill.reuse.offline.prompts import documents
     from headrace_prefill.reuse.offline.prompts import prompts as made
-    from headrace_prefill.reuse.rotate import RopeError
 
-    torch.set_grad_enabled(False)
-    folder = resolve(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    try:
-        lm = LM(folder)
-    except (RopeError, KeyError, OSError) as error:
-        raise CliError(f"{folder}: keys of this model cannot be moved: {error}", 2) from None
-    files = documents(False) if texts is None else _texts(texts)
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return found
-
+    folder, lm, tokenizer, encode = model(name)
+    files = documents(False) if texts is None else files_of(texts)
     curve = curves.Curve()
     begun = time.monotonic()
     span = int(0.8 * tokens), int(1.2 * tokens)
@@ -102,12 +86,3 @@ def frame(tokenizer: Any) -> tuple[str, str]:
             return "", ""
     before, _, behind = whole.partition(MARK)
     return before, behind
-
-
-def _texts(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    if len(found) < LEAST_TEXTS:
-        raise CliError(
-            f"{folder} has {len(found)} files; give a folder with {LEAST_TEXTS} or more texts", 2
-        )
-    return found

@@ -1,0 +1,90 @@
+"""Attention of a text's last rows to chosen units alone, in a plain torch model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.summaries import Summaries
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What rows of one layer ask, and of what.
+
+    Attributes:
+        keys: fp32 [H, n, T, D], all units, the last one filled up with zeros.
+        values: likewise.
+        queries: fp32 [H, r, G, D], times the scale of the logits.
+        rows: int64 [r], positions.
+        number: of the layer.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    rows: Tensor
+    number: int
+
+    @classmethod
+    def of(
+        cls, number: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, unit_tokens: int
+    ) -> Self:
+        """From what `Model.compute` hands to `attend`."""
+        heads, dim = keys.shape[1:]
+        lacking = -(int(rows[-1]) + 1) % unit_tokens
+        by_unit = (
+            torch.cat([one[: int(rows[-1]) + 1], one.new_zeros(lacking, heads, dim)])
+            .transpose(0, 1)
+            .unflatten(1, (-1, unit_tokens))
+            for one in (keys, values)
+        )
+        queries = q.unflatten(1, (heads, -1)).transpose(0, 1) * dim**-0.5
+        of_keys, of_values = by_unit
+        return cls(of_keys, of_values, queries, rows, number)
+
+    @property
+    def unit_tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def counts(self) -> Tensor:
+        """Units that each row sees, its own included: int64 [r]."""
+        return self.rows // self.unit_tokens + 1
+
+
+def estimated(layer: Layer, basis: Basis | None) -> Tensor:
+    """Scores from summaries, as an engine's: fp32 [H, r, n]; 0 of a row's own unit and later ones.
+
+    Args:
+        basis: of the layer; None for own directions.
+    """
+    heads, units, tokens, dim = layer.keys.shape
+    summaries = Summaries(units, heads, tokens, dim, basis=basis)
+    summaries.put(np.arange(units), layer.keys.transpose(0, 1))
+    found = torch.zeros(heads, len(layer.rows), units)
+    for row, count in enumerate(layer.counts.tolist()):
+        queries = layer.queries[:, row].contiguous().numpy()
+        some = score(summaries, np.arange(count - 1), queries, 1.0)
+        found[:, row, : count - 1] = torch.from_numpy(some)
+    return found
+
+
+def attended(layer: Layer, chosen: Tensor) -> Tensor:
+    """Exact attention to the chosen units: fp32 [r, heads * D], as `Model.compute` wants it.
+
+    Args:
+        chosen: bool [H, r, n].
+    """
+    flat = layer.keys.flatten(1, 2)
+    logits = torch.einsum("hrgd,htd->hrgt", layer.queries, flat)
+    seen = chosen.repeat_interleave(layer.unit_tokens, -1)
+    seen &= torch.arange(flat.shape[1]) <= layer.rows[:, None]
+    weights = logits.masked_fill_(~seen[:, :, None], -torch.inf).softmax(-1)
+    return torch.einsum("hrgt,htd->rhgd", weights, layer.values.flatten(1, 2)).flatten(1)

@@ -1,0 +1,54 @@
+"""The user's texts that a calibration computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from headrace.cli.console import CliError
+
+LEAST_TEXTS = 8
+CHARACTERS_A_TOKEN = 8
+"""At most, of what is read of a file."""
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files of a folder and of those in it.
+
+    Raises:
+        CliError: there are too few.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    if len(found) < LEAST_TEXTS:
+        raise CliError(
+            f"{folder} has {len(found)} files; give a folder with {LEAST_TEXTS} or more texts", 2
+        )
+    return found
+
+
+def long_texts(
+    encode: Callable[[str], list[int]], files: Sequence[Path], count: int, tokens: int
+) -> Iterator[list[int]]:
+    """Texts of so many tokens, each of files of its own, one after another.
+
+    Raises:
+        CliError: the files are too short.
+    """
+    order = list(files)
+    random.Random(0).shuffle(order)
+    left = iter(order)
+    for number in range(count):
+        text: list[int] = []
+        for file in left:
+            with file.open(encoding="utf-8", errors="replace") as opened:
+                text += encode(opened.read(CHARACTERS_A_TOKEN * (tokens - len(text))))
+            if len(text) >= tokens:
+                break
+        else:
+            raise CliError(
+                f"the texts make {number} pieces of {tokens} tokens, each of files of its own, and "
+                f"{count} are needed; give more texts, or smaller --tokens",
+                2,
+            )
+        yield text[:tokens]
