@@ -91,8 +91,8 @@ def of_coordinates(
     )
 
 
-def arms(which: str, bases: Bases) -> Iterator[Arm]:
-    """What is measured of each text; "main" leaves the ablations out."""
+def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
+    """What is measured of a text."""
     ours, own, oracle = kept(bases.ours), kept(None), rival(ORACLE)
     mean = rival(RIVALS["mean"])
     basis = first(bases.ours[0], COORDINATES)
@@ -106,7 +106,7 @@ def arms(which: str, bases: Bases) -> Iterator[Arm]:
     yield Arm(BEST, oracle, bytes_vs_k=1.0, main=True)
     for name, one in (RIVALS | EXTRA).items():
         yield Arm(name, rival(one), bytes_vs_k=one.bytes_vs_k, main=True)
-    if which == "main":
+    if not ablated:
         return
     for other in SHARES:
         for name, score_ in ((OURS, ours), (OWN, own), (BEST, oracle), ("mean", mean)):

@@ -40,12 +40,13 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         "recall_tasks_vs_dense": _tasks(by[OURS].values()),
         "bytes_vs_k": next(iter(by[OURS].values()))["bytes_vs_k"],
     }
-    found["arms"] = {name: _arm(list(by[name].values())) for name in names}
+    found["arms"] = {name: _arm(list(by[name].values()), by[OURS]) for name in names}
     return found
 
 
-def _arm(rows: list[Row]) -> dict[str, Any]:
+def _arm(rows: list[Row], ours: dict[str, Row]) -> dict[str, Any]:
     kinds = dict.fromkeys(row["kind"] for row in rows)
+    same = [ours[row["text"]] for row in rows]
     return {
         "bytes_vs_k": rows[0]["bytes_vs_k"],
         **{
@@ -53,6 +54,8 @@ def _arm(rows: list[Row]) -> dict[str, Any]:
             for name in ("chosen", "recall", "kl", "top1")
             if rows[0][name] is not None
         },
+        "texts": len(rows),
+        "kl_vs_ours": _mean(rows, "kl") / _mean(same, "kl"),
         "recall_tasks_vs_dense": _tasks(rows),
         "kl_by_kind": {
             kind: _mean([row for row in rows if row["kind"] == kind], "kl") for kind in kinds

@@ -26,14 +26,15 @@ LEARNED_KINDS = "source", "prose", "dialogue"
 """Of texts for tuning, one each, that bases are learned from."""
 
 
-def measured(folder: str, number: int, held_out: bool, which: str, bases: str) -> list[Row]:
+def measured(folder: str, number: int, held_out: bool, ablated: bool, bases: str) -> list[Row]:
     """All arms on text `number`.
 
     Args:
+        ablated: with ablations.
         bases: file that bases are kept in.
     """
     lm, encode = _model(folder)
-    chosen = list(arms(which, learned(lm, encode, Path(bases))))
+    chosen = list(arms(learned(lm, encode, Path(bases)), ablated))
     return measured_text(lm, text(number, encode, held_out=held_out), chosen)
 
 

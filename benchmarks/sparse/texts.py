@@ -24,7 +24,7 @@ from headrace_prefill.reuse.offline.prompts import Encode, documents, passage
 
 KINDS = ("source", "prose", "dialogue", "copy", "needle")
 TAIL_TOKENS = 64
-FEWEST_TOKENS, MOST_TOKENS = 6000, 8192
+FEWEST_TOKENS, MOST_TOKENS = 4500, 8192
 PIECE_TOKENS = 1200
 COPY_TOKENS, COPY_BEGUN_TOKENS = 160, 40
 FACTS = 12

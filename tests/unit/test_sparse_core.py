@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace_decode.sparse.basis import Basis, Moments
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.layout import Layout
-from headrace_decode.sparse.reference import Form
+from headrace_decode.sparse.reference import Coordinates, Form
 from headrace_decode.sparse.scoring import score
 from headrace_decode.sparse.summaries import Summaries
 
@@ -56,7 +56,9 @@ def unpacked(summaries: Summaries, unit: int, head: int) -> tuple[Tensor, Tensor
     mean = row(0, dim) * scale[0]
     if summaries.basis is not None:
         coordinates = row(dim, rank * tokens).reshape(rank, tokens)
-        return torch.from_numpy(mean), torch.from_numpy(coordinates.T @ summaries.basis.back[head])
+        return torch.from_numpy(mean), torch.from_numpy(
+            coordinates.T @ summaries.basis.back[head] * scale[1]
+        )
     directions = row(dim, rank * dim).reshape(dim // 4, rank, 4).swapaxes(0, 1).reshape(rank, dim)
     rest = np.zeros((tokens, dim), np.float32)
     for j in range(rank):
@@ -167,7 +169,7 @@ class TestABasis:
             centred = self.KEYS[9, head] - exact
             origin = torch.from_numpy(basis.origin[head])
             assert (mean - (exact - origin)).abs().max() <= (exact - origin).abs().max() / 13.9
-            assert (rest - centred).square().sum() < 0.05 * centred.square().sum()
+            assert (rest - centred).square().sum() < 0.1 * centred.square().sum()
 
     def test_spends_its_coordinates_where_queries_look(self) -> None:
         queries = torch.randn(HEADS, 500, 64, generator=torch.Generator().manual_seed(1))
@@ -201,11 +203,23 @@ class TestABasis:
         leading = torch.linalg.svd(flat, full_matrices=False)[2][:, :rank]
         assert lost(ours) < lost(torch.einsum("nhtd,hrd,hre->nhte", centred, leading, leading))
 
-    def test_cuts_off_what_its_codes_do_not_reach(self) -> None:
-        summaries = Summaries(1, HEADS, 16, 64, basis=basis_of(self.KEYS, 8))
-        summaries.put(np.array([0]), 1000 * self.KEYS[:1])
-        codes = summaries.codes[:, 0, 32:]
-        assert {1, 15} <= set((codes & 15).ravel()) <= set(range(1, 16))
+    def test_reaches_to_a_key_far_out_with_wider_steps(self) -> None:
+        summaries = Summaries(2, HEADS, 16, 64, basis=basis_of(self.KEYS, 64))
+        keys = self.KEYS[:2].clone()
+        keys[0, :, 5] *= 30
+        summaries.put(np.arange(2), keys)
+        assert (summaries.scales[:, 0, 1] > 5).all() and (summaries.scales[:, 1, 1] < 2).all()
+        _, rest = unpacked(summaries, 0, 0)
+        far = keys[0, 0, 5] - keys[0, 0].mean(0)
+        assert (rest[5] - far).norm() < 0.2 * far.norm()
+
+    def test_scores_are_those_of_the_reference(self) -> None:
+        basis, queries = basis_of(self.KEYS, 24), torch.randn(HEADS, 3, 64)
+        summaries = Summaries(40, HEADS, 16, 64, basis=basis)
+        summaries.put(np.arange(40), self.KEYS)
+        found = score(summaries, np.arange(40), queries.numpy(), 0.125)
+        logits = Coordinates(basis).logits(self.KEYS.transpose(0, 1), queries * 0.125)
+        np.testing.assert_allclose(found, logits.softmax(-1).sum(1), rtol=1e-3, atol=1e-4)
 
     def test_is_that_of_all_that_was_added(self) -> None:
         moments = Moments(HEADS, 64)

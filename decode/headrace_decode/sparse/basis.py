@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Float = NDArray[np.float32]
 COORDINATES = 24
 SPREAD = 3.0
-"""Standard deviations that 4 bits reach to."""
+"""Standard deviations that 4 bits reach to, where no key of a unit lies farther out."""
 UNSEEN = 1e-3
 """Of the mean moment, added to all directions of queries: what was never seen may still come."""
 

@@ -256,4 +256,5 @@ class _Shared(_Unit):
                 for g in range(self.group):
                     weight = self._all(self._number(g, dim + row), tokens)
                     found[g] = self._plus(found[g], values, weight)
-        return found
+        wider = self._all(self.b.load(self.b.gep(scales, [I32(1)])), tokens)
+        return [self.b.fmul(one, wider) for one in found]

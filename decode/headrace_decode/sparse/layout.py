@@ -13,8 +13,8 @@ stored as 1 to 15, that is value / scale + 8:
 A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together, so
 that the halves unpack into neighbouring lanes.
 
-There is a scale of the mean, and one of each own direction times its coefficients, which only ever
-meet as a product. Shared coordinates have standard deviation 1 and a fixed scale.
+There is a scale of the mean. Shared coordinates have one more, by which the unit's steps are wider
+than the basis's. Own directions have one each, of V_j times u_j, which only ever meet as a product.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def scales(self) -> int:
-        return 1 if self.shared else self.rank + 1
+        return 2 if self.shared else self.rank + 1
 
     @property
     def code_bytes(self) -> int:

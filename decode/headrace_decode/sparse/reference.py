@@ -115,7 +115,7 @@ class Coordinates:
 
     Attributes:
         basis: of the layer.
-        bits: of a coordinate; all reach as far as 4 bits do; None for fp32.
+        bits: of a coordinate; None for fp32.
         largest: as in `Form`.
     """
 
@@ -125,7 +125,7 @@ class Coordinates:
 
     def nbytes(self, tokens: int, dim: int) -> float:
         """Of one unit and head."""
-        return dim / 2 + 4 + self.basis.into.shape[2] * tokens * (self.bits or 32) / 8
+        return dim / 2 + 8 + self.basis.into.shape[2] * tokens * (self.bits or 32) / 8
 
     def logits(self, keys: Tensor, queries: Tensor) -> Tensor:
         """As `Form.logits`, from the keys."""
@@ -136,7 +136,8 @@ class Coordinates:
         coordinates = torch.einsum("hntd,hdr->hntr", keys - means[:, :, None], into)
         if self.bits is not None:
             finer = (2 ** (self.bits - 1) - 1) / 7
-            coordinates = (coordinates.clamp(-7, 7) * finer).round() / finer
+            wider = (coordinates.abs().amax((2, 3), keepdim=True) / 7).clamp(min=1)
+            coordinates = (coordinates / wider * finer).round() / finer * wider
         mean = queries @ Form(bits=4).quantised(means - origin[:, None]).mT
         weights = torch.einsum("hmd,hrd->hmr", queries, back)
         each = torch.einsum("hmr,hntr->hmnt", weights, coordinates) + mean[..., None]

@@ -81,7 +81,7 @@ def place(
     beside = np.empty(rank * tokens, np.float32)
     for n in range(units.size):
         for head in range(codes.shape[0]):
-            code = codes[head, units[n]]
+            code, largest = codes[head, units[n]], np.float32(0)
             _centre(keys[n, head], mean, centred)
             for d in range(dim):
                 mean[d] -= origin[head, d]
@@ -94,7 +94,13 @@ def place(
                     for j in range(rank):
                         row[j] += value * into[head, d, j]
                 for j in range(rank):
-                    beside[j * tokens + i] = min(max(row[j], np.float32(-7)), np.float32(7))
+                    beside[j * tokens + i] = row[j]
+                    largest = max(largest, abs(row[j]))
+            # Coarser steps where a coordinate lies beyond the codes.
+            wider = max(np.float32(1), largest / np.float32(7))
+            for i in range(rank * tokens):
+                beside[i] /= wider
+            scales[head, units[n], 1] = wider
             _pack(beside, code, dim // 2)
 
 
