@@ -88,8 +88,8 @@ class LM:
         keep: Keep | None = None,
         watch: Callable[[int, Tensor, Tensor], None] | None = None,
         sees: Callable[[Tensor], Tensor] | None = None,
-        there: Tensor | None = None,
         attend: Attend | None = None,
+        there: Tensor | None = None,
     ) -> Tensor:
         """Compute rows and write their KV.
 
@@ -100,8 +100,8 @@ class LM:
             keep: as `Keep`; None computes all rows in all layers.
             watch: gets the layer, the rows that go on, and their queries [r, heads, head_dim].
             sees: rows -> the last position that each attends to, ascending; None: their own.
-            there: bool, of the positions of `kv`: what rows attend to at all; None: to any.
             attend: as `Attend`; None: exact attention.
+            there: bool, of the positions of `kv`: what exact attention sees; None: all.
 
         Returns:
             fp32 [r, vocabulary]: logits of the rows that went through all layers.
