@@ -273,7 +273,12 @@ class PlannedLLM(TakingUpLLM):
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if token_ids and prompt.get("multi_modal_data"):
             token_ids = None  # placeholders may lie above the vocabulary
-        wrong = why_refused(token_ids, params, self.model_config.get_vocab_size())
+        wrong = why_refused(
+            token_ids,
+            params,
+            self.model_config.get_vocab_size(),
+            all_rows=not self.vllm_config.cache_config.kv_sharing_fast_prefill,
+        )
         if wrong is not None:
             raise VLLMValidationError(wrong[0], parameter=wrong[1])
 

@@ -28,7 +28,7 @@ _VAST = re.compile(
 
 
 def why_refused(
-    token_ids: Sequence[int] | None, params: Any, vocabulary: int
+    token_ids: Sequence[int] | None, params: Any, vocabulary: int, *, all_rows: bool = True
 ) -> tuple[str, str] | None:
     """What is wrong with a request, and in which field; None if it can run.
 
@@ -36,9 +36,16 @@ def why_refused(
         token_ids: the prompt, if it is plain token ids.
         params: vLLM's `SamplingParams`.
         vocabulary: rows of the model's embedding table.
+        all_rows: whether a prompt's rows run in all layers (no `kv_sharing_fast_prefill`).
     """
     if token_ids and max(token_ids) >= vocabulary:
         return f"token id {max(token_ids)} is not in the vocabulary of {vocabulary}", "prompt"
+    if not all_rows and params.prompt_logprobs is not None:
+        # vLLM refuses all numbers but 0, which its engine does not survive.
+        return (
+            "this engine has no log-probabilities of prompt tokens (kv_sharing_fast_prefill)",
+            "prompt_logprobs",
+        )
     if params.top_k > LARGEST:
         return f"top_k must be at most {LARGEST}", "top_k"
     for token_id in params.stop_token_ids or ():

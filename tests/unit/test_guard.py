@@ -17,6 +17,7 @@ VOCABULARY = 100
 def params(**changes: Any) -> Any:
     values: dict[str, Any] = {
         "top_k": 0,
+        "prompt_logprobs": None,
         "stop_token_ids": [],
         "logit_bias": None,
         "structured_outputs": None,
@@ -152,3 +153,12 @@ def test_a_grammar_over_a_limit_of_size_is_refused_by_name_of_the_limit(
 )
 def test_a_grammar_at_a_limit_of_size_is_tried(spec: dict[str, Any]) -> None:
     assert why_refused(None, grammar(**spec), VOCABULARY) is None
+
+
+@pytest.mark.parametrize("wanted", [0, 5])
+def test_prompt_logprobs_are_refused_where_a_prompts_rows_end_early(wanted: int) -> None:
+    asked = params(prompt_logprobs=wanted)
+    assert why_refused([1], asked, VOCABULARY) is None
+    refused = why_refused([1], asked, VOCABULARY, all_rows=False)
+    assert refused is not None and refused[1] == "prompt_logprobs"
+    assert why_refused([1], params(), VOCABULARY, all_rows=False) is None
