@@ -6,17 +6,20 @@ Each test names the file to mend when an upgrade moves what it pins. Slow to imp
 from __future__ import annotations
 
 import inspect
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import ModelConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.utils import select_common_block_size
 
 from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import (
     CPUAttentionBackend,
+    model_fields,
     requests_moved,
     use_backend,
     why_dense,
@@ -24,8 +27,10 @@ from headrace_decode.sparse.engine._vllm_compat import (
 )
 from headrace_decode.sparse.engine.backend import SparseBackend
 from headrace_decode.sparse.engine.bound import BOUND
+from headrace_decode.sparse.engine.calibration import Shape
 from headrace_decode.sparse.engine.settings import SparseSettings
 from tests.support.contracts import assert_fields, assert_takes, find
+from tests.support.tiny import tiny_llama
 
 COMPAT = "decode/headrace_decode/sparse/engine/_vllm_compat.py"
 BACKEND = "decode/headrace_decode/sparse/engine/backend.py"
@@ -234,3 +239,9 @@ def test_an_engine_without_it_has_vllms_own_backend_and_says_why(
     assert one.loaded == 1 and not AttentionBackendEnum.CPU_ATTN.is_overridden()
     assert ("attends densely: KV is quantised (fp8)" in caplog.text) == said
     assert one.execute_model("step") == "step" and not BOUND.under_way
+
+
+def test_vllm_and_the_models_folder_tell_the_same_shape() -> None:
+    config: Any = SimpleNamespace(model_config=ModelConfig(str(tiny_llama())))
+    its = json.loads((tiny_llama() / "config.json").read_text("utf-8"))
+    assert Shape.of(model_fields(config)) == Shape.of(its), f"mend {COMPAT}"

@@ -91,6 +91,12 @@ def why_layers_dense(config: VllmConfig, cache: KVCacheConfig) -> str | None:
     return None
 
 
+def model_fields(config: VllmConfig) -> dict[str, Any]:
+    """The model's `config.json`, as `transformers` has it."""
+    found: dict[str, Any] = config.model_config.hf_text_config.to_dict()
+    return found
+
+
 def attention_layers(config: VllmConfig, cache: KVCacheConfig) -> list[Any]:
     """The attention modules of the only cache group, in order."""
     [group] = cache.kv_cache_groups

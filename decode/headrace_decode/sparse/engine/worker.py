@@ -15,6 +15,7 @@ from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine._vllm_compat import (
     RunnerRows,
     attention_layers,
+    model_fields,
     requests_moved,
     use_backend,
     why_dense,
@@ -89,8 +90,8 @@ class SparseInReach:
     def _bases(self) -> list[Basis] | None:
         if self._calibration is None:
             return None
-        config = self.vllm_config.model_config.hf_text_config  # type: ignore[attr-defined]
-        return bases_for(Path(self._calibration), config.to_dict(), BOUND.unit_tokens)
+        config = model_fields(self.vllm_config)  # type: ignore[attr-defined]
+        return bases_for(Path(self._calibration), config, BOUND.unit_tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's."""
