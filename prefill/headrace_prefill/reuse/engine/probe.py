@@ -105,7 +105,9 @@ class Probe:
         self._slots = torch.from_numpy(slots).to(engine.kv.device)
         self._last, self._end = last, n + behind
         self._mass = torch.zeros(engine.layers, n + behind, device=engine.kv.device)
-        ids = token_ids[last:] if not behind else np.append(token_ids[last:], final)
+        ids = (
+            token_ids[last:] if final is None or not behind else np.append(token_ids[last:], final)
+        )
         self.rows = self._rows(last, ids)
 
     @property
