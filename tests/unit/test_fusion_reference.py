@@ -105,9 +105,10 @@ def test_a_token_sees_none_behind_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_gets_a_gradient_and_layers_without_kv_have_none_to_make_it(kind: str) -> None:
-    model = made(kind)
-    logits = model(torch.tensor([TOKENS]))
-    cross_entropy(logits[0, :-1], torch.tensor(TOKENS[1:])).backward()
+    with torch.enable_grad():
+        model = made(kind)
+        logits = model(torch.tensor([TOKENS]))
+        cross_entropy(logits[0, :-1], torch.tensor(TOKENS[1:])).backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None and weight.grad.abs().sum() > 0, name
     projecting = {n for n in range(6) if hasattr(model.model.layers[n].self_attn, "k_proj")}

@@ -182,8 +182,10 @@ class ReplicaPool:
             if left_s <= 0:
                 raise errors.no_replica(waited_s)
             self._wake.set()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), min(left_s, DOWN_S / 4))
+            # Not `wait_for`: in Python 3.11 a change at the same time swallows a cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, DOWN_S / 4)):
+                    await self._changed.wait()
 
     def members(self, replica_ids: frozenset[str]) -> None:
         """Serve's word on who runs: others get no more requests, and new ones are asked at once."""
