@@ -210,8 +210,9 @@ class ReplicaPool:
             if left_s <= 0:
                 raise errors.no_replica(waited_s)
             self._wake.set()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
         return self.routes
 
     def failed(self, replica: ReplicaInfo, *, dying: bool = False) -> None:
@@ -263,8 +264,9 @@ class ReplicaPool:
                 logger.exception("the gateway's state is not exported any more")
                 self._on_poll = lambda: None
             await asyncio.sleep(HURRY_S)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_S - HURRY_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S - HURRY_S):
+                    await self._wake.wait()
 
 
 def _of(replicas: list[ReplicaInfo], members: frozenset[str]) -> list[ReplicaInfo]:
