@@ -38,6 +38,9 @@ REPORTS_S = 0.3
 queue is worth all that a tiny model computes."""
 HITS = 0.95
 """Of the turns behind the first."""
+HITS_AFTER = 0.85
+"""Of the two turns after a fault. A replica that waits for a core is late with its blocks, and load
+decides: one turn of sixteen may. With two replicas, half would hit by chance."""
 SILENT_S = 10.0
 MOST_ASKED = 60
 """Until nothing more goes to a replica that has become slow."""
@@ -255,7 +258,7 @@ def test_a_killed_gateway_loses_nothing_and_the_next_one_knows_where_blocks_are(
         for talk in talks:
             talk.turn()
     hits = [hit for talk in talks for hit in talk.hits()[-2:]]
-    assert hits and sum(hits) >= HITS * len(hits), misses(talks)
+    assert hits and sum(hits) >= HITS_AFTER * len(hits), misses(talks)
 
 
 def test_a_replica_that_is_silent_for_ten_seconds_loses_nothing_and_blocks_are_found_again(
@@ -280,8 +283,8 @@ def test_a_replica_that_is_silent_for_ten_seconds_loses_nothing_and_blocks_are_f
     for _ in range(2):
         for talk in talks:
             talk.turn()
-    hits = [hit for talk in talks for hit in talk.hits()[-1:]]
-    assert hits and sum(hits) >= HITS * len(hits), misses(talks)
+    hits = [hit for talk in talks for hit in talk.hits()[-2:]]
+    assert hits and sum(hits) >= HITS_AFTER * len(hits), misses(talks)
 
 
 STREAMS, STREAM_TOKENS = 6, 500

@@ -255,5 +255,5 @@ def test_a_planner_publishes_how_many_requests_came_and_what_they_cost() -> None
         app.saw(role, Seen(1, 1), 0.0)
     app.learn({"d1": told}, 0.0)
     assert app._load is not None
-    assert (app._load.prompt_tokens, app._load.answer_tokens) == (100.0, 20.0)
+    assert (app._load.prompt_tokens, app._load.answer_tokens) == pytest.approx((100.0, 20.0))
     assert app.decide() is not None
