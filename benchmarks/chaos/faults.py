@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,9 @@ import psutil
 
 from benchmarks.chaos.apps import BACK_S, App
 
-STOPPED_S = 10.0
+STOPPED_S, SLOW_S, FULL_S = 30.0, 20.0, 10.0
+RUNS_S, HELD_S = 0.02, 0.08
+"""Of a slow replica, in turns."""
 
 
 def _one(app: App, role: str, number: int) -> Mapping[str, Any]:
@@ -80,6 +83,60 @@ def kill_store(app: App, number: int) -> str:
     return ""
 
 
+def kill_keeper(app: App, number: int) -> str:
+    """SIGKILL to the replica of Serve's that keeps the StoreNodes."""
+    sister = psutil.Process(_one(app, "decode", number)["pid"])
+    for process in sister.parent().children():
+        if "ServeReplica" in process.name() and process.name().endswith(":store"):
+            process.kill()
+            return ""
+    raise RuntimeError("no process is the store's keeper")
+
+
+def fill_disk(app: App, number: int) -> str:
+    """A StoreNode cannot write any file for `FULL_S` (EFBIG in place of ENOSPC)."""
+    nodes = app.status()["store"]
+    node = psutil.Process(nodes[number % len(nodes)]["pid"])
+    before = node.rlimit(psutil.RLIMIT_FSIZE)
+    node.rlimit(psutil.RLIMIT_FSIZE, (0, before[1]))
+    time.sleep(FULL_S)
+    if node.is_running():
+        node.rlimit(psutil.RLIMIT_FSIZE, before)
+    return ""
+
+
+def slow_prefill(app: App, number: int) -> str:
+    """A prefill replica and its engine get a fifth of the time for `SLOW_S`."""
+    family = _family(_one(app, "prefill", number)["pid"])
+    over_s = time.monotonic() + SLOW_S
+    try:
+        while time.monotonic() < over_s:
+            for process in family:
+                process.suspend()
+            time.sleep(HELD_S)
+            for process in family:
+                process.resume()
+            time.sleep(RUNS_S)
+    except psutil.NoSuchProcess:
+        pass
+    return ""
+
+
+def cut_links(app: App, number: int) -> str:
+    """Every connection of a gateway is reset: clients', replicas' and those on which replicas say
+    what happens to their blocks. Takes root, and `ss` of iproute2."""
+    gateway = psutil.Process(app.status()["gateway"]["pid"])
+    for link in gateway.net_connections("tcp"):
+        if link.status == psutil.CONN_ESTABLISHED and link.raddr:
+            ends = [
+                part
+                for side, at in (("src", link.laddr), ("dst", link.raddr))
+                for part in (side, f"{at.ip}:{at.port}")
+            ]
+            subprocess.run(["ss", "-K", *ends], check=True, stdout=subprocess.DEVNULL)
+    return ""
+
+
 def drain(app: App, number: int) -> str:
     """A decode replica less, and when it has gone, one more."""
     served, count = app.served, app.replicas["decode"]
@@ -115,6 +172,10 @@ FAULTS: dict[str, Callable[[App, int], str]] = {
     "stop_decode": stop_decode,
     "kill_prefill": kill_prefill,
     "kill_store": kill_store,
+    "kill_keeper": kill_keeper,
+    "fill_disk": fill_disk,
+    "slow_prefill": slow_prefill,
+    "cut_links": cut_links,
     "kill_gateway": kill_gateway,
     "drain": drain,
     "redeploy": redeploy,

@@ -25,6 +25,7 @@ class Seen:
         came_s: when each event came, `monotonic`.
         replica: that began to answer.
         why: what ended it other than its end.
+        over: whether it has ended.
     """
 
     prompt: int
@@ -33,6 +34,7 @@ class Seen:
     came_s: list[float] = field(default_factory=list)
     replica: str = ""
     why: str = ""
+    over: bool = False
 
     def silence_s(self) -> float:
         """The longest time without an event behind the first."""
@@ -95,6 +97,8 @@ def ask(
         seen.why = "hung"
     except httpx.HTTPError as error:
         seen.why = repr(error)
+    finally:
+        seen.over = True
     return seen
 
 

@@ -14,8 +14,9 @@ the other sends everything of `attacks` and guesses keys and salts.
     neighbour.itl_p99_ms        99th percentile of it
     neighbour.itl_p99_vs_quiet  the same, as a multiple of that without attacks
     neighbour.itl_p99_vs_busy   the same, as a multiple of that beside a process which asks nothing
-                                of the app, and only keeps one processor busy at the lowest priority
-                                (SCHED_IDLE): the client and the trials of grammars do so, too
+                                of the app, and only makes and drops small objects at the lowest
+                                priority (SCHED_IDLE), as trials of grammars and the client do: what
+                                sharing this machine's memory costs without any attack
     neighbour.failures          answers of the neighbour's that did not come whole
     rss_growth_mb               memory that the gateway and the decode replica, with its engine and
                                 its worker for grammars, have more afterwards
@@ -25,6 +26,8 @@ the other sends everything of `attacks` and guesses keys and salts.
     attack_s, attack_mb         how long the attacks took, and the bodies that they sent
     cpu_s.PART                  processor seconds of each part meanwhile
     rss_growth_mb.PART          `rss_growth_mb` by part
+
+The neighbour's latest tokens are printed with the attacks that went on meanwhile.
 
 The neighbour is a process of its own. The hostile client has niceness 19, as a thread and as a
 session: it would be on another machine. Linux shares processors among sessions first
@@ -137,6 +140,38 @@ class Target:
         return Parts({"gateway": found["gateway"]["pid"], **replicas})
 
 
+class Attacks:
+    """Which attacks were under way when."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """This attack goes on meanwhile."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seen.append((name, began_s, time.monotonic()))
+
+    def beside(self, neighbour: NeighbourProcess, count: int = 20) -> list[str]:
+        """The neighbour's latest tokens, with the attacks that went on while it waited."""
+        waits = sorted(zip(neighbour.itl_s, neighbour.came_s, strict=True), reverse=True)[:count]
+        return [
+            f"a token after {itl_s * 1e3:.0f} ms beside "
+            + (", ".join(self._between(came_s - itl_s, came_s)) or "no attack")
+            for itl_s, came_s in waits
+        ]
+
+    def _between(self, began_s: float, ended_s: float) -> list[str]:
+        return [
+            f"{name} ({end_s - start_s:.1f} s)"
+            for name, start_s, end_s in self._seen
+            if start_s < ended_s and end_s > began_s
+        ]
+
+
 class StallWatch:
     """Asks for the longest stall now and then, in a thread."""
 
@@ -206,16 +241,17 @@ def measure(target: Target, client_niceness: int) -> dict[str, float]:
     with busy_processor(), neighbour_of(target) as beside:
         time.sleep(BUSY_S)
     held, used, began = parts.resident_bytes(), parts.cpu_s(), time.monotonic()
+    under_way = Attacks()
     with StallWatch(target) as stalls, neighbour_of(target) as neighbour:
-        wrong = attack(target, sent, client_niceness)
+        wrong = attack(target, sent, client_niceness, under_way)
     took_s = time.monotonic() - began
     cpu_s = {part: after - used[part] for part, after in parts.cpu_s().items()}
     grown = {part: after - held[part] for part, after in parts.resident_bytes().items()}
     once_bytes = sum(parts.resident_bytes().values())
-    wrong += attack(target, sent, client_niceness)
+    wrong += attack(target, sent, client_niceness, Attacks())
     again_bytes = sum(parts.resident_bytes().values()) - once_bytes
     itl_s, quiet_s, busy_s = (percentile(each.itl_s, 0.99) for each in (neighbour, quiet, beside))
-    for each in [*wrong, *neighbour.failures]:
+    for each in [*wrong, *neighbour.failures, *under_way.beside(neighbour)]:
         print(each, file=sys.stderr)
     return {
         "stall_ms_max": round(stalls.longest.stall * 1e3, 1),
@@ -247,11 +283,12 @@ def neighbour_of(target: Target) -> NeighbourProcess:
 
 @contextmanager
 def busy_processor() -> Iterator[None]:
-    """A process that counts, whenever nothing else wants a processor."""
-    counting = (
-        "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: 1"
+    """A process that allocates, whenever nothing else wants a processor."""
+    allocating = (
+        "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "while True: [{str(n): n} for n in range(1_000_000)]"
     )
-    process = subprocess.Popen([sys.executable, "-c", counting])
+    process = subprocess.Popen([sys.executable, "-c", allocating])
     try:
         with nice_session(19):
             yield
@@ -275,7 +312,7 @@ def nice_session(niceness: int) -> Iterator[None]:
         file.write_text("0")
 
 
-def attack(target: Target, sent: Sequence[Request], niceness: int) -> list[str]:
+def attack(target: Target, sent: Sequence[Request], niceness: int, under_way: Attacks) -> list[str]:
     """Send everything, from threads of this niceness; what was answered wrongly, in words."""
 
     def begin() -> None:
@@ -283,19 +320,19 @@ def attack(target: Target, sent: Sequence[Request], niceness: int) -> list[str]:
 
     # A thread that this one starts has its niceness.
     with nice_session(niceness), ThreadPoolExecutor(1, initializer=begin) as client:
-        return client.submit(_attack, target, sent).result()
+        return client.submit(_attack, target, sent, under_way).result()
 
 
-def _attack(target: Target, sent: Sequence[Request]) -> list[str]:
+def _attack(target: Target, sent: Sequence[Request], under_way: Attacks) -> list[str]:
     slow = SlowHeads(target.connect, SLOW_HEADS)
     wrong: list[str] = []
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = pool.map(lambda each: _ask(target, each), sent)
+            found = pool.map(lambda each: _ask(target, each, under_way), sent)
             wrong += [each for each in found if each]
         slow.drip()
         for wire in wires(target.model, target.keys["bad"]):
-            with closing(target.connect()) as sock:
+            with under_way.during(wire.name), closing(target.connect()) as sock:
                 try:
                     why = wrong_answer(wire.act(sock))
                 except OSError as error:
@@ -307,19 +344,20 @@ def _attack(target: Target, sent: Sequence[Request]) -> list[str]:
     return wrong
 
 
-def _ask(target: Target, request: Request) -> str | None:
+def _ask(target: Target, request: Request, under_way: Attacks) -> str | None:
     headers = {
         "content-type": "application/json",
         **target.bearer("bad"),
         **request.headers,
     }
     try:
-        answer = httpx.post(
-            target.url + request.path,
-            content=request.body,
-            headers=headers,
-            timeout=ANSWER_LIMIT_S,
-        )
+        with under_way.during(request.name):
+            answer = httpx.post(
+                target.url + request.path,
+                content=request.body,
+                headers=headers,
+                timeout=ANSWER_LIMIT_S,
+            )
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         return None  # refused while the body or head was still coming
     except httpx.HTTPError as error:

@@ -23,6 +23,10 @@ class Neighbour:
 
     Args:
         tokens: of each answer.
+
+    Attributes:
+        itl_s: time between two tokens of an answer.
+        came_s: when the second of them came, by the machine's monotonic clock.
     """
 
     def __init__(self, url: str, model: str, headers: Mapping[str, str], tokens: int = 200) -> None:
@@ -36,6 +40,7 @@ class Neighbour:
             "ignore_eos": True,
         }
         self.itl_s: list[float] = []
+        self.came_s: list[float] = []
         self.answers: list[str] = []
         self.failures: list[str] = []
         self._over = threading.Event()
@@ -69,9 +74,10 @@ class Neighbour:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise ValueError(line)
-                now = time.perf_counter()
+                now = time.monotonic()
                 if last:
                     self.itl_s.append(now - last)
+                    self.came_s.append(now)
                 last = now
                 text += event["choices"][0]["text"] if event["choices"] else ""
         raise ValueError("the stream ended early")
@@ -91,6 +97,7 @@ class NeighbourProcess:
     def __init__(self, url: str, model: str, headers: Mapping[str, str]) -> None:
         self._asked = json.dumps({"url": url, "model": model, "headers": dict(headers)})
         self.itl_s: list[float] = []
+        self.came_s: list[float] = []
         self.answers: list[str] = []
         self.failures: list[str] = []
 
@@ -123,9 +130,10 @@ def main() -> None:
         while not (neighbour.answers or neighbour.failures):
             time.sleep(0.05)
         neighbour.itl_s.clear()
+        neighbour.came_s.clear()
         print("streaming", flush=True)
         sys.stdin.readline()
-    seen = {name: getattr(neighbour, name) for name in ("itl_s", "answers", "failures")}
+    seen = {name: getattr(neighbour, name) for name in ("itl_s", "came_s", "answers", "failures")}
     print(json.dumps(seen))
 
 
