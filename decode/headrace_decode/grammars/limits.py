@@ -28,7 +28,8 @@ ANSWER_BYTES = 8 * 2**20
 """Of what a trial answers: the grammar in the form that the engine gets."""
 MASK_S = 0.025
 """Processor seconds for the allowed tokens of one step. The engine computes them between two steps
-of its whole batch, so everybody waits for them. Grammars in use need 0.1 to 12 ms; ambiguous ones need minutes."""
+of its whole batch, so everybody waits for them. Grammars in use need 0.1 to 12 ms, ambiguous ones
+minutes."""
 WALK_TOKENS = 256
 """Tokens that a trial follows the grammar for, along each of its walks."""
 
