@@ -71,7 +71,7 @@ def serve_ray(kind: str, config: HeadraceConfig, temp_dir: Path, stop: threading
     """Headrace, or Ray's own P/D app, on a private Ray node that lives in `temp_dir`."""
     environment = {}
     if config.token_path == "direct":
-        environment = cluster.direct_environment(temp_dir)
+        environment = cluster.direct_environment(temp_dir, config.gateway.request_timeout_s)
     # Ray reads these when it is imported, which only `driver` does.
     os.environ.update(environment | cluster.auth_environment(temp_dir))
     os.environ.pop("RAY_ADDRESS", None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -142,10 +143,14 @@ def auth_environment(temp_dir: Path) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
-def direct_environment(temp_dir: Path) -> dict[str, str]:
+def direct_environment(temp_dir: Path, request_timeout_s: float) -> dict[str, str]:
     """Environment that enables Ray's direct streaming, with separate files and ports for HAProxy.
 
-    The driver needs it before it imports Ray Serve, and so do all processes of the node.
+    HAProxy begins anew whenever replicas come or go. The old process goes on with its streams, so
+    it may stay as long as a request may take.
+
+    The driver needs the environment before it imports Ray Serve, and so do all processes of the
+    node.
     """
     folder = temp_dir / "h"  # short names: HAProxy refuses socket paths above 97 characters
     metrics, stats = free_ports(2)
@@ -160,7 +165,7 @@ def direct_environment(temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "m"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "5",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(request_timeout_s)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),

@@ -242,7 +242,7 @@ def _node_spec(
     _save(instance)  # from here on `down` can clean up whatever happens
     environment = {}
     if config.token_path == "direct":
-        environment = cluster.direct_environment(temp_dir)
+        environment = cluster.direct_environment(temp_dir, config.gateway.request_timeout_s)
     needed = math.ceil(config.cpus_booked() + CONTROL_CPUS)
     return cluster.NodeSpec(
         name=instance.name,
