@@ -72,6 +72,21 @@ def test_a_trial_takes_only_the_processor_time_that_the_engines_leave() -> None:
     assert answer == {"spec": os.SCHED_IDLE}
 
 
+def busy() -> Answer:
+    until_s = time.monotonic() + 1.5
+    while time.monotonic() < until_s:
+        pass
+    return {"spec": time.process_time()}
+
+
+def test_a_trial_that_takes_long_rests_most_of_the_time() -> None:
+    """Of 1.5 s: 0.3 s, and a quarter of the rest."""
+    before_s = time.process_time()
+    used_s = run_confined(busy, Confines(cpu_s=4))["spec"]
+    assert used_s < 1.0
+    assert time.process_time() - before_s < 0.3, "whoever watches it computes little"
+
+
 class Chain:
     """A grammar of `length` tokens, one of which takes a while."""
 

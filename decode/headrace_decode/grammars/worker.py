@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import pickle
 import resource
@@ -79,7 +80,8 @@ def run_confined(work: Callable[[], Answer], confines: Confines) -> Answer:
         _child(work, confines, writer)
     os.close(writer)
     try:
-        said, in_time = _read(reader, time.monotonic() + confines.wall_s, confines.answer_bytes)
+        until_s = time.monotonic() + confines.wall_s
+        said, in_time = _read(reader, until_s, confines.answer_bytes, _Pace(pid))
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
@@ -253,13 +255,39 @@ def _yield_to_engines() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _read(reader: int, until_s: float, most_bytes: int) -> tuple[bytes, bool]:
+class _Pace:
+    """Lets a child compute freely for `FREE_S`, and from then on a quarter of the time.
+
+    A compiler that fills memory makes engines on other cores slower, however low its priority.
+
+    Args:
+        pid: of the child, which runs.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._runs = pid, True
+        self._change_s = time.monotonic() + limits.FREE_S
+
+    def due_s(self) -> float:
+        """Seconds until this should be called again; stops the child or lets it go on if that is
+        due now."""
+        now_s = time.monotonic()
+        if now_s >= self._change_s:
+            self._runs = not self._runs
+            os.kill(self._pid, signal.SIGCONT if self._runs else signal.SIGSTOP)
+            self._change_s = now_s + (limits.RUN_S if self._runs else limits.REST_S)
+        return self._change_s - now_s
+
+
+def _read(reader: int, until_s: float, most_bytes: int, pace: _Pace) -> tuple[bytes, bool]:
     """All that a pipe brings, nothing if that is too much; and whether it came in time."""
     said = bytearray()
     while True:
         left_s = until_s - time.monotonic()
-        if left_s <= 0 or not select.select([reader], [], [], left_s)[0]:
+        if left_s <= 0:
             return b"", False
+        if not select.select([reader], [], [], min(left_s, pace.due_s()))[0]:
+            continue
         part = os.read(reader, 1 << 16)
         if not part:
             return bytes(said), True
@@ -278,6 +306,8 @@ def main() -> None:
     os.dup2(2, 1)
     os.nice(NICE)
     _end_with_parent()
+    # vLLM's own limit counts the time for which a trial rests, too.
+    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = str(math.ceil(limits.COMPILE_WALL_S))
     jobs = sys.stdin.buffer
     compiler = Compiler(pickle.loads(jobs.read(int.from_bytes(jobs.read(8)))))
     answers.write(b"ready\n")
