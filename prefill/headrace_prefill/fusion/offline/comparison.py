@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from headrace_prefill.fusion.config import Kind
+from headrace_prefill.fusion.offline.checkpoint import write
 from headrace_prefill.fusion.offline.corpus import END, Tokens, learn_vocabulary, sides, stream
 from headrace_prefill.fusion.offline.train import STATE, Losses, Recipe, Run
-from headrace_prefill.fusion.reference import Decoder
 
 SETTINGS, LOSSES, PLOT = "settings.json", "losses.json", "losses.png"
 SMALL: dict[str, Any] = {
@@ -126,7 +125,12 @@ def compare(
 
         if not run.go(train, valid, report=tell, stop=stop):
             break
-        write_model(folder / name, asked.described(kind), run.model, tokenizer)
+        write(folder / name, asked.described(kind), run.model)
+        _write(
+            folder / name / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END},
+        )
+        tokenizer.save(str(folder / name / "tokenizer.json"))
         (folder / name / STATE).unlink(missing_ok=True)
     return losses
 
@@ -136,22 +140,6 @@ def read_losses(folder: Path) -> dict[str, Losses]:
     file = folder / LOSSES
     found = json.loads(file.read_text()) if file.exists() else {}
     return {name: Losses(**one) for name, one in found.items()}
-
-
-def write_model(
-    folder: Path, config: Mapping[str, Any], model: Decoder, tokenizer: Tokenizer
-) -> None:
-    """A folder that vLLM serves."""
-    _write(folder / "config.json", config)
-    _write(
-        folder / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END},
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
-    if model.shape.tied:
-        del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def plot(losses: Mapping[str, Losses], file: Path) -> None:

@@ -7,14 +7,14 @@ one another with an end token between them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace_prefill.reuse.offline.prompts import documents
+from headrace_prefill.reuse.offline.prompts import documents, passage
 
 END = "<|endoftext|>"
 END_TOKEN = 0
@@ -22,6 +22,8 @@ LEARNED_BYTES = 16_000_000
 """Of text that the vocabulary is learned from, at most."""
 VALIDATING = 20
 """Of a folder's files, one in so many is for validation."""
+MOST_CHARACTERS = 8
+"""A token, of what is encoded of a file."""
 
 Tokens = NDArray[np.uint32]
 
@@ -84,6 +86,29 @@ def stream(tokenizer: Tokenizer, files: Sequence[Path], tokens: int, seen: set[b
         if count >= tokens:
             return np.concatenate(parts)[:tokens]
     raise CorpusError(f"the texts have {count} tokens, and {tokens} are needed: give more texts")
+
+
+def passages(
+    encode: Callable[[str], list[int]], files: Sequence[Path], count: int, tokens: int
+) -> Tokens:
+    """[count, tokens]: so many tokens of so many files, from a random line on.
+
+    Raises:
+        CorpusError: too few files are as long.
+    """
+    found: list[list[int]] = []
+    left, rng = iter(files), np.random.default_rng(0)
+    while len(found) < count:
+        try:
+            text = passage(left, rng)
+        except StopIteration:
+            raise CorpusError(
+                f"{len(found)} texts have {tokens} tokens, and {count} are needed: give more texts"
+            ) from None
+        encoded = encode(text[: MOST_CHARACTERS * tokens])[:tokens]
+        if len(encoded) == tokens:
+            found.append(encoded)
+    return np.array(found, np.uint32)
 
 
 def _most(texts: Iterator[str], size: int) -> Iterator[str]:
