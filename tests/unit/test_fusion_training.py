@@ -160,13 +160,13 @@ def test_the_model_that_is_written_has_the_loss_that_is_told(
 def test_the_command_prints_the_losses_and_plots_them(texts: Path, tmp_path: Path) -> None:
     sizes, out = tmp_path / "config.json", tmp_path / "out"
     sizes.write_text(json.dumps(SIZES))
-    options = f"--texts {texts} --config {sizes} --kind yoco --kind vanilla --seeds 1"
+    options = f"--texts {texts} --config {sizes} --kind fused --kind vanilla --seeds 1"
     shape = "--tokens 64 --context 16 --batch 2"
     found = run(f"fuse train {out} {options} {shape}")
     assert found.exit_code == 0, found.output
-    assert "yoco" in found.stdout and "vanilla-0: 64 tokens" in found.stderr
+    assert "fused-0, of the energy:" in found.stdout and "vanilla-0: 64 tokens" in found.stderr
     assert (out / "losses.png").stat().st_size > 1000
-    assert json.loads((out / "losses.json").read_text())["yoco-0"]["final"] > 0
+    assert json.loads((out / "losses.json").read_text())["fused-0"]["final"] > 0
 
 
 def test_wrong_options_are_refused_with_what_is_known(texts: Path, tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from headrace_prefill.fusion.config import Kind
     from headrace_prefill.fusion.offline.train import Losses
 
+DRAWN_WINDOWS = 8
+"""Windows of validation on which the readers' sources are compared."""
+
 
 def train(
     out: Path,
@@ -70,6 +73,7 @@ def train(
     except (CorpusError, FusionError, SettingsError) as error:
         raise CliError(str(error), 2) from None
     stdout().print(table(losses))
+    _print_drawn(out, losses)
     try:
         plot(losses, out / PLOT)
     except ImportError:
@@ -100,6 +104,24 @@ def table(losses: dict[str, Losses]) -> Table:
             *(f"{spread:.4f}", ", ".join(apart)),
         )
     return found
+
+
+def _print_drawn(out: Path, losses: dict[str, Losses]) -> None:
+    """Where the readers of each `fused` model that is trained draw keys and values from."""
+    from headrace_prefill.fusion.offline.asymmetry import learned
+    from headrace_prefill.fusion.offline.checkpoint import read
+    from headrace_prefill.fusion.offline.comparison import validation
+
+    for name, found in losses.items():
+        if not name.startswith("fused-") or found.final is None:
+            continue
+        _, model = read(out / name)
+        drawn = learned(model, validation(out, DRAWN_WINDOWS))
+        shown = Table("layer", "keys from the lower layer", "values from the lower layer")
+        for layer, (keys, values) in drawn.items():
+            shown.add_row(str(layer), f"{keys:.0%}", f"{values:.0%}")
+        stdout().print(f"{name}, of the energy:", markup=False)
+        stdout().print(shown)
 
 
 def _read(config: Path) -> dict[str, object]:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from headrace_prefill.fusion.config import Kind
 from headrace_prefill.fusion.offline.checkpoint import write
 from headrace_prefill.fusion.offline.corpus import END, Tokens, learn_vocabulary, sides, stream
-from headrace_prefill.fusion.offline.train import STATE, Losses, Recipe, Run
+from headrace_prefill.fusion.offline.train import STATE, Losses, Recipe, Run, windows_of
 
 SETTINGS, LOSSES, PLOT = "settings.json", "losses.json", "losses.png"
 SMALL: dict[str, Any] = {
@@ -140,6 +142,14 @@ def read_losses(folder: Path) -> dict[str, Losses]:
     file = folder / LOSSES
     found = json.loads(file.read_text()) if file.exists() else {}
     return {name: Losses(**one) for name, one in found.items()}
+
+
+def validation(folder: Path, windows: int) -> Tensor:
+    """The first windows of validation, int64 [windows, context]."""
+    context = json.loads((folder / SETTINGS).read_text())["recipe"]["context"]
+    tokens = np.load(folder / "valid.npy", mmap_mode="r")
+    found = windows_of(tokens, context)[:windows, :-1]
+    return torch.from_numpy(found.astype(np.int64))
 
 
 def plot(losses: Mapping[str, Losses], file: Path) -> None:

@@ -89,8 +89,8 @@ class ValueFit(NamedTuple):
     error: float
 
 
-def fit_keys(sums: Sums, layer: int, sources: Sequence[int], phase: bool = True) -> KeyFit:
-    """Weights of the sources' keys, and the phase that the queries take up (0 without `phase`)."""
+def fit_keys(sums: Sums, layer: int, sources: Sequence[int]) -> KeyFit:
+    """Weights of the sources' keys, and the phase that the queries take up."""
     chosen = list(sources)
     products = _ridged(sums.keys[:, :, chosen][..., chosen].real)
     wanted = sums.keys[:, :, chosen, layer]
@@ -98,7 +98,6 @@ def fit_keys(sums: Sums, layer: int, sources: Sequence[int], phase: bool = True)
     solved = torch.linalg.solve(products, parts)
     form = parts.mT @ solved  # [h, D/2, 2, 2]
     angle = 0.5 * torch.atan2(2 * form[..., 0, 1], form[..., 0, 0] - form[..., 1, 1])
-    angle = angle if phase else torch.zeros_like(angle)
     axis = torch.stack([angle.cos(), angle.sin()], -1)[..., None]  # [h, D/2, 2, 1]
     weights = (solved @ axis)[..., 0]
     explained = (axis.mT @ form @ axis).sum()
