@@ -1,13 +1,14 @@
-"""Makes layers of a trained decoder readers of other layers' KV, without training.
+"""Makes layers of a trained decoder read other layers' KV, without training.
 
-A reader's K and V are fitted in closed form (`fit`). What it saw of its own K and V it shall see of
-theirs: the query projection takes up the phase of the keys, and the output projection is fitted
-anew, by ridge regression of what the layer's attention gave on what it gives now. Readers are made
-from below, each on what the readers below leave, so later ones mend a little of what earlier ones
-break.
+A reader's K and V are fitted in closed form (`fit`). Its query projection takes up the phase of the
+fitted keys. Its output projection is then fitted anew, by ridge regression: of what the exact
+layer's attention adds on what attention to the fitted KV gives. Readers are fitted from the lowest
+up, each behind the readers below it, so a reader repairs a part of the error that comes from them.
 
-Which layers become readers: those whose conversion alone makes the least KL, one after another.
-Which layers a reader reads: the storage layers below it that fit with the least error.
+Two choices:
+
+- Which layers become readers: those whose conversion alone makes the least KL.
+- Which storage layers a reader reads: those below it that fit with the least error.
 """
 
 from __future__ import annotations
