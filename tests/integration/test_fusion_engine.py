@@ -20,6 +20,7 @@ from headrace_kvstore.table import READY
 from tests.support import fusing
 from tests.support.fusing import BLOCK, FusingEngines, config, reference, true_logprobs, write_model
 from tests.support.machine import until
+from tests.support.served import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -57,8 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("models")
 
     @cache
-    def make(kind: str, style: str) -> Path:
-        return write_model(root / f"{kind}-{style}", config(kind, style))
+    def make(kind: str, style: str, named: bool = False) -> Path:
+        described = config(kind, style, readers=fusing.READERS if named else None)
+        return write_model(root / f"{kind}-{style}-{named}", described)
 
     return make
 
@@ -81,12 +83,20 @@ def assert_true(model: Path, prompts: list[list[int]], answers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "style"), [("fused", "llama"), ("lite", "qwen3"), ("yoco", "llama"), ("cla", "llama")]
+    ("kind", "style", "named"),
+    [
+        ("fused", "llama", False),
+        ("lite", "qwen3", False),
+        ("yoco", "llama", False),
+        ("cla", "llama", False),
+        ("fused", "llama", True),
+        ("lite", "llama", True),
+    ],
 )
 def test_chunks_decoding_and_prefix_hits_are_what_plain_torch_computes(
-    engines: FusingEngines, folder: Any, kind: str, style: str
+    engines: FusingEngines, folder: Any, kind: str, style: str, named: bool
 ) -> None:
-    model = folder(kind, style)
+    model = folder(kind, style, named)
     assert open_engine(engines, model) == KV_SPACE_BYTES // BLOCK_BYTES
     cold = ask(engines, PROMPTS)
     assert_true(model, PROMPTS, cold)
@@ -141,6 +151,20 @@ class TestRows:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             truth = true_logprobs(plain, prompt[:1], prompt[1:])
             assert answer["prompt"] == pytest.approx(truth, abs=2 * SAME)
+
+
+def test_a_decode_engine_goes_on_with_the_kv_of_storage_layers_from_a_prefill_engine(
+    engines: FusingEngines, folder: Any
+) -> None:
+    model, prompts = folder("fused", "llama"), [noise(n, n) for n in (33, 100, 300, 700)]
+    options = {"max_num_batched_tokens": STEP_TOKENS, "kv_sharing_fast_prefill": True}
+    ports = [free_port(), free_port()]
+    engines.do("open_pair", model=str(model), ports=ports, **options)
+    answers = engines.do("transferred", prompts=prompts, max_tokens=ANSWER)
+    engines.do("close")
+    # A whole block came for each, and the decode engine computed the rest of the prompt.
+    assert [answer["cached"] for answer in answers] == [len(p) - 1 for p in prompts]
+    assert_true(model, prompts, answers)
 
 
 def test_the_store_keeps_storage_layers_alone_and_gives_them_back(

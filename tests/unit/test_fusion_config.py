@@ -16,6 +16,11 @@ def fusion(kind: str, stored: int | None = None, layers: int = 6) -> KVFusion:
     return KVFusion.of({"num_hidden_layers": layers, "kv_fusion": section})
 
 
+def pairs(readers: Any, kind: str = "fused", stored: int | None = None) -> dict[str, Any]:
+    left = 6 - len(readers) if stored is None else stored
+    return {"kind": kind, "storage_layers": left, "readers": readers}
+
+
 @pytest.mark.parametrize(
     ("kind", "stored", "keys", "values"),
     [
@@ -33,6 +38,25 @@ def test_each_kind_reads_these_layers(
     found = fusion(kind, stored)
     assert " ".join("+".join(map(str, found.keys(n))) for n in range(6)) == keys
     assert " ".join("+".join(map(str, found.values(n))) for n in range(6)) == values
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "values"),
+    [
+        ("fused", "0 1 0+1 3 1+3 5", "0 1 0+1 3 1+3 5"),
+        ("lite", "0 1 0 3 1 5", "0 1 1 3 3 5"),
+    ],
+)
+def test_layers_that_are_named_read_the_layers_that_are_named(
+    kind: str, keys: str, values: str
+) -> None:
+    section = pairs({"2": [0, 1], "4": [1, 3]}, kind)
+    found = KVFusion.of({"num_hidden_layers": 6, "kv_fusion": section})
+    assert " ".join("+".join(map(str, found.keys(n))) for n in range(6)) == keys
+    assert " ".join("+".join(map(str, found.values(n))) for n in range(6)) == values
+    assert [n for n in range(6) if not found.stores(n)] == [2, 4]
+    assert found.first_after_storage == 6
+    assert KVFusion.parse(found.section(), 6) == found
 
 
 def test_a_model_without_the_section_is_vanilla() -> None:
@@ -62,6 +86,17 @@ def test_rows_without_logits_end_behind_the_last_storage_layer(
         ({"kind": "cla", "storage_layers": 4}, "cla takes a divisor of the 6 layers"),
         ({"kind": "vanilla", "storage_layers": 3}, "vanilla has all 6"),
         ({"kind": "lite", "storage": 3}, r"unknown keys \['storage'\]: known are"),
+        (pairs({"3": [0, 1]}, kind="yoco"), "readers is for fused and lite, not for yoco"),
+        (pairs({"3": [0, 1]}, stored=3), "storage_layers is 3: 6 layers less 1 readers are 5"),
+        (pairs({"3": [0, 3]}), r"layer 3 is \[0, 3\]: write two storage layers below it"),
+        (pairs({"3": [0, 1], "4": [0, 3]}), r"layer 4 is \[0, 3\]: write two storage layers"),
+        (pairs({"6": [0, 1]}), "layer 6 is .* in a model of 6 layers"),
+        (pairs({"3": [-1, 1]}), r"layer 3 is \[-1, 1\]: write two storage layers below it"),
+        (pairs({"3": [1, 1]}), r"layer 3 is \[1, 1\]: write the lower first"),
+        (pairs({"3": [1]}), r"'3': \[1\]: write a layer and the two that it reads"),
+        (pairs({"3": [0, True]}), "write a layer and the two that it reads"),
+        (pairs({"x": [0, 1]}), "'x': .* write a layer and the two that it reads"),
+        ({"kind": "lite", "storage_layers": 3, "readers": 3}, "readers is 3: write an object"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_would(section: Any, message: str) -> None:

@@ -15,6 +15,7 @@ import typer
 from headrace.cli.calibrate import calibrate_app
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
+from headrace.cli.fuse import fuse_app
 from headrace.cli.simulate import simulate
 from headrace.config import ConfigError, HeadraceConfig
 
@@ -44,6 +45,7 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(memory_app, name="memory")
 app.add_typer(config_app, name="config")
 app.add_typer(calibrate_app, name="calibrate")
+app.add_typer(fuse_app, name="fuse")
 
 FileOption = Annotated[Path | None, typer.Option("-f", "--file", help=CONFIG_HELP)]
 PresetOption = Annotated[

@@ -14,17 +14,24 @@ With L layers, of which n are storage layers (numbers from 0):
 
 `storage_layers` is the number of layers with a KV cache for every kind, so whoever sizes KV needs
 no more than that number.
+
+Models that are converted from others name the layers that keep no KV, anywhere in the model:
+
+    "kv_fusion": {"kind": "fused", "storage_layers": 28, "readers": {"9": [2, 8], "14": [3, 13]}}
+
+Layer 9 reads mixtures of layers 2 and 8 if the kind is fused. If it is lite, layer 9 reads K of
+layer 2 and V of layer 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 Kind = Literal["vanilla", "cla", "yoco", "lite", "fused"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_KEYS = {"kind", "storage_layers"}
+_KEYS = {"kind", "storage_layers", "readers"}
 
 
 class FusionError(ValueError):
@@ -38,11 +45,14 @@ class KVFusion:
     Attributes:
         layers: of the model, L.
         storage_layers: how many of them have a KV cache, n.
+        readers: for each layer that has none, the two storage layers that it reads; empty if the
+            kind alone says that.
     """
 
     kind: Kind
     layers: int
     storage_layers: int
+    readers: Mapping[int, tuple[int, int]] = field(default_factory=dict, hash=False)
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> KVFusion:
@@ -76,12 +86,22 @@ class KVFusion:
         stored = section.get("storage_layers", layers if kind == "vanilla" else None)
         if not isinstance(stored, int) or isinstance(stored, bool):
             raise FusionError(f"kv_fusion.storage_layers is {stored!r}: write a whole number")
-        fusion = KVFusion(cast(Kind, kind), layers, stored)
+        fusion = KVFusion(cast(Kind, kind), layers, stored, _readers(section.get("readers", {})))
         fusion._check()
         return fusion
 
+    def section(self) -> dict[str, Any]:
+        """What `parse` takes."""
+        found: dict[str, Any] = {"kind": self.kind, "storage_layers": self.storage_layers}
+        if self.readers:
+            found["readers"] = {str(n): list(pair) for n, pair in sorted(self.readers.items())}
+        return found
+
     def _check(self) -> None:
         stored, layers = self.storage_layers, self.layers
+        if self.readers:
+            self._check_readers()
+            return
         if self.kind == "vanilla":
             if stored != layers:
                 raise FusionError(f"kv_fusion.storage_layers is {stored}: vanilla has all {layers}")
@@ -97,19 +117,42 @@ class KVFusion:
                 f"kv_fusion.storage_layers is {stored}: cla takes a divisor of the {layers} layers"
             )
 
+    def _check_readers(self) -> None:
+        if self.kind not in ("lite", "fused"):
+            raise FusionError(f"kv_fusion.readers is for fused and lite, not for {self.kind}")
+        if self.storage_layers != self.layers - len(self.readers):
+            raise FusionError(
+                f"kv_fusion.storage_layers is {self.storage_layers}: {self.layers} layers less "
+                f"{len(self.readers)} readers are {self.layers - len(self.readers)}"
+            )
+        for layer, pair in self.readers.items():
+            wrong = [n for n in pair if not 0 <= n < layer or n in self.readers]
+            if wrong or layer >= self.layers:
+                raise FusionError(
+                    f"kv_fusion.readers of layer {layer} is {list(pair)}: write two storage layers "
+                    f"below it, in a model of {self.layers} layers"
+                )
+            if self.kind == "fused" and pair[0] >= pair[1]:
+                raise FusionError(
+                    f"kv_fusion.readers of layer {layer} is {list(pair)}: write the lower first"
+                )
+
     def stores(self, layer: int) -> bool:
         """Whether the layer has a KV cache of its own."""
         return self.keys(layer) == (layer,)
 
     def keys(self, layer: int) -> tuple[int, ...]:
         """The storage layers whose K the layer reads; two of them are mixed."""
-        return self._read(layer, (self.storage_layers - 1,))
+        return self._read(layer, 0, (self.storage_layers - 1,))
 
     def values(self, layer: int) -> tuple[int, ...]:
         """The storage layers whose V the layer reads; two of them are mixed."""
-        return self._read(layer, (0,) if self.kind == "lite" else (self.storage_layers - 1,))
+        return self._read(layer, 1, (0,) if self.kind == "lite" else (self.storage_layers - 1,))
 
-    def _read(self, layer: int, shared: tuple[int, ...]) -> tuple[int, ...]:
+    def _read(self, layer: int, which: int, shared: tuple[int, ...]) -> tuple[int, ...]:
+        if self.readers:
+            pair = self.readers.get(layer, (layer,))
+            return pair if self.kind == "fused" or len(pair) == 1 else (pair[which],)
         if self.kind == "cla":
             group = self.layers // self.storage_layers
             return (layer - layer % group,)
@@ -127,3 +170,23 @@ class KVFusion:
         """The first layer behind the last storage layer: no token's KV depends on it or on those
         above it, so a prompt's rows without logits need not run in them."""
         return 1 + max(layer for layer in range(self.layers) if self.stores(layer))
+
+
+def _readers(given: Any) -> dict[int, tuple[int, int]]:
+    """`readers` as JSON has it, with numbers for keys.
+
+    Raises:
+        FusionError: it is no such object.
+    """
+    if not isinstance(given, Mapping):
+        raise FusionError(f"kv_fusion.readers is {given!r}: write an object of layers")
+    found = {}
+    for layer, pair in given.items():
+        numbers = isinstance(pair, list | tuple) and all(type(n) is int for n in pair)
+        if not str(layer).isdecimal() or not numbers or len(pair) != 2:
+            raise FusionError(
+                f"kv_fusion.readers has {layer!r}: {pair!r}: write a layer and the two that it "
+                "reads"
+            )
+        found[int(layer)] = (pair[0], pair[1])
+    return found

@@ -207,9 +207,16 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, n, vocabulary] of token ids [batch, n]."""
-        rope = Rotation(self._rope, tokens.shape[1])
-        kv: KV = {}
+        rope, kv = self.rotation(tokens.shape[1]), KV()
         hidden = self.model.embed_tokens(tokens)
         for layer in self.model.layers:
             hidden = layer(hidden, rope, kv)
+        return self.logits(hidden)
+
+    def rotation(self, tokens: int) -> Rotation:
+        """The rotary embedding of positions 0 to `tokens` - 1."""
+        return Rotation(self._rope, tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocabulary] of what the last layer gives [..., hidden]."""
         return self.lm_head(self.model.norm(hidden))

@@ -1,0 +1,226 @@
+"""Trains several kinds of models at equal tokens, in a folder from which it can go on.
+
+    settings.json     what is trained; another call must ask for the same
+    tokenizer.json    learned from the training texts
+    train.npy, valid.npy
+    losses.json       of all runs so far
+    losses.png
+    KIND-SEED/        a run: its checkpoint, then config.json, weights and tokenizer for vLLM
+
+All kinds are trained with one seed before the next seed begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from headrace_prefill.fusion.config import Kind
+from headrace_prefill.fusion.offline.checkpoint import write
+from headrace_prefill.fusion.offline.corpus import END, Tokens, learn_vocabulary, sides, stream
+from headrace_prefill.fusion.offline.train import STATE, Losses, Recipe, Run, windows_of
+
+SETTINGS, LOSSES, PLOT = "settings.json", "losses.json", "losses.png"
+SMALL: dict[str, Any] = {
+    "model_type": "llama",
+    "dtype": "float32",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 448,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+"""A model of 5 to 6 million parameters. A core trains it on 5 million tokens in about an hour."""
+
+
+class SettingsError(ValueError):
+    """The folder holds runs with other settings; the message says which differ."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is trained.
+
+    Attributes:
+        config: of the models, without `kv_fusion` and `architectures`.
+        storage_layers: of all kinds but vanilla.
+        texts: a folder of texts; None takes those of the installed packages.
+    """
+
+    config: Mapping[str, Any]
+    storage_layers: int
+    kinds: tuple[Kind, ...]
+    seeds: int
+    recipe: Recipe
+    texts: Path | None = None
+
+    def described(self, kind: Kind) -> dict[str, Any]:
+        """The config.json of a kind.
+
+        Raises:
+            FusionError: by whoever reads it, if the number of storage layers suits neither the
+                kind nor the model.
+        """
+        layers = self.config["num_hidden_layers"]
+        stored = layers if kind == "vanilla" else self.storage_layers
+        return {
+            **self.config,
+            "architectures": [f"KVFusion{self.config['model_type'].capitalize()}ForCausalLM"],
+            "kv_fusion": {"kind": kind, "storage_layers": stored},
+        }
+
+    def runs(self) -> Iterator[tuple[Kind, int]]:
+        """(kind, seed), in the order in which they are trained."""
+        for seed in range(self.seeds):
+            for kind in self.kinds:
+                yield kind, seed
+
+
+def compare(
+    asked: Comparison,
+    folder: Path,
+    *,
+    report: Callable[[str, Losses], None] = lambda name, losses: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Losses]:
+    """Train what is not trained yet. Returns the losses by KIND-SEED.
+
+    Args:
+        report: called with a run's name at each of its validations.
+        stop: asked after each step; if True, a checkpoint is written and the work ends.
+
+    Raises:
+        SettingsError, CorpusError, FusionError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _agree(asked, folder)
+    tokenizer, train, valid = _data(asked, folder)
+    losses = read_losses(folder)
+    for kind, seed in asked.runs():
+        name = f"{kind}-{seed}"
+        if name in losses and losses[name].final is not None:
+            continue
+        run = Run(asked.described(kind), asked.recipe, seed, folder / name)
+
+        def tell(found: Losses, name: str = name) -> None:
+            losses[name] = found
+            _write(folder / LOSSES, {each: asdict(one) for each, one in losses.items()})
+            report(name, found)
+
+        if not run.go(train, valid, report=tell, stop=stop):
+            break
+        write(folder / name, asked.described(kind), run.model)
+        _write(
+            folder / name / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END},
+        )
+        tokenizer.save(str(folder / name / "tokenizer.json"))
+        (folder / name / STATE).unlink(missing_ok=True)
+    return losses
+
+
+def read_losses(folder: Path) -> dict[str, Losses]:
+    """Of all runs so far, by KIND-SEED."""
+    file = folder / LOSSES
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return {name: Losses(**one) for name, one in found.items()}
+
+
+def validation(folder: Path, windows: int) -> Tensor:
+    """The first windows of validation, int64 [windows, context]."""
+    context = json.loads((folder / SETTINGS).read_text())["recipe"]["context"]
+    tokens = np.load(folder / "valid.npy", mmap_mode="r")
+    found = windows_of(tokens, context)[:windows, :-1]
+    return torch.from_numpy(found.astype(np.int64))
+
+
+def plot(losses: Mapping[str, Losses], file: Path) -> None:
+    """Loss on validation by tokens, and how far each kind is from vanilla with the same seed.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (whole, apart) = pyplot.subplots(1, 2, figsize=(10, 4))
+    kinds = list(dict.fromkeys(name.rsplit("-")[0] for name in losses))
+    for name, found in losses.items():
+        kind, seed = name.rsplit("-")
+        looks = {"color": f"C{kinds.index(kind)}", "linestyle": ("-", "--", ":")[int(seed) % 3]}
+        label = kind if seed == "0" else None
+        points = dict(found.valid)
+        whole.plot(points.keys(), points.values(), label=label, **looks)
+        base = dict(losses[f"vanilla-{seed}"].valid) if f"vanilla-{seed}" in losses else {}
+        both = [tokens for tokens in points if tokens in base]
+        apart.plot(both, [points[n] - base[n] for n in both], label=label, **looks)
+    whole.set(xlabel="tokens", ylabel="loss on validation, nats")
+    apart.set(xlabel="tokens", ylabel="loss above vanilla's, nats")
+    whole.legend()
+    figure.savefig(file, dpi=90, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _agree(asked: Comparison, folder: Path) -> None:
+    """Write the settings, or compare them. More kinds and seeds than before are welcome."""
+    mine = {
+        "config": dict(asked.config),
+        "storage_layers": asked.storage_layers,
+        "recipe": asdict(asked.recipe),
+        "texts": None if asked.texts is None else str(asked.texts.resolve()),
+    }
+    file = folder / SETTINGS
+    if not file.exists():
+        _write(file, mine)
+        return
+    theirs = json.loads(file.read_text())
+    if differ := sorted(name for name in mine if mine[name] != theirs.get(name)):
+        raise SettingsError(
+            f"{folder} holds runs with other settings ({', '.join(differ)}): name another folder, "
+            f"or ask for what its {SETTINGS} says"
+        )
+
+
+def _data(asked: Comparison, folder: Path) -> tuple[Tokenizer, Tokens, Tokens]:
+    """Tokenizer, and the tokens of both sides; made once."""
+    known, cut = folder / "tokenizer.json", [folder / "train.npy", folder / "valid.npy"]
+    if not cut[1].exists():
+        train, valid = sides(asked.texts)
+        tokenizer = learn_vocabulary(train, asked.config["vocab_size"])
+        tokenizer.save(str(known))
+        seen: set[bytes] = set()
+        for file, texts, tokens in zip(
+            cut, (train, valid), (asked.recipe.tokens + 1, asked.recipe.valid_tokens), strict=True
+        ):
+            beside = file.with_suffix(".new.npy")
+            np.save(beside, stream(tokenizer, texts, tokens, seen))
+            os.replace(beside, file)
+    tokenizer = Tokenizer.from_file(str(known))
+    return tokenizer, np.load(cut[0], mmap_mode="r"), np.load(cut[1], mmap_mode="r")
+
+
+def _write(file: Path, content: Any) -> None:
+    """Replace a JSON file; a reader finds the old one or the new one, whole."""
+    beside = file.with_suffix(".new")
+    beside.write_text(json.dumps(content, indent=1))
+    os.replace(beside, file)
