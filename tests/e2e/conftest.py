@@ -33,6 +33,7 @@ ORDER = (
     "test_faults",
     "test_soak",
     "test_down",
+    "test_sparse",
     "test_placing",
     "test_scaling",
     "test_keys",
@@ -100,6 +101,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
         "tls_key_file": str(key),
         "admission": {"classes": {"quick": {"ttft_target_s": 60}}},
     }
+    args["techniques"] = {"sparse": {"mode": "request"}}
     with ServedApp(args) as app, pytest.MonkeyPatch.context() as environment:
         environment.setenv("SSL_CERT_FILE", str(authority.file))
         yield app

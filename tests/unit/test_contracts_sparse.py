@@ -245,3 +245,16 @@ def test_vllm_and_the_models_folder_tell_the_same_shape() -> None:
     config: Any = SimpleNamespace(model_config=ModelConfig(str(tiny_llama())))
     its = json.loads((tiny_llama() / "config.json").read_text("utf-8"))
     assert Shape.of(model_fields(config)) == Shape.of(its), f"mend {COMPAT}"
+
+
+def test_vllms_kernels_for_gpus_take_one_kv_heads_tables() -> None:
+    mend = "decode/headrace_decode/sparse/kernels/_vllm_compat.py"
+    assert_takes(
+        "vllm.v1.attention.ops.triton_unified_attention:unified_attention",
+        mend,
+        *("q", "k", "v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k"),
+        *("softmax_scale", "causal", "window_size", "block_table", "softcap", "q_descale"),
+        *("k_descale", "v_descale", "seq_threshold_3D", "num_par_softmax_segments"),
+        *("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
+    )
+    find("vllm.v1.attention.backends.fa_utils:get_flash_attn_version", mend)

@@ -1,0 +1,151 @@
+"""Decode attention of long rows: all KV, by vLLM's kernels, and the units that ours chooses.
+
+Each arm computes the attention of some layers, one after another, as one CUDA graph; with more KV
+than the card's cache holds, no layer finds its data there. Ours scores all units, chooses, writes
+the tables and attends. Keys are random: the time does not depend on which units are chosen.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace_decode.sparse.basis import COORDINATES, Basis
+from headrace_decode.sparse.engine.counts import chosen_units, units_of
+from headrace_decode.sparse.kernels._vllm_compat import flash_attention, triton_attention
+from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
+from headrace_decode.sparse.kernels.cache import HeadCache
+from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+
+HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
+"""Llama 3 8B, some of its layers."""
+SHARE, CONTEXTS, ROWS, UNITS = 0.05, (32768, 131072), (1, 4, 8), (16, 32)
+TURNS = 30
+KERNELS: dict[str, Kernel] = {"Triton": triton_attention, "FlashAttention": flash_attention}
+
+
+def measured() -> dict[str, Any]:
+    """Milliseconds a layer, by context, rows, unit and arm, and ratios."""
+    found: dict[str, Any] = {}
+    for context in CONTEXTS:
+        for rows in ROWS:
+            for unit in UNITS:
+                found[f"{context}.{rows}.{unit}"] = _of(context, rows, unit)
+                torch.cuda.empty_cache()
+    return found
+
+
+def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
+    n = units_of(context, unit)
+    shape = (rows * n, KV_HEADS, unit, 2 * DIM)
+    layers = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(LAYERS)]
+    caches = [HeadCache.of(one) for one in layers]
+    draw = torch.Generator().manual_seed(0)
+    rest = [torch.randn(size, generator=draw).numpy() for size in _basis_shapes()]
+    made = [DeviceSummaries(rows * n, unit, Basis(*rest), "cuda") for _ in layers]
+    blocks = torch.randperm(rows * n, generator=draw).view(rows, n).int().cuda()
+    for summaries, cache in zip(made, caches, strict=True):
+        summaries.bring_up(cache, blocks.flatten().long())
+    bring_up_ms = _ms(lambda: made[0].bring_up(caches[0], blocks.flatten().long()))
+    made[0].sums.zero_()
+    query = torch.randn((rows, HEADS, DIM), dtype=torch.bfloat16, device="cuda")
+    chosen = chosen_units(context, unit, SHARE)
+    assert chosen is not None
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    counts, taken, fill = (
+        torch.full((rows,), each, **ints) for each in (n - 1, chosen, context - (n - 1) * unit)
+    )
+    full, newest = blocks[:, :-1].contiguous(), blocks[:, -1].contiguous()
+    step = DecodeRows(full, counts, taken, newest, fill, chosen)
+    starts = torch.arange(rows + 1, **ints)
+    lengths = torch.full((rows,), context, **ints)
+    output = torch.empty_like(query)
+
+    def dense(kernel: Kernel) -> None:
+        for one in layers:
+            keys, values = one.transpose(1, 2).split(DIM, -1)
+            given = (query, keys, values, output, starts, lengths, blocks, context, DIM**-0.5)
+            kernel(*given)
+
+    def sparse(kernel: Kernel) -> None:
+        for summaries, cache in zip(made, caches, strict=True):
+            attend(summaries, cache, query, step, DIM**-0.5, kernel)
+
+    arms: dict[str, Callable[[], None]] = {}
+    for name, kernel in KERNELS.items():
+        for kind, function in (("dense", dense), ("sparse", sparse)):
+            replay = _graph(partial(function, kernel))
+            if replay is not None:
+                arms[f"{kind}, {name}"] = replay
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(TURNS):
+        for name, arm in arms.items():
+            times[name].append(_ms(arm))
+    ms = {name: statistics.median(each) / LAYERS for name, each in times.items()}
+    best = {
+        kind: min((value for name, value in ms.items() if name.startswith(kind)), default=None)
+        for kind in ("dense", "sparse")
+    }
+    dense_ms, sparse_ms = best["dense"], best["sparse"]
+    return {
+        "ms_per_layer": ms,
+        "speedup": dense_ms / sparse_ms if dense_ms and sparse_ms else None,
+        "unchanged_units_us": 1000 * bring_up_ms / (rows * n),
+    }
+
+
+def _basis_shapes() -> tuple[tuple[int, ...], ...]:
+    return (KV_HEADS, DIM), (KV_HEADS, DIM, COORDINATES), (KV_HEADS, COORDINATES, DIM)
+
+
+def _graph(function: Callable[[], None]) -> Callable[[], None] | None:
+    """A CUDA graph of a function; None, and the reason printed, if its kernel is not here."""
+    try:
+        for _ in range(3):
+            function()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+    except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:
+        print(f"left out: {error}")
+        return None
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def _ms(function: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    """The speedup at the longest context, by rows, with the better unit."""
+    longest = max(CONTEXTS)
+    return {
+        f"sparse_decode_speedup_{longest // 1024}k_rows_{rows}": max(
+            found[f"{longest}.{rows}.{unit}"]["speedup"] or 0.0 for unit in UNITS
+        )
+        for rows in ROWS
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """A table of what was measured."""
+    names = [f"{kind}, {name}" for kind in ("dense", "sparse") for name in KERNELS]
+    head = ["KV", "rows", "unit", *(f"{name}, ms" for name in names), "best dense / best sparse"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+    for key, one in found.items():
+        times = (one["ms_per_layer"].get(name) for name in names)
+        shown = ["-" if each is None else f"{each:.3f}" for each in times]
+        ratio = "-" if one["speedup"] is None else f"{one['speedup']:.1f}"
+        lines.append("| " + " | ".join([*key.split("."), *shown, ratio]) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""vLLM's paged attention kernels for GPUs, as `attention.Kernel`; an upgrade breaks this file
+first. `tests/unit/test_contracts_sparse.py` pins what is used here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SEGMENTS = 64
+"""Parts of a request's KV that vLLM's Triton kernel attends to side by side; a power of 2."""
+
+
+def triton_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    longest: int,
+    scale: float,
+) -> None:
+    """vLLM's Triton kernel."""
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    requests, heads, dim = query.shape
+    parts = (requests, heads, SEGMENTS)
+    fp32 = {"dtype": torch.float32, "device": query.device}
+    padded = 1 << (dim - 1).bit_length()
+    unified_attention(
+        q=query,
+        k=keys,
+        v=values,
+        out=output,
+        cu_seqlens_q=starts,
+        max_seqlen_q=1,
+        seqused_k=lengths,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1),
+        block_table=table,
+        softcap=0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        seq_threshold_3D=requests,
+        num_par_softmax_segments=SEGMENTS,
+        softmax_segm_output=torch.empty((*parts, padded), **fp32),
+        softmax_segm_max=torch.empty(parts, **fp32),
+        softmax_segm_expsum=torch.empty(parts, **fp32),
+    )
+
+
+def flash_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    longest: int,
+    scale: float,
+) -> None:
+    """FlashAttention as vLLM ships it, of the version that it picks for the card."""
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+    )
+
+    flash_attn_varlen_func(
+        q=query,
+        k=keys,
+        v=values,
+        out=output,
+        cu_seqlens_q=starts,
+        max_seqlen_q=1,
+        seqused_k=lengths,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        causal=True,
+        block_table=table,
+        fa_version=get_flash_attn_version(),
+    )

@@ -1,0 +1,66 @@
+"""A paged KV cache as one whose blocks have one KV head each, so that each head has its own table.
+
+vLLM 0.29 keeps a layer's KV as `[blocks, kv_heads, unit_tokens, 2 head_dim]`, K before V, with the
+tokens (HND) or the heads (NHD) outside in memory. The same memory is read as
+
+    [places, unit_tokens, 1, head_dim]        head h of block b is place  b * heads_apart + h
+
+with a place every `stride(kv_heads)` elements. Places overlap under NHD, where most of them are
+never named by a table. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeadCache:
+    """One layer's cache, by head.
+
+    Attributes:
+        keys, values: [places, unit_tokens, 1, head_dim], views.
+        heads_apart: places from a block to the next.
+        kv_heads: of the cache.
+    """
+
+    keys: Tensor
+    values: Tensor
+    heads_apart: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, cache: Tensor) -> HeadCache:
+        """
+        Args:
+            cache: [blocks, kv_heads, unit_tokens, 2 head_dim], in HND or NHD order.
+
+        Raises:
+            ValueError: a cache whose blocks are no whole number of heads apart.
+        """
+        if cache.dim() != 4 or cache.shape[3] % 2 or cache.stride(3) != 1:
+            raise ValueError(f"a KV cache of shape {tuple(cache.shape)} is not of K and V by head")
+        blocks, kv_heads, unit_tokens, both = cache.shape
+        block, head, token, _ = cache.stride()
+        if block % head or block < head * kv_heads:
+            raise ValueError(f"blocks are {block} elements apart and heads {head}")
+        heads_apart, dim = block // head, both // 2
+        places = (blocks - 1) * heads_apart + kv_heads
+        shape, strides = (places, unit_tokens, 1, dim), (head, token, head, 1)
+        start = cache.storage_offset()
+        return cls(
+            cache.as_strided(shape, strides, start),
+            cache.as_strided(shape, strides, start + dim),
+            heads_apart,
+            kv_heads,
+        )
+
+    @property
+    def unit_tokens(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[3]

@@ -1,0 +1,246 @@
+"""Scores units and writes each KV head's block table, in two kernels and without the host.
+
+`scores` writes, for each query head and unit, the logarithm of the attention that `scoring`
+describes. `choose` takes the softmax over units, sums it over the query heads of a KV head, and
+finds the k highest as `sparse.choosing` does: it builds the k-th highest score bit by bit (positive
+floats are ordered as their bits are), and counts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace_decode.sparse.engine.counts import RECENT, SINKS
+from headrace_decode.sparse.kernels.summaries import LEAST, DeviceSummaries
+from headrace_decode.sparse.lanes import LOG2E
+
+AT_ONCE = 16
+"""Units that one program scores."""
+MOST_UNITS = 32768
+"""Of a row: all its scores lie in one program's registers."""
+
+
+def tables(
+    summaries: DeviceSummaries,
+    query: Tensor,
+    units: Tensor,
+    counts: Tensor,
+    chosen: Tensor,
+    newest: Tensor,
+    heads_apart: int,
+    scale: float,
+    most: int,
+) -> Tensor:
+    """The block tables of rows, by KV head.
+
+    Args:
+        summaries: of the layer; right for all units that rows name.
+        query: [rows, heads, head_dim], rotated.
+        units: int [rows, n], blocks of each row's full units before its newest, in order.
+        counts: int32 [rows], how many of these there are.
+        chosen: int32 [rows], units that a row attends to, the newest included: at least `SINKS` +
+            `RECENT`, at most counts + 1.
+        newest: int [rows], block of the newest unit.
+        heads_apart: as `HeadCache`.
+        scale: of the logits.
+        most: of `chosen`.
+
+    Returns:
+        int32 [rows, kv_heads, most], places of the cache: the chosen ones in order, then the
+        newest.
+
+    Raises:
+        ValueError: more than `MOST_UNITS` units.
+    """
+    rows, heads, _ = query.shape
+    kv_heads, n = summaries.codes.shape[0], units.shape[1]
+    if n > MOST_UNITS:
+        raise ValueError(f"rows have {n} units, must be at most {MOST_UNITS}")
+    size = triton.next_power_of_2(max(n, 2))
+    found = torch.zeros((rows, kv_heads, most), dtype=torch.int32, device=query.device)
+    logits = scores(summaries, query, units, counts, scale)
+    _choose[rows, kv_heads](
+        logits,
+        units,
+        counts,
+        chosen,
+        newest,
+        found,
+        units.stride(0),
+        heads_apart,
+        n,
+        most,
+        GROUP=heads // kv_heads,
+        FIRST=SINKS,
+        LAST=RECENT - 1,
+        SIZE=size,
+        num_warps=min(32, max(4, size // 1024)),
+    )
+    return found
+
+
+def scores(
+    summaries: DeviceSummaries, query: Tensor, units: Tensor, counts: Tensor, scale: float
+) -> Tensor:
+    """Logarithms to base 2 of the attention to units, but for the softmax's sum.
+
+    Args:
+        query, units, counts, scale: as `tables`.
+
+    Returns:
+        float32 [rows, kv_heads, group, n]; not written where a row has no unit.
+    """
+    rows, heads, dim = query.shape
+    layout, (kv_heads, capacity, code_bytes) = summaries.layout, summaries.codes.shape
+    group, n, half = heads // kv_heads, units.shape[1], layout.rank // 2
+    grouped = query.view(rows, kv_heads, group, dim)
+    weights = torch.einsum("rhgd,hjd->rhgj", grouped.float(), summaries.back).contiguous()
+    found = torch.empty((rows, kv_heads, group, n), device=query.device)
+    _score[rows, kv_heads, triton.cdiv(n, AT_ONCE)](
+        query,
+        weights,
+        units,
+        counts,
+        summaries.codes,
+        summaries.scales,
+        found,
+        scale * LOG2E,
+        query.stride(0),
+        query.stride(1),
+        units.stride(0),
+        capacity,
+        n,
+        code_bytes,
+        GROUP=group,
+        GROUP_PADDED=max(LEAST, triton.next_power_of_2(group)),
+        TOKENS=layout.unit_tokens,
+        DIM=dim,
+        HALF=half,
+        HALF_PADDED=max(LEAST, triton.next_power_of_2(half)),
+        UNITS=AT_ONCE,
+    )
+    return found
+
+
+@triton.jit
+def _score(
+    query,
+    weights,
+    units,
+    counts,
+    codes,
+    scales,
+    found,
+    scale,
+    query_row,
+    query_head,
+    units_row,
+    capacity,
+    n,
+    code_bytes,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Some units of one row and KV head. Codes are whole numbers, so products with the query in its
+    own precision lose nothing."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.program_id(2) * UNITS
+    count = tl.load(counts + row)
+    if first >= count:
+        return
+    g, b = tl.arange(0, GROUP_PADDED), first + tl.arange(0, UNITS)
+    d, j = tl.arange(0, DIM // 2), tl.arange(0, HALF_PADDED)
+    asked, there = g < GROUP, b < count
+    unit = tl.load(units + row * units_row + b, there, 0).to(tl.int64)
+    slot = head * capacity.to(tl.int64) + unit
+    start = codes + slot * code_bytes
+
+    heads = row * query_row + (head * GROUP + g)[:, None] * query_head + d[None, :]
+    low = tl.load(query + heads, asked[:, None], 0.0)
+    high = tl.load(query + heads + DIM // 2, asked[:, None], 0.0)
+    both = tl.load(start[None, :] + d[:, None], there[None, :], 0x88).to(tl.int32)
+    mean = tl.dot(low, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
+    mean = tl.dot(high, ((both >> 4) - 8).to(low.dtype), mean, input_precision="ieee")
+    mean *= tl.load(scales + 2 * slot, there, 0.0)[None, :]
+
+    column = tl.arange(0, UNITS * TOKENS)
+    token = column % TOKENS
+    here = first + column // TOKENS
+    inside = here < count
+    of_column = tl.load(units + row * units_row + here, inside, 0).to(tl.int64)
+    bytes_ = codes + (head * capacity.to(tl.int64) + of_column) * code_bytes + DIM // 2 + token
+    kept = (j < HALF)[:, None] & inside[None, :]
+    both = tl.load(bytes_[None, :] + j[:, None] * TOKENS, kept, 0x88).to(tl.int32)
+    row_of = (row * tl.num_programs(1) + head) * GROUP + g
+    weighing = weights + row_of[:, None] * (2 * HALF) + j[None, :]
+    some = asked[:, None] & (j < HALF)[None, :]
+    low_weights, high_weights = (
+        tl.load(weighing, some, 0.0).to(low.dtype),
+        tl.load(weighing + HALF, some, 0.0).to(low.dtype),
+    )
+    each = tl.dot(low_weights, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
+    each = tl.dot(high_weights, ((both >> 4) - 8).to(low.dtype), each, input_precision="ieee")
+    each = tl.reshape(each, (GROUP_PADDED, UNITS, TOKENS))
+    wider = tl.load(scales + 2 * slot + 1, there, 1.0)
+    each *= (wider * scale)[None, :, None]
+    highest = tl.max(each, 2)
+    mass = tl.sum(tl.exp2(each - highest[:, :, None]), 2)
+    logits = mean * scale + highest + tl.log2(mass)
+    tl.store(found + row_of[:, None] * n + b[None, :], logits, asked[:, None] & there[None, :])
+
+
+@triton.jit
+def _choose(
+    logits,
+    units,
+    counts,
+    chosen,
+    newest,
+    found,
+    units_row,
+    heads_apart,
+    n,
+    most,
+    GROUP: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """All units of one row and KV head."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count, wanted = tl.load(counts + row), tl.load(chosen + row) - 1
+    at = tl.arange(0, SIZE)
+    there = at < count
+    of_row = row * tl.num_programs(1) + head
+    total = tl.zeros((SIZE,), tl.float32)
+    for g in tl.static_range(GROUP):
+        each = tl.load(logits + (of_row * GROUP + g) * n + at, there, -float("inf"))
+        mass = tl.exp2(each - tl.max(each, 0))
+        total += mass / tl.sum(mass, 0)
+    bits = total.to(tl.int32, bitcast=True)
+    always = (at < FIRST) | (at >= count - LAST)
+    bits = tl.where(always, 0x7FFFFFFF, bits)
+    bits = tl.where(there, bits, -1)
+
+    lowest = 0
+    for shift in tl.static_range(31):
+        tried = lowest | (1 << (30 - shift))
+        enough = tl.sum((bits >= tried).to(tl.int32), 0) >= wanted
+        lowest = tl.where(enough, tried, lowest)
+    above = bits > lowest
+    equal = bits == lowest
+    missing = wanted - tl.sum(above.to(tl.int32), 0)
+    taken = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= missing))
+    place = tl.cumsum(taken.to(tl.int32), 0) - 1
+    unit = tl.load(units + row * units_row + at, there, 0)
+    into = found + of_row * most
+    tl.store(into + place, (unit * heads_apart + head).to(tl.int32), taken)
+    tl.store(into + wanted, (tl.load(newest + row) * heads_apart + head).to(tl.int32))

@@ -1,0 +1,188 @@
+"""Summaries of all units of a layer on a device, in the bytes that `sparse.layout` describes.
+
+A unit's summary is made again only where the sum of its keys' bytes differs from the one it was
+made of, so a caller may name units again and again: whoever wrote the KV need not say so. The sum
+is a multilinear hash, modulo 2^64, of the keys' 16-bit halves with a factor of each position
+(Lemire and Kaser, arXiv 1008.1715).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.kernels.cache import HeadCache
+from headrace_decode.sparse.layout import Layout
+
+LEAST = 16
+"""Of each side of `tl.dot`."""
+TINY = tl.constexpr(1e-30)
+
+
+class DeviceSummaries:
+    """Of one layer, in memory of a size that is fixed at the start.
+
+    Attributes:
+        layout: of one unit's summary for one head.
+        codes: uint8 [kv_heads, capacity, layout.code_bytes].
+        scales: float32 [kv_heads, capacity, 2].
+        sums: int64 [kv_heads, capacity], of the keys that a summary is of; 0 of none.
+        back: float32 [kv_heads, rank, head_dim], as `Basis.back`.
+    """
+
+    def __init__(self, capacity: int, unit_tokens: int, basis: Basis, device: str) -> None:
+        """
+        Args:
+            capacity: units that can be stored; they are numbered from 0, as the cache's blocks.
+
+        Raises:
+            ValueError: units or heads that are not a power of 2 of at least 16 and 32.
+        """
+        kv_heads, dim, rank = basis.into.shape
+        if unit_tokens & (unit_tokens - 1) or dim & (dim - 1) or unit_tokens < 16 or dim < 32:
+            raise ValueError(f"units of {unit_tokens} tokens, heads of {dim}: no kernel for these")
+        self.layout = Layout(unit_tokens, dim, rank, shared=True)
+        self.codes = torch.full(
+            (kv_heads, capacity, self.layout.code_bytes), 0x88, dtype=torch.uint8, device=device
+        )
+        self.scales = torch.zeros((kv_heads, capacity, 2), device=device)
+        self.sums = torch.zeros((kv_heads, capacity), dtype=torch.int64, device=device)
+        self._origin, self._into, self.back = (
+            torch.from_numpy(one).to(device) for one in (basis.origin, basis.into, basis.back)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in (self.codes, self.scales, self.sums))
+
+    def bring_up(self, cache: HeadCache, units: Tensor) -> None:
+        """Make the summaries of units right.
+
+        Args:
+            cache: of the layer; its keys are finite.
+            units: int64 [n], each below the capacity; a negative one is left out.
+        """
+        if not len(units):
+            return
+        layout, kv_heads = self.layout, self.codes.shape[0]
+        half = layout.rank // 2
+        _bring_up[len(units), kv_heads](
+            cache.keys,
+            units,
+            self.codes,
+            self.scales,
+            self.sums,
+            self._origin,
+            self._into,
+            cache.keys.stride(0),
+            cache.keys.stride(1),
+            cache.heads_apart,
+            self.codes.shape[1],
+            layout.code_bytes,
+            TOKENS=layout.unit_tokens,
+            DIM=layout.head_dim,
+            HALF=half,
+            PADDED=max(LEAST, triton.next_power_of_2(half)),
+            WIDE=cache.keys.element_size() == 4,
+        )
+
+
+@triton.jit
+def _bring_up(
+    keys,
+    units,
+    codes,
+    scales,
+    sums,
+    origin,
+    into,
+    place_stride,
+    token_stride,
+    heads_apart,
+    capacity,
+    code_bytes,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One unit of one head. HALF: of the coordinates. A byte holds elements i and i + n / 2."""
+    unit, head = tl.load(units + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    if unit < 0:
+        return
+    i = tl.arange(0, TOKENS)
+    d = tl.arange(0, DIM // 2)
+    j = tl.arange(0, PADDED)
+    at = (unit * heads_apart + head) * place_stride + i[:, None] * token_stride + d[None, :]
+    low, high = tl.load(keys + at), tl.load(keys + at + DIM // 2)
+    slot = head.to(tl.int64) * capacity + unit
+
+    number = (i[:, None] * DIM + d[None, :]).to(tl.int64)
+    found = _sum(low, number, WIDE) + _sum(high, number + DIM // 2, WIDE)
+    found = tl.where(found == 0, 1, found)
+    if tl.load(sums + slot) == found:
+        return
+
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    low_mean, high_mean = tl.sum(low, 0) / TOKENS, tl.sum(high, 0) / TOKENS
+    low, high = low - low_mean[None, :], high - high_mean[None, :]
+    first = into + head * DIM * 2 * HALF + d[:, None] * 2 * HALF + j[None, :]
+    kept = (j < HALF)[None, :]
+    second = first + DIM // 2 * 2 * HALF
+    a = tl.dot(low, tl.load(first, kept, 0.0), input_precision="ieee")
+    a = tl.dot(high, tl.load(second, kept, 0.0), a, input_precision="ieee")
+    b = tl.dot(low, tl.load(first + HALF, kept, 0.0), input_precision="ieee")
+    b = tl.dot(high, tl.load(second + HALF, kept, 0.0), b, input_precision="ieee")
+    largest = tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b)))
+    # Coarser steps where a coordinate lies beyond the codes.
+    wider = tl.maximum(1.0, largest / 7)
+    start = codes + slot * code_bytes + DIM // 2
+    tl.store(start + j[None, :] * TOKENS + i[:, None], _packed(a / wider, b / wider), kept)
+    tl.store(scales + 2 * slot + 1, wider)
+
+    low_mean -= tl.load(origin + head * DIM + d)
+    high_mean -= tl.load(origin + head * DIM + DIM // 2 + d)
+    scale = tl.maximum(tl.max(tl.abs(low_mean)), tl.max(tl.abs(high_mean))) / 7
+    inverse = tl.where(scale > TINY, 1.0 / tl.maximum(scale, TINY), 0.0)
+    tl.store(codes + slot * code_bytes + d, _packed(low_mean * inverse, high_mean * inverse))
+    tl.store(scales + 2 * slot, scale)
+    tl.store(sums + slot, found)
+
+
+@triton.jit
+def _packed(
+    low,
+    high,
+):
+    """Codes of numbers between -7 and 7."""
+    return (_code(low) | (_code(high) << 4)).to(tl.uint8)
+
+
+@triton.jit
+def _code(
+    x,
+):
+    return tl.floor(x + 8.5).to(tl.int32)
+
+
+@triton.jit
+def _sum(
+    part,
+    number,
+    WIDE: tl.constexpr,
+):
+    """Of a part of a unit, by the numbers of its elements."""
+    if WIDE:
+        bits = part.to(tl.int32, bitcast=True).to(tl.int64)
+    else:
+        bits = part.to(tl.int16, bitcast=True).to(tl.int64)
+    # The factors are those of SplitMix64.
+    x = (number + 1) * -7046029254386353131
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    x = x ^ ((x >> 31) & 0x1FFFFFFFF)
+    return tl.sum(tl.sum(x * bits, 1), 0)

@@ -1,0 +1,131 @@
+"""Sparse attention's kernels equal the reference, in Triton's interpreter.
+
+Triton interprets only what it is told to before it is imported, so a process of its own runs this
+file again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
+HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
+
+if INTERPRETED:
+    from tests.support import sparse_kernels as kernels
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_kernels_equal_the_reference_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+def test_kernels_compile_for_cards() -> None:
+    from headrace_decode.sparse.kernels import choosing, summaries
+
+    of_unit = {"TOKENS": 16, "DIM": 128, "HALF": 12}
+    scoring = of_unit | {"GROUP": 4, "GROUP_PADDED": 16, "HALF_PADDED": 16, "UNITS": 16}
+    _compile(summaries._bring_up, of_unit | {"PADDED": 16, "WIDE": False})
+    _compile(choosing._score, scoring)
+    _compile(choosing._choose, {"GROUP": 4, "FIRST": 1, "LAST": 1, "SIZE": 1024})
+
+
+TYPES = {
+    **dict.fromkeys(("keys", "query"), "*bf16"),
+    **dict.fromkeys(
+        ("scales", "origin", "into", "weights", "logits"),
+        "*fp32",
+    ),
+    **dict.fromkeys(("counts", "chosen", "newest"), "*i32"),
+    **{"codes": "*u8", "sums": "*i64", "scale": "fp32"},
+}
+
+
+def _compile(kernel: Any, constants: dict[str, Any]) -> None:
+    """To machine code of an H100."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = TYPES | {"units": "*i64" if "WIDE" in constants else "*i32"}
+    types["found"] = "*i32" if "SIZE" in constants else "*fp32"
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=values)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+
+@inside
+@pytest.mark.parametrize(
+    ("dtype", "order"), [(torch.float32, NHD), (torch.float16, HND), (torch.bfloat16, NHD)]
+)
+def test_summaries_are_the_cpus(dtype: torch.dtype, order: tuple[int, ...]) -> None:
+    kernels.check_summaries(kernels.case("cpu", dtype, order=order), "cpu")
+
+
+@inside
+def test_summaries_of_larger_units_and_heads_are_the_cpus() -> None:
+    kernels.check_summaries(kernels.case("cpu", torch.float16, unit_tokens=32, dim=64), "cpu")
+
+
+@inside
+def test_only_changed_keys_are_summarised_again() -> None:
+    one = kernels.case("cpu", torch.bfloat16)
+    kernels.check_unchanged_keys_are_not_summarised_again(one, "cpu")
+
+
+@inside
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float16, 2e-2)])
+def test_scores_are_the_references(dtype: torch.dtype, within: float) -> None:
+    kernels.check_scores(kernels.case("cpu", dtype), "cpu", within)
+
+
+@inside
+def test_each_kv_head_takes_the_units_of_the_highest_scores() -> None:
+    kernels.check_tables(kernels.case("cpu", torch.float32, order=NHD), "cpu")
+
+
+@inside
+def test_of_equal_units_the_earlier_ones_are_taken() -> None:
+    kernels.check_ties("cpu")
+
+
+@inside
+def test_vllms_kernel_attends_to_the_chosen_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    _have_vllm_see_triton()
+    from headrace_decode.sparse.kernels import _vllm_compat
+
+    monkeypatch.setattr(_vllm_compat, "SEGMENTS", 4)
+    one = kernels.case("cpu", torch.float32, order=NHD)
+    kernels.check_attention(one, "cpu", _vllm_compat.triton_attention, 1e-4)
+
+
+def _have_vllm_see_triton() -> None:
+    """vLLM for CPUs hides Triton from its own kernels, unless it has a CPU backend."""
+    import triton
+    import triton.language as tl
+
+    seen = ModuleType("vllm.triton_utils")
+    seen.HAS_TRITON, seen.triton, seen.tl = True, triton, tl  # type: ignore[attr-defined]
+    sys.modules["vllm.triton_utils"] = seen
