@@ -32,7 +32,15 @@ from headrace.gateway.admission.classes import (
     SloClass,
 )
 from headrace.gateway.admission.door import Door
-from headrace.gateway.asgi import ClientGone, Interrupts, Receive, Scope, Send, path_of
+from headrace.gateway.asgi import (
+    ClientGone,
+    Interrupts,
+    Receive,
+    Scope,
+    Send,
+    path_of,
+    takes_at_once,
+)
 from headrace.gateway.asked import BODY_LATE, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
 from headrace.gateway.door import limits
@@ -276,6 +284,7 @@ class GatewayApp:
             target=f"{path}?{query.decode('latin-1')}" if query else path,
             headers=forwarded(scope["headers"], seen, request_id),
             started=started,
+            takes_at_once=takes_at_once(scope),
         )
         await self.start()
         asked = Asked(call, path, receive, send, seen, scope.get("client"))

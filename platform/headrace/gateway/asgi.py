@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from typing import Any, cast
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+TAKES_AT_ONCE = "headrace.takes_at_once"
+"""Name of our extension of ASGI: a function that says whether the client takes what it gets, so
+that `send` does not wait. Only our own server has it (`listen`)."""
 
 JSON_TYPE = (b"content-type", b"application/json")
 
@@ -25,6 +29,27 @@ def path_of(scope: Scope) -> str:
     if root and path.startswith(root):
         path = path[len(root) :] or "/"
     return path
+
+
+def takes_at_once(scope: Scope) -> Callable[[], bool]:
+    """The function of the extension; where there is none, one that says no."""
+    told: Callable[[], bool] = scope.get("extensions", {}).get(TAKES_AT_ONCE, lambda: False)
+    return told
+
+
+def send_at_once(send: Send, message: Message) -> None:
+    """Send from outside a task, while the client takes what it gets.
+
+    Raises:
+        RuntimeError: `send` waits all the same.
+    """
+    sending = cast(Coroutine[Any, Any, None], send(message))
+    try:
+        sending.send(None)
+    except StopIteration:
+        return
+    sending.close()
+    raise RuntimeError("a client that takes at once made its server wait")
 
 
 async def send_answer(

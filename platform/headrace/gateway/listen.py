@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.config.tlsfiles import TlsFiles
+from headrace.gateway.asgi import TAKES_AT_ONCE
 from headrace.gateway.door.tls import ReloadingContext
 from headrace.gateway.errors import ApiError
 
@@ -129,6 +130,11 @@ class _Protocol(HttpToolsProtocol):
         if not self._in_head:
             self._expect_head()
         super().on_message_begin()
+        self.scope["extensions"] = {TAKES_AT_ONCE: self._takes_at_once}  # type: ignore[dict-item]
+
+    def _takes_at_once(self) -> bool:
+        """Whether uvicorn's `send` would not wait."""
+        return not self.flow.write_paused
 
     def on_headers_complete(self) -> None:
         self._head_has_come()

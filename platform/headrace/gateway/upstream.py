@@ -1,61 +1,40 @@
-"""The connection to a replica's HTTP server: one request out, one byte stream back."""
+"""The connections to the replicas' HTTP servers: one request out, one byte stream back.
+
+Written on `httptools`, the parser of the server that the gateway itself runs on, because a stream
+costs the gateway CPU time for every chunk, and a general client costs more for it than all that
+the gateway does with the chunk (docs/benchmarks.md).
+
+A connection carries one request at a time. It is kept for the next one when the response came to
+its marked end, nothing came behind that, and the request was written whole; else it is closed.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import socket
-from typing import Any
-
-import aiohttp
-from yarl import URL
+from collections.abc import Callable
+from functools import lru_cache
+from typing import cast
+from urllib.parse import quote, urlsplit
 
 from headrace.gateway.errors import Headers
+from headrace.gateway.reply import ReplicaLost, Reply
+
+__all__ = ["KEEPALIVE_S", "ReplicaLost", "Reply", "Upstream"]
 
 # Below uvicorn's default of 5 s, so that the replica is never the one to close an idle connection
 # just as a request goes out on it.
 KEEPALIVE_S = 4.0
-_SKIP = frozenset({"User-Agent", "Accept", "Accept-Encoding", "Content-Type"})
+_SILENT_PEER = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+"""A connection notices within about 30 s that the other machine is gone without a word."""
+_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
+_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+_PLAIN = re.compile(r'[!$-~"]+')
+"""What a request's target may hold: visible ASCII without `#`."""
+_SAFE = "".join(map(chr, range(0x21, 0x7F))).replace("#", "")
 
-
-class ReplicaLost(Exception):
-    """The replica did not answer, or not to the end.
-
-    Args:
-        why: what happened, for the log.
-        sent: whether the replica may have begun to work on the request.
-        dying: whether the replica is there and says that it cannot go on.
-        hangs: whether its health check has failed already.
-    """
-
-    def __init__(self, why: str, *, sent: bool, dying: bool = False, hangs: bool = False) -> None:
-        super().__init__(why)
-        self.sent = sent
-        self.dying = dying
-        self.hangs = hangs
-
-
-class Reply:
-    """A response whose head has arrived."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self._readany = response.content.readany
-        self.status = response.status
-        self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
-
-    async def read_some(self) -> bytes:
-        """The bytes that have arrived, at least one; `b""` at the end.
-
-        Raises:
-            ReplicaLost: the connection broke before the end.
-        """
-        try:
-            return await self._readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise ReplicaLost(repr(error), sent=True) from error
-
-    def close(self) -> None:
-        """Give the connection back after the end of the response; break it off before."""
-        self._response.close()
+Address = tuple[str, int]
 
 
 class Upstream:
@@ -66,22 +45,19 @@ class Upstream:
     """
 
     def __init__(self, connect_timeout_s: float) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_socket
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=_SKIP,
-            trust_env=False,
-        )
-        self._urls: dict[tuple[str, str], URL] = {}
+        self._connect_timeout_s = connect_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._open: set[_Connection] = set()
+        self._idle: dict[Address, dict[_Connection, float]] = {}  # loop time of their last use
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._closed = False
 
     async def send(
         self, base_url: str, method: str, target: str, headers: Headers, body: bytes
     ) -> Reply:
         """Send a request and wait for the head of its response.
+
+        A request that may be repeated goes out again when a kept connection turns out to be dead.
 
         Args:
             base_url: `http://ip:port`.
@@ -89,36 +65,216 @@ class Upstream:
 
         Raises:
             ReplicaLost: no connection, or no response on it.
+            ValueError: a header holds a line break.
         """
-        key = (base_url, target)
-        url = self._urls.get(key)
-        if url is None:
-            url = URL(base_url + target, encoded=True)
-            if len(self._urls) < 1000:
-                self._urls[key] = url
-        text = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-        try:
-            response = await self._session.request(
-                method, url, data=body or None, headers=text, allow_redirects=False
-            )
-        except aiohttp.ClientConnectorError as error:
-            raise ReplicaLost(repr(error), sent=False) from error
-        except aiohttp.ConnectionTimeoutError as error:
-            raise ReplicaLost(repr(error), sent=False) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ReplicaLost(repr(error), sent=True) from error
-        return Reply(response)
+        if self._closed:
+            raise RuntimeError("the connections are closed")
+        address, host = _address(base_url)
+        head = _head(method, target, host, headers, body)
+        connection = self._kept(address)
+        if connection is not None:
+            try:
+                return await _ask(connection, method, head, body)
+            except _Stale:
+                if method not in _IDEMPOTENT:
+                    raise
+        return await _ask(await self._connect(address), method, head, body)
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._session.close()
+        self._closed = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for connection in list(self._open):
+            connection.close()
+        await asyncio.sleep(0)
+
+    def _kept(self, address: Address) -> _Connection | None:
+        """The idle connection that was used last."""
+        idle = self._idle.get(address)
+        while idle:
+            connection, since_s = idle.popitem()
+            if self._loop.time() - since_s < KEEPALIVE_S and connection.is_open():
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, address: Address) -> _Connection:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: _Connection(address, self._keep, self._forget), *address
+                )
+        except OSError as error:  # TimeoutError is one
+            raise ReplicaLost(f"cannot connect: {error!r}", sent=False) from error
+        if self._closed:
+            connection.close()
+        if connection.is_open():
+            self._open.add(connection)
+        return connection
+
+    def _keep(self, connection: _Connection) -> None:
+        if self._closed:
+            connection.close()
+            return
+        self._idle.setdefault(connection.address, {})[connection] = self._loop.time()
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(KEEPALIVE_S, self._sweep)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        idle = self._idle.get(connection.address, {})
+        idle.pop(connection, None)
+
+    def _sweep(self) -> None:
+        """Close what has been idle for long."""
+        until_s = self._loop.time() - KEEPALIVE_S
+        for address, idle in list(self._idle.items()):
+            for connection in [one for one, since_s in idle.items() if since_s <= until_s]:
+                connection.close()
+            if not idle:
+                del self._idle[address]
+        self._sweeper = self._loop.call_later(KEEPALIVE_S, self._sweep) if self._idle else None
 
 
-def _socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket that notices within about 30 s that the other machine is gone without a word."""
-    sock = socket.socket(family=address[0], type=address[1], proto=address[2])
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-    return sock
+class _Stale(ReplicaLost):
+    """A kept connection was closed before a byte of the response came."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection.
+
+    Args:
+        address: of the replica.
+        keep: called when it may carry another request.
+        forget: called when it is closed.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        keep: Callable[[_Connection], None],
+        forget: Callable[[_Connection], None],
+    ) -> None:
+        self.address = address
+        self.uses = 0
+        self._keep, self._forget = keep, forget
+        self._reply: Reply | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def is_open(self) -> bool:
+        """Whether a request can be written."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def ask(self, method: str, head: bytes, body: bytes) -> Reply:
+        """Write a request."""
+        assert self._transport is not None
+        self.uses += 1
+        self._reply = Reply(method, self)
+        if body:
+            self._transport.writelines((head, body))
+        else:
+            self._transport.write(head)
+        return self._reply
+
+    def close(self) -> None:
+        """At once: what is not written yet never is."""
+        transport, self._transport = self._transport, None
+        reply, self._reply = self._reply, None
+        if transport is not None:
+            transport.abort()
+        self._forget(self)
+        if reply is not None:
+            reply.lose("the gateway closed the connection")
+
+    # As `reply.Line`.
+
+    def pause_reading(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def over(self, *, clean: bool) -> None:
+        self._reply = None
+        transport = self._transport
+        if clean and transport is not None and not transport.get_write_buffer_size():
+            self._keep(self)
+        else:
+            self.close()
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in _SILENT_PEER:
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reply is not None:
+            self._reply.feed(data)
+        else:
+            self.close()  # nobody has asked
+
+    def eof_received(self) -> None:
+        if self._reply is not None:
+            self._reply.eof()
+        self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._reply is not None:
+            self._reply.lose(f"the connection broke: {exc!r}")
+        self.close()
+
+
+async def _ask(connection: _Connection, method: str, head: bytes, body: bytes) -> Reply:
+    """A reply whose head is there.
+
+    Raises:
+        ReplicaLost: it does not come.
+    """
+    if not connection.is_open():
+        raise ReplicaLost("the replica hung up at once", sent=False)
+    kept = connection.uses > 0
+    reply = connection.ask(method, head, body)
+    try:
+        await reply.head()
+    except ReplicaLost as lost:
+        if kept and not reply.began:
+            raise _Stale(str(lost), sent=True) from lost
+        raise
+    except BaseException:
+        reply.close()
+        raise
+    return reply
+
+
+@lru_cache(maxsize=1024)
+def _address(base_url: str) -> tuple[Address, bytes]:
+    """Where to connect to, and the `Host` header."""
+    parts = urlsplit(base_url)
+    return (parts.hostname or "", parts.port or 80), parts.netloc.encode()
+
+
+def _head(method: str, target: str, host: bytes, headers: Headers, body: bytes) -> bytes:
+    """The request's head.
+
+    Raises:
+        ValueError: it would hold more lines than meant.
+    """
+    if not _PLAIN.fullmatch(target):
+        target = quote(target, safe=_SAFE)
+    lines = [f"{method} {target} HTTP/1.1".encode(), b"host: " + host]
+    lines += [name + b": " + value for name, value in headers]
+    if body or method not in _WITHOUT_BODY:
+        lines.append(b"content-length: %d" % len(body))
+    head = b"\r\n".join([*lines, b"", b""])
+    ends = len(lines) + 1
+    if head.count(b"\n") != ends or head.count(b"\r") != ends or b"\0" in head:
+        raise ValueError("a header holds a line break")
+    return head

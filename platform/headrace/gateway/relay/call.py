@@ -34,6 +34,7 @@ class Call:
         said: the lines of its stream so far, for the replica that takes it up.
         journal: of a client that wants to resume its stream (`resume`).
         techniques: what it says of lossy techniques; None on routes without a prompt.
+        takes_at_once: whether its client takes what it gets, as of `asgi`.
         on_first: called when the first bytes of a stream's body have been sent.
     """
 
@@ -59,6 +60,7 @@ class Call:
     said: bytes = b""
     journal: Journal | None = None
     techniques: Asked | None = None
+    takes_at_once: Callable[[], bool] = lambda: False
     on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:

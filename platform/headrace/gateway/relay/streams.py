@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 
 from headrace.gateway import errors
-from headrace.gateway.asgi import Send
+from headrace.gateway.asgi import Message, Send, send_at_once
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.journal import Diverged, Journal
 from headrace.gateway.relay.quarantine import Quarantine
-from headrace.gateway.relay.watch import Watch
+from headrace.gateway.relay.watch import Watch, Watched
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
 
@@ -95,31 +95,17 @@ class Streams:
             ReplicaLost: the answer broke off.
             Diverged: it is not the stream that the client has.
         """
-        read_some, chunk = answer.reply.read_some, answer.body
-        counted = journal.line_bytes // COUNTED_BYTES * COUNTED_BYTES
         with self._watch.over(answer.lease.replica) as watched:
+            passage = Passage(call, journal, send, watched)
             async with watched.waits():
-                while chunk:
-                    events, error = journal.pass_on(chunk)
-                    if journal.line_bytes - counted >= COUNTED_BYTES:
-                        if call.held is None or not call.held.keep(journal.line_bytes - counted):
-                            journal.stop("the gateway has no room to keep what it said")
-                        counted = journal.line_bytes
-                    if events:
-                        await send(
-                            {"type": "http.response.body", "body": events, "more_body": True}
-                        )
-                        if call.ttft_s is None:
-                            call.ttft_s = perf_counter() - call.started
-                            call.on_first()
-                        call.sent_bytes += len(events)
-                        call.last = events
-                    if error:
+                over = passage.take(answer.body) and await answer.reply.pour(passage.take)
+                while not over:
+                    await passage.send_kept()
+                    if passage.error:
                         if await self._healthy(answer.lease.replica):
-                            return error
+                            return passage.error
                         raise ReplicaLost("an error from a dying replica", sent=True, dying=True)
-                    chunk = await read_some()
-                    watched.heard()
+                    over = await answer.reply.pour(passage.take)
         return journal.rest()
 
     async def _take_up(
@@ -155,3 +141,64 @@ class Streams:
             raise errors.replica_lost(f"{_MIDWAY}another replica answered {again.reply.status}")
         self._on_lost("taken_up")
         return again
+
+
+class Passage:
+    """The events of one answer on their way to the client.
+
+    Most pass from one connection to the other within the event loop's callback, without a switch
+    of tasks; the task has to act when the client is slow or the replica says that it failed.
+
+    Args:
+        watched: learns that the replica lives.
+
+    Attributes:
+        error: the replica's last event, which says that it failed; the client does not have it.
+    """
+
+    def __init__(self, call: Call, journal: Journal, send: Send, watched: Watched) -> None:
+        self._call, self._journal, self._send = call, journal, send
+        self._heard = watched.heard
+        self._counted_bytes = journal.line_bytes // COUNTED_BYTES * COUNTED_BYTES
+        self._kept = b""
+        self.error = b""
+
+    def take(self, chunk: bytes) -> bool:
+        """Whether the events of a chunk are with the client; else `send_kept` sends them."""
+        self._heard()
+        call, journal = self._call, self._journal
+        events, self.error = journal.pass_on(chunk)
+        if journal.line_bytes - self._counted_bytes >= COUNTED_BYTES:
+            self._count_lines()
+        if self.error or not call.takes_at_once():
+            self._kept = events
+            return False
+        if events:
+            send_at_once(self._send, _body(events))
+            self._sent(events)
+        return True
+
+    async def send_kept(self) -> None:
+        """Send what `take` did not."""
+        events, self._kept = self._kept, b""
+        if events:
+            await self._send(_body(events))
+            self._sent(events)
+
+    def _sent(self, events: bytes) -> None:
+        call = self._call
+        if call.ttft_s is None:
+            call.ttft_s = perf_counter() - call.started
+            call.on_first()
+        call.sent_bytes += len(events)
+        call.last = events
+
+    def _count_lines(self) -> None:
+        held, more_bytes = self._call.held, self._journal.line_bytes - self._counted_bytes
+        if held is None or not held.keep(more_bytes):
+            self._journal.stop("the gateway has no room to keep what it said")
+        self._counted_bytes = self._journal.line_bytes
+
+
+def _body(events: bytes) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": True}
