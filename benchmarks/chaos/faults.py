@@ -85,8 +85,8 @@ def kill_store(app: App, number: int) -> str:
 
 def kill_keeper(app: App, number: int) -> str:
     """SIGKILL to the replica of Serve's that keeps the StoreNodes."""
-    sister = psutil.Process(_one(app, "decode", number)["pid"])
-    for process in sister.parent().children():
+    raylet = psutil.Process(_one(app, "decode", number)["pid"]).parent()
+    for process in raylet.children() if raylet else ():
         if "ServeReplica" in process.name() and process.name().endswith(":store"):
             process.kill()
             return ""
