@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from headrace.gateway import deployment
 from headrace.gateway.deployment import ServeBackend, ThroughServe
+from headrace.observability import metrics
 
 
 class Response:
@@ -142,3 +144,30 @@ async def test_serves_end_of_its_lifespan_leaves_the_gateway_running() -> None:
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     await through({"type": "http"}, receive, send)
     assert seen == ["http"]
+
+
+async def test_the_metrics_are_those_of_all_nodes_that_answer(
+    notes: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def export(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n# TYPE ray_vllm_x counter\nray_vllm_x 1\nother 2\n")
+        writer.close()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    servers = [await asyncio.start_server(turn, "127.0.0.1", 0) for turn in (export, hang_up)]
+    nodes = [
+        {
+            "Alive": True,
+            "NodeManagerAddress": "127.0.0.1",
+            "MetricsExportPort": server.sockets[0].getsockname()[1],
+        }
+        for server in servers
+    ]
+    monkeypatch.setattr(metrics.ray, "nodes", lambda: [*nodes, {"Alive": False}])
+    backend = ServeBackend(Handle([]), Handle([]))
+    assert await backend.metrics() == b"# TYPE ray_vllm_x counter\nray_vllm_x 1\n"
+    for server in servers:
+        server.close()

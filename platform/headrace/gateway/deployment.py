@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import aiohttp
 import ray
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -27,6 +26,7 @@ from headrace.gateway.asgi import Receive, Scope, Send
 from headrace.gateway.listen import serve_gateway
 from headrace.gateway.placing.lines import LineInfo
 from headrace.gateway.placing.placer import Placer
+from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace.observability.metrics import RayGatewayMetrics, node_metrics
 from headrace.router.plan import RouterSettings
 from headrace_decode.tenants import Tenants
@@ -45,6 +45,7 @@ from headrace_engine.serving.orders import Notes, prefix
 logger = logging.getLogger("headrace.gateway")
 
 BROADCAST_TIMEOUT_S = 5.0
+METRICS_TIMEOUT_S = 5.0
 
 
 class ServeBackend:
@@ -57,7 +58,7 @@ class ServeBackend:
         store: DeploymentHandle | None = None,
     ):
         self._decode, self._prefill, self._store = decode, prefill, store
-        self._session: aiohttp.ClientSession | None = None
+        self._nodes: Upstream | None = None
         self._gateways: DeploymentHandle | None = None
         self._knock: DeploymentResponse[Any] | None = None
         self.wanted: Callable[[], bool] = lambda: False
@@ -191,9 +192,25 @@ class ServeBackend:
 
     async def metrics(self) -> bytes:
         """Prometheus text of the whole cluster."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession()
-        return await node_metrics(self._session)
+        if self._nodes is None:
+            self._nodes = Upstream(METRICS_TIMEOUT_S)
+        return await node_metrics(partial(metrics_page, self._nodes))
+
+
+async def metrics_page(nodes: Upstream, url: str) -> bytes:
+    """What a node exports; `b""` if it does not in time."""
+    try:
+        async with asyncio.timeout(METRICS_TIMEOUT_S):
+            reply = await nodes.send(url, "GET", "/metrics", [], b"")
+            try:
+                parts = [await reply.read_some()]
+                while parts[-1]:
+                    parts.append(await reply.read_some())
+            finally:
+                reply.close()
+    except (ReplicaLost, TimeoutError):
+        return b""
+    return b"".join(parts)
 
 
 class ThroughServe:

@@ -8,10 +8,8 @@ own export ports, for `GET /metrics`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
-import aiohttp
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -197,19 +195,19 @@ class RayPlanMetrics:
         self._bytes.set(total_bytes)
 
 
-async def node_metrics(session: aiohttp.ClientSession) -> bytes:
-    """Prometheus text of all nodes' exported engine, Serve and Headrace metrics."""
+async def node_metrics(fetch: Callable[[str], Awaitable[bytes]]) -> bytes:
+    """Prometheus text of all nodes' exported engine, Serve and Headrace metrics.
 
-    async def one(node: Mapping[str, Any]) -> bytes:
-        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        try:
-            async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
-                return await response.read()
-        except (aiohttp.ClientError, TimeoutError):
-            return b""
-
+    Args:
+        fetch: the page at `/metrics` of a server at `http://ip:port`; `b""` if it gives none.
+    """
     nodes = await asyncio.to_thread(ray.nodes)
-    pages = await asyncio.gather(*(one(node) for node in nodes if node["Alive"]))
+    urls = [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        for node in nodes
+        if node["Alive"]
+    ]
+    pages = await asyncio.gather(*map(fetch, urls))
     wanted = tuple(prefix.encode() for prefix in EXPORTED_PREFIXES)
     lines: dict[bytes, None] = {}
     for page in pages:
