@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
@@ -124,7 +124,7 @@ def _print_drawn(out: Path, losses: dict[str, Losses]) -> None:
         stdout().print(shown)
 
 
-def _read(config: Path) -> dict[str, object]:
+def _read(config: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(config.read_text()))
     except (OSError, ValueError) as error:

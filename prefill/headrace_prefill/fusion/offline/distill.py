@@ -7,6 +7,7 @@ no token's KV changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +59,10 @@ def distill(
         weight.requires_grad_(True)
 
 
-def _groups(model: Decoder) -> list[dict[str, object]]:
-    fusion, mixing, others = model.shape.fusion, [], []
+def _groups(model: Decoder) -> list[dict[str, Any]]:
+    fusion = model.shape.fusion
+    mixing: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for number, layer in enumerate(model.model.layers):
         if fusion.stores(number):
             continue

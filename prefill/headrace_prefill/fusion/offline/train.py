@@ -212,7 +212,7 @@ class Order:
 
     def at(self, first: int, count: int) -> NDArray[np.int64]:
         """The windows at these places of the order."""
-        places = np.arange(first, first + count)
+        places = range(first, first + count)
         return np.array([self._epoch(p // self._windows)[p % self._windows] for p in places])
 
     def _epoch(self, number: int) -> NDArray[np.int64]:
