@@ -20,7 +20,6 @@ from headrace_kvstore.table import READY
 from tests.support import fusing
 from tests.support.fusing import BLOCK, FusingEngines, config, reference, true_logprobs, write_model
 from tests.support.machine import until
-from tests.support.served import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -151,20 +150,6 @@ class TestRows:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             truth = true_logprobs(plain, prompt[:1], prompt[1:])
             assert answer["prompt"] == pytest.approx(truth, abs=2 * SAME)
-
-
-def test_a_decode_engine_goes_on_with_the_kv_of_storage_layers_from_a_prefill_engine(
-    engines: FusingEngines, folder: Any
-) -> None:
-    model, prompts = folder("fused", "llama"), [noise(n, n) for n in (33, 100, 300, 700)]
-    options = {"max_num_batched_tokens": STEP_TOKENS, "kv_sharing_fast_prefill": True}
-    ports = [free_port(), free_port()]
-    engines.do("open_pair", model=str(model), ports=ports, **options)
-    answers = engines.do("transferred", prompts=prompts, max_tokens=ANSWER)
-    engines.do("close")
-    # A whole block came for each, and the decode engine computed the rest of the prompt.
-    assert [answer["cached"] for answer in answers] == [len(p) - 1 for p in prompts]
-    assert_true(model, prompts, answers)
 
 
 def test_the_store_keeps_storage_layers_alone_and_gives_them_back(

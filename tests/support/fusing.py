@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +22,6 @@ from tests.support.program import IN_ONE_PROCESS, engine_environment
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 6, 4, 2, 32, 128, 512
 BLOCK = 32
-PAIR_BLOCKS = 100
 POSITIONS = 1024
 
 
@@ -124,7 +122,6 @@ class Engines:
 
         register()
         self._llm: Any = None
-        self._prefill: Any = None
 
     def open(self, model: str, store: dict[str, Any] | None = None, **options: Any) -> int:
         """Start an engine in place of the one before; returns its number of KV blocks.
@@ -133,6 +130,7 @@ class Engines:
             store: the store connector's `kv_connector_extra_config`.
             options: of vLLM's.
         """
+        from vllm import LLM
         from vllm.config import KVTransferConfig
 
         self.close()
@@ -144,70 +142,32 @@ class Engines:
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config=store,
             )
-        self._llm = _engine(model, **options)
+        self._llm = LLM(
+            model,
+            dtype="float32",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            block_size=BLOCK,
+            max_model_len=POSITIONS,
+            **options,
+        )
         return self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
-    def open_pair(self, model: str, ports: list[int], **options: Any) -> None:
-        """Start a prefill and a decode engine, side by side, that transfer KV with NIXL."""
-        from vllm.config import KVTransferConfig
-
-        self.close()
-        pair = []
-        for port in ports:
-            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-            transfer = KVTransferConfig(
-                kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device="cpu"
-            )
-            few = {"num_gpu_blocks_override": PAIR_BLOCKS}
-            pair.append(_engine(model, kv_transfer_config=transfer, **few, **options))
-        self._prefill, self._llm = pair
-
-    def transferred(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
-        """As `answers`, of the decode engine, with KV from the prefill engine."""
-        from vllm import SamplingParams
-
-        remote = dict.fromkeys(
-            ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-        )
-        first = {"do_remote_decode": True, "do_remote_prefill": False, **remote}
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            extra_args={"kv_transfer_params": first},
-        )
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        kept = self._prefill.generate(inputs, params, use_tqdm=False)
-        return self.answers(
-            prompts, max_tokens, transfers=[result.kv_transfer_params for result in kept]
-        )
-
     def answers(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        prompt_logprobs: bool = False,
-        transfers: list[Any] | None = None,
+        self, prompts: list[list[int]], max_tokens: int, prompt_logprobs: bool = False
     ) -> list[dict[str, Any]]:
-        """Greedy answers to prompts of token ids, all at once.
-
-        Args:
-            transfers: `kv_transfer_params` of each.
-        """
+        """Greedy answers to prompts of token ids, all at once."""
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=0.0,
-                logprobs=0,
-                prompt_logprobs=0 if prompt_logprobs else None,
-                ignore_eos=True,
-                detokenize=False,
-                extra_args={"kv_transfer_params": transfer} if transfer else None,
-            )
-            for transfer in transfers or [None] * len(prompts)
-        ]
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            logprobs=0,
+            prompt_logprobs=0 if prompt_logprobs else None,
+            ignore_eos=True,
+            detokenize=False,
+        )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         found = []
         for result in self._llm.generate(inputs, params, use_tqdm=False):
@@ -251,25 +211,9 @@ class Engines:
             return
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        for llm in filter(None, (self._prefill, self._llm)):
-            llm.llm_engine.engine_core.shutdown()
-        self._llm = self._prefill = None
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
         cleanup_dist_env_and_memory()
-
-
-def _engine(model: str, **options: Any) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-        block_size=BLOCK,
-        max_model_len=POSITIONS,
-        **options,
-    )
 
 
 class Guesser:

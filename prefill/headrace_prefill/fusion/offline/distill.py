@@ -61,8 +61,8 @@ def distill(
 
 def _groups(model: Decoder) -> list[dict[str, Any]]:
     fusion = model.shape.fusion
-    mixing: list[Tensor] = []
-    others: list[Tensor] = []
+    mixing: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for number, layer in enumerate(model.model.layers):
         if fusion.stores(number):
             continue
