@@ -105,6 +105,7 @@ def cluster() -> Iterator[App]:
     os.environ |= {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     args = tiny_args(free_port())
     args["decode"]["replicas"] = 3
+    args["gateway"]["replicas"] = 2  # the chart has Serve start as many again, for upgrades
     # Below DRAM, which is too small on purpose: blocks are written and read all the time.
     args["store"] |= {"nvme_folder": str(run.folder() / "nvme"), "nvme_gb": 0.25}
     with ServedApp(args) as served:
