@@ -122,7 +122,8 @@ def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
         yield Arm(f"{OURS}, {rank} coordinates", kept(bases.ours, rank), bytes_vs_k=size)
     for name, make in SHARED.items():
         size = make(basis).nbytes(UNIT_TOKENS, DIM) / whole
-        yield Arm(f"{OURS}, {name}", of_coordinates(bases.ours, make), bytes_vs_k=size)
+        score_ = of_coordinates(bases.ours, make)
+        yield Arm(f"{OURS}, {name}", score_, bytes_vs_k=size, main=True)
     yield Arm(f"{OURS}, basis of keys alone", kept(bases.of_keys), bytes_vs_k=ours_bytes)
     for name, form in FORMS.items():
         yield Arm(f"{OWN}, {name}", of_form(form), bytes_vs_k=form.nbytes(UNIT_TOKENS, DIM) / whole)
@@ -132,6 +133,7 @@ SHARED: dict[str, Callable[[Basis], Coordinates]] = {
     "8 bits": lambda basis: Coordinates(basis, 8),
     "fp32": lambda basis: Coordinates(basis, None),
     "max": lambda basis: Coordinates(basis, largest=True),
+    "20 and an own direction": lambda basis: Coordinates(first(basis, 20), own=1),
 }
 FORMS = {
     "rank 1": Form(rank=1),

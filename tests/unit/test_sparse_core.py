@@ -221,6 +221,12 @@ class TestABasis:
         logits = Coordinates(basis).logits(self.KEYS.transpose(0, 1), queries * 0.125)
         np.testing.assert_allclose(found, logits.softmax(-1).sum(1), rtol=1e-3, atol=1e-4)
 
+    def test_with_own_directions_for_the_rest_loses_nothing(self) -> None:
+        queries, keys = torch.randn(HEADS, 3, 64) / 8, self.KEYS.transpose(0, 1)
+        whole = Coordinates(basis_of(self.KEYS, 64), bits=None).logits(keys, queries)
+        few = Coordinates(basis_of(self.KEYS, 8), bits=None, own=16).logits(keys, queries)
+        torch.testing.assert_close(few, whole, rtol=0, atol=1e-3)
+
     def test_is_that_of_all_that_was_added(self) -> None:
         moments = Moments(HEADS, 64)
         queries = np.random.default_rng(0).standard_normal((HEADS, 300, 64)).astype(np.float32)

@@ -117,15 +117,18 @@ class Coordinates:
         basis: of the layer.
         bits: of a coordinate; None for fp32.
         largest: as in `Form`.
+        own: directions of the unit's own, for what the coordinates leave out.
     """
 
     basis: Basis
     bits: int | None = 4
     largest: bool = False
+    own: int = 0
 
     def nbytes(self, tokens: int, dim: int) -> float:
         """Of one unit and head."""
-        return dim / 2 + 8 + self.basis.into.shape[2] * tokens * (self.bits or 32) / 8
+        numbers = self.basis.into.shape[2] * tokens + self.own * (tokens + dim)
+        return dim / 2 + 8 + 4 * self.own + numbers * (self.bits or 32) / 8
 
     def logits(self, keys: Tensor, queries: Tensor) -> Tensor:
         """As `Form.logits`, from the keys."""
@@ -133,7 +136,8 @@ class Coordinates:
             torch.from_numpy(one) for one in (self.basis.origin, self.basis.into, self.basis.back)
         )
         means = keys.mean(2)
-        coordinates = torch.einsum("hntd,hdr->hntr", keys - means[:, :, None], into)
+        deviations = keys - means[:, :, None]
+        coordinates = torch.einsum("hntd,hdr->hntr", deviations, into)
         if self.bits is not None:
             finer = (2 ** (self.bits - 1) - 1) / 7
             wider = (coordinates.abs().amax((2, 3), keepdim=True) / 7).clamp(min=1)
@@ -141,4 +145,9 @@ class Coordinates:
         mean = queries @ Form(bits=4).quantised(means - origin[:, None]).mT
         weights = torch.einsum("hmd,hrd->hmr", queries, back)
         each = torch.einsum("hmr,hntr->hmnt", weights, coordinates) + mean[..., None]
+        if self.own:
+            left = deviations - torch.einsum("hntr,hrd->hntd", coordinates, back)
+            some = Form(self.own, self.bits).summary(left)
+            along = torch.einsum("hmd,hnjd->hmnj", queries, some.directions)
+            each += torch.einsum("hmnj,hntj->hmnt", along, some.coefficients)
         return each.amax(-1) if self.largest else each.logsumexp(-1)
