@@ -154,7 +154,7 @@ def test_engines_that_take_longer_than_predicted_get_less_and_are_promised_less(
     core.price(known=True, engines=1)
 
     def sends(first_s: float) -> Ticket:
-        ticket = sent(core.arrive("a", QUICK, 1, 0.0, room()))
+        ticket = sent(core.arrive("a", QUICK, 1, 0.0, room(idle=True)))
         core.planned(ticket, 0.5)
         core.began(ticket, first_s)
         core.ended(ticket, 0.0, 1.0)
@@ -166,9 +166,25 @@ def test_engines_that_take_longer_than_predicted_get_less_and_are_promised_less(
     for _ in range(100):
         sends(0.5 * 6)
     assert core.stretch == pytest.approx(6.0, abs=0.5), "95 % of promises are kept"
-    place = room()
+    place = room(idle=True)
     sent(core.arrive("a", QUICK, 1, 0.0, place))
     assert place.waits_s[0] >= 0.5 * 5, "the engine is taken for so much longer"
+
+
+def test_a_request_that_would_come_late_is_refused_though_nobody_waits() -> None:
+    """0.5 s of prompt, stretched to 3 s beside others, where 2 s are wanted."""
+    core = Admission(one_tenant=True)
+    core.price(known=True, engines=1)
+    for _ in range(100):
+        core.costs.prefilled("a", 1, 0.5)
+    assert isinstance(core.arrive("a", QUICK, 1, 0.0, room()), Ticket)
+    core.stretch = 6.0
+    refused = core.arrive("a", QUICK, 1, 0.0, room(wait_s=0.01))
+    assert isinstance(refused, Refused)
+    assert (refused.why, refused.retry_after_s) == ("late", pytest.approx(1.01, abs=0.01))
+    assert isinstance(core.arrive("a", QUICK, 1, 0.0, room(idle=True)), Ticket), (
+        "no other prompt stretches it, and it tells how long prompts take now"
+    )
 
 
 # ---- background -----------------------------------------------------------------------------
@@ -369,10 +385,12 @@ def test_a_prompt_ahead_on_every_engine_leaves_none_until_it_is_nearly_done() ->
     seen = view()
     for row in range(2):
         seen.reserve(row, 100_000, 1.0, 0.0)
+        seen.engines["prompts"][row] += 1
     there = room_of(seen, 0.0, prompt_tokens=100)
     assert not there.open and not there.idle
     done_s = float(seen.engines["queue_s"].max())
-    assert room_of(seen, done_s, prompt_tokens=100).open
+    overdue = room_of(seen, done_s, prompt_tokens=100)
+    assert overdue.open and not overdue.idle, "a prompt that should have ended is still there"
 
 
 def test_without_kv_blocks_there_is_no_room() -> None:

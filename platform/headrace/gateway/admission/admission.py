@@ -3,7 +3,7 @@
 Requests wait here and not at replicas, because here their order can still change. `arrive` says at
 once what becomes of a request:
 
-- nobody waits and the replicas have room: it goes;
+- nobody waits, the replicas have room, and it would come in time: it goes;
 - the prediction says that it can be sent in time, and that none of its tenant's requests behind it
   comes too late by that: it waits, and `next` gives it out when it is its turn;
 - else it is refused. `Refused.retry_after_s` is when the same prediction would admit it.
@@ -20,9 +20,11 @@ engines that share its cores take longer under load. The room that the view show
 likewise. Both are learned from what requests turned out to take.
 
 A prompt that alone takes longer than its target is admitted while nobody waits: it will not get
-faster. A tenant's requests pass another tenant's only up to its fair part, so an admitted request
-stays in time whatever others send. Where a prediction fails all the same (a replica dies), a
-request is given up when its first token would come at `LATE` times its target.
+faster. While all engines are idle a request goes whatever `stretch` is: other prompts are what
+stretches one, and `stretch` is learned from requests that go. A tenant's requests pass another
+tenant's only up to its fair part, so an admitted request stays in time whatever others send. Where
+a prediction fails all the same (a replica dies), a request is given up when its first token would
+come at `LATE` times its target.
 
 Background requests have a queue of their own, which moves while nobody waits in the first one and
 no engine has a prompt to compute. They have no target, and are refused when the queue is full, or
@@ -144,13 +146,15 @@ class Admission:
         ticket = Ticket(tenant, cost.total_s, slo.priority)
         ticket.slo, ticket.cost, ticket.body_bytes, ticket.arrived_s = slo, cost, body_bytes, now_s
         queue = self._back if slo.background else self._front
-        if not self._front and not queue and self._may_go(slo, room):
+        own_s = self.stretch * cost.prefill_s + min(room.wait_s, room.lead_s)
+        hopeless = cost.prefill_s > slo.patience_s
+        in_time = room.idle or hopeless or own_s <= slo.patience_s
+        if not self._front and not queue and in_time and self._may_go(slo, room):
             queue.passed(tenant, ticket.cost_s)
             self._send(ticket, now_s, room)
             return ticket
-        own_s = self.stretch * cost.prefill_s + min(room.wait_s, room.lead_s)
         ticket.latest_s = now_s + max(0.0, slo.patience_s - own_s)
-        refused = self._refused(ticket, queue, now_s)
+        refused = self._refused(ticket, queue, now_s, own_s)
         if refused is not None:
             self.counts.refused += 1
             return refused
@@ -305,14 +309,17 @@ class Admission:
             self.rates.sent(ticket.tenant, ticket.cost_s, now_s)
             self._tell(ticket.tenant, ticket.cost_s)
 
-    def _refused(self, ticket: Ticket, queue: FairQueue, now_s: float) -> Refused | None:
+    def _refused(
+        self, ticket: Ticket, queue: FairQueue, now_s: float, own_s: float
+    ) -> Refused | None:
         rate = self.rates.rate
         if len(self) >= self._max_waiting:
             wait_s = queue.cost_s / rate
             return Refused("full", wait_s, _retry(wait_s / max(1, len(self))))
         slack_s = ticket.latest_s - now_s
         if slack_s <= 0.0:
-            return Refused("late", queue.cost_s / rate, _retry(queue.cost_s / rate))
+            wait_s = queue.cost_s / rate
+            return Refused("late", wait_s, _retry(max(wait_s, own_s - ticket.slo.patience_s)))
         if ticket.slo.background:
             wait_s = (queue.cost_s + self._front.cost_s) / rate
             late_s = wait_s - slack_s
