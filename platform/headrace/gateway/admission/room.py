@@ -103,8 +103,7 @@ def room_of(
         _streams(view, decode, idle_s, rows, prompt_tokens, itl_s),
         mean_rows,
         int(computes.sum()),
-        # By count: one that takes longer than predicted has no seconds left, and is still there.
-        idle=not engines["prompts"][computes].any(),
+        idle=bool((queue_s[computes] <= 0.0).all()),
     )
     for _ in range(min(sent, 4 * len(room.waits_s))):
         room.take(stretch * float(np.median((step_s - idle_s)[computes])))
