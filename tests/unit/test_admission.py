@@ -345,7 +345,8 @@ def test_who_is_admitted_goes_in_time_whoever_comes_later(
             server.free_s = max(server.free_s, now_s) + 0.1
         turn()
     for ticket, waited_s in waits.items():
-        assert waited_s <= ticket.slo.patience_s * LATE + 0.1, "one may be under way"
+        most_s = ticket.slo.patience_s * LATE + 0.1 + 0.02
+        assert waited_s <= most_s, "one may be under way, and turns are 0.02 s apart"
 
 
 # ---- the room -------------------------------------------------------------------------------

@@ -131,6 +131,17 @@ def place(view: View, request: PlaceRequest) -> Plan:
     return _plan(view, request, look or best)
 
 
+def where(view: View, request: PlaceRequest) -> tuple[int, int]:
+    """The engines of `place`'s plan alone: rows of the one that prefills, or -1, and of the one
+    that answers.
+
+    Raises:
+        NobodyAnswersError: no decode engine may be asked.
+    """
+    chosen = _best(view, request, view.engines).chosen
+    return chosen.prefill, chosen.decode
+
+
 def _best(view: View, request: PlaceRequest, engines: NDArray[np.void]) -> _Best:
     supplied = request.supplies is not None
     held = np.ascontiguousarray(request.held, np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.router.engines import queue_s
-from headrace.router.place import PlaceRequest, place
+from headrace.router.place import PlaceRequest, where
 from headrace.router.plan import RouterSettings
 from headrace.router.view import View
 from headrace.simulate.hardware import Engine
@@ -36,9 +36,8 @@ class Headrace:
 
     def __call__(self, sight: Sight, ask: Ask, rng: Random) -> Choice:
         view = self._now(sight)
-        engines = len(sight.node)
         held = np.concatenate([ask.match, ask.stores])
-        plan = place(
+        prefill, decode = where(
             view,
             PlaceRequest(
                 request_id="",
@@ -49,9 +48,7 @@ class Headrace:
                 output_tokens=self.output_tokens,
             ),
         )
-        decode = view.row(plan.decode)
-        prefill = view.row(plan.replica) if plan.replica else None
-        computes = decode if prefill is None else prefill
+        computes = decode if prefill < 0 else prefill
         there = ask.match[computes], ask.stores[sight.node[computes]]
         size = sight.hardware.block_tokens
         left = ask.prompt - min(max(there), (ask.prompt - 1) // size) * size
@@ -59,8 +56,7 @@ class Headrace:
         view.reserve(computes, left, pairs, sight.now_s)
         view.engines["prompts"][computes] += 1
         self._placed.append((sight.now_s, computes))
-        assert engines > decode
-        return Choice(prefill, decode)
+        return Choice(prefill if prefill >= 0 else None, decode)
 
     def seen(self, sight: Sight, reports: Reports, now_s: float) -> View:
         """The view as it is now, for who only reads."""
