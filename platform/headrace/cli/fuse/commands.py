@@ -68,7 +68,7 @@ def fuse_convert(
         str, typer.Argument(help="Name from headrace model list, folder, or Hugging Face id.")
     ],
     out: Annotated[Path, typer.Argument(help="Folder for the converted model; made.")],
-    kind: Annotated[str, typer.Option(help="fused or lite.")] = "lite",
+    kind: Annotated[str, typer.Option(help="fused or lite.")] = "fused",
     perplexity: Annotated[
         float, typer.Option(min=0.0, help="How much higher it may become: 0.05 is 5 %.")
     ] = 0.05,
@@ -82,7 +82,9 @@ def fuse_convert(
     texts: Annotated[
         Path | None, typer.Option(help="Folder of texts. Default: installed packages'.")
     ] = None,
-    fit: Annotated[int, typer.Option(min=1, help="Texts to fit on.")] = 8,
+    fit: Annotated[
+        int, typer.Option(min=3, help="Texts to fit on; on two, layers are chosen.")
+    ] = 10,
     measure: Annotated[int, typer.Option(min=1, help="Other texts to measure on.")] = 8,
     tokens: Annotated[int, typer.Option(min=16, help="Of a text.")] = 512,
 ) -> None:

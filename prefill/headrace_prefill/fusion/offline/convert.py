@@ -32,9 +32,11 @@ ConvertKind = Literal["fused", "lite"]
 LEAST_STORED = 2
 """The lowest layers, which have no two layers below them."""
 CHOOSING = 2
-"""Texts on which layers are chosen."""
-OUTPUT_RIDGE = 1e-3
-"""As a share of the mean of the diagonal; it pulls towards the weights as they were."""
+"""Of the texts, so many are not fitted on: layers are chosen on them."""
+OUTPUT_RIDGE = 1e-2
+"""As a share of the mean of the diagonal; it pulls towards the weights as they were. Measured on
+SmolLM2's layer 25, KL on other texts for 1e-3, 1e-2, 1e-1: `fused` 0.0129, 0.0111, 0.0115; `lite`
+0.0271, 0.0186, 0.0183."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Converter:
 
     Args:
         config: its parsed config.json.
-        tokens: int64 [texts, n], to fit on.
+        tokens: int64 [texts, n], to fit and to choose on; `CHOOSING` + 1 texts at least.
 
     Raises:
         FusionError: it is no plain Llama.
@@ -74,8 +76,8 @@ class Converter:
             raise FusionError("only a Llama whose layers all keep KV can be converted")
         if shape.fusion.layers <= LEAST_STORED:
             raise FusionError(f"a model of {shape.fusion.layers} layers has none to convert")
-        self._config, self._model, self._tokens = dict(config), model, tokens
-        self._trace = Trace.of(model, tokens)
+        self._config, self._model, self._choosing = dict(config), model, tokens[-CHOOSING:]
+        self._trace = Trace.of(model, tokens[:-CHOOSING])
         self.sums = Sums.of(self._trace.kv)
         self.layers = shape.fusion.layers
 
@@ -133,8 +135,8 @@ class Converter:
             yield Point(fusion, order[count - 1], error)
 
     def alone(self, kind: ConvertKind) -> dict[int, float]:
-        """KL of the model with this layer as its only reader, on texts of the fit."""
-        some, found = Truth(self._model, self._tokens[:CHOOSING]), {}
+        """KL of the model with this layer as its only reader, on texts that were not fitted on."""
+        some, found = Truth(self._model, self._choosing), {}
         for layer in range(LEAST_STORED, self.layers):
             made = self.convert(self.fusion(kind, [layer]))
             found[layer] = some.error(made, first=layer).kl
