@@ -42,7 +42,9 @@ def add_sparse(section: SparseSection, engines: list[dict[str, Any]]) -> None:
         share = share_of(section)
     except ValueError as error:
         raise ValueError(f"{FIELD}: {error}") from None
-    settings = SparseSettings(section.mode, share, section.unit_tokens, section.calibration)
+    settings = SparseSettings(
+        section.mode, share, section.unit_tokens, section.calibration, section.offload_gib
+    )
     for engine in engines:
         worker = engine.get("worker_cls", "auto")
         if worker not in _WORKERS:
