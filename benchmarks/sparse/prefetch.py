@@ -202,9 +202,9 @@ def main() -> None:
     if kept.is_file():
         with np.load(kept) as file:
             texts = [(file[f"scores{n}"], int(file[f"tokens{n}"])) for n in range(len(file) // 2)]
-    from headrace.model import resolve
-
     for number in range(len(texts), options.texts):
+        from headrace.model import resolve
+
         texts.append(scores_of(str(resolve(None)), number))
         arrays = {f"scores{n}": one for n, (one, _) in enumerate(texts)}
         lengths = {f"tokens{n}": np.array(length) for n, (_, length) in enumerate(texts)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,15 @@ from hypothesis import strategies as st
 from headrace_decode.sparse.engine.offload.ledger import Ledger
 from headrace_decode.sparse.offload.pricing import copy_time, stand_ins
 from headrace_decode.sparse.offload.sizes import Footprint, footprint
+from headrace_decode.sparse.offload.switch import (
+    Busy,
+    Mode,
+    StepCosts,
+    Way,
+    cheapest,
+    fitting,
+    wait_s,
+)
 from headrace_decode.sparse.offload.working import Moves, WorkingSet
 
 HEADS, UNITS = 2, 30
@@ -198,3 +209,55 @@ def test_only_blocks_that_the_worker_has_copied_are_cold() -> None:
     ledger.leave("a")
     assert ledger.cold_blocks("a", 1000, 128) == 0
     assert ledger.cold_blocks("another", 1000, 128) == 0
+
+
+CACHED, OFFLOADED = Way(blocks=64, step_s=0.001), Way(blocks=16, step_s=0.002)
+
+
+def chosen(free: int, running: list[Busy], queue: list[int], ways: tuple[Way, ...] = ()) -> Way:
+    ways = ways or (CACHED, OFFLOADED)
+    return ways[cheapest(ways, 100, 0.02, free, running, queue)]
+
+
+def test_with_room_and_nobody_behind_a_request_stays_in_the_cache() -> None:
+    assert chosen(100, [], []) is CACHED
+    assert chosen(100, [Busy(60, 5.0)], []) is CACHED
+
+
+def test_a_request_that_would_wait_long_is_offloaded_and_one_that_waits_little_is_not() -> None:
+    assert chosen(20, [Busy(60, 5.0)], []) is OFFLOADED
+    assert chosen(20, [Busy(60, 0.05)], []) is CACHED
+    assert chosen(5, [Busy(60, 0.05)], []) is CACHED, "either waits"
+
+
+def test_a_request_that_others_would_wait_for_is_offloaded() -> None:
+    assert chosen(100, [], [16] * 2) is CACHED, "there is room for all"
+    assert chosen(100, [], [16] * 4) is OFFLOADED
+
+
+def test_a_request_too_long_for_the_cache_is_offloaded() -> None:
+    assert chosen(100, [], [], (Way(1000, 0.001), OFFLOADED)) is OFFLOADED
+
+
+def test_the_price_of_offload_decides() -> None:
+    dear = Way(16, 1.0)
+    assert chosen(100, [], [16] * 4, (CACHED, dear)) is CACHED
+    assert chosen(20, [Busy(60, 5.0)], [], (CACHED, dear)) is CACHED
+
+
+def test_blocks_come_free_as_requests_end() -> None:
+    running = [Busy(10, 3.0), Busy(5, 1.0)]
+    assert [wait_s(n, 4, running) for n in (4, 9, 10, 19, 20)] == [0.0, 1.0, 3.0, 3.0, math.inf]
+    assert [fitting([4, 4, 1], n) for n in (-1, 3, 4, 8, 9)] == [0, 0, 1, 2, 3]
+
+
+def test_steps_tell_what_a_mode_costs() -> None:
+    costs, rng, true = StepCosts(), np.random.default_rng(0), (0.03, 0.002, 4e-6, 1e-6, 2e-6, 9e-6)
+    for _ in range(400):
+        rows = int(rng.integers(1, 9))
+        context = rng.multinomial(rows, [0.25] * 4) * 5000.0
+        costs.observe(rows, context.tolist(), float(np.dot(true, [1, rows, *context])))
+    for mode in Mode:
+        expected = 0.002 + true[2 + mode] * 8000
+        assert costs.added_s(mode, 8000) == pytest.approx(expected, rel=0.1)
+    assert not costs.observe(0, [0.0] * 4, 1.0)

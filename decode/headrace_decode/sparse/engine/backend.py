@@ -76,8 +76,8 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
         if not rows and not staged:
             return super().build(common_prefix_len, common, fast_build)
         lengths, starts = common.seq_lens.clone(), common.query_start_loc
-        for row in (*rows, *staged):
-            lengths[row.row] = starts[row.row + 1] - starts[row.row]
+        for row in [*(each.row for each in rows), *(each.row for each in staged)]:
+            lengths[row] = starts[row + 1] - starts[row]
         dense = super().build(common_prefix_len, replace(common, seq_lens=lengths), fast_build)
         told = {each.name: getattr(dense, each.name) for each in fields(dense)}
         group = self.num_heads // self.num_kv_heads
@@ -132,16 +132,16 @@ class SparseImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """As vLLM's."""
-        sparse = isinstance(attn_metadata, SparseMetadata)
-        if not sparse or attn_metadata.vllms:
+        ours = attn_metadata if isinstance(attn_metadata, SparseMetadata) else None
+        if ours is None or ours.vllms:
             super().forward(
                 *(layer, query, key, value, kv_cache, attn_metadata, output),
                 *(output_scale, output_block_scale),
             )
-        if sparse:
+        if ours is not None:
             assert self.sparse is not None
-            if attn_metadata.staged is not None:
-                attn_metadata.staged.attend(self.sparse.number, query, output, self.scale)
-            if attn_metadata.sparse is not None:
-                attn_metadata.sparse.attend(self.sparse, query, output, self.scale)
+            if ours.staged is not None:
+                ours.staged.attend(self.sparse.number, query, output, self.scale)
+            if ours.sparse is not None:
+                ours.sparse.attend(self.sparse, query, output, self.scale)
         return output

@@ -58,14 +58,21 @@ def stand_ins(
     if slack <= 0:
         return chosen
     found = chosen.copy()
-    _stand_in(scores, slots, sinks, recent, np.float32(slack), found)
+    order = np.argsort(np.take_along_axis(scores, chosen, 1), axis=1, kind="stable")
+    _stand_in(scores, slots, order, sinks, recent, np.float32(slack), found)
     found.sort(axis=1)
     return found
 
 
 @jit
 def _stand_in(
-    scores: Any, slots: Any, sinks: int, recent: int, slack: np.float32, chosen: Any
+    scores: Any,
+    slots: Any,
+    order: Any,
+    sinks: int,
+    recent: int,
+    slack: np.float32,
+    chosen: Any,
 ) -> None:
     kv_heads, n = scores.shape
     for head in range(kv_heads):
@@ -78,7 +85,7 @@ def _stand_in(
             total -= scores[head, unit]
         left = slack * total
         # Lowest first: the pairs of least loss are the lowest miss with the best stand-in.
-        for place in np.argsort(scores[head][chosen[head]], kind="mergesort"):
+        for place in order[head]:
             unit = chosen[head, place]
             if slots[head, unit] >= 0 or unit < sinks or unit >= n - recent:
                 continue

@@ -96,8 +96,8 @@ class WorkingSet:
         moved = np.empty((3, kv_heads * min(most, self.slots)), np.int32)
         if moved.size == 0 or n == 0:
             return Moves(*moved[:, :0])
-        worth = self._worth[layer, :, :n]
-        count = _ahead(self._slot_of[layer], self._unit_in[layer], worth, most, moved)
+        best = np.argsort(-self._worth[layer, :, :n], axis=1, kind="stable")[:, : self.slots]
+        count = _ahead(self._slot_of[layer], self._unit_in[layer], best, n, most, moved)
         return Moves(*moved[:, :count])
 
     def forget(self, layer: int, moves: Moves) -> None:
@@ -133,18 +133,15 @@ def _demand(slot_of: Any, unit_in: Any, worth: Any, chosen: Any, n: int, moved: 
 
 
 @jit
-def _ahead(slot_of: Any, unit_in: Any, worth: Any, most: int, moved: Any) -> int:
-    """The units of most worth, as many as there are slots, change places with others."""
-    kv_heads, n = worth.shape
-    slots, count = unit_in.shape[1], 0
-    for head in range(kv_heads):
-        order = np.argsort(-worth[head], kind="mergesort")
+def _ahead(slot_of: Any, unit_in: Any, best: Any, n: int, most: int, moved: Any) -> int:
+    """The units of most worth change places with others."""
+    count = 0
+    for head in range(best.shape[0]):
         wanted = np.zeros(n, np.bool_)
-        for place in range(min(slots, n)):
-            wanted[order[place]] = True
+        for unit in best[head]:
+            wanted[unit] = True
         slot, left = 0, most
-        for place in range(min(slots, n)):
-            unit = order[place]
+        for unit in best[head]:
             if slot_of[head, unit] >= 0:
                 continue
             if left == 0:

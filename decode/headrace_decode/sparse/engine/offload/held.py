@@ -139,7 +139,8 @@ class Held:
             inside = self._working.units_in(layer)
             heads, slots = np.nonzero(inside >= first)
             units = inside[heads, slots]
-            self._working.forget(layer, Moves(heads, units, slots))
+            moves = (part.astype(np.int32) for part in (heads, units, slots))
+            self._working.forget(layer, Moves(*moves))
 
     def summarise(self, most: int) -> int:
         """Make at most so many summaries, of a unit in all layers each; how many it made."""
