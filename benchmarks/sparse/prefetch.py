@@ -110,7 +110,7 @@ def replayed(scores: Scores, tokens: int, ratio: float, rule: str) -> list[int]:
     layers, steps, heads, units = scores.shape
     most = max(chosen.shape[1] for _, chosen in chosen_of(scores[:1], tokens))
     slots = int(ratio * most)
-    mine, lru = WorkingSet(layers, heads, slots, units), Lru(layers, heads, slots, units)
+    mine, lru = WorkingSet(layers, heads, slots, units, SINKS), Lru(layers, heads, slots, units)
     total = [0, 0, 0]
     for number, (n, chosen) in enumerate(chosen_of(scores, tokens)):
         step, layer = divmod(number, layers)
@@ -142,7 +142,7 @@ def left_out(scores: Scores, tokens: int, ratio: float, slack: float) -> list[fl
     """Misses, those that are left out, attention that is lost, and that chosen units cover."""
     layers, _, heads, units = scores.shape
     most = max(chosen.shape[1] for _, chosen in chosen_of(scores[:1], tokens))
-    mine = WorkingSet(layers, heads, int(ratio * most), units)
+    mine = WorkingSet(layers, heads, int(ratio * most), units, SINKS)
     total = np.zeros(4)
     for number, (n, chosen) in enumerate(chosen_of(scores, tokens)):
         step, layer = divmod(number, layers)

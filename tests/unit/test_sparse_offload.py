@@ -77,7 +77,7 @@ def test_units_of_least_worth_make_room_and_chosen_ones_stay() -> None:
 
 
 def test_the_sink_keeps_its_slot_whatever_it_draws() -> None:
-    one = WorkingSet(1, 1, 3, UNITS)
+    one = WorkingSet(1, 1, 3, UNITS, sinks=1)
     one.see(0, np.linspace(0, 1, UNITS, dtype=np.float32)[None])
     one.demand(0, np.array([[0, 1, 2]]), UNITS)
     one.ahead(0, UNITS, 3)
@@ -89,8 +89,7 @@ def test_units_of_most_worth_come_ahead_and_only_they_move() -> None:
     one.see(0, scores)
     one.demand(0, np.array([[0], [0]]), UNITS)
     one.ahead(0, UNITS, 4)
-    best = np.sort(np.argsort(-scores[:, 1:], axis=1)[:, :3] + 1, axis=1)
-    best = np.concatenate([[[0], [0]], best], axis=1)
+    best = np.sort(np.argsort(-scores, axis=1)[:, :4], axis=1)
     assert (np.sort(one.units_in(0), axis=1) == best).all()
     assert len(one.ahead(0, UNITS, 4).units) == 0
     one.see(0, scores * 0)
@@ -102,7 +101,7 @@ def test_no_more_move_ahead_than_may() -> None:
     one.see(0, scores_of(1))
     moves = one.ahead(0, UNITS, 1)
     assert moves.heads.tolist() == [0, 1]
-    assert moves.units.tolist() == [0, 0]
+    assert moves.units.tolist() == scores_of(1).argmax(1).tolist()
     assert len(one.ahead(0, UNITS, 0).units) == 0
 
 
@@ -173,9 +172,8 @@ def test_a_footprint_does_not_grow_with_the_context_of_a_dense_request() -> None
 
 
 def test_a_sparse_requests_slots_hold_what_a_step_chooses() -> None:
-    one = footprint(32_768, 0.1, 32, 128, 1024)
-    assert one.slots * 4 >= 1.1 * 0.1 * 1024 and one.blocks < 256 // 3
-    assert footprint(1024, 0.1, 32, 128, 1024).slots == 0, "short rows are dense"
+    one = footprint(32_768, 103, 32, 128, 1024)
+    assert one.slots * 4 >= 1.1 * 103 and one.blocks < 256 // 3
 
 
 PLANNED = Footprint(slots=4, window=3, host=10)

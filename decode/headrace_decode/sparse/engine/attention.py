@@ -43,7 +43,6 @@ class Row(Protocol):
     def pick(
         self, layer: Any, queries: NDArray[np.float32], scale: float
     ) -> NDArray[np.integer[Any]]: ...
-    def attended(self, layer: Any) -> None: ...
 
 
 class SparseLayer:
@@ -128,5 +127,3 @@ class SparseStep:
             *(self._starts, self._lengths, table, self._schedule, scale),
         )
         output[self._tokens] = found.view(count, heads, dim)
-        for row in self.rows:
-            row.attended(layer)

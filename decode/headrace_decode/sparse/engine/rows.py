@@ -70,9 +70,6 @@ class SparseRow:
         chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
         return self.units[chosen] * kv_heads + np.arange(kv_heads)[:, None]
 
-    def attended(self, layer: Any) -> None:
-        """It has attended in a layer."""
-
 
 class BringsUp(Protocol):
     """As `Book`."""

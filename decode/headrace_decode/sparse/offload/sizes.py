@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headrace_decode.sparse.engine.counts import chosen_units
-
 SLOTS = 1.5
 """Over the units that a step chooses (`python -m benchmarks.sparse.prefetch`)."""
 
@@ -37,17 +35,16 @@ class Footprint:
 
 
 def footprint(
-    most_tokens: int, share: float | None, unit_tokens: int, block_tokens: int, step_tokens: int
+    most_tokens: int, chosen: int | None, unit_tokens: int, block_tokens: int, step_tokens: int
 ) -> Footprint:
     """What a request takes.
 
     Args:
         most_tokens: of prompt and answer.
-        share: of its units that a step chooses; None for a request that attends densely.
+        chosen: units that a step chooses of them; None for a request that attends densely.
         step_tokens: most tokens of the request in all steps that may be under way at once.
     """
     whole = math.ceil(most_tokens / block_tokens)
-    chosen = None if share is None else chosen_units(most_tokens, unit_tokens, share)
     slots = 0
     if chosen is not None:
         slots = math.ceil(SLOTS * chosen * unit_tokens / block_tokens)

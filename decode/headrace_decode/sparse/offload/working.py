@@ -6,9 +6,13 @@ unit draws, and the next step's will be much like them. So
     worth(u) = max(score(u), FADING * worth(u) before)
 
 Units that a step chose and that have no slot are fetched before it attends (`demand`). They take
-the slots of the units of least worth that it did not choose. The first unit, which every step
-chooses, keeps its slot. After a step, units of high worth come ahead of the next one (`ahead`). In
-both, only the difference to what is there moves.
+the slots of the units of least worth that it did not choose. Units that every step chooses keep
+theirs. Units of high worth may come ahead of the next step (`ahead`). In both, only the difference
+to what is there moves.
+
+Coming ahead finds 0.6 to 1.5 % more of the chosen units there, and moves three times as many units.
+That pays where copies run beside the computation. On a CPU they take the time of the core that
+computes, so the engine there fetches on demand alone.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.sparse.engine.counts import SINKS
 from headrace_decode.sparse.layout import jit
 
 FADING = 0.8
@@ -41,14 +44,16 @@ class WorkingSet:
         layers, kv_heads: of the model.
         slots: of each layer and KV head.
         units: most that the request can have.
+        sinks: first units, which every step chooses.
     """
 
-    def __init__(self, layers: int, kv_heads: int, slots: int, units: int) -> None:
+    def __init__(self, layers: int, kv_heads: int, slots: int, units: int, sinks: int = 0) -> None:
         self.slots = slots
         self._slot_of = np.full((layers, kv_heads, units), -1, np.int32)
         self._unit_in = np.full((layers, kv_heads, slots), -1, np.int32)
         self._worth = np.zeros((layers, kv_heads, units), np.float32)
-        self._worth[:, :, :SINKS] = np.inf
+        self._worth[:, :, :sinks] = np.inf
+        self._sinks = sinks
 
     def slots_of(self, layer: int, units: NDArray[np.integer]) -> Ints:
         """Slots of units, int32 [kv_heads, n]; -1 where one has none.
@@ -65,8 +70,8 @@ class WorkingSet:
 
     def see(self, layer: int, scores: NDArray[np.float32]) -> None:
         """Count a step's scores: float32 [kv_heads, n] of the first n units."""
-        worth = self._worth[layer, :, : scores.shape[1]]
-        np.maximum(scores, worth * np.float32(FADING), out=worth)
+        worth = self._worth[layer, :, self._sinks : scores.shape[1]]
+        np.maximum(scores[:, self._sinks :], worth * np.float32(FADING), out=worth)
 
     def demand(self, layer: int, chosen: NDArray[np.int64], n: int) -> Moves:
         """Give slots to chosen units that have none.

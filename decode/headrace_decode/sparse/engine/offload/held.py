@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.sparse.engine.book import Book
+from headrace_decode.sparse.engine.counts import SINKS
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.offload.host import HostPool, Ids, copy_rows, words
 from headrace_decode.sparse.offload.working import Moves, WorkingSet
@@ -89,7 +90,7 @@ class Held:
         blocks = np.asarray(slots, np.int64)
         self._slots = (blocks[:, None] * per + np.arange(per)).reshape(-1)
         shape = len(memory.layers), memory.kv_heads, len(self._slots), memory.most_units
-        self._working = WorkingSet(*shape) if len(self._slots) else None
+        self._working = WorkingSet(*shape, SINKS) if len(self._slots) else None
         self.seen = False
         """Whether a step with it has been."""
         self.fetched = self.asked = 0
@@ -168,22 +169,13 @@ class Held:
         heads, gone = np.arange(self._memory.kv_heads)[:, None], self.gone
         self._working.see(layer, scores[:, :gone])
         moves = self._working.demand(layer, chosen, gone)
-        self._fetch(layer, moves)
+        kv_heads, at = self._memory.kv_heads, moves.heads.astype(np.int64)
+        from_ = self.units[moves.units] * kv_heads + at
+        self._memory.fetch(layer, from_, self._slots[moves.slots] * kv_heads + at)
         self.asked += int((chosen < gone).sum())
         self.fetched += len(moves.units)
         slots = self._slots[self._working.slots_of(layer, chosen)]
-        return np.where(chosen < gone, slots, table[chosen]) * self._memory.kv_heads + heads
-
-    def prefetch(self, layer: int) -> None:
-        """Bring what the next step may choose; after this step has attended."""
-        assert self._working is not None
-        self._fetch(layer, self._working.ahead(layer, self.gone, self._working.slots))
-
-    def _fetch(self, layer: int, moves: Moves) -> None:
-        if len(moves.units):
-            kv_heads, heads = self._memory.kv_heads, moves.heads.astype(np.int64)
-            from_ = self.units[moves.units] * kv_heads + heads
-            self._memory.fetch(layer, from_, self._slots[moves.slots] * kv_heads + heads)
+        return np.where(chosen < gone, slots, table[chosen]) * kv_heads + heads
 
     def stage(self, layer: int, table: Ids) -> None:
         """Line up all its units of one layer.

@@ -54,10 +54,6 @@ class OffloadedRow:
         chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
         return held.place(layer.number, scores, chosen, self.table)
 
-    def attended(self, layer: Any) -> None:
-        """As of `SparseRow`."""
-        self.held.prefetch(layer.number)
-
 
 @dataclass(frozen=True)
 class StagedRow:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace_decode.replay.scheduler import TakingUp, TakingUpAsync
+from headrace_decode.sparse.engine.counts import chosen_units
 from headrace_decode.sparse.engine.offload.ledger import Ledger
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
 from headrace_decode.sparse.engine.rows import share_of
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
 from headrace_decode.sparse.offload.sizes import Footprint, footprint
 from headrace_decode.sparse.offload.switch import Busy, Mode, StepCosts, Way, cheapest
+from headrace_kvstore.salts import is_marked, marked
 
 OFFLOADED = "headrace_offloaded"
 """Attribute of a step's `SchedulerOutput`: the blocks of the working set, by request that is
@@ -61,6 +63,7 @@ class _Offloads:
                 if needed.blocks > usable:
                     needed = self._footprint(self._most_tokens(request), None)
                 manager.ledger.plan(request.request_id, needed)
+                _keep_to_itself(request)
         super().add_request(request)  # type: ignore[misc]
 
     def _most_tokens(self, request: Any) -> int:
@@ -98,7 +101,7 @@ class _Offloads:
             whole = -(-tokens // manager.block_size)
             offloaded = self._smallest(each)
             decided = whole > usable or manager.ledger.is_admitted(each.request_id)
-            if share is None or decided or not offloaded.slots:
+            if share is None or decided or not offloaded.slots or each.kv_transfer_params:
                 continue
             ways = [
                 Way(whole, self.costs.added_s(Mode.SPARSE, tokens)),
@@ -125,10 +128,11 @@ class _Offloads:
         limit = config.scheduler_config.long_prefill_token_threshold
         batch = config.scheduler_config.max_num_batched_tokens
         steps = config.max_in_flight_tokens // batch
+        unit_tokens = self._settings.unit_tokens
         return footprint(
             most_tokens,
-            share,
-            self._settings.unit_tokens,
+            None if share is None else chosen_units(most_tokens, unit_tokens, share),
+            unit_tokens,
             self._offloads.block_size,
             steps * (min(limit, batch) if limit > 0 else batch),
         )
@@ -157,14 +161,26 @@ class _Offloads:
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; learns what the step took."""
         now_s = self._clock()
-        shape, begun_s = getattr(scheduler_output, STEP, (None, 0.0))
-        if shape is not None:
-            self.costs.observe(*shape, now_s - max(begun_s, self._returned_s))
+        step: Any = getattr(scheduler_output, STEP, None)
+        if step is not None and step[0] is not None:
+            (rows, context), begun_s = step
+            self.costs.observe(rows, context, now_s - max(begun_s, self._returned_s))
         found = super().update_from_output(  # type: ignore[misc]
             scheduler_output, *args, **kwargs
         )
         self._returned_s = self._clock()
         return found
+
+
+def _keep_to_itself(request: Any) -> None:
+    """Have no connector load or save a request's KV.
+
+    A connector loads a prompt as a whole, which the cache does not hold, and saves blocks a step
+    after they are full, when others may have them. The block hashes are made already, so the salt
+    only says so to the store.
+    """
+    request.kv_transfer_params, salt = None, request.cache_salt or ""
+    request.cache_salt = salt if is_marked(salt) else marked(salt, "offload")
 
 
 def _share(request: Any) -> float | None:
