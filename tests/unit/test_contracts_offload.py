@@ -19,11 +19,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import final_tokens, replace_as, requests_gone
 from headrace_decode.sparse.engine.offload import manager as module
 from headrace_decode.sparse.engine.offload.ledger import Ledger
 from headrace_decode.sparse.engine.offload.manager import OffloadManager, OffloadSpec
 from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, _tell
+from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offload.sizes import Footprint
 from tests.support.contracts import assert_takes
 
@@ -168,6 +170,36 @@ def test_no_request_needs_more_of_the_cache_than_its_window() -> None:
     assert SPEC.max_memory_usage_bytes(config) == 782 * SPEC.page_size_bytes
     assert spec.max_memory_usage_bytes(config) == 10 * SPEC.page_size_bytes
     assert type(OffloadSpec.merge([spec, spec])) is OffloadSpec
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"spec": replace_as(SPEC, OffloadSpec)}, "its layers are"),
+        ({"drafts": "eagle"}, "eagle drafts over the cache"),
+        ({"drafts": "custom_class"}, None),
+        ({"gib": 0.0005}, "do not hold a request of 1000 tokens"),
+    ],
+)
+def test_an_engine_offloads_or_says_why_not(
+    changed: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "attention_modules", lambda config, specs: [])
+    drafts = changed.get("drafts")
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=1000),
+        cache_config=SimpleNamespace(block_size=128),
+        speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
+    )
+    settings = SparseSettings(offload_gib=changed.get("gib", 1.0))
+    specs = {"layer": changed.get("spec", SPEC)}
+    found, blocks, said = worker.offloadable(specs, settings, config)
+    if why is None:
+        assert said is None and type(found["layer"]) is OffloadSpec
+        assert blocks == 2**30 // SPEC.page_size_bytes
+    else:
+        assert why in str(said) and found is specs and blocks == 0
 
 
 def test_vllm_calls_what_we_override() -> None:

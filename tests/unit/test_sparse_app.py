@@ -88,6 +88,10 @@ def test_a_worker_of_the_engines_own_is_refused_by_name() -> None:
             {"techniques": {"reuse": {"mode": "auto"}, "sparse": {"unit_tokens": 16}}},
             "set it to 32",
         ),
+        (
+            {"techniques": {"reuse": {"mode": "auto"}, "sparse": {"offload_gib": 1}}},
+            "set it to 0",
+        ),
     ],
 )
 def test_what_cannot_go_with_it_is_refused(others: dict[str, Any], right: str) -> None:

@@ -188,6 +188,9 @@ def offloadable(
         return specs, 0, f"its layers are {sorted(kinds)}"
     if why := why_modules_dense(attention_modules(config, specs)):
         return specs, 0, why
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method != "custom_class":
+        return specs, 0, f"{speculative.method} drafts over the cache"
     blocks = settings.host_blocks(sum(spec.page_size_bytes for spec in specs.values()))
     longest = config.model_config.max_model_len
     if blocks * config.cache_config.block_size < longest:

@@ -39,6 +39,12 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         """Blocks of an admitted request's working set."""
         return [block.block_id for block in self._slots[request_id]]
 
+    def held(self, request_id: str) -> int:
+        """Blocks of the pool that a request holds."""
+        table = self.req_to_blocks.get(request_id, ())
+        slots = self._slots.get(request_id, ())
+        return len(slots) + sum(not block.is_null for block in table)
+
     def get_num_blocks_to_allocate(
         self,
         request_id: str,

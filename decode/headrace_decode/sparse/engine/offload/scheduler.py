@@ -50,6 +50,7 @@ class _Offloads:
         )
         self._settings: SparseSettings = settings
         self._offloads.ledger = Ledger(settings.host_blocks(block_bytes))
+        self._block_tokens: int = self._offloads.block_size
         self.costs = StepCosts()
         self._returned_s = 0.0
 
@@ -89,12 +90,12 @@ class _Offloads:
         step_s = self.costs.seconds(max(len(running), 1), context)
         busy = [
             Busy(
-                len(manager.req_to_blocks.get(each.request_id, ())),
+                manager.held(each.request_id),
                 step_s * max(each.max_tokens - each.num_output_tokens, 0),
             )
             for each in running
         ]
-        least = [self._smallest(each).blocks for each in waiting]
+        least = [self._least_blocks(each, usable) for each in waiting]
         room = min(max(most - len(running), 0), CONSIDERED)
         for number, each in enumerate(waiting[:room]):
             tokens, share = self._most_tokens(each), _share(each)
@@ -114,6 +115,12 @@ class _Offloads:
             else:
                 manager.ledger.forget(each.request_id)
             free -= ways[way].blocks
+
+    def _least_blocks(self, request: Any, usable: int) -> int:
+        """Of all ways to serve it."""
+        whole = -(-self._most_tokens(request) // self._block_tokens)
+        dense = _share(request) is None and whole <= usable
+        return whole if dense else min(whole, self._smallest(request).blocks)
 
     def _mode(self, manager: OffloadManager, request: Any) -> Mode:
         """How a row of its answer attends."""
