@@ -23,6 +23,7 @@ from headrace_decode.sparse.engine.backend import SparseBackend, SparseImpl
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.bound import BOUND, Bound
 from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.offload.rows import Offloading
 from headrace_decode.sparse.engine.rows import BatchRow, SparseRows
 
 SCHEDULER_TOKENS = 128
@@ -72,7 +73,12 @@ class Rig:
         sparse: the sparse backend; vLLM's own otherwise.
         blocks: of the cache.
         seed: of the order in which blocks are handed out.
+
+    Attributes:
+        offloading: of requests that are offloaded; request `n` of a batch is named "n".
     """
+
+    offloading: Offloading | None = None
 
     def __init__(
         self, shape: Shape, block_tokens: int, sparse: bool, blocks: int, seed: int = 0
@@ -161,7 +167,7 @@ class Rig:
             self.rows,
             lambda: [BatchRow(str(n), s.share, s.prompt_tokens) for n, s in enumerate(batch)],
         )
-        BOUND.unit_tokens = self.block_tokens
+        BOUND.unit_tokens, BOUND.offloading = self.block_tokens, self.offloading
         BOUND.under_way = True
         try:
             return self.builder.build(0, common)

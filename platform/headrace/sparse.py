@@ -6,6 +6,8 @@ densely all the same: they compute prompts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.config.calibration import FIELD, share_of
@@ -27,11 +29,17 @@ _WORKERS = {
 }
 
 
-def add_sparse(section: SparseSection, engines: list[dict[str, Any]]) -> None:
+def add_sparse(
+    section: SparseSection,
+    engines: list[dict[str, Any]],
+    offloading: Sequence[dict[str, Any]] = (),
+) -> None:
     """Have engines attend sparsely where requests ask for it.
 
     Args:
         engines: `engine_kwargs` of all roles, with drafting and reuse in them; changed in place.
+        offloading: those of them whose KV may leave the cache. A prefill engine's may not: decode
+            engines pull it from there.
 
     Raises:
         ValueError: an engine has a worker class of its own, or the calibration cannot be used.
@@ -51,4 +59,6 @@ def add_sparse(section: SparseSection, engines: list[dict[str, Any]]) -> None:
             )
         engine["worker_cls"] = _WORKERS[worker]
         told = engine.get("additional_config") or {}
-        engine["additional_config"] = {**told, **settings.additional_config()}
+        offloads = any(engine is each for each in offloading)
+        mine = replace(settings, offload_gib=section.offload_gib) if offloads else settings
+        engine["additional_config"] = {**told, **mine.additional_config()}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.kvstore.child import Child, serve
+from headrace_decode.replay.llm import OFFLOADING_SCHEDULERS
 from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offline.calibrate import Learning
@@ -32,10 +33,18 @@ class SparseEngine:
 
     Args:
         calibrated: on these tokens; None for an engine without a basis.
+        offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
     """
 
     def __init__(
-        self, model: Path, sparse: bool = True, calibrated: list[int] | None = None
+        self,
+        model: Path,
+        sparse: bool = True,
+        calibrated: list[int] | None = None,
+        offload_gib: float = 0,
+        blocks: int = BLOCKS,
+        longest: int = 4096,
+        batch: int = 1024,
     ) -> None:
         self._folder = TemporaryDirectory()
         self.log = Path(self._folder.name) / "log"
@@ -44,7 +53,8 @@ class SparseEngine:
             calibrate(model, calibrated, calibration)
         environment = engine_environment(**IN_ONE_PROCESS)
         run.engine_started()
-        options = {"model": model, "sparse": int(sparse)}
+        options: dict[str, Any] = {"model": model, "sparse": int(sparse), "blocks": blocks}
+        options |= {"offload": offload_gib, "longest": longest, "batch": batch}
         if calibrated is not None:
             options["calibration"] = calibration
         self._child = Child("sparse_engine", options, environment, self.log, "tests.support.")
@@ -71,26 +81,42 @@ def calibrate(model: Path, tokens: list[int], file: Path) -> None:
 
 
 class Engine:
-    """The engine's own process."""
+    """The engine's own process.
 
-    def __init__(self, model: str, sparse: bool, calibration: str | None) -> None:
+    Args:
+        offload_gib: of host memory. blocks: of the cache. longest: tokens of a request.
+        batch: tokens of a step.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        sparse: bool,
+        calibration: str | None,
+        offload_gib: float,
+        blocks: int,
+        longest: int,
+        batch: int,
+    ) -> None:
         from vllm import LLM
 
         from headrace_decode.sparse.engine.bound import BOUND
 
         self._plain = PlainLlama(Path(model))
-        settings = SparseSettings(calibration=calibration)
+        settings = SparseSettings(calibration=calibration, offload_gib=offload_gib)
         told: dict[str, Any] = {
             "additional_config": settings.additional_config(),
             "worker_cls": "headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
         }
+        if offload_gib:
+            told["scheduler_cls"] = OFFLOADING_SCHEDULERS[True]
         self._llm = LLM(
             model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=4096,
-            max_num_batched_tokens=1024,
-            num_gpu_blocks_override=BLOCKS,
+            max_model_len=longest,
+            max_num_batched_tokens=batch,
+            num_gpu_blocks_override=blocks,
             disable_log_stats=False,
             **(told if sparse else {}),
         )
@@ -123,6 +149,45 @@ class Engine:
             "made": self._made() - made,
             "preemptions": self._preemptions() - preempted,
         }
+
+    def offload(self) -> dict[str, int]:
+        """What is and was offloaded; all of host memory and of the cache that is free."""
+        found: Any = self._bound.offloading
+        scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
+        manager = scheduler._offloads
+        return {
+            "held": len(found),
+            "sparse": found.sparse,
+            "staged": found.staged,
+            "host_taken": manager.ledger.host_blocks - found.memory.host.free_blocks,
+            "host_promised": manager.ledger.host_blocks - manager.ledger.free_host_blocks,
+            "taken": manager.block_pool.num_gpu_blocks
+            - 1
+            - manager.block_pool.get_num_free_blocks(),
+        }
+
+    def aborted(self, requests: list[dict[str, Any]], after: int) -> dict[str, int]:
+        """Abort requests after so many steps; what is offloaded then, and one step later."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        for number, each in enumerate(requests):
+            share = each["sparse"]
+            params = SamplingParams(
+                max_tokens=each["max_tokens"],
+                temperature=0.0,
+                ignore_eos=True,
+                extra_args=None if share is None else {"sparse": share},
+            )
+            engine.add_request(f"abort{number}", {"prompt_token_ids": each["tokens"]}, params)
+        for _ in range(after):
+            engine.step()
+        held = self.offload()["held"]
+        engine.abort_request([f"abort{number}" for number in range(len(requests))])
+        while engine.has_unfinished_requests():
+            engine.step()
+        self.answers([{"tokens": requests[0]["tokens"][:64], "max_tokens": 2}])
+        return {**self.offload(), "held_before": held}
 
     def bases(self) -> list[int]:
         """Coordinates of each layer's basis; none without bases."""
@@ -157,8 +222,12 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--sparse", type=int, default=1)
     parser.add_argument("--calibration")
+    parser.add_argument("--offload", type=float, default=0)
+    for name, default in (("blocks", BLOCKS), ("longest", 4096), ("batch", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    serve(lambda: Engine(args.model, bool(args.sparse), args.calibration))
+    sizes = args.offload, args.blocks, args.longest, args.batch
+    serve(lambda: Engine(args.model, bool(args.sparse), args.calibration, *sizes))
 
 
 if __name__ == "__main__":

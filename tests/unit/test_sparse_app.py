@@ -56,6 +56,14 @@ def test_both_roles_get_the_worker_and_are_told() -> None:
     assert engines[1]["additional_config"]["other"] == 1
 
 
+def test_only_decode_engines_let_kv_leave_the_cache() -> None:
+    prefill: dict[str, Any] = {}
+    decode: dict[str, Any] = {}
+    add_sparse(SparseSection(mode="auto", offload_gib=2), [prefill, decode], [decode])
+    told = [settings_of(engine["additional_config"]) for engine in (prefill, decode)]
+    assert [each.offload_gib for each in told if each is not None] == [0, 2]
+
+
 @pytest.mark.parametrize("speculates", [True, False])
 @pytest.mark.parametrize("reuses", [True, False])
 def test_each_mix_with_drafting_and_reuse_has_a_worker(speculates: bool, reuses: bool) -> None:
@@ -79,6 +87,10 @@ def test_a_worker_of_the_engines_own_is_refused_by_name() -> None:
         (
             {"techniques": {"reuse": {"mode": "auto"}, "sparse": {"unit_tokens": 16}}},
             "set it to 32",
+        ),
+        (
+            {"techniques": {"reuse": {"mode": "auto"}, "sparse": {"offload_gib": 1}}},
+            "set it to 0",
         ),
     ],
 )

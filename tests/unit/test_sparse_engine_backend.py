@@ -71,7 +71,7 @@ def test_a_row_attends_to_the_units_that_it_chose(unit: int, shape: Shape, token
     request, rig = random_sequence(shape, tokens, share=0.2), Rig(shape, unit, True, 400)
     metadata, output = step_of(rig, [request])
     step = sparse_of(metadata)
-    assert step is not None and not step.dense
+    assert step is not None and not metadata.vllms
     chosen = chosen_by(step, rig, 0, shape.kv_heads)
     n = -(-tokens // unit)
     assert chosen.shape == (shape.kv_heads, -(-n // 5)) and (chosen.diff(dim=1) > 0).all()
@@ -119,7 +119,7 @@ def test_exact_rows_beside_sparse_ones_are_vllms_bit_for_bit(threads: int, posit
     finally:
         torch.set_num_threads(before)
     step = sparse_of(metadata)
-    assert step is not None and step.dense and [row.row for row in step.rows] == [position]
+    assert step is not None and metadata.vllms and [row.row for row in step.rows] == [position]
     assert metadata.seq_lens[position] == 1, "the dense kernel has nothing to do for it"
     first = sum(len(each.queries) for each in batch[:position])
     others = torch.ones(len(output), dtype=torch.bool)

@@ -17,11 +17,17 @@ from headrace_decode.replay.checks import check
 from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, tokens_of
+from headrace_kvstore.connector.identity import SPARSE_KEY
 
 SCHEDULERS = {
     False: "headrace_decode.replay.scheduler.TakingUp",
     True: "headrace_decode.replay.scheduler.TakingUpAsync",
 }
+OFFLOADING_SCHEDULERS = {
+    False: "headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUp",
+    True: "headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUpAsync",
+}
+"""Of engines whose KV may leave the cache; they do what those of `SCHEDULERS` do."""
 WORKER = "headrace_decode.replay.worker.TakingUpWorker"
 PLATFORM_WORKERS = frozenset(
     {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
@@ -213,5 +219,8 @@ def _prepare(config: VllmConfig) -> str | None:
             parallel.worker_cls = WORKER
         elif parallel.worker_cls not in OUR_WORKERS:
             return f"the engine runs with worker_cls {parallel.worker_cls}"
-    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    told = config.additional_config if isinstance(config.additional_config, dict) else {}
+    offloads = (told.get(SPARSE_KEY) or {}).get("offload_gib")
+    schedulers = OFFLOADING_SCHEDULERS if offloads else SCHEDULERS
+    scheduler.scheduler_cls = schedulers[bool(scheduler.async_scheduling)]
     return None

@@ -347,6 +347,11 @@ class AppSection(Section):
                 "techniques.sparse.unit_tokens: reuse does not know the order of keys in units of "
                 f"{sparse.unit_tokens}; set it to 32, or techniques.reuse.mode: off"
             )
+        if sparse.offload_gib and self.techniques.reuse.mode != "off":
+            raise ValueError(
+                "techniques.sparse.offload_gib: reuse corrects KV where it lies in the cache; set "
+                "it to 0, or techniques.reuse.mode: off"
+            )
         return self
 
     @model_validator(mode="after")

@@ -64,6 +64,12 @@ class SparseSection(Section):
         "requests on long prompts then differ from plain vLLM in rounding, and "
         "`techniques.reuse` cannot be on.",
     )
+    offload_gib: float = Field(
+        default=0,
+        ge=0,
+        description="Host memory of each engine, in GiB, for KV that leaves its cache. Requests "
+        "too long for the cache are served so. 0: no KV leaves the cache.",
+    )
 
 
 class TechniquesSection(Section):

@@ -4,6 +4,7 @@ first. `tests/unit/test_contracts_sparse.py` pins what is used here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     _get_attn_isa,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, replace_as
+from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from headrace_decode.sparse.engine.rows import BatchRow, share_of
 
@@ -33,6 +36,10 @@ __all__ = [
     "CPUAttentionMetadata",
     "CPUAttentionMetadataBuilder",
     "CommonAttentionMetadata",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "register_kv_cache_spec",
+    "replace_as",
 ]
 
 KNOWN_ISAS = frozenset({"vec", "vec16"})
@@ -73,12 +80,23 @@ def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
     return None
 
 
-def why_layers_dense(config: VllmConfig, cache: KVCacheConfig) -> str | None:
-    """Why an engine's layers cannot attend sparsely; None if they can."""
+def why_layers_dense(
+    config: VllmConfig, cache: KVCacheConfig, kind: type[FullAttentionSpec] = FullAttentionSpec
+) -> str | None:
+    """Why an engine's layers cannot attend sparsely; None if they can.
+
+    Args:
+        kind: of KV cache that they have.
+    """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:
+    if len(specs) != 1 or type(specs[0]) is not kind:
         return f"its KV cache groups are {[type(spec).__name__ for spec in specs]}"
-    for layer in attention_layers(config, cache):
+    return why_modules_dense(attention_layers(config, cache))
+
+
+def why_modules_dense(layers: Iterable[Any]) -> str | None:
+    """Why attention modules cannot attend sparsely; None if they can."""
+    for layer in layers:
         name, impl = layer.layer_name, layer.impl
         if layer.attn_type != AttentionType.DECODER or layer.sliding_window is not None:
             return f"{name} has a sliding window, or is no decoder"
@@ -114,6 +132,11 @@ class RunnerRows:
         """The batch of the step that is under way."""
         return [self._row(name) for name in self._runner.input_batch.req_ids]
 
+    def blocks(self, name: str) -> Sequence[int]:
+        """A request's blocks of the scheduler."""
+        found: Sequence[int] = self._runner.requests[name].block_ids[0]
+        return found
+
     def _row(self, name: str) -> BatchRow:
         request = self._runner.requests[name]
         params = request.sampling_params
@@ -129,19 +152,49 @@ def requests_moved(step: Any) -> set[str]:
     return new | preempted | resumed | set(step.finished_req_ids)
 
 
+def requests_gone(step: Any) -> set[str]:
+    """Requests whose blocks a scheduler's step takes away."""
+    return set(step.preempted_req_ids or ()) | set(step.finished_req_ids)
+
+
+def final_tokens(step: Any) -> dict[str, tuple[int, int]]:
+    """Of each request of a step, tokens whose KV is final before and behind it, drafts not
+    counted."""
+    cached = step.scheduled_cached_reqs
+    before = {each.req_id: each.num_computed_tokens for each in step.scheduled_new_reqs}
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    drafts = step.scheduled_spec_decode_tokens
+    return {
+        name: (before[name], before[name] + count - len(drafts.get(name, ())))
+        for name, count in step.num_scheduled_tokens.items()
+    }
+
+
+def attention_modules(config: VllmConfig, names: Iterable[str]) -> list[Any]:
+    """Attention modules by name."""
+    found: dict[str, Any] = get_layers_from_vllm_config(config, Attention, list(names))
+    return list(found.values())
+
+
 def schedule(
-    starts: Tensor, lengths: Tensor, group: int, head_dim: int, dtype: torch.dtype, isa: str
+    starts: Tensor,
+    lengths: Tensor,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    isa: str,
 ) -> Tensor:
-    """The kernel's schedule of requests of one KV head.
+    """The kernel's schedule of requests.
 
     Args:
         starts: int32 [requests + 1], first query of each. lengths: int32 [requests], of KV.
-        group: query heads.
+        group: query heads of a KV head.
     """
     found: Tensor = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(lengths),
-        num_heads=group,
-        num_kv_heads=1,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         seq_lens=lengths,
         dtype=dtype,

@@ -12,17 +12,14 @@ Keys are rotated by their true positions already, so the places of units in a ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS
 from headrace_decode.sparse.engine.keys import LayerKeys
-from headrace_decode.sparse.engine.rows import SparseRow
 from headrace_decode.sparse.scoring import score
 from headrace_decode.sparse.summaries import Summaries
 from headrace_kvstore.checksum import prepare
@@ -32,15 +29,31 @@ Kernel = Callable[..., None]
 [tokens, heads, head_dim], with blocks of one KV head."""
 
 
+class Row(Protocol):
+    """As `SparseRow`."""
+
+    @property
+    def row(self) -> int: ...
+    @property
+    def newest(self) -> int: ...
+    @property
+    def fill(self) -> int: ...
+    @property
+    def chosen(self) -> int: ...
+    def pick(
+        self, layer: Any, queries: NDArray[np.float32], scale: float
+    ) -> NDArray[np.integer[Any]]: ...
+
+
 class SparseLayer:
     """What one layer attends over.
 
     Args:
-        keys: of its cache. summaries: of its units.
+        keys: of its cache. summaries: of its units. number: of the layer.
     """
 
-    def __init__(self, keys: LayerKeys, summaries: Summaries) -> None:
-        self.keys, self.summaries = keys, summaries
+    def __init__(self, keys: LayerKeys, summaries: Summaries, number: int = 0) -> None:
+        self.keys, self.summaries, self.number = keys, summaries, number
         self.by_head = keys.by_head()
 
     def warm(self, heads: int) -> None:
@@ -65,20 +78,18 @@ class SparseStep:
         kv_heads, unit_tokens: of the cache.
         schedule: (starts, lengths) -> the kernel's schedule of these requests.
         kernel: as `Kernel`.
-        dense: whether the step has other rows.
     """
 
     def __init__(
         self,
-        rows: Sequence[SparseRow],
+        rows: Sequence[Row],
         tokens: NDArray[np.integer],
         kv_heads: int,
         unit_tokens: int,
         schedule: Callable[[Tensor, Tensor], Any],
         kernel: Kernel,
-        dense: bool,
     ) -> None:
-        self.rows, self.dense = rows, dense
+        self.rows = rows
         self._kv_heads, self._kernel = kv_heads, kernel
         first, count = int(tokens[0]), len(rows)
         alike = tokens[-1] - first == count - 1
@@ -92,7 +103,7 @@ class SparseStep:
         heads = np.arange(kv_heads, dtype=np.int32)
         for number, row in enumerate(rows):
             table[number, :, row.chosen - 1] = row.newest * kv_heads + heads
-        self._table, self._heads = table, heads[:, None]
+        self._table = table
 
     def attend(self, layer: SparseLayer, query: Tensor, output: Tensor, scale: float) -> None:
         """Write the rows' attention in one layer.
@@ -106,10 +117,7 @@ class SparseStep:
         group = heads // self._kv_heads
         queries = mine.float().view(count, self._kv_heads, group, dim).numpy()
         for number, row in enumerate(self.rows):
-            scores = score(layer.summaries, row.units, queries[number], scale)
-            chosen = choose(scores, row.chosen - 1, SINKS, RECENT - 1)
-            table = row.units[chosen] * self._kv_heads + self._heads
-            self._table[number, :, : row.chosen - 1] = table
+            self._table[number, :, : row.chosen - 1] = row.pick(layer, queries[number], scale)
         split = mine.reshape(count * self._kv_heads, group, dim)
         found = torch.empty_like(split)
         table = torch.from_numpy(self._table).flatten(0, 1)

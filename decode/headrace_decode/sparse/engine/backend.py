@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headrace_decode.sparse.engine._vllm_compat import (
@@ -27,15 +26,23 @@ from headrace_decode.sparse.engine._vllm_compat import (
     attention,
     schedule,
 )
-from headrace_decode.sparse.engine.attention import SparseLayer, SparseStep
+from headrace_decode.sparse.engine.attention import Row, SparseLayer, SparseStep
 from headrace_decode.sparse.engine.bound import BOUND
+from headrace_decode.sparse.engine.offload.rows import StagedRow, StagedStep
 
 
 @dataclass
 class SparseMetadata(CPUAttentionMetadata):
-    """vLLM's of a step, with the step's sparse rows."""
+    """vLLM's of a step, with the step's sparse rows.
+
+    Attributes:
+        sparse, staged: rows of their own way; None without any.
+        vllms: whether the step has other rows.
+    """
 
     sparse: SparseStep | None = None
+    staged: StagedStep | None = None
+    vllms: bool = True
 
 
 class SparseBackend(CPUAttentionBackend):
@@ -65,35 +72,42 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """As vLLM's. Metadata that others make for rows of their own (`fast_build`) is dense."""
         common = common_attn_metadata
-        step = None if fast_build else self._sparse(common)
-        if step is None:
+        rows, staged = ([], []) if fast_build else self._rows(common)
+        if not rows and not staged:
             return super().build(common_prefix_len, common, fast_build)
-        lengths = common.seq_lens.clone()
-        lengths[torch.tensor([row.row for row in step.rows])] = 1
+        lengths, starts = common.seq_lens.clone(), common.query_start_loc
+        for row in [*(each.row for each in rows), *(each.row for each in staged)]:
+            lengths[row] = starts[row + 1] - starts[row]
         dense = super().build(common_prefix_len, replace(common, seq_lens=lengths), fast_build)
         told = {each.name: getattr(dense, each.name) for each in fields(dense)}
-        return SparseMetadata(**told, sparse=step)
+        group = self.num_heads // self.num_kv_heads
+        facts = {"group": group, "head_dim": self.head_dim, "dtype": self.dtype, "isa": self.isa}
+        made = SparseMetadata(**told, vllms=len(rows) + len(staged) < common.num_reqs)
+        if rows:
+            made.sparse = SparseStep(
+                rows,
+                tokens=starts.numpy()[[row.row for row in rows]],
+                kv_heads=self.num_kv_heads,
+                unit_tokens=self.block_size,
+                schedule=partial(schedule, kv_heads=1, **facts),
+                kernel=attention,
+            )
+        if staged:
+            assert BOUND.offloading is not None
+            call = partial(schedule, kv_heads=self.num_kv_heads, **facts)
+            made.staged = StagedStep(staged, BOUND.offloading.memory, call, attention)
+        return made
 
-    def _sparse(self, common: CommonAttentionMetadata) -> SparseStep | None:
-        rows = BOUND.sparse_rows(
+    def _rows(self, common: CommonAttentionMetadata) -> tuple[list[Row], list[StagedRow]]:
+        step = (
             common.num_reqs,
             common.query_start_loc.numpy(),
             common.seq_lens.numpy(),
             common.block_table_tensor.numpy(),
         )
-        if not rows:
-            return None
-        group = self.num_heads // self.num_kv_heads
-        facts = {"group": group, "head_dim": self.head_dim, "dtype": self.dtype, "isa": self.isa}
-        return SparseStep(
-            rows,
-            tokens=common.query_start_loc.numpy()[[row.row for row in rows]],
-            kv_heads=self.num_kv_heads,
-            unit_tokens=self.block_size,
-            schedule=partial(schedule, **facts),
-            kernel=attention,
-            dense=len(rows) < common.num_reqs,
-        )
+        sparse, staged = BOUND.offloaded_rows(*step)
+        rows: list[Row] = [*BOUND.sparse_rows(*step), *sparse]
+        return sorted(rows, key=lambda each: each.row), staged
 
 
 class SparseImpl(CPUAttentionBackendImpl):
@@ -118,13 +132,16 @@ class SparseImpl(CPUAttentionBackendImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """As vLLM's."""
-        step = getattr(attn_metadata, "sparse", None)
-        if step is None or step.dense:
+        ours = attn_metadata if isinstance(attn_metadata, SparseMetadata) else None
+        if ours is None or ours.vllms:
             super().forward(
                 *(layer, query, key, value, kv_cache, attn_metadata, output),
                 *(output_scale, output_block_scale),
             )
-        if step is not None:
+        if ours is not None:
             assert self.sparse is not None
-            step.attend(self.sparse, query, output, self.scale)
+            if ours.staged is not None:
+                ours.staged.attend(self.sparse.number, query, output, self.scale)
+            if ours.sparse is not None:
+                ours.sparse.attend(self.sparse, query, output, self.scale)
         return output

@@ -33,12 +33,15 @@ class Book:
     Args:
         layers: in order, of one shape.
         bases: of each layer; None for units' own directions.
+        others: units that are summarised by others, numbered behind the cache's.
     """
 
-    def __init__(self, layers: list[LayerKeys], bases: Sequence[Basis] | None = None) -> None:
+    def __init__(
+        self, layers: list[LayerKeys], bases: Sequence[Basis] | None = None, others: int = 0
+    ) -> None:
         first = layers[0]
         self._layers, self._sums = layers, KeySums(layers)
-        shape = first.blocks, first.kv_heads, first.unit_tokens, first.head_dim
+        shape = first.blocks + others, first.kv_heads, first.unit_tokens, first.head_dim
         of_layers: Sequence[Basis | None] = bases or [None] * len(layers)
         self.summaries = [
             Summaries(*shape, basis=basis) for _, basis in zip(layers, of_layers, strict=True)

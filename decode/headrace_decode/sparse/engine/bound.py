@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.sparse.engine.offload.rows import OffloadedRow, Offloading, StagedRow
 from headrace_decode.sparse.engine.rows import BatchRow, SparseRow, SparseRows
 
 logger = logging.getLogger("headrace.sparse")
@@ -24,12 +26,14 @@ class Bound:
         unit_tokens: of a unit.
         under_way: whether a step of the scheduler is. Dummy runs are none.
         found: sparse rows of all steps so far.
+        offloading: of an engine that offloads.
     """
 
     def __init__(self) -> None:
         self.unit_tokens = 32
         self.under_way = False
         self.found = 0
+        self.offloading: Offloading | None = None
         self._rows: SparseRows | None = None
         self._batch: Callable[[], Sequence[BatchRow]] | None = None
 
@@ -70,6 +74,11 @@ class Bound:
         batch = self._batch()
         if len(batch) != count:
             return []
+        if self.offloading is not None:
+            batch = [
+                replace(row, share=None) if row.request_id in self.offloading else row
+                for row in batch
+            ]
         try:
             rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
         except Exception:
@@ -78,6 +87,30 @@ class Bound:
             return []
         self.found += len(rows)
         return rows
+
+    def offloaded_rows(
+        self,
+        count: int,
+        starts: NDArray[np.integer],
+        kv_tokens: NDArray[np.integer],
+        tables: NDArray[np.integer],
+    ) -> tuple[list[OffloadedRow], list[StagedRow]]:
+        """The offloaded rows of the step that is under way; none otherwise.
+
+        Nothing but these knows where their KV is. So what goes wrong here ends the engine.
+
+        Args:
+            As `sparse_rows`.
+
+        Raises:
+            RuntimeError: the batch is not the step's.
+        """
+        if not self.offloading or self._batch is None or not self.under_way:
+            return [], []
+        batch = self._batch()
+        if len(batch) != count:
+            raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
+        return self.offloading.of_step(batch, starts, kv_tokens, tables)
 
 
 BOUND = Bound()

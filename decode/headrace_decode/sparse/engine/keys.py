@@ -43,7 +43,14 @@ class LayerKeys:
     def by_head(self) -> tuple[Tensor, Tensor]:
         """K and V as the kernel takes them, with each head's unit a block of its own: unit `u` of
         head `h` is block `u * kv_heads + h`, of one KV head."""
-        shape = (self.blocks * self.kv_heads, 1, 2 * self.unit_tokens, self.head_dim)
+        return self._split(self.blocks * self.kv_heads, 1)
+
+    def as_kernel(self) -> tuple[Tensor, Tensor]:
+        """K and V as the kernel takes them, a unit a block."""
+        return self._split(self.blocks, self.kv_heads)
+
+    def _split(self, blocks: int, heads: int) -> tuple[Tensor, Tensor]:
+        shape = blocks, heads, 2 * self.unit_tokens, self.head_dim
         keys, values = self.cache.view(shape).chunk(2, dim=2)
         return keys, values
 

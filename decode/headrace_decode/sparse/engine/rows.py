@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.sparse.engine.counts import chosen_units
+from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
+from headrace_decode.sparse.scoring import score
 
 FIELD = "sparse"
 """In a request's extra arguments: its share of units, above 0 and at most 1."""
@@ -54,6 +56,19 @@ class SparseRow:
     newest: int
     fill: int
     chosen: int
+
+    def pick(self, layer: Any, queries: NDArray[np.float32], scale: float) -> NDArray[np.int64]:
+        """Choose units; where they lie in the cache: int64 [kv_heads, chosen - 1], each
+        `block * kv_heads + head`.
+
+        Args:
+            layer: `attention.SparseLayer`.
+            queries: float32 [kv_heads, group, head_dim]. scale: of the logits.
+        """
+        scores = score(layer.summaries, self.units, queries, scale)
+        kv_heads = len(scores)
+        chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
+        return self.units[chosen] * kv_heads + np.arange(kv_heads)[:, None]
 
 
 class BringsUp(Protocol):

@@ -8,12 +8,14 @@ decides where bytes lie in the KV cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace_kvstore.connector.identity import SPARSE_KEY
 
+GIB = 2**30
 UNIT_TOKENS = (16, 32)
 """Kernel blocks that vLLM's CPU attention has an instruction set for."""
 
@@ -28,16 +30,28 @@ class SparseSettings:
         unit_tokens: of a unit, and of the kernel's block.
         calibration: file of the model's bases. KV's identity has no part of it: neither summaries
             nor KV behind sparse attention leave the engine.
+        offload_gib: of host memory for KV that left the cache; 0: none leaves it.
     """
 
     mode: str = "request"
     share: float = 0.1
     unit_tokens: int = 32
     calibration: str | None = None
+    offload_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.unit_tokens not in UNIT_TOKENS:
             raise ValueError(f"unit_tokens is {self.unit_tokens}, must be one of {UNIT_TOKENS}")
+        if not 0 <= self.offload_gib < math.inf:
+            raise ValueError(f"offload_gib is {self.offload_gib}, must be 0 or more")
+
+    def host_blocks(self, block_bytes: int) -> int:
+        """Blocks that host memory holds.
+
+        Args:
+            block_bytes: of one of the scheduler's, in all layers.
+        """
+        return int(self.offload_gib * GIB) // block_bytes
 
     def additional_config(self) -> dict[str, Any]:
         """What goes into the engine's `additional_config`."""

@@ -13,13 +13,19 @@ from typing import Any
 from headrace_decode.replay.worker import TakingUpWorker
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine._vllm_compat import (
+    FullAttentionSpec,
     RunnerRows,
     attention_layers,
+    attention_modules,
+    final_tokens,
     model_fields,
+    replace_as,
+    requests_gone,
     requests_moved,
     use_backend,
     why_dense,
     why_layers_dense,
+    why_modules_dense,
 )
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.book import Book
@@ -31,8 +37,13 @@ from headrace_decode.sparse.engine.calibration import (
     read_bases,
 )
 from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.offload.held import Memory
+from headrace_decode.sparse.engine.offload.host import HostPool
+from headrace_decode.sparse.engine.offload.manager import OffloadSpec
+from headrace_decode.sparse.engine.offload.rows import Offloading
+from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED
 from headrace_decode.sparse.engine.rows import SparseRows
-from headrace_decode.sparse.engine.settings import settings_of
+from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
 from headrace_decode.speculation.drafting_worker import SpeculatingWorker
 
 logger = logging.getLogger("headrace.sparse")
@@ -44,7 +55,9 @@ class SparseInReach:
     """Mixed into a worker class of vLLM's, before it."""
 
     _sparse = False
-    _calibration: str | None = None
+    _settings = SparseSettings()
+    _host_blocks = 0
+    """In host memory; 0 where nothing leaves the cache."""
 
     def load_model(self, **kwargs: Any) -> None:
         """As vLLM's, with our attention backend where it can stand."""
@@ -54,32 +67,64 @@ class SparseInReach:
             why = why_dense(config, settings.unit_tokens)
             if why is None:
                 BOUND.unit_tokens, self._sparse = settings.unit_tokens, True
-                self._calibration = settings.calibration
+                self._settings = settings
                 use_backend(BACKEND)
             else:
                 _say_dense(why)
         super().load_model(**kwargs)  # type: ignore[misc]
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """As vLLM's; of layers whose blocks may leave the cache, where that is told."""
+        specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
+        if not self._sparse or not self._settings.offload_gib:
+            return specs
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        offloaded, blocks, why = offloadable(specs, self._settings, config)
+        if why is not None:
+            logger.warning("techniques.sparse.offload_gib: KV stays in the cache: %s", why)
+            return specs
+        self._host_blocks = blocks
+        return offloaded
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """As vLLM's; then binds the layers to their caches."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if not self._sparse:
             return
-        why = why_layers_dense(self.vllm_config, kv_cache_config)  # type: ignore[attr-defined]
+        kind = OffloadSpec if self._host_blocks else FullAttentionSpec
+        why = why_layers_dense(self.vllm_config, kv_cache_config, kind)  # type: ignore[attr-defined]
         if why is not None:
+            if self._host_blocks:
+                raise RuntimeError(f"this engine cannot offload KV: {why}")
             self._sparse = False
             _say_dense(why)
             return
         self._bind(attention_layers(self.vllm_config, kv_cache_config))  # type: ignore[attr-defined]
 
     def _bind(self, modules: list[Any]) -> None:
+        if not all(hasattr(module.impl, "sparse") for module in modules):
+            raise RuntimeError("vLLM made its layers with another attention backend than ours")
         keys = [LayerKeys(module.kv_cache) for module in modules]
-        book = Book(keys, self._bases())
-        for module, of_layer, summaries in zip(modules, keys, book.summaries, strict=True):
-            module.impl.sparse = SparseLayer(of_layer, summaries)
+        block_tokens = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+        block_units = block_tokens // BOUND.unit_tokens
+        book = Book(keys, self._bases(), self._host_blocks * block_units)
+        parts = zip(modules, keys, book.summaries, strict=True)
+        for number, (module, of_layer, summaries) in enumerate(parts):
+            module.impl.sparse = SparseLayer(of_layer, summaries, number)
         modules[0].impl.sparse.warm(modules[0].num_heads)
         rows = SparseRows(book, len(modules), BOUND.unit_tokens)
-        BOUND.bind(rows, RunnerRows(self.model_runner).rows)  # type: ignore[attr-defined]
+        self._runner_rows = RunnerRows(self.model_runner)  # type: ignore[attr-defined]
+        BOUND.bind(rows, self._runner_rows.rows)
+        if self._host_blocks:
+            host = HostPool(keys, self._host_blocks, block_units)
+            longest = self.vllm_config.model_config.max_model_len  # type: ignore[attr-defined]
+            most = -(-longest // block_tokens) * block_units
+            BOUND.offloading = Offloading(Memory(keys, host, book, most), block_tokens)
+            logger.info(
+                "KV may leave the cache: %.2f GiB of host memory, and a layer's %.0f MB to line up",
+                host.nbytes / GIB,
+                BOUND.offloading.memory.staging_bytes / 1e6,
+            )
         logger.info(
             "sparse attention over units of %d tokens, %s; summaries take up to %.0f MB",
             BOUND.unit_tokens,
@@ -88,20 +133,37 @@ class SparseInReach:
         )
 
     def _bases(self) -> list[Basis] | None:
-        if self._calibration is None:
+        if self._settings.calibration is None:
             return None
         config = model_fields(self.vllm_config)  # type: ignore[attr-defined]
-        return bases_for(Path(self._calibration), config, BOUND.unit_tokens)
+        return bases_for(Path(self._settings.calibration), config, BOUND.unit_tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """As vLLM's."""
         if not self._sparse:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         BOUND.step_begins(requests_moved(scheduler_output))
+        final = self._offload_begins(scheduler_output)
         try:
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
+            found = super().execute_model(scheduler_output)  # type: ignore[misc]
         finally:
             BOUND.step_ends()
+        if BOUND.offloading:
+            BOUND.offloading.save(final, self._runner_rows.blocks)
+        return found
+
+    def _offload_begins(self, step: Any) -> dict[str, int]:
+        """Follow a step's offloaded requests; how many tokens of each are final behind it."""
+        offloading = BOUND.offloading
+        if offloading is None:
+            return {}
+        offloading.step_begins(requests_gone(step), getattr(step, OFFLOADED, {}))
+        if not offloading:
+            return {}
+        final = final_tokens(step)
+        known = {name: before for name, (before, _) in final.items() if offloading.follows(name)}
+        offloading.save(known, self._runner_rows.blocks)
+        return {name: behind for name, (_, behind) in final.items()}
 
 
 class SparseTakingUpWorker(SparseInReach, TakingUpWorker):
@@ -110,6 +172,30 @@ class SparseTakingUpWorker(SparseInReach, TakingUpWorker):
 
 class SparseSpeculatingWorker(SparseInReach, SpeculatingWorker):
     """Of engines that draft."""
+
+
+def offloadable(
+    specs: dict[str, Any], settings: SparseSettings, config: Any
+) -> tuple[dict[str, Any], int, str | None]:
+    """Layers' specs with blocks that may leave the cache; how many host memory holds; or why not.
+
+    Args:
+        specs: vLLM's, by layer.
+        config: of the engine.
+    """
+    kinds = {type(spec).__name__ for spec in specs.values()}
+    if kinds != {FullAttentionSpec.__name__}:
+        return specs, 0, f"its layers are {sorted(kinds)}"
+    if why := why_modules_dense(attention_modules(config, specs)):
+        return specs, 0, why
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method != "custom_class":
+        return specs, 0, f"{speculative.method} drafts over the cache"
+    blocks = settings.host_blocks(sum(spec.page_size_bytes for spec in specs.values()))
+    longest = config.model_config.max_model_len
+    if blocks * config.cache_config.block_size < longest:
+        return specs, 0, f"{settings.offload_gib} GiB do not hold a request of {longest} tokens"
+    return {name: replace_as(spec, OffloadSpec) for name, spec in specs.items()}, blocks, None
 
 
 def bases_for(file: Path, config: Mapping[str, Any], unit_tokens: int) -> list[Basis] | None:

@@ -1,0 +1,116 @@
+"""vLLM's manager of KV blocks, which takes cold blocks of offloaded requests back into the pool.
+
+It stands where vLLM's registry of KV cache kinds puts it (`OffloadSpec`), and works as vLLM's own
+for sliding windows do: a block that is not needed any more is replaced by the null block in the
+request's table. Blocks that hold a request's working set stand beside its table, not in it. So what
+the table holds is KV as it was computed, and may be cached as a prefix like any other.
+
+Requests that are not offloaded are managed by vLLM's code for full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_decode.sparse.engine._vllm_compat import (
+    FullAttentionManager,
+    FullAttentionSpec,
+    register_kv_cache_spec,
+)
+from headrace_decode.sparse.engine.offload.ledger import Ledger
+from headrace_decode.sparse.offload.sizes import footprint
+
+
+class OffloadManager(FullAttentionManager):  # type: ignore[misc]
+    """Of the only cache group.
+
+    Attributes:
+        ledger: of offloaded requests; the scheduler keeps it.
+    """
+
+    def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.ledger = Ledger()
+        self._slots: dict[str, list[Any]] = {}
+
+    def slots(self, request_id: str) -> list[int]:
+        """Blocks of an admitted request's working set."""
+        return [block.block_id for block in self._slots[request_id]]
+
+    def held(self, request_id: str) -> int:
+        """Blocks of the pool that a request holds."""
+        table = self.req_to_blocks.get(request_id, ())
+        slots = self._slots.get(request_id, ())
+        return len(slots) + sum(not block.is_null for block in table)
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[Any],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+    ) -> int:
+        """As vLLM's. The whole of an offloaded request needs its footprint."""
+        needed: int = super().get_num_blocks_to_allocate(
+            *(request_id, num_tokens, new_computed_blocks, total_computed_tokens),
+            *(num_local_computed_tokens, num_tokens_main_model, apply_admission_cap),
+        )
+        planned = self.ledger.planned(request_id)
+        if planned is None:
+            return needed
+        if apply_admission_cap:
+            needed = min(needed, planned.window)
+        if self.ledger.is_admitted(request_id):
+            return needed
+        if self.ledger.has_room(planned):
+            return needed + planned.slots
+        return int(self.block_pool.num_gpu_blocks) + 1  # it waits for host memory
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[Any]:
+        """As vLLM's, with the working set of a request that is admitted."""
+        planned = self.ledger.planned(request_id)
+        if planned is not None and not self.ledger.is_admitted(request_id):
+            self.ledger.admit(request_id)
+            self._slots[request_id] = self.block_pool.get_new_blocks(planned.slots)
+        found: list[Any] = super().allocate_new_blocks(
+            request_id, num_tokens, num_tokens_main_model
+        )
+        return found
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Give cold blocks back."""
+        last = self.ledger.cold_blocks(request_id, processed_computed_tokens, self.block_size)
+        self._remove_blocks_in_range(request_id, 0, last)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        """As vLLM's, with the working set."""
+        self.ledger.leave(request_id)
+        return [*self._slots.pop(request_id, []), *super().pop_blocks_for_free(request_id)]
+
+
+@register_kv_cache_spec(manager_class=OffloadManager, uniform_type_base_spec=FullAttentionSpec)
+@dataclass(frozen=True, kw_only=True)
+class OffloadSpec(FullAttentionSpec):  # type: ignore[misc]
+    """Full attention whose cold blocks may leave the cache."""
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """As vLLM's, but a request of any length needs no more than its footprint."""
+        whole: int = super().max_memory_usage_bytes(vllm_config)
+        longest, in_flight = (
+            vllm_config.model_config.max_model_len,
+            vllm_config.max_in_flight_tokens,
+        )
+        least = footprint(longest, None, self.block_size, self.block_size, in_flight)
+        return min(whole, least.blocks * self.page_size_bytes)

@@ -1,0 +1,223 @@
+"""How offloaded rows attend in a step.
+
+    sparse    as `rows` says of any row; its units are scored by their summaries, wherever they
+              lie, and those chosen are brought into the working set
+    staged    every other row of which something has left the cache: a prompt's, one with drafts,
+              one that attends densely. All its units of a layer are lined up in a buffer of one
+              layer, and vLLM's kernel attends to them there: its result is the dense one
+
+Rows of which everything is in the cache still are left to vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
+from headrace_decode.sparse.engine.offload.held import Held, Ids, Memory
+from headrace_decode.sparse.engine.rows import STEP_WORK, BatchRow
+from headrace_decode.sparse.scoring import score
+
+
+@dataclass(frozen=True)
+class OffloadedRow:
+    """A sparse row.
+
+    Attributes:
+        row, newest, fill, chosen: as of `SparseRow`.
+        held: the request.
+        table: int64 [n], blocks of its full units before the newest; those that are gone are stale.
+    """
+
+    row: int
+    newest: int
+    fill: int
+    chosen: int
+    held: Held
+    table: Ids
+
+    def pick(
+        self, layer: Any, queries: NDArray[np.float32], scale: float
+    ) -> NDArray[np.integer[Any]]:
+        """As of `SparseRow`; what is chosen is in the cache now."""
+        held = self.held
+        summaries = np.concatenate([held.scored(), self.table[held.copied :]])
+        scores = score(layer.summaries, summaries, queries, scale)
+        chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
+        return held.place(layer.number, scores, chosen, self.table)
+
+
+@dataclass(frozen=True)
+class StagedRow:
+    """A row that attends to all its units.
+
+    Attributes:
+        row: in the batch.
+        tokens: its tokens in the step's.
+        kv_tokens: its KV, this step's included.
+        held: the request.
+        table: int64 [n], blocks of its units, the newest included.
+    """
+
+    row: int
+    tokens: slice
+    kv_tokens: int
+    held: Held
+    table: Ids
+
+
+class StagedStep:
+    """A step's staged rows, one after another.
+
+    Args:
+        rows: at least one.
+        schedule: (starts, lengths) -> the kernel's schedule of these requests.
+        kernel: as `attention.Kernel`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[StagedRow],
+        memory: Memory,
+        schedule: Callable[[Tensor, Tensor], Any],
+        kernel: Callable[..., None],
+    ) -> None:
+        self.rows, self._memory, self._kernel = rows, memory, kernel
+        self._calls = []
+        for row in rows:
+            starts = torch.tensor([0, row.tokens.stop - row.tokens.start], dtype=torch.int32)
+            lengths = torch.tensor([row.kv_tokens], dtype=torch.int32)
+            table = torch.arange(len(row.table), dtype=torch.int32)[None]
+            self._calls.append((starts, lengths, table, schedule(starts, lengths)))
+
+    def attend(self, layer: int, query: Tensor, output: Tensor, scale: float) -> None:
+        """Write the rows' attention in one layer.
+
+        Args:
+            query, output: [tokens, heads, head_dim], of all rows of the step.
+        """
+        keys, values = self._memory.staging.as_kernel()
+        for row, call in zip(self.rows, self._calls, strict=True):
+            row.held.stage(layer, row.table)
+            mine, found = query[row.tokens], output[row.tokens]
+            self._kernel(mine, keys, values, found, *call, scale)
+
+
+class Offloading:
+    """Follows the offloaded requests of an engine.
+
+    Args:
+        memory: of the engine.
+        block_tokens: of the scheduler's blocks.
+    """
+
+    def __init__(self, memory: Memory, block_tokens: int) -> None:
+        self.memory, self._block_tokens = memory, block_tokens
+        self._unit_tokens = memory.layers[0].unit_tokens
+        self._held: dict[str, Held] = {}
+        self.sparse = self.staged = self.asked = self.fetched = 0
+        """Of all steps so far: rows, and chosen units that were gone and that were waited for."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def follows(self, request_id: str) -> bool:
+        """Whether it has seen a step of an offloaded request."""
+        return request_id in self._held and self._held[request_id].seen
+
+    def step_begins(self, left: Collection[str], new: Mapping[str, Sequence[int]]) -> None:
+        """A step of the scheduler begins.
+
+        Args:
+            left: requests that ended or are preempted. new: the scheduler's blocks of the working
+                set, by request that is offloaded from this step on.
+        """
+        for name in (*left, *new):
+            held = self._held.pop(name, None)
+            if held is not None:
+                self.asked += held.asked
+                self.fetched += held.fetched
+                held.end()
+        for name, slots in new.items():
+            self._held[name] = Held(self.memory, slots)
+
+    def save(self, final: Mapping[str, int], blocks: Callable[[str], Sequence[int]]) -> None:
+        """Copy what is full and has not been copied.
+
+        Args:
+            final: by request of the step, tokens whose KV is final.
+            blocks: tells a request's blocks of the scheduler.
+        """
+        for name, tokens in final.items():
+            if (held := self._held.get(name)) is not None:
+                held.save_up_to(tokens, blocks(name))
+
+    def of_step(
+        self,
+        rows: Sequence[BatchRow],
+        starts: NDArray[np.integer],
+        kv_tokens: NDArray[np.integer],
+        tables: NDArray[np.integer],
+    ) -> tuple[list[OffloadedRow], list[StagedRow]]:
+        """A step's offloaded rows; makes summaries within the step's work.
+
+        Args:
+            rows: the batch.
+            starts: int [rows + 1], first token of each.
+            kv_tokens, tables: as of `SparseRows.of_step`.
+        """
+        sparse, staged = [], []
+        units = self._unit_tokens
+        budget = STEP_WORK // len(self.memory.layers) + int(starts[-1]) // units
+        for number, row in enumerate(rows):
+            held = self._held.get(row.request_id)
+            if held is None:
+                continue
+            length = int(kv_tokens[number])
+            if row.share is not None and held.slots:
+                budget -= held.summarise(max(budget, 0))
+            n = -(-length // units)
+            table = tables[number, :n].astype(np.int64)
+            one = self._sparse(number, row, held, length, starts, table)
+            if one is not None:
+                sparse.append(one)
+            elif held.gone:
+                tokens = slice(int(starts[number]), int(starts[number + 1]))
+                staged.append(StagedRow(number, tokens, length, held, table))
+        self.sparse += len(sparse)
+        self.staged += len(staged)
+        return sparse, staged
+
+    def _sparse(
+        self,
+        number: int,
+        row: BatchRow,
+        held: Held,
+        kv_tokens: int,
+        starts: NDArray[np.integer],
+        table: Ids,
+    ) -> OffloadedRow | None:
+        if row.share is None or held.summarised < held.copied:
+            return None
+        if starts[number + 1] - starts[number] != 1 or kv_tokens <= row.prompt_tokens:
+            return None
+        chosen = chosen_units(kv_tokens, self._unit_tokens, row.share)
+        if chosen is None or chosen - 1 > held.slots:
+            return None
+        newest = table[-1]
+        window = table[held.copied : -1]
+        if self.memory.book.bring_up(window, STEP_WORK)[0] < len(window):
+            return None
+        fill = kv_tokens - (len(table) - 1) * self._unit_tokens
+        return OffloadedRow(number, int(newest), fill, chosen, held, table[:-1])

@@ -1,0 +1,221 @@
+"""Schedulers that offload requests: they say which, and tell the worker.
+
+Offloaded is every request whose longest does not fit into the KV cache, exact ones too, and every
+sparse one that costs everybody fewer seconds so (`switch`). That is asked anew in each step that
+the request waits. Once it runs, it stays as it is until it ends or is preempted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from headrace_decode.replay.scheduler import TakingUp, TakingUpAsync
+from headrace_decode.sparse.engine.counts import chosen_units
+from headrace_decode.sparse.engine.offload.ledger import Ledger
+from headrace_decode.sparse.engine.offload.manager import OffloadManager
+from headrace_decode.sparse.engine.rows import share_of
+from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
+from headrace_decode.sparse.offload.sizes import Footprint, footprint
+from headrace_decode.sparse.offload.switch import Busy, Mode, StepCosts, Way, cheapest
+from headrace_kvstore.salts import is_marked, marked
+
+OFFLOADED = "headrace_offloaded"
+"""Attribute of a step's `SchedulerOutput`: the blocks of the working set, by request that is
+admitted in it."""
+STEP = "headrace_step"
+"""Attribute of the same: rows and contexts of a step that computes answers alone, and its begin."""
+CONSIDERED = 16
+"""Waiting requests that a step asks about; no step admits many more."""
+
+
+class _Offloads:
+    """Mixed into a scheduler of vLLM's."""
+
+    _clock: Callable[[], float] = staticmethod(time.perf_counter)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._offloads = _manager_of(self)
+        if self._offloads is None:
+            return
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        settings = settings_of(config.additional_config)
+        assert settings is not None
+        cache: Any = self.kv_cache_config  # type: ignore[attr-defined]
+        block_bytes = self._offloads.kv_cache_spec.page_size_bytes * len(
+            cache.kv_cache_groups[0].layer_names
+        )
+        self._settings: SparseSettings = settings
+        self._offloads.ledger = Ledger(settings.host_blocks(block_bytes))
+        self._block_tokens: int = self._offloads.block_size
+        self.costs = StepCosts()
+        self._returned_s = 0.0
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM's. A request that is too long for the cache is planned to be offloaded."""
+        manager = self._offloads
+        if manager is not None:
+            needed = self._smallest(request)
+            usable = manager.block_pool.num_gpu_blocks - 1
+            if self._most_tokens(request) > usable * manager.block_size:
+                if needed.blocks > usable:
+                    needed = self._footprint(self._most_tokens(request), None)
+                manager.ledger.plan(request.request_id, needed)
+                _keep_to_itself(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def _most_tokens(self, request: Any) -> int:
+        longest: int = self.max_model_len  # type: ignore[attr-defined]
+        return min(request.num_prompt_tokens + request.max_tokens, longest)
+
+    def _smallest(self, request: Any) -> Footprint:
+        """Of a request that is offloaded."""
+        return self._footprint(self._most_tokens(request), _share(request))
+
+    def _switch(self, manager: OffloadManager) -> None:
+        """Plan how each sparse request is served that may be admitted now."""
+        running: list[Any] = self.running  # type: ignore[attr-defined]
+        most: int = self.max_num_running_reqs  # type: ignore[attr-defined]
+        waiting = list(itertools.islice(self.waiting, most))  # type: ignore[attr-defined]
+        if not waiting:
+            return
+        usable = manager.block_pool.num_gpu_blocks - 1
+        free = manager.block_pool.get_num_free_blocks()
+        context = [0.0] * len(Mode)
+        for each in running:
+            context[self._mode(manager, each)] += each.num_computed_tokens
+        step_s = self.costs.seconds(max(len(running), 1), context)
+        busy = [
+            Busy(
+                manager.held(each.request_id),
+                step_s * max(each.max_tokens - each.num_output_tokens, 0),
+            )
+            for each in running
+        ]
+        least = [self._least_blocks(each, usable) for each in waiting]
+        room = min(max(most - len(running), 0), CONSIDERED)
+        for number, each in enumerate(waiting[:room]):
+            tokens, share = self._most_tokens(each), _share(each)
+            whole = -(-tokens // manager.block_size)
+            offloaded = self._smallest(each)
+            decided = whole > usable or manager.ledger.is_admitted(each.request_id)
+            if share is None or decided or not offloaded.slots or each.kv_transfer_params:
+                continue
+            ways = [
+                Way(whole, self.costs.added_s(Mode.SPARSE, tokens)),
+                Way(offloaded.blocks, self.costs.added_s(Mode.OFFLOADED, tokens)),
+            ]
+            steps = each.max_tokens - each.num_output_tokens
+            way = cheapest(ways, steps, step_s, free, busy, least[number + 1 :])
+            if way and manager.ledger.has_room(offloaded):
+                manager.ledger.plan(each.request_id, offloaded)
+            else:
+                manager.ledger.forget(each.request_id)
+            free -= ways[way].blocks
+
+    def _least_blocks(self, request: Any, usable: int) -> int:
+        """Of all ways to serve it."""
+        whole = -(-self._most_tokens(request) // self._block_tokens)
+        dense = _share(request) is None and whole <= usable
+        return whole if dense else min(whole, self._smallest(request).blocks)
+
+    def _mode(self, manager: OffloadManager, request: Any) -> Mode:
+        """How a row of its answer attends."""
+        sparse, planned = _share(request) is not None, manager.ledger.planned(request.request_id)
+        if planned is None:
+            return Mode.SPARSE if sparse else Mode.DENSE
+        return Mode.OFFLOADED if sparse and planned.slots else Mode.STAGED
+
+    def _footprint(self, most_tokens: int, share: float | None) -> Footprint:
+        assert self._offloads is not None
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        limit = config.scheduler_config.long_prefill_token_threshold
+        batch = config.scheduler_config.max_num_batched_tokens
+        steps = config.max_in_flight_tokens // batch
+        unit_tokens = self._settings.unit_tokens
+        return footprint(
+            most_tokens,
+            None if share is None else chosen_units(most_tokens, unit_tokens, share),
+            unit_tokens,
+            self._offloads.block_size,
+            steps * (min(limit, batch) if limit > 0 else batch),
+        )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's."""
+        manager = self._offloads
+        if manager is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._switch(manager)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        _tell(manager, output)
+        setattr(output, STEP, (self._answers(manager, output), self._clock()))
+        return output
+
+    def _answers(self, manager: OffloadManager, output: Any) -> tuple[int, list[float]] | None:
+        """Rows and contexts of a step that computes answers alone."""
+        context = [0.0] * len(Mode)
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.requests[name]  # type: ignore[attr-defined]
+            if count != 1 or request.num_computed_tokens <= request.num_prompt_tokens:
+                return None
+            context[self._mode(manager, request)] += request.num_computed_tokens
+        return len(output.num_scheduled_tokens), context
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; learns what the step took."""
+        now_s = self._clock()
+        step: Any = getattr(scheduler_output, STEP, None)
+        if step is not None and step[0] is not None:
+            (rows, context), begun_s = step
+            self.costs.observe(rows, context, now_s - max(begun_s, self._returned_s))
+        found = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, *args, **kwargs
+        )
+        self._returned_s = self._clock()
+        return found
+
+
+def _keep_to_itself(request: Any) -> None:
+    """Have no connector load or save a request's KV.
+
+    A connector loads a prompt as a whole, which the cache does not hold, and saves blocks a step
+    after they are full, when others may have them. The block hashes are made already, so the salt
+    only says so to the store.
+    """
+    request.kv_transfer_params, salt = None, request.cache_salt or ""
+    request.cache_salt = salt if is_marked(salt) else marked(salt, "offload")
+
+
+def _share(request: Any) -> float | None:
+    params = request.sampling_params
+    return share_of(None if params is None else params.extra_args)
+
+
+def _tell(manager: OffloadManager, output: Any) -> None:
+    """Let the worker know which requests are newly offloaded in this step."""
+    ledger, told = manager.ledger, {}
+    for request_id in output.finished_req_ids:
+        ledger.forget(request_id)
+    for request_id in output.num_scheduled_tokens:
+        if ledger.is_admitted(request_id):
+            if not ledger.is_known(request_id):
+                told[request_id] = manager.slots(request_id)
+            ledger.worker_knows(request_id, len(manager.req_to_blocks[request_id]))
+    setattr(output, OFFLOADED, told)
+
+
+def _manager_of(scheduler: Any) -> OffloadManager | None:
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return managers[0] if len(managers) == 1 and isinstance(managers[0], OffloadManager) else None
+
+
+class OffloadingTakingUp(_Offloads, TakingUp):
+    """Where a step waits for the one before."""
+
+
+class OffloadingTakingUpAsync(_Offloads, TakingUpAsync):
+    """Where steps are scheduled ahead."""

@@ -1,0 +1,141 @@
+"""Whether a request's KV stays in the cache or is offloaded: what adds the fewest seconds to all.
+
+A request takes blocks, and makes each step of its answer longer. In a way w it adds
+
+    wait(w)                 until that many blocks are free, by what runs and how long it still will
+    steps step_s(w) rows    all rows of a step wait for its longest part
+    displaced(w) held(w)    requests of the queue that w leaves no blocks for wait until it ends
+
+In the cache steps are shorter; offloaded, more requests run at once. No threshold decides: with
+nobody waiting a request stays in the cache, in a crowd it is offloaded, in between by the seconds
+that this engine's steps took (`StepCosts`). Pure: no clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from headrace_kvstore.fitting import RecursiveLeastSquares
+
+
+class Mode(IntEnum):
+    """How a row of an answer attends."""
+
+    DENSE = 0
+    SPARSE = 1
+    OFFLOADED = 2
+    """Sparse, over a working set."""
+    STAGED = 3
+    """Dense, over KV that is offloaded."""
+
+
+PRIOR_S = 0.02, 1e-3, 2e-6, 4e-7, 6e-7, 4e-6
+"""Of a step, a row in it, and a token of a row's context in each mode: a small model on one CPU
+thread. A few steps overrule it."""
+
+
+class StepCosts:
+    """Seconds of steps that compute answers alone, fitted to those that were."""
+
+    def __init__(self) -> None:
+        self._fit = RecursiveLeastSquares(PRIOR_S, PRIOR_S, error=0.2)
+
+    def observe(self, rows: int, context: Sequence[float], seconds: float) -> bool:
+        """Learn a step.
+
+        Args:
+            context: tokens of its rows' contexts, by `Mode`.
+        """
+        if not (rows > 0 and seconds > 0):
+            return False
+        weight = 1.0 / max(self.seconds(rows, context), seconds)
+        features = [weight * part for part in (1.0, rows, *context)]
+        return self._fit.update(features, weight * seconds)
+
+    def seconds(self, rows: int, context: Sequence[float]) -> float:
+        """Predicted seconds of a step."""
+        costs = self._fit.nonnegative()
+        return sum(a * b for a, b in zip(costs, (1.0, rows, *context), strict=True))
+
+    def added_s(self, mode: Mode, context: float) -> float:
+        """Predicted seconds by which a row makes a step longer."""
+        costs = self._fit.nonnegative()
+        return costs[1] + costs[2 + mode] * context
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to serve a request.
+
+    Attributes:
+        blocks: of the cache that it takes.
+        step_s: by which it makes a step longer.
+    """
+
+    blocks: int
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A request that runs.
+
+    Attributes:
+        blocks: that become free when it ends. left_s: until then.
+    """
+
+    blocks: int
+    left_s: float
+
+
+def cheapest(
+    ways: Sequence[Way],
+    steps: int,
+    step_s: float,
+    free: int,
+    running: Sequence[Busy],
+    queue: Sequence[int],
+) -> int:
+    """The way that adds the fewest seconds; the first of equals.
+
+    Args:
+        ways: at least one.
+        steps: of the request's answer.
+        step_s: of a step without it.
+        free: blocks.
+        queue: least blocks of each request that waits behind it.
+    """
+
+    def added_s(way: Way) -> float:
+        wait = wait_s(way.blocks, free, running)
+        if wait == math.inf:
+            return math.inf
+        displaced = fitting(queue, free) - fitting(queue, free - way.blocks)
+        held = steps * (step_s + way.step_s)
+        return wait + steps * way.step_s * (len(running) + 1) + displaced * held
+
+    costs = [added_s(way) for way in ways]
+    return costs.index(min(costs))
+
+
+def wait_s(blocks: int, free: int, running: Sequence[Busy]) -> float:
+    """Seconds until so many blocks are free; infinite if there never are."""
+    if blocks <= free:
+        return 0.0
+    for one in sorted(running, key=lambda each: each.left_s):
+        free += one.blocks
+        if blocks <= free:
+            return one.left_s
+    return math.inf
+
+
+def fitting(queue: Sequence[int], free: int) -> int:
+    """How many of the queue's first requests the free blocks hold."""
+    for number, blocks in enumerate(queue):
+        free -= blocks
+        if free < 0:
+            return number
+    return len(queue)

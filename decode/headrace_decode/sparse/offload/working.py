@@ -1,0 +1,171 @@
+"""The working set of one request: which units have a slot in the engine's memory.
+
+Each layer and KV head has slots of its own. A step's scores (`scoring`) say how much attention each
+unit draws, and the next step's will be much like them. So
+
+    worth(u) = max(score(u), FADING * worth(u) before)
+
+Units that a step chose and that have no slot are fetched before it attends (`demand`). They take
+the slots of the units of least worth that it did not choose. Units that every step chooses keep
+theirs. Units of high worth may come ahead of the next step (`ahead`). In both, only the difference
+to what is there moves.
+
+Coming ahead finds 0.6 to 1.5 % more of the chosen units there, and moves three times as many units.
+That pays where copies run beside the computation. On a CPU they take the time of the core that
+computes, so the engine there fetches on demand alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace_decode.sparse.layout import jit
+
+FADING = 0.8
+"""What a step leaves of the worth from before (`python -m benchmarks.sparse.prefetch`)."""
+Ints = NDArray[np.int32]
+
+
+class Moves(NamedTuple):
+    """Units that go into slots, over what was there: int32 [n] each."""
+
+    heads: Ints
+    units: Ints
+    slots: Ints
+
+
+class WorkingSet:
+    """Slots of one request's units.
+
+    Args:
+        layers, kv_heads: of the model.
+        slots: of each layer and KV head.
+        units: most that the request can have.
+        sinks: first units, which every step chooses.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, slots: int, units: int, sinks: int = 0) -> None:
+        self.slots = slots
+        self._slot_of = np.full((layers, kv_heads, units), -1, np.int32)
+        self._unit_in = np.full((layers, kv_heads, slots), -1, np.int32)
+        self._worth = np.zeros((layers, kv_heads, units), np.float32)
+        self._worth[:, :, :sinks] = np.inf
+        self._sinks = sinks
+
+    def slots_of(self, layer: int, units: NDArray[np.integer]) -> Ints:
+        """Slots of units, int32 [kv_heads, n]; -1 where one has none.
+
+        Args:
+            units: int [kv_heads, n].
+        """
+        found: Ints = np.take_along_axis(self._slot_of[layer], units, axis=1)
+        return found
+
+    def units_in(self, layer: int) -> Ints:
+        """The unit in each slot, int32 [kv_heads, slots]; -1 where there is none."""
+        return self._unit_in[layer].copy()
+
+    def see(self, layer: int, scores: NDArray[np.float32]) -> None:
+        """Count a step's scores: float32 [kv_heads, n] of the first n units."""
+        worth = self._worth[layer, :, self._sinks : scores.shape[1]]
+        np.maximum(scores[:, self._sinks :], worth * np.float32(FADING), out=worth)
+
+    def demand(self, layer: int, chosen: NDArray[np.int64], n: int) -> Moves:
+        """Give slots to chosen units that have none.
+
+        Args:
+            chosen: int64 [kv_heads, c].
+            n: first units that need slots; others are left out.
+
+        Raises:
+            ValueError: more are chosen than there are slots.
+        """
+        if (chosen < n).sum(1).max(initial=0) > self.slots:
+            raise ValueError(f"more units are chosen than there are slots, {self.slots}")
+        moved = np.empty((3, chosen.size), np.int32)
+        places = self._slot_of[layer], self._unit_in[layer], self._worth[layer]
+        count = _demand(*places, chosen, n, moved)
+        return Moves(*moved[:, :count])
+
+    def ahead(self, layer: int, n: int, most: int) -> Moves:
+        """Give slots to the units of most worth, before a step chooses them.
+
+        Args:
+            n: units that the request has.
+            most: units that may move, of each KV head; those of most worth come first.
+        """
+        kv_heads = self._slot_of.shape[1]
+        moved = np.empty((3, kv_heads * min(most, self.slots)), np.int32)
+        if moved.size == 0 or n == 0:
+            return Moves(*moved[:, :0])
+        best = np.argsort(-self._worth[layer, :, :n], axis=1, kind="stable")[:, : self.slots]
+        count = _ahead(self._slot_of[layer], self._unit_in[layer], best, n, most, moved)
+        return Moves(*moved[:, :count])
+
+    def forget(self, layer: int, moves: Moves) -> None:
+        """Take moves back that did not happen: their slots are empty."""
+        self._slot_of[layer, moves.heads, moves.units] = -1
+        self._unit_in[layer, moves.heads, moves.slots] = -1
+
+
+@jit
+def _demand(slot_of: Any, unit_in: Any, worth: Any, chosen: Any, n: int, moved: Any) -> int:
+    count = 0
+    for head in range(chosen.shape[0]):
+        kept = np.zeros(unit_in.shape[1], np.bool_)
+        for unit in chosen[head]:
+            if unit < n and slot_of[head, unit] >= 0:
+                kept[slot_of[head, unit]] = True
+        for unit in chosen[head]:
+            if unit >= n or slot_of[head, unit] >= 0:
+                continue
+            slot, least = -1, np.float32(np.inf)
+            for s in range(unit_in.shape[1]):
+                if kept[s]:
+                    continue
+                there = unit_in[head, s]
+                value = np.float32(-1) if there < 0 else worth[head, there]
+                if slot < 0 or value < least:
+                    slot, least = s, value
+            kept[slot] = True
+            _put(slot_of, unit_in, head, unit, slot)
+            moved[0, count], moved[1, count], moved[2, count] = head, unit, slot
+            count += 1
+    return count
+
+
+@jit
+def _ahead(slot_of: Any, unit_in: Any, best: Any, n: int, most: int, moved: Any) -> int:
+    """The units of most worth change places with others."""
+    count = 0
+    for head in range(best.shape[0]):
+        wanted = np.zeros(n, np.bool_)
+        for unit in best[head]:
+            wanted[unit] = True
+        slot, left = 0, most
+        for unit in best[head]:
+            if slot_of[head, unit] >= 0:
+                continue
+            if left == 0:
+                break
+            there = unit_in[head, slot]
+            while 0 <= there < n and wanted[there]:
+                slot += 1
+                there = unit_in[head, slot]
+            _put(slot_of, unit_in, head, unit, slot)
+            moved[0, count], moved[1, count], moved[2, count] = head, unit, slot
+            count += 1
+            left -= 1
+    return count
+
+
+@jit
+def _put(slot_of: Any, unit_in: Any, head: int, unit: int, slot: int) -> None:
+    before = unit_in[head, slot]
+    if before >= 0:
+        slot_of[head, before] = -1
+    slot_of[head, unit] = slot
+    unit_in[head, slot] = unit

@@ -1,0 +1,130 @@
+"""Offload in vLLM's own scheduler, whose steps are computed by nobody.
+
+Where vLLM moves, mend `decode/headrace_decode/sparse/engine/offload/scheduler.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from headrace_decode.sparse.engine._vllm_compat import replace_as
+from headrace_decode.sparse.engine.offload.manager import OffloadSpec
+from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, OffloadingTakingUp
+from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_kvstore.salts import is_marked
+from tests.support.tiny import tiny_llama
+
+SPEC = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
+ANSWER = 20
+
+
+def scheduler_of(blocks: int) -> Any:
+    """A scheduler of a cache of so many blocks."""
+    init_none_hash(sha256)
+    config = EngineArgs(
+        model=str(tiny_llama()),
+        enforce_eager=True,
+        max_model_len=8192,
+        max_num_batched_tokens=512,
+        num_gpu_blocks_override=blocks,
+        async_scheduling=False,
+        additional_config=SparseSettings(offload_gib=1).additional_config(),
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = blocks
+    groups = [KVCacheGroupSpec(["layer"], replace_as(SPEC, OffloadSpec))]
+    manager = StructuredOutputManager(config)
+    cache = KVCacheConfig(blocks, [], groups)
+    return OffloadingTakingUp(config, cache, manager, block_size=128)
+
+
+def request(name: str, tokens: int, share: float | None) -> Request:
+    params = SamplingParams(
+        max_tokens=ANSWER, ignore_eos=True, extra_args=None if share is None else {"sparse": share}
+    )
+    prompt = [(int(name) * 7 + n) % 1000 + 20 for n in range(tokens)]
+    hasher = get_request_block_hasher(128, sha256)
+    return Request(name, prompt, params, None, block_hasher=hasher)
+
+
+def run(scheduler: Any, requests: list[Request]) -> tuple[list[str], int]:
+    """Serve requests; who was offloaded, and most requests that ran at once."""
+    for each in requests:
+        scheduler.add_request(each)
+    offloaded: list[str] = []
+    most = 0
+    for _ in itertools.count():
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        assert output.total_num_scheduled_tokens > 0, "it is stuck"
+        offloaded += getattr(output, OFFLOADED)
+        most = max(most, len(scheduler.running))
+        names = list(output.num_scheduled_tokens)
+        done = [scheduler.requests[n].num_computed_tokens for n in names]
+        wanted = [scheduler.requests[n].num_tokens for n in names]
+        sampled = [[30] if a >= b else [] for a, b in zip(done, wanted, strict=True)]
+        places = {name: number for number, name in enumerate(names)}
+        scheduler.update_from_output(output, ModelRunnerOutput(names, places, sampled))
+    scheduler.schedule()
+    return offloaded, most
+
+
+def all_is_free(scheduler: Any) -> bool:
+    manager = scheduler._offloads
+    pool, ledger = manager.block_pool, manager.ledger
+    return (
+        pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        and ledger.free_host_blocks == ledger.host_blocks
+        and not ledger._planned
+    )
+
+
+def test_a_sparse_request_that_nobody_waits_for_stays_in_the_cache() -> None:
+    scheduler = scheduler_of(60)
+    assert run(scheduler, [request("1", 2400, 0.05)])[0] == [] and all_is_free(scheduler)
+
+
+def test_eight_that_do_not_fit_together_run_together() -> None:
+    scheduler = scheduler_of(60)
+    offloaded, most = run(scheduler, [request(str(n), 2400, 0.05) for n in range(8)])
+    assert len(offloaded) >= 4 and most >= 5, "in the cache three would run at once"
+    assert all_is_free(scheduler)
+
+
+@pytest.mark.parametrize("share", [None, 0.05, 0.9])
+def test_requests_longer_than_the_cache_are_offloaded_whatever_they_ask(
+    share: float | None,
+) -> None:
+    scheduler = scheduler_of(18)
+    long = request("1", 8000, share)
+    hashes = list(long.block_hashes)
+    assert run(scheduler, [long, request("2", 700, None)])[0] == ["1"]
+    assert is_marked(long.cache_salt or "") and long.block_hashes[: len(hashes)] == hashes
+    assert all_is_free(scheduler)
+
+
+def test_requests_end_under_preemption_and_when_aborted() -> None:
+    scheduler = scheduler_of(18)
+    requests = [request("1", 8000, 0.05), *(request(str(n), 890, None) for n in (2, 3))]
+    for each in requests:
+        each.sampling_params.max_tokens = each.max_tokens = 200  # type: ignore[union-attr]
+    run(scheduler, requests)
+    assert all_is_free(scheduler)
+    scheduler.add_request(request("4", 8000, 0.05))
+    scheduler.schedule()
+    assert scheduler._offloads.ledger.is_admitted("4")
+    scheduler.finish_requests("4", requests[0].status.FINISHED_ABORTED)
+    scheduler.schedule()
+    assert all_is_free(scheduler)
