@@ -73,18 +73,18 @@ def test_a_trial_takes_only_the_processor_time_that_the_engines_leave() -> None:
 
 
 def busy() -> Answer:
-    until_s = time.monotonic() + 1.5
+    until_s = time.monotonic() + 3.0
     while time.monotonic() < until_s:
         pass
     return {"spec": time.process_time()}
 
 
-def test_a_trial_that_takes_long_rests_most_of_the_time() -> None:
-    """Of 1.5 s: 0.3 s, and a quarter of the rest."""
+def test_a_trial_that_takes_long_rests_half_of_the_time() -> None:
+    """Of 3 s: 0.3 s, and half of the rest."""
     before_s = time.process_time()
     used_s = run_confined(busy, Confines(cpu_s=4))["spec"]
-    assert used_s < 1.0
-    assert time.process_time() - before_s < 0.3, "whoever watches it computes little"
+    assert used_s < 2.3
+    assert time.process_time() - before_s < 0.5, "whoever watches it computes little"
 
 
 class Chain:

@@ -22,7 +22,7 @@ COMPILE_CPU_S = 4
 With a vocabulary of 49,152, 20,000 enumerated values took 3.5 s; 1,000 alternatives took 35 s."""
 COMPILE_WALL_S = 20.0
 """Seconds on the clock for the same, for a machine that is busy."""
-FREE_S, RUN_S, REST_S = 0.3, 0.01, 0.03
+FREE_S, RUN_S, REST_S = 0.3, 0.02, 0.02
 """Seconds for which a trial computes freely; then it computes and rests in turns. Grammars in use
 compile in 0.01 to 0.1 s."""
 COMPILE_BYTES = 2**30
