@@ -57,9 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("models")
 
     @cache
-    def make(kind: str, style: str, named: bool = False) -> Path:
+    def made(kind: str, style: str, named: bool) -> Path:
         described = config(kind, style, readers=fusing.READERS if named else None)
         return write_model(root / f"{kind}-{style}-{named}", described)
+
+    def make(kind: str, style: str, named: bool = False) -> Path:
+        return made(kind, style, named)
 
     return make
 
