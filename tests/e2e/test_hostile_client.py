@@ -33,7 +33,7 @@ from tests.support.prompts import noise
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("same_replicas"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
 ]
 
 AT_ONCE = 4
