@@ -111,7 +111,7 @@ def _graph(function: Callable[[], None]) -> Callable[[], None] | None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             function()
-    except (ImportError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (ImportError, NotImplementedError) as error:
         print(f"left out: {error}")
         return None
     replay: Callable[[], None] = graph.replay

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from headrace_decode.sparse.choosing import choose
 from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
 from headrace_decode.sparse.offload import working
-from headrace_decode.sparse.offload.pricing import stand_ins
+from headrace_decode.sparse.offload.stand_in import stand_ins
 from headrace_decode.sparse.offload.working import WorkingSet
 
 UNIT_TOKENS, STEPS, NEWEST_TOKENS = 32, 128, 256

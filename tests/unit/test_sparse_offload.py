@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_decode.sparse.engine.offload.ledger import Ledger
-from headrace_decode.sparse.offload.pricing import copy_time, stand_ins
 from headrace_decode.sparse.offload.sizes import Footprint, footprint
+from headrace_decode.sparse.offload.stand_in import stand_ins
 from headrace_decode.sparse.offload.switch import (
     Busy,
     Mode,
@@ -155,14 +155,6 @@ def test_no_more_attention_is_lost_than_may_be(seed: int, slack: float) -> None:
     before, after = (np.take_along_axis(scores, one, 1).sum(1) for one in (chosen, found))
     assert (before - after <= slack * (1 - before) + 1e-5).all()
     assert (np.diff(found, axis=1) > 0).all() and found.shape == chosen.shape
-
-
-def test_a_copys_price_is_what_copies_took() -> None:
-    price = copy_time()
-    assert 0 < price.seconds(8192) < 1e-4
-    for n in range(1, 40):
-        price.observe(8192 * n, 1e-5 + 8192 * n * 2e-10)
-    assert price.seconds(81920) == pytest.approx(1e-5 + 81920 * 2e-10, rel=0.05)
 
 
 def test_a_footprint_does_not_grow_with_the_context_of_a_dense_request() -> None:

@@ -1,4 +1,5 @@
-"""What a miss costs in seconds, and when it is left out.
+"""When a miss is left out, and what stands in for it. Engines leave none out:
+`benchmarks.sparse.prefetch` measures what that would cost.
 
 A chosen unit that has no slot is fetched, and the step waits for it. Or the best unit that has a
 slot and was not chosen stands in for it: that costs no time, and the attention
@@ -8,8 +9,6 @@ slot and was not chosen stands in for it: that costs no time, and the attention
 Losses of one KV head may add up to `slack` times the attention that the choice itself leaves out.
 Within that the least losses are taken first. With `slack` 0 nothing is left out, and a step
 attends to what it would have attended to without offload.
-
-Seconds are fitted to the copies that the engine made. Pure: no clocks.
 """
 
 from __future__ import annotations
@@ -20,19 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.sparse.layout import jit
-from headrace_kvstore.fitting import LinearTime
-
-PRIOR_S, PRIOR_STD_S = 5e-6, 1e-3
-"""Of a copy, before the first: a call."""
-PRIOR_BYTE_S, PRIOR_BYTE_STD_S = 1e-10, 1e-9
-"""Of a byte in it: 10 GB/s."""
-
-
-def copy_time() -> LinearTime:
-    """Seconds of a copy by bytes, to be fitted."""
-    return LinearTime(
-        *(PRIOR_S, PRIOR_BYTE_S, PRIOR_STD_S, PRIOR_BYTE_STD_S), unit=1e5, forgetting=0.99
-    )
 
 
 def stand_ins(
