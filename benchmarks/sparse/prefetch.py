@@ -2,8 +2,8 @@
 
     python -m benchmarks.sparse.prefetch --json FILE [--texts N]
 
-SmolLM2-135M in fp32, its own queries and keys over texts that no constant was chosen on. Units of
-32 tokens, 10 % of them chosen by own directions; each of the last 128 positions is a decode step.
+SmolLM2-135M in fp32, its own queries and keys over the texts that `benchmarks.sparse` holds out. That
+engines fetch on demand was decided on them. Units of 32 tokens, 10 % of them chosen by own directions; each of the last 128 positions is a decode step.
 Units of the newest 256 tokens count for nothing: they are in the engine's memory anyway. FILE.npz
 keeps the scores.
 
