@@ -2,10 +2,10 @@
 
     python -m benchmarks.sparse.prefetch --json FILE [--texts N]
 
-SmolLM2-135M in fp32, its own queries and keys over the texts that `benchmarks.sparse` holds out. That
-engines fetch on demand was decided on them. Units of 32 tokens, 10 % of them chosen by own directions; each of the last 128 positions is a decode step.
-Units of the newest 256 tokens count for nothing: they are in the engine's memory anyway. FILE.npz
-keeps the scores.
+SmolLM2-135M in fp32, its own queries and keys over the texts that `benchmarks.sparse` holds out.
+That engines fetch on demand was decided on them. Units of 32 tokens, 10 % of them chosen by own
+directions; each of the last 128 positions is a decode step. Units of the newest 256 tokens count
+for nothing: they are in the engine's memory anyway. FILE.npz keeps the scores.
 
     hit_rate.RULE.SLOTS     of chosen units; SLOTS over the units that a step chooses
     moved.RULE.SLOTS        units fetched in a step, on demand and ahead, over those chosen
