@@ -124,24 +124,29 @@ def test_a_forked_child_shares_batches_too() -> None:
 
 
 def test_other_threads_run_while_a_batch_does() -> None:
-    """The GIL is released for the whole batch."""
+    """The GIL is released for the whole batch: a thread that is woken counts on before it ends.
+    On a busy machine a batch can end before the other thread gets a core, so there are several."""
     size = 16 << 20
     src = Memory(size)
     at = np.full(40, src.address)
     sums.prepare()
-    ran = 0
-    finished = threading.Event()
 
-    def batch() -> None:
-        sums.checksum(at, size, np.zeros(40))
-        finished.set()
+    def ran_during_a_batch() -> int:
+        ran = 0
+        finished = threading.Event()
 
-    thread = threading.Thread(target=batch)
-    thread.start()
-    while not finished.wait(0.001):
-        ran += 1
-    thread.join()
-    assert ran >= 2
+        def batch() -> None:
+            sums.checksum(at, size, np.zeros(40))
+            finished.set()
+
+        thread = threading.Thread(target=batch)
+        thread.start()
+        while not finished.wait(0.001):
+            ran += 1
+        thread.join()
+        return ran
+
+    assert any(ran_during_a_batch() >= 2 for _ in range(30))
 
 
 def test_code_that_cannot_be_kept_on_disk_is_compiled_all_the_same() -> None:
