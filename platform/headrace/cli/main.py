@@ -1,4 +1,7 @@
-"""The commands and their options. Each command is carried out by the module of the same name."""
+"""The commands and their options. Each command is carried out by the module of the same name.
+
+The groups `model`, `memory` and `keys` are in `groups`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from headrace.cli.calibrate import calibrate_app
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.doctor import doctor
 from headrace.cli.fuse import fuse_app
+from headrace.cli.groups import keys_app, memory_app, model_app
+from headrace.cli.options import JsonOption, NameOption
 from headrace.cli.simulate import simulate
 from headrace.config import ConfigError, HeadraceConfig
 
@@ -33,13 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-model_app = typer.Typer(help="Download and inspect models.", no_args_is_help=True)
 config_app = typer.Typer(help="Check and print configurations.", no_args_is_help=True)
-memory_app = typer.Typer(
-    help="Load texts that answers are likely to quote, for speculative decoding.",
-    no_args_is_help=True,
-)
-keys_app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(keys_app, name="keys")
 app.add_typer(memory_app, name="memory")
@@ -62,15 +61,6 @@ SetOption = Annotated[
         "--set", help="Override one field, for example gateway.port=8001. Can be repeated."
     ),
 ]
-NameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        help="Name of the instance. Needed only if several are running. HEADRACE_URL in the "
-        "environment names an app elsewhere instead.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -327,189 +317,6 @@ def config_docs() -> None:
     from headrace.config.docs import render
 
     sys.stdout.write(render())
-
-
-@model_app.command("fetch")
-def model_fetch(
-    name: Annotated[str, typer.Argument(help="Name from headrace model list.")],
-) -> None:
-    """Download a model into the cache, and print its folder; resumes a broken download."""
-    from headrace.cli import models
-
-    models.fetch(name)
-
-
-@model_app.command("list")
-def model_list() -> None:
-    """List the models that Headrace knows by name."""
-    from headrace.cli import models
-
-    models.show_list()
-
-
-@model_app.command("path")
-def model_path(
-    name: Annotated[
-        str, typer.Argument(help="Name from headrace model list, folder, or Hugging Face id.")
-    ],
-) -> None:
-    """Print the folder of a model that is on this machine."""
-    from headrace.cli import models
-
-    models.path(name)
-
-
-@model_app.command("verify")
-def model_verify(
-    name: Annotated[str, typer.Argument(help="Name from headrace model list.")],
-) -> None:
-    """Compare a downloaded model with its checksums."""
-    from headrace.cli import models
-
-    models.verify(name)
-
-
-@model_app.command("check-kv")
-def model_check_kv(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A config.json, a model folder, or a name from headrace model list.",
-            metavar="CONFIG_OR_FOLDER",
-        ),
-    ],
-    gpu_memory: Annotated[
-        float, typer.Option(min=0.0, help="GiB of memory, for weights and KV.")
-    ] = 80.0,
-    gpu_share: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Share of it that the engine takes, as vLLM's option."),
-    ] = 0.9,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of one request. Default: the model's limit.")
-    ] = None,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 128,
-    as_json: JsonOption = False,
-) -> None:
-    """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
-    or int4: bytes, blocks, contexts that fit."""
-    from headrace.cli import kvsize
-
-    kvsize.check_kv(
-        source,
-        gpu_memory_gib=gpu_memory,
-        gpu_share=gpu_share,
-        context=context,
-        block_tokens=block_tokens,
-        as_json=as_json,
-    )
-
-
-TenantOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Cache salt of the tenant that the corpus is for. Default: all tenants, which "
-        "needs speculation.corpora: true."
-    ),
-]
-
-
-@memory_app.command("load")
-def memory_load(
-    paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of text files.")],
-    corpus: Annotated[str, typer.Option(help="Name of the corpus.")],
-    tenant: TenantOption = None,
-    ttl: Annotated[
-        float | None, typer.Option(min=1, help="Seconds until the corpus expires. Default: never.")
-    ] = None,
-    name: NameOption = None,
-) -> None:
-    """Load files as a corpus. An older version stays in use until all files are loaded."""
-    from headrace.cli import memory
-
-    memory.load(paths, corpus=corpus, tenant=tenant, ttl_s=ttl, name=name)
-
-
-@memory_app.command("list")
-def memory_list(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """List the corpora, and how many tokens drafted from them were accepted."""
-    from headrace.cli import memory
-
-    memory.show_list(name, as_json=as_json)
-
-
-@memory_app.command("drop")
-def memory_drop(
-    corpus: Annotated[str, typer.Argument(help="Name from headrace memory list.")],
-    tenant: TenantOption = None,
-    name: NameOption = None,
-) -> None:
-    """Remove a corpus."""
-    from headrace.cli import memory
-
-    memory.drop(corpus, tenant=tenant, name=name)
-
-
-@memory_app.command("stats")
-def memory_stats(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show how full the drafting memory of each replica is."""
-    from headrace.cli import memory
-
-    memory.stats(name, as_json=as_json)
-
-
-KeyFileOption = Annotated[
-    Path, typer.Option("--file", "-f", help="The key file, as in gateway.api_keys_file.")
-]
-
-
-@keys_app.command("add")
-def keys_add(
-    name: Annotated[str, typer.Argument(help="What logs and lists call the key.")],
-    file: KeyFileOption,
-    tenant: Annotated[
-        str | None,
-        typer.Option(help="Keys of one tenant share KV and drafts. Without: the key's name."),
-    ] = None,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="The key may also change how the app works.")
-    ] = False,
-    max_concurrent: Annotated[
-        int | None, typer.Option(min=1, help="Requests under way at once.")
-    ] = None,
-    requests_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Requests a minute.")
-    ] = None,
-) -> None:
-    """Make a key, add its hash to the file, and print the key."""
-    from headrace.cli import keys
-
-    keys.add(
-        file,
-        name=name,
-        tenant=tenant,
-        role="admin" if admin else "user",
-        max_concurrent=max_concurrent,
-        requests_per_minute=requests_per_minute,
-    )
-
-
-@keys_app.command("list")
-def keys_list(file: KeyFileOption, as_json: JsonOption = False) -> None:
-    """List the keys of a file: names, tenants, roles and limits."""
-    from headrace.cli import keys
-
-    keys.show_list(file, as_json=as_json)
-
-
-@keys_app.command("revoke")
-def keys_revoke(
-    name: Annotated[str, typer.Argument(help="See `headrace keys list`.")], file: KeyFileOption
-) -> None:
-    """Take a key out of the file; running gateways refuse it within seconds."""
-    from headrace.cli import keys
-
-    keys.revoke(file, name)
 
 
 def _load(
