@@ -159,6 +159,16 @@ def test_free_ports_are_below_the_ephemeral_range_and_differ() -> None:
     assert adjacent == list(range(adjacent[0], adjacent[0] + 50))
 
 
+def test_a_port_is_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "FIRST_PORT", 20_000)
+    monkeypatch.setattr(cluster, "LAST_PORT", 20_032)
+    monkeypatch.setattr(cluster, "given_ports", {20_000})
+    given = cluster.free_ports(5) + cluster.free_ports(5)
+    assert len({*given, 20_000}) == 11
+    with pytest.raises(cluster.NodeError):
+        cluster.free_ports(40)
+
+
 def test_a_used_port_is_not_free() -> None:
     import socket
 

@@ -43,6 +43,7 @@ HOST = "127.0.0.1"
 # in any case; the node's token protects them, see `auth_environment`.)
 NODE_HOST = "127.0.0.2"
 FIRST_PORT, LAST_PORT = 11_000, 30_000
+given_ports: set[int] = set()  # by this process: one may be listened on only minutes later
 KEEPER_GRACE_S = 25.0  # to end Ray (5 s), remaining processes (1 s + 10 s), and clean up
 NOISY_ENVIRONMENT = (
     "RAY_ADDRESS",  # would connect to another cluster
@@ -87,7 +88,7 @@ class Node:
 
 
 def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
-    """Ports on which nothing listens now, chosen at random.
+    """Ports on which nothing listens now, chosen at random. No call gives a port of another one.
 
     They lie below the kernel's range of ephemeral ports: the kernel may give one of those to
     another process before it is used.
@@ -95,7 +96,7 @@ def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
     Raises:
         NodeError: there are not that many.
     """
-    used = {c.laddr.port for c in psutil.net_connections("inet") if c.laddr}
+    used = given_ports | {c.laddr.port for c in psutil.net_connections("inet") if c.laddr}
     step = count if adjacent else 1
     starts = list(range(FIRST_PORT, LAST_PORT - step, step))
     secrets.SystemRandom().shuffle(starts)
@@ -105,6 +106,7 @@ def free_ports(count: int, *, adjacent: bool = False) -> list[int]:
         if used.isdisjoint(candidates) and all(port_is_free("0.0.0.0", p) for p in candidates):
             ports += candidates
             if len(ports) >= count:
+                given_ports.update(ports)
                 return ports
     raise NodeError(f"{count} free ports between {FIRST_PORT} and {LAST_PORT} were not found")
 

@@ -125,6 +125,7 @@ def _with_ports(config: HeadraceConfig) -> HeadraceConfig:
             "free port"
         )
     wanted = config.ray.dashboard_port
+    cluster.given_ports.update({port, wanted or port})
     if config.ray.dashboard and wanted and not cluster.port_is_free(cluster.HOST, wanted):
         raise CliError(f"ray.dashboard_port: {wanted} is in use; set another, or null for any")
     return config
