@@ -212,8 +212,9 @@ class Order:
 
     def at(self, first: int, count: int) -> NDArray[np.int64]:
         """The windows at these places of the order."""
-        places = range(first, first + count)
-        return np.array([self._epoch(p // self._windows)[p % self._windows] for p in places])
+        epochs, places = np.divmod(np.arange(first, first + count), self._windows)
+        orders = {number: self._epoch(number) for number in set(epochs.tolist())}
+        return np.array([orders[e][p] for e, p in zip(epochs.tolist(), places, strict=True)])
 
     def _epoch(self, number: int) -> NDArray[np.int64]:
         return np.random.default_rng([self._seed, number]).permutation(self._windows)
