@@ -39,7 +39,7 @@ from headrace.gateway.asgi import (
     Scope,
     Send,
     path_of,
-    takes_at_once,
+    write_at_once,
 )
 from headrace.gateway.asked import BODY_LATE, Asked, Intake
 from headrace.gateway.backend import Backend, GatewayMetrics, GatewayOptions, NoMetrics
@@ -284,7 +284,7 @@ class GatewayApp:
             target=f"{path}?{query.decode('latin-1')}" if query else path,
             headers=forwarded(scope["headers"], seen, request_id),
             started=started,
-            takes_at_once=takes_at_once(scope),
+            write_at_once=write_at_once(scope),
         )
         await self.start()
         asked = Asked(call, path, receive, send, seen, scope.get("client"))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-TAKES_AT_ONCE = "headrace.takes_at_once"
-"""Name of our extension of ASGI: a function that says whether the client takes what it gets, so
-that `send` does not wait. Only our own server has it (`listen`)."""
+WRITE_AT_ONCE = "headrace.write_at_once"
+"""Name of our extension of ASGI, a `Write`. Only our own server has it (`listen`)."""
+Write = Callable[[bytes], bool]
+"""Writes a piece of a stream's body whose head was sent, also from outside a task. Returns False if
+the client is slow: nothing is written then, and `send` waits for it."""
 
 JSON_TYPE = (b"content-type", b"application/json")
 
@@ -31,25 +33,10 @@ def path_of(scope: Scope) -> str:
     return path
 
 
-def takes_at_once(scope: Scope) -> Callable[[], bool]:
-    """The function of the extension; where there is none, one that says no."""
-    told: Callable[[], bool] = scope.get("extensions", {}).get(TAKES_AT_ONCE, lambda: False)
-    return told
-
-
-def send_at_once(send: Send, message: Message) -> None:
-    """Send from outside a task, while the client takes what it gets.
-
-    Raises:
-        RuntimeError: `send` waits all the same.
-    """
-    sending = cast(Coroutine[Any, Any, None], send(message))
-    try:
-        sending.send(None)
-    except StopIteration:
-        return
-    sending.close()
-    raise RuntimeError("a client that takes at once made its server wait")
+def write_at_once(scope: Scope) -> Write:
+    """The function of the extension; where there is none, one that writes nothing."""
+    write: Write = scope.get("extensions", {}).get(WRITE_AT_ONCE, lambda piece: False)
+    return write
 
 
 async def send_answer(

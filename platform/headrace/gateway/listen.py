@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace.config.tlsfiles import TlsFiles
-from headrace.gateway.asgi import TAKES_AT_ONCE
+from headrace.gateway.asgi import WRITE_AT_ONCE
 from headrace.gateway.door.tls import ReloadingContext
 from headrace.gateway.errors import ApiError
 
@@ -130,11 +130,16 @@ class _Protocol(HttpToolsProtocol):
         if not self._in_head:
             self._expect_head()
         super().on_message_begin()
-        self.scope["extensions"] = {TAKES_AT_ONCE: self._takes_at_once}  # type: ignore[dict-item]
+        self.scope["extensions"] = {WRITE_AT_ONCE: self._write_at_once}  # type: ignore[dict-item]
 
-    def _takes_at_once(self) -> bool:
-        """Whether uvicorn's `send` would not wait."""
-        return not self.flow.write_paused
+    def _write_at_once(self, piece: bytes) -> bool:
+        """What uvicorn's `send` does with a piece of a body whose length is unknown."""
+        cycle = self.cycle  # of the newest request, which may wait for the one that writes
+        if self.flow.write_paused or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
     def on_headers_complete(self) -> None:
         self._head_has_come()

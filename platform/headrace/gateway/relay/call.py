@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from headrace.gateway.asgi import Write
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
@@ -34,7 +35,7 @@ class Call:
         said: the lines of its stream so far, for the replica that takes it up.
         journal: of a client that wants to resume its stream (`resume`).
         techniques: what it says of lossy techniques; None on routes without a prompt.
-        takes_at_once: whether its client takes what it gets, as of `asgi`.
+        write_at_once: writes to its client, as of `asgi`.
         on_first: called when the first bytes of a stream's body have been sent.
     """
 
@@ -60,7 +61,7 @@ class Call:
     said: bytes = b""
     journal: Journal | None = None
     techniques: Asked | None = None
-    takes_at_once: Callable[[], bool] = lambda: False
+    write_at_once: Write = lambda piece: False
     on_first: Callable[[], None] = lambda: None
 
     def drop_body(self) -> None:

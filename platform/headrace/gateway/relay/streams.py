@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 
 from headrace.gateway import errors
-from headrace.gateway.asgi import Message, Send, send_at_once
+from headrace.gateway.asgi import Send
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.journal import Diverged, Journal
@@ -170,19 +170,19 @@ class Passage:
         events, self.error = journal.pass_on(chunk)
         if journal.line_bytes - self._counted_bytes >= COUNTED_BYTES:
             self._count_lines()
-        if self.error or not call.takes_at_once():
+        if not events and not self.error:
+            return True
+        if self.error or not call.write_at_once(events):
             self._kept = events
             return False
-        if events:
-            send_at_once(self._send, _body(events))
-            self._sent(events)
+        self._sent(events)
         return True
 
     async def send_kept(self) -> None:
         """Send what `take` did not."""
         events, self._kept = self._kept, b""
         if events:
-            await self._send(_body(events))
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
             self._sent(events)
 
     def _sent(self, events: bytes) -> None:
@@ -198,7 +198,3 @@ class Passage:
         if held is None or not held.keep(more_bytes):
             self._journal.stop("the gateway has no room to keep what it said")
         self._counted_bytes = self._journal.line_bytes
-
-
-def _body(events: bytes) -> Message:
-    return {"type": "http.response.body", "body": events, "more_body": True}
