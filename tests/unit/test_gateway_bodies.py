@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from contextlib import closing
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway import errors
-from headrace.gateway.app import GatewayApp
 from headrace.gateway.door.budget import BodyBudget
 from headrace.gateway.listen import bind
 from headrace.gateway.relay.call import Call
@@ -31,11 +29,6 @@ from tests.unit.gateway_fakes import (
 )
 
 LARGE = {**PROMPT, "user": "x" * 60_000}
-
-
-def app() -> GatewayApp:
-    """The gateway of this test."""
-    return next(each for each in gc.get_objects() if isinstance(each, GatewayApp) and each._parts)
 
 
 def test_what_is_released_can_be_held_again() -> None:
@@ -117,7 +110,7 @@ async def test_a_tenant_that_fills_its_share_leaves_room_for_another() -> None:
         await soon(lambda: len(bench.replica.seen) == 2)
         for task in (first, second):
             task.cancel()
-        gateway = app()  # a look through all objects
+        gateway = bench.app
         await soon(lambda: gateway._intake.held_bytes == 0)
 
 
@@ -130,7 +123,7 @@ async def test_a_body_for_which_there_is_no_room_is_429_with_retry_after() -> No
             assert (refused.status, said["error"]["code"]) == (429, "bodies_too_large")
             assert refused.headers["retry-after"] == "1"
         first.cancel()
-        gateway = app()  # a look through all objects
+        gateway = bench.app
         await soon(lambda: gateway._intake.held_bytes == 0)
 
 
@@ -146,8 +139,15 @@ async def test_a_length_that_is_only_announced_holds_nothing() -> None:
         writer.close()
 
 
-async def test_a_stream_that_has_begun_keeps_no_body() -> None:
+async def test_a_stream_that_has_begun_keeps_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = asyncio.Event()
+    calls: list[Call] = []
+
+    def made(**fields: Any) -> Call:
+        calls.append(Call(**fields))
+        return calls[-1]
+
+    monkeypatch.setattr("headrace.gateway.app.Call", made)
 
     async def begun(replica: FakeReplica, request: web.Request) -> web.StreamResponse:
         response = await begin_stream(request)
@@ -161,9 +161,7 @@ async def test_a_stream_that_has_begun_keeps_no_body() -> None:
         bench.client.post(CHAT, json={**LARGE, "stream": True}) as response,
     ):
         assert await response.content.readany() == EVENTS[0]
-        assert app()._intake.held_bytes == 0
-        gc.collect()  # of tests before
-        calls: list[Any] = [each for each in gc.get_objects() if isinstance(each, Call)]
+        assert bench.app._intake.held_bytes == 0
         assert [call.body for call in calls if call.target == CHAT] == [b""]
         go_on.set()
         assert await response.read() == EVENTS[-1]

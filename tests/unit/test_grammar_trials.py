@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -57,7 +58,7 @@ def chatty() -> Answer:
 @pytest.mark.parametrize("work", [endless, greedy, crash, deep, chatty])
 def test_work_that_passes_a_limit_or_crashes_is_refused_and_gone(work: Any) -> None:
     before = set(psutil.Process().children())
-    answer = run_confined(work, CLOSE)
+    answer = run_confined(work, replace(CLOSE, wall_s=6.0))
     assert "refused" in answer
     assert set(psutil.Process().children()) <= before
 
