@@ -133,7 +133,7 @@ def cut_links(app: App, number: int) -> str:
                 for side, at in (("src", link.laddr), ("dst", link.raddr))
                 for part in (side, f"{at.ip}:{at.port}")
             ]
-            subprocess.run(["ss", "-K", *ends], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(["ss", "-K", "-t", *ends], check=True, stdout=subprocess.DEVNULL)
     return ""
 
 
