@@ -163,7 +163,8 @@ def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> 
     """Figures of requests that come together, which the scheduler serves as it decides."""
     engine.scheduler.offload = None
     names = [engine.add(prompt, ANSWER, SHARE) for prompt in prompts]
-    lengths, running, seconds = dict.fromkeys(names, 0), 0, []
+    lengths, running = dict.fromkeys(names, 0), 0
+    seconds: list[float] = []
     offloaded = 0
     for step in engine.steps():
         for name, each in step.outputs.items():
