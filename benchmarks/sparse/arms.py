@@ -117,14 +117,21 @@ def arms(bases: Bases, ablated: bool) -> Iterator[Arm]:
         yield Arm(f"{OURS}, {name}", ours, budget)
     yield Arm(f"{OURS}, times values", weighed(ours))
     whole = 2 * UNIT_TOKENS * DIM
-    for rank in (16, 32):
+    for rank in (16, 24):
         size = Coordinates(first(bases.ours[0], rank)).nbytes(UNIT_TOKENS, DIM) / whole
-        yield Arm(f"{OURS}, {rank} coordinates", kept(bases.ours, rank), bytes_vs_k=size)
+        name = f"{OURS}, {rank} coordinates"
+        yield Arm(name, kept(bases.ours, rank), bytes_vs_k=size, main=True)
+    for rank in (20, 24):
+        size = Coordinates(first(bases.ours[0], rank), own=0).nbytes(UNIT_TOKENS, DIM) / whole
+        score_ = of_coordinates(bases.ours, lambda basis: Coordinates(basis, own=0), rank)
+        name = f"{OURS}, {rank} coordinates alone"
+        yield Arm(name, score_, bytes_vs_k=size, main=True)
     for name, make in SHARED.items():
         size = make(basis).nbytes(UNIT_TOKENS, DIM) / whole
         score_ = of_coordinates(bases.ours, make)
         yield Arm(f"{OURS}, {name}", score_, bytes_vs_k=size, main=True)
-    yield Arm(f"{OURS}, basis of keys alone", kept(bases.of_keys), bytes_vs_k=ours_bytes)
+    of_keys = kept(bases.of_keys)
+    yield Arm(f"{OURS}, basis of keys alone", of_keys, bytes_vs_k=ours_bytes, main=True)
     for name, form in FORMS.items():
         yield Arm(f"{OWN}, {name}", of_form(form), bytes_vs_k=form.nbytes(UNIT_TOKENS, DIM) / whole)
 
@@ -133,7 +140,6 @@ SHARED: dict[str, Callable[[Basis], Coordinates]] = {
     "8 bits": lambda basis: Coordinates(basis, 8),
     "fp32": lambda basis: Coordinates(basis, None),
     "max": lambda basis: Coordinates(basis, largest=True),
-    "20 and an own direction": lambda basis: Coordinates(first(basis, 20), own=1),
 }
 FORMS = {
     "rank 1": Form(rank=1),

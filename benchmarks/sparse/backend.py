@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
 )
 
+from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine._vllm_compat import CommonAttentionMetadata
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.backend import SparseBackend, SparseImpl
@@ -73,6 +74,7 @@ class Rig:
         sparse: the sparse backend; vLLM's own otherwise.
         blocks: of the cache.
         seed: of the order in which blocks are handed out.
+        basis: of the layer, for a sparse backend.
 
     Attributes:
         offloading: of requests that are offloaded; request `n` of a batch is named "n".
@@ -81,7 +83,13 @@ class Rig:
     offloading: Offloading | None = None
 
     def __init__(
-        self, shape: Shape, block_tokens: int, sparse: bool, blocks: int, seed: int = 0
+        self,
+        shape: Shape,
+        block_tokens: int,
+        sparse: bool,
+        blocks: int,
+        seed: int = 0,
+        basis: Basis | None = None,
     ) -> None:
         self.shape, self.block_tokens, self._sparse = shape, block_tokens, sparse
         backend = SparseBackend if sparse else CPUAttentionBackend
@@ -111,13 +119,13 @@ class Rig:
         self._free = (whole[:, None] * parts + torch.arange(parts)).flatten()
         self._taken = 0
         if sparse:
-            self._bind()
+            self._bind(basis)
 
-    def _bind(self) -> None:
+    def _bind(self, basis: Basis | None) -> None:
         """As the worker does."""
         assert isinstance(self.impl, SparseImpl)
         keys = LayerKeys(self.cache)
-        self.book = Book([keys])
+        self.book = Book([keys], None if basis is None else [basis])
         self.impl.sparse = SparseLayer(keys, self.book.summaries[0])
         self.rows = SparseRows(self.book, 1, self.block_tokens)
 

@@ -9,6 +9,7 @@ with ours. Keys are random walks: time does not depend on them.
     engine.attention_us_vs_dense.K       time of the layer's attention, scores and choice included,
                                          over vLLM's, at a KV of 8k and 32k (targets 0.6 and 0.35)
     engine.attention_us_vs_dense_u16.K   the same with units of 16 tokens
+    engine.attention_us_vs_dense_basis.K, _u16_basis.K   with a basis
     engine.dense_us.K                    vLLM's, in microseconds
     engine.even_at_tokens                the shortest KV at which ours takes no longer
     engine.metadata_us_vs_dense          of a step, once for all layers
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
+from headrace_decode.sparse.basis import Basis, Moments
 
 SHARE = 0.1
 SIZES = {"8k": 8192, "32k": 32768}
@@ -53,9 +55,10 @@ def times_us(calls: list[Callable[[], object]], turns: int = TURNS) -> list[floa
 class Pair:
     """One request's KV in our backend and in vLLM's."""
 
-    def __init__(self, tokens: int, unit: int) -> None:
+    def __init__(self, tokens: int, unit: int, basis: bool = False) -> None:
         self.request = random_sequence(SHAPE, tokens, share=SHARE)
-        self.ours = Rig(SHAPE, unit, True, tokens // unit + 16)
+        learned = _basis(self.request, unit) if basis else None
+        self.ours = Rig(SHAPE, unit, True, tokens // unit + 16, basis=learned)
         self.vllms = Rig(SHAPE, 128, False, tokens // 128 + 8)
         keys, values = self.request.keys, self.request.values
         self.our_tables, self.tables = [
@@ -90,6 +93,13 @@ class Pair:
         )
 
 
+def _basis(request: Request, unit: int) -> Basis:
+    moments = Moments(SHAPE.kv_heads, SHAPE.head_dim)
+    moments.add_units(request.keys.float().unflatten(0, (-1, unit)).transpose(1, 2).numpy())
+    moments.add_queries(torch.randn(SHAPE.kv_heads, 500, SHAPE.head_dim).numpy())
+    return moments.basis()
+
+
 def upkeep_us() -> tuple[float, float, float]:
     """To make a summary, and to find it unchanged, of a unit in one layer; bytes over the keys'."""
     rig = Rig(SHAPE, 32, True, 1024)
@@ -118,6 +128,8 @@ def main() -> None:
             if unit == 32:
                 figures[f"engine.dense_us.{name}"] = dense
                 figures[f"engine.steps_to_sparse_one_layer.{name}"] = pair.steps
+            ours, dense = Pair(tokens, unit, basis=True).attention_us()
+            figures[f"engine.attention_us_vs_dense{suffix}_basis.{name}"] = ours / dense
             exact, dense = pair.exact_us()
             figures[f"engine.exact_us_vs_dense{suffix}.{name}"] = exact / dense
     even = 0

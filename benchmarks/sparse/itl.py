@@ -19,100 +19,49 @@ import argparse
 import json
 import os
 import statistics
-import time
 from pathlib import Path
-from typing import Any
+
+from benchmarks.sparse.serving import ENVIRONMENT, Engine, same_first
+from headrace_decode.sparse.engine.settings import SparseSettings
 
 PROMPT, ANSWER = 7900, 96
 SHARES = (0.05, 0.1, 0.2)
 TURNS = 3
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 
 
-class Engine:
-    """SmolLM2, with sparse attention for those that ask."""
-
-    def __init__(self) -> None:
-        from vllm import LLM
-
-        from headrace.model import resolve
-        from headrace_decode.sparse.engine.bound import BOUND
-        from headrace_decode.sparse.engine.settings import SparseSettings
-
-        self._llm: Any = LLM(
-            str(resolve(None)),
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=8192,
-            additional_config=SparseSettings().additional_config(),
-            worker_cls="headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
-        )
-        self._bound, self._name = BOUND, 0
-
-    def prompt(self) -> list[int]:
-        """Documents of installed packages."""
-        from headrace_prefill.reuse.offline.prompts import documents
-
-        tokenizer = self._llm.get_tokenizer()
-        ids: list[int] = []
-        for file in documents(True):
-            ids += tokenizer(file.read_text("utf-8", errors="replace")).input_ids
-            if len(ids) > PROMPT:
-                break
-        return ids[:PROMPT]
-
-    def answer(
-        self, prompt: list[int], share: float | None
-    ) -> tuple[list[int], list[tuple[float, bool]]]:
-        """An answer's tokens, and the seconds of each but the first, with whether it was sparse."""
-        from vllm import SamplingParams
-
-        salt = {} if share is None else {"cache_salt": f"technique:sparse-{share}:"}
-        params = SamplingParams(
-            max_tokens=ANSWER,
-            temperature=0.0,
-            ignore_eos=True,
-            extra_args=None if share is None else {"sparse": share},
-        )
-        engine, self._name = self._llm.llm_engine, self._name + 1
-        engine.add_request(str(self._name), {"prompt_token_ids": prompt, **salt}, params)
-        tokens: list[int] = []
-        times = []
-        while engine.has_unfinished_requests():
-            begun, rows = time.perf_counter(), self._bound.found
-            outputs = engine.step()
-            took = time.perf_counter() - begun
-            for output in outputs:
-                if tokens:
-                    times.append((took, self._bound.found > rows))
-                tokens = list(output.outputs[0].token_ids)
-        return tokens, times
+def answered(
+    engine: Engine, prompt: list[int], share: float | None
+) -> tuple[list[int], list[tuple[float, bool]]]:
+    """An answer's tokens, and the seconds of each but the first, with whether it was sparse."""
+    salt = "" if share is None else f"technique:sparse-{share}:"
+    name = engine.add(prompt, ANSWER, share, salt)
+    tokens: list[int] = []
+    times = []
+    for step in engine.steps():
+        if tokens:
+            times.append((step.seconds, step.sparse > 0))
+        if name in step.outputs:
+            tokens += step.outputs[name].token_ids
+    return tokens, times
 
 
 def measured() -> dict[str, float]:
     """The figures."""
-    engine = Engine()
-    prompt = engine.prompt()
-    exact, _ = engine.answer(prompt, None)
+    engine = Engine(SparseSettings())
+    [prompt] = engine.prompts(PROMPT)
+    exact, _ = answered(engine, prompt, None)
     making: list[float] = []
     figures: dict[str, float] = {}
     for share in SHARES:
-        tokens, times = engine.answer(prompt, share)
+        tokens, times = answered(engine, prompt, share)
         if not making:
             making = [seconds for seconds, sparse in times if not sparse]
         if share == 0.1:
-            pairs = zip(exact, tokens, strict=True)
-            same = next((n for n, (a, b) in enumerate(pairs) if a != b), ANSWER)
-            figures["itl.same_first_tokens"] = float(same)
+            figures["itl.same_first_tokens"] = float(same_first(exact, tokens))
     found: dict[float | None, list[float]] = {None: [], **{share: [] for share in SHARES}}
     for _ in range(TURNS):
         for way, into in found.items():
-            _, times = engine.answer(prompt, way)
+            _, times = answered(engine, prompt, way)
             into += [seconds for seconds, sparse in times if sparse == (way is not None)]
     base = statistics.median(found[None])
     figures["itl.exact_ms"] = base * 1e3

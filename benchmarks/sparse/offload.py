@@ -1,17 +1,26 @@
-"""Seconds between an answer's tokens with offload over those with all KV in the cache, at 8k.
+"""What offload costs a sparse request: time between its answer's tokens, and their error.
 
     python -m benchmarks.sparse.offload --json FILE
 
-SmolLM2 in bfloat16 on one thread, one engine in this process, one request at a time, 10 % of the
-units. Requests of both ways take turns over the same prompt, whose KV is computed once and then
-cached; both attend to the same units. Steps in which summaries are made are left out.
+SmolLM2 in bfloat16 on one thread, one engine in this process whose cache holds two prompts of
+7,900 tokens; 10 % of the units. One request at a time, first in the cache, then with offload, over
+the same prompts, whose KV is computed once and then cached. Steps in which summaries are made are
+left out. Then eight requests at once, whose contexts are four times the cache.
 
     itl_with_offload_vs_all_in_memory   medians
     itl.in_memory_ms                    of the latter
     hit_rate                            chosen units that were in the cache already, of those whose
                                         KV had left it
     blocks_vs_all_in_memory             of the cache that an answer holds
-    same_tokens                         of the two answers, before the first that differs
+    kl.in_memory, kl.offloaded          KL(exact || sparse) in nats by token of greedy answers, as
+                                        far as both have the same tokens
+    kl.offloaded_vs_in_memory           of the two to each other
+    kl.tokens                           that these are means of
+    at_once.contexts_vs_cache           of the eight
+    at_once.running                     most of them whose answers grew in one step
+    at_once.offloaded                   of them
+    at_once.tokens_vs_alone             tokens a second of a step of that many, over those of a step
+                                        of one with offload
 """
 
 from __future__ import annotations
@@ -20,111 +29,170 @@ import argparse
 import json
 import os
 import statistics
-import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sparse.itl import ENVIRONMENT, PROMPT
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.sparse.itl import PROMPT
+from benchmarks.sparse.serving import ENVIRONMENT, Engine, same_first
+from headrace_decode.sparse.engine.settings import SparseSettings
 
 ANSWER, TURNS, SHARE = 64, 2, 0.1
+KL_PROMPTS, KL_ANSWER = 3, 48
+AT_ONCE = 8
+BLOCKS, BATCH_TOKENS = 125, 256
 
 
-class Engine:
-    """SmolLM2, whose cache holds the prompt twice."""
+class OffloadEngine(Engine):
+    """An engine that offloads, with a way of serving for each request."""
 
     def __init__(self) -> None:
-        from vllm import LLM
-
-        from headrace.model import resolve
-        from headrace_decode.replay.llm import OFFLOADING_SCHEDULERS
-        from headrace_decode.sparse.engine.bound import BOUND
-        from headrace_decode.sparse.engine.settings import SparseSettings
-
-        self._llm: Any = LLM(
-            str(resolve(None)),
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=8192,
-            num_gpu_blocks_override=130,
+        super().__init__(
+            SparseSettings(offload_gib=1.5),
+            num_gpu_blocks_override=BLOCKS,
+            max_num_batched_tokens=BATCH_TOKENS,
             async_scheduling=False,
-            additional_config=SparseSettings(offload_gib=0.5).additional_config(),
-            worker_cls="headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
-            scheduler_cls=OFFLOADING_SCHEDULERS[False],
+            max_logprobs=-1,
+            scheduler_cls="benchmarks.sparse.planned.PlannedScheduler",
         )
-        assert BOUND.offloading is not None
-        self._bound, self.offloading, self._name = BOUND, BOUND.offloading, 0
-        self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        self._scheduler._switch = lambda manager: None  # each turn has its way
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        assert self.bound.offloading is not None
+        self.offloading = self.bound.offloading
 
-    def prompt(self) -> list[int]:
-        """Documents of installed packages."""
-        from headrace_prefill.reuse.offline.prompts import documents
+    def held(self) -> int:
+        """Blocks of the cache that requests hold."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
-        tokenizer = self._llm.get_tokenizer()
-        ids: list[int] = []
-        for file in documents(True):
-            ids += tokenizer(file.read_text("utf-8", errors="replace")).input_ids
-            if len(ids) > PROMPT:
-                break
-        return ids[:PROMPT]
-
-    def answer(self, prompt: list[int], offload: bool) -> tuple[list[int], list[float], int]:
-        """An answer's tokens, seconds of those whose steps were sparse, blocks that it holds."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=ANSWER, temperature=0.0, ignore_eos=True, extra_args={"sparse": SHARE}
-        )
-        engine, self._name = self._llm.llm_engine, self._name + 1
-        engine.add_request(str(self._name), {"prompt_token_ids": prompt}, params)
-        scheduler, manager = self._scheduler, self._scheduler._offloads
-        if offload:
-            [request] = list(scheduler.waiting)
-            manager.ledger.plan(request.request_id, scheduler._smallest(request))
-        tokens: list[int] = []
-        times, held = [], 0
-        while engine.has_unfinished_requests():
-            before = self._sparse_rows()
-            begun = time.perf_counter()
-            outputs = engine.step()
-            took = time.perf_counter() - begun
-            if self._sparse_rows() > before:
-                times.append(took)
-                if engine.has_unfinished_requests():
-                    pool = manager.block_pool
-                    held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-            for output in outputs:
-                tokens = list(output.outputs[0].token_ids)
-        return tokens, times, held
-
-    def _sparse_rows(self) -> int:
-        return int(self._bound.found + self.offloading.sparse)
-
-    def hits(self) -> float:
+    def hit_rate(self) -> float:
         """Of all requests that ended, as far as the worker knows."""
         return 1 - self.offloading.fetched / max(self.offloading.asked, 1)
 
 
+Row = NDArray[np.float64]
+
+
+@dataclass
+class Answer:
+    """Of one request.
+
+    Attributes:
+        tokens: of it.
+        seconds: of the steps that were sparse.
+        blocks: of the cache that it held last.
+        logits: [vocabulary] of each token, logarithms of probabilities, if they were asked for.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    blocks: int = 0
+    logits: list[Row] = field(default_factory=list)
+
+
+def answered(
+    engine: OffloadEngine, prompt: list[int], share: float | None, offload: bool, **options: Any
+) -> Answer:
+    """A request alone."""
+    engine.scheduler.offload = offload
+    name = engine.add(prompt, options.pop("answer", ANSWER), share, **options)
+    answer = Answer()
+    for step in engine.steps():
+        if step.sparse:
+            answer.seconds.append(step.seconds)
+            answer.blocks = engine.held() or answer.blocks
+        if output := step.outputs.get(name):
+            answer.tokens += output.token_ids
+            answer.logits += [_row(one) for one in output.logprobs or ()]
+    return answer
+
+
+def _row(logprobs: Any) -> Row:
+    """Of a token, in the vocabulary's order."""
+    found = np.empty(len(logprobs))
+    found[np.fromiter(logprobs, np.int64)] = [each.logprob for each in logprobs.values()]
+    return found
+
+
+def times(engine: OffloadEngine, prompt: list[int]) -> dict[str, float]:
+    """Figures of requests one at a time."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    blocks = {}
+    for _ in range(TURNS):
+        for offload, into in seconds.items():
+            answer = answered(engine, prompt, SHARE, offload)
+            into += answer.seconds
+            blocks[offload] = answer.blocks
+    answered(engine, prompt[:64], None, False)  # the worker learns that the last one ended
+    memory = statistics.median(seconds[False])
+    return {
+        "itl_with_offload_vs_all_in_memory": statistics.median(seconds[True]) / memory,
+        "itl.in_memory_ms": memory * 1e3,
+        "hit_rate": engine.hit_rate(),
+        "blocks_vs_all_in_memory": blocks[True] / blocks[False],
+    }
+
+
+def errors(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]:
+    """KL of each way, by the tokens of answers that begin alike."""
+    found: dict[str, list[float]] = {}
+    ways = {"exact": (None, False), "in_memory": (SHARE, False), "offloaded": (SHARE, True)}
+    pairs = ("exact", "in_memory"), ("exact", "offloaded"), ("in_memory", "offloaded")
+    for prompt in prompts:
+        answers = {
+            name: answered(engine, prompt, *way, answer=KL_ANSWER, logprobs=-1)
+            for name, way in ways.items()
+        }
+        for one, other in pairs:
+            name = other if one == "exact" else "offloaded_vs_in_memory"
+            found.setdefault(name, []).extend(divergences(answers[one], answers[other]))
+    means = {f"kl.{name}": float(np.mean(each)) for name, each in found.items()}
+    return means | {"kl.tokens": float(len(found["offloaded"]))}
+
+
+def divergences(exact: Answer, other: Answer) -> list[float]:
+    """KL(exact || other) of each token but the first, up to the first that differs."""
+    alike = same_first(exact.tokens, other.tokens) + 1
+    pairs = zip(exact.logits[1:alike], other.logits[1:alike], strict=True)
+    return [float((np.exp(p) * (p - q)).sum()) for p, q in pairs]
+
+
+def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> dict[str, float]:
+    """Figures of requests that come together, which the scheduler serves as it decides."""
+    engine.scheduler.offload = None
+    names = [engine.add(prompt, ANSWER, SHARE) for prompt in prompts]
+    lengths, running = dict.fromkeys(names, 0), 0
+    seconds: list[float] = []
+    offloaded = 0
+    for step in engine.steps():
+        for name, each in step.outputs.items():
+            lengths[name] += len(each.token_ids)
+        offloaded = max(offloaded, len(engine.offloading))
+        if step.sparse > running:
+            running, seconds = step.sparse, []
+        if step.sparse == running:
+            seconds.append(step.seconds)
+    assert all(length == ANSWER for length in lengths.values()), lengths
+    tokens = sum(len(prompt) + ANSWER for prompt in prompts)
+    cache = (BLOCKS - 1) * engine.scheduler.block_size
+    return {
+        "at_once.contexts_vs_cache": tokens / cache,
+        "at_once.running": float(running),
+        "at_once.offloaded": float(offloaded),
+        "at_once.tokens_vs_alone": running * alone_s / statistics.median(seconds),
+    }
+
+
 def measured() -> dict[str, float]:
     """The figures."""
-    engine = Engine()
-    prompt = engine.prompt()
-    times: dict[bool, list[float]] = {False: [], True: []}
-    blocks, answers = {}, {}
-    for _ in range(TURNS):
-        for offload in (False, True):
-            answers[offload], some, blocks[offload] = engine.answer(prompt, offload)
-            times[offload] += some
-    engine.answer(prompt[:64], False)  # the worker learns that the last one ended
-    memory = statistics.median(times[False])
-    pairs = zip(answers[False], answers[True], strict=True)
-    return {
-        "itl_with_offload_vs_all_in_memory": statistics.median(times[True]) / memory,
-        "itl.in_memory_ms": memory * 1e3,
-        "hit_rate": engine.hits(),
-        "blocks_vs_all_in_memory": blocks[True] / blocks[False],
-        "same_tokens": float(next((n for n, (a, b) in enumerate(pairs) if a != b), ANSWER)),
-    }
+    engine = OffloadEngine()
+    prompts = engine.prompts(PROMPT, AT_ONCE)
+    figures = times(engine, prompts[0])
+    alone_s = figures["itl_with_offload_vs_all_in_memory"] * figures["itl.in_memory_ms"] / 1e3
+    figures |= errors(engine, prompts[:KL_PROMPTS])
+    return figures | at_once(engine, prompts, alone_s)
 
 
 def main() -> None:

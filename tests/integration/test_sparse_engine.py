@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.counts import LEAST_TOKENS
 from tests.support.prompts import noise
 from tests.support.sparse_engine import SparseEngine
@@ -43,7 +44,7 @@ def asking(tokens: list[int], share: float | None = None) -> dict[str, Any]:
 
 
 def test_the_engine_takes_the_bases_that_were_learned_of_its_model(engine: SparseEngine) -> None:
-    assert engine.do("bases") == [24] * LAYERS
+    assert engine.do("bases") == [COORDINATES] * LAYERS
 
 
 def test_exact_answers_are_those_of_a_plain_llama(

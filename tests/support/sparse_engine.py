@@ -191,8 +191,8 @@ class Engine:
 
     def bases(self) -> list[int]:
         """Coordinates of each layer's basis; none without bases."""
-        found = [each.basis for each in self._bound._rows._book.summaries]  # type: ignore
-        return [one.into.shape[-1] for one in found if one is not None]
+        layouts = [each.layout for each in self._bound._rows._book.summaries]  # type: ignore
+        return [one.coordinates for one in layouts if one.coordinates]
 
     def forget(self) -> None:
         """Have no prefixes."""

@@ -15,8 +15,8 @@ from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
 from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.kernels.choosing import scores, tables
 from headrace_decode.sparse.kernels.summaries import DeviceSummaries
-from headrace_decode.sparse.reference import Coordinates
 from headrace_decode.sparse.summaries import Summaries
+from tests.support import sparse_summaries as stored
 
 RANK = 12
 LENGTHS = 103, 49, 144
@@ -128,15 +128,17 @@ def check_unchanged_keys_are_not_summarised_again(one: Case, device: str) -> Non
 
 
 def check_scores(one: Case, device: str, within: float) -> None:
-    """Equal the reference's logits."""
+    """Are what the bytes of summaries say."""
     dim = one.query.shape[-1]
     rows, found = one.rows(6), summarised(one, device)
     logits = scores(found, one.query, rows.units, rows.counts, dim**-0.5).cpu() * np.log(2)
     for row, count in enumerate(rows.counts.tolist()):
-        keys = one.keys[rows.units[row, :count].long()].float().cpu().transpose(0, 1)
-        query = one.query[row].float().cpu().view(keys.shape[0], -1, dim) * dim**-0.5
-        wanted = Coordinates(one.basis).logits(keys, query)
-        torch.testing.assert_close(logits[row, :, :, :count], wanted, rtol=0, atol=within)
+        units = rows.units[row, :count].long()
+        kept = [part[:, units].cpu().numpy() for part in (found.codes, found.scales)]
+        queries = one.query[row].float().cpu().view(len(kept[0]), -1, dim) * dim**-0.5
+        for head, (codes, scales, query) in enumerate(zip(*kept, queries, strict=True)):
+            wanted = stored.logits(found.layout, one.basis, codes, scales, head, query).float()
+            torch.testing.assert_close(logits[row, head, :, :count], wanted, rtol=0, atol=within)
 
 
 def check_tables(one: Case, device: str) -> None:

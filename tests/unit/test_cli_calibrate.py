@@ -20,6 +20,7 @@ from headrace.cli.calibrate.sparse import sparse
 from headrace.cli.calibrate.texts import long_texts
 from headrace.cli.console import CliError
 from headrace.cli.main import app
+from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.calibration import Shape, read, read_bases
 from tests.support.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_llama
 
@@ -107,7 +108,7 @@ def test_it_writes_the_file_that_an_engine_of_the_model_takes(
     assert kls[0] > kls[-1] >= 0
     config = AutoConfig.from_pretrained(tiny_llama()).to_dict()
     bases = read_bases(file, Shape.of(config), 32)
-    assert len(bases) == LAYERS and bases[0].into.shape == (KV_HEADS, HEAD_DIM, 24)
+    assert len(bases) == LAYERS and bases[0].into.shape == (KV_HEADS, HEAD_DIM, COORDINATES)
 
 
 def test_a_target_below_all_shares_writes_no_file(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_tensors_that_are_no_bases_of_the_model_are_refused(
 @pytest.mark.parametrize(
     "told",
     [
-        {"version": 2},
+        {"version": 1},
         {"share": 0},
         {"share": float("nan")},
         {"share": "much"},

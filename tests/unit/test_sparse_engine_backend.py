@@ -10,10 +10,8 @@ from torch import Tensor
 
 from benchmarks.sparse.backend import Request, Rig, Shape, random_sequence
 from headrace_decode.sparse.basis import Moments
-from headrace_decode.sparse.engine.attention import SparseLayer, SparseStep
+from headrace_decode.sparse.engine.attention import SparseStep
 from headrace_decode.sparse.engine.backend import SparseImpl
-from headrace_decode.sparse.engine.book import Book
-from headrace_decode.sparse.engine.rows import SparseRows
 
 BF16 = Shape()
 SHAPES = {
@@ -164,16 +162,13 @@ def test_with_a_basis_too_chosen_units_hold_what_a_query_looks_for(unit: int) ->
     request, wanted = random_sequence(BF16, LONG, share=0.1), 777
     keys = request.keys.clone()
     keys[wanted] = 4 * request.queries[0].view(3, 3, 64).mean(1) / BF16.scale**0.5
-    rig, moments = Rig(BF16, unit, True, 400), Moments(3, 64)
+    moments = Moments(3, 64)
     moments.add_queries(torch.randn(3, 200, 64).numpy())
     by_unit = keys[: LONG // unit * unit].unflatten(0, (-1, unit)).transpose(1, 2)
     moments.add_units(by_unit.float().numpy())
+    rig = Rig(BF16, unit, True, 400, basis=moments.basis())
     assert isinstance(rig.impl, SparseImpl) and rig.impl.sparse is not None
-    of_layer = rig.impl.sparse.keys
-    rig.book = Book([of_layer], [moments.basis()])
-    rig.impl.sparse = SparseLayer(of_layer, rig.book.summaries[0])
     rig.impl.sparse.warm(BF16.heads)
-    rig.rows = SparseRows(rig.book, 1, unit)
     metadata, output = step_of(rig, [Request(keys, request.values, request.queries, 0.1)])
     chosen = chosen_by(sparse_of(metadata), rig, 0, 3)
     assert (chosen == wanted // unit).any(dim=1).all() and output.isfinite().all()

@@ -43,9 +43,10 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
 def test_kernels_compile_for_cards() -> None:
     from headrace_decode.sparse.kernels import choosing, summaries
 
-    of_unit = {"TOKENS": 16, "DIM": 128, "HALF": 12}
+    of_unit = {"TOKENS": 16, "DIM": 128, "HALF": 10}
     scoring = of_unit | {"GROUP": 4, "GROUP_PADDED": 16, "HALF_PADDED": 16, "UNITS": 16}
-    _compile(summaries._bring_up, of_unit | {"PADDED": 16, "WIDE": False})
+    making = {"PADDED": 16, "WIDE": False, "ROUNDS": 3, "PRODUCTS": 4}
+    _compile(summaries._bring_up, of_unit | making)
     _compile(choosing._score, scoring)
     _compile(choosing._choose, {"GROUP": 4, "FIRST": 1, "LAST": 1, "SIZE": 1024})
 
@@ -53,7 +54,7 @@ def test_kernels_compile_for_cards() -> None:
 TYPES = {
     **dict.fromkeys(("keys", "query"), "*bf16"),
     **dict.fromkeys(
-        ("scales", "origin", "into", "weights", "logits"),
+        ("scales", "origin", "into", "back", "weights", "logits"),
         "*fp32",
     ),
     **dict.fromkeys(("counts", "chosen", "newest"), "*i32"),
@@ -97,7 +98,7 @@ def test_only_changed_keys_are_summarised_again() -> None:
 
 @inside
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-4), (torch.float16, 2e-2)])
-def test_scores_are_the_references(dtype: torch.dtype, within: float) -> None:
+def test_scores_are_what_summaries_say(dtype: torch.dtype, within: float) -> None:
     kernels.check_scores(kernels.case("cpu", dtype), "cpu", within)
 
 

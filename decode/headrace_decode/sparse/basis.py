@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Float = NDArray[np.float32]
-COORDINATES = 24
+COORDINATES = 20
 SPREAD = 3.0
 """Standard deviations that 4 bits reach to, where no key of a unit lies farther out."""
 UNSEEN = 1e-3
@@ -83,3 +83,9 @@ class Basis:
     origin: Float
     into: Float
     back: Float
+
+    @staticmethod
+    def none(kv_heads: int, head_dim: int) -> Basis:
+        """No coordinates, where nothing was learned."""
+        shapes = (kv_heads, head_dim), (kv_heads, head_dim, 0), (kv_heads, 0, head_dim)
+        return Basis(*(np.zeros(shape, np.float32) for shape in shapes))

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from headrace_decode.sparse.layout import Layout
+
 F32, I32, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 LANES = 16
 LOG2E = 1.4426950408889634
@@ -23,10 +25,10 @@ POWERS = 1.0, 0.6931472, 0.24022651, 0.05550411, 0.009618129, 0.0013333558
 SUM = "contract", "reassoc", "nsz"
 
 
-def query_floats(dim: int, rank: int, shared: bool) -> int:
-    """Of a prepared query (`scoring`): itself; its weights of coordinates, or itself beside each
-    direction; and what its sums begin with."""
-    return dim + rank + 2 if shared else (rank + 1) * dim + 4 * rank + 1
+def query_floats(layout: Layout) -> int:
+    """Of a prepared query (`scoring`): itself; its weights of coordinates; itself beside each own
+    direction; and what the sums of coordinates and of all others begin with."""
+    return layout.head_dim + layout.coordinates + layout.rank * layout.head_dim + 2
 
 
 @intrinsic(prefer_literal=True)
@@ -35,7 +37,7 @@ def unit_mass(
     tokens: Any,
     dim: Any,
     rank: Any,
-    shared: Any,
+    coordinates: Any,
     group: Any,
     codes: Any,
     code: Any,
@@ -51,23 +53,23 @@ def unit_mass(
     sums[at + g * stride] = sum_i exp(q.(what the summary says of k_i - mu)).
 
     Args:
-        tokens, dim, rank, shared, group: of the `Layout`, and queries of a KV head; literals.
+        tokens, dim, rank, coordinates, group: of the `Layout`, and queries of a KV head; literals.
         codes, code: uint8 array, and where the unit's codes begin in it.
         scales, scale: float32 array, and where the unit's scales begin.
         queries: float32 [group][query_floats], prepared.
     """
-    shape = tokens, dim, rank, shared, group
+    shape = tokens, dim, rank, coordinates, group
     if not all(isinstance(one, types.IntegerLiteral) for one in shape):
         return None
-    sizes = [one.literal_value for one in shape]
+    *sizes, queries_of_head = (one.literal_value for one in shape)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = _Shared if sizes.pop(3) else _Own
         arrays = [
             context.make_array(signature.args[n])(context, builder, args[n]).data
             for n in (5, 7, 9, 10, 11)
         ]
-        kind(builder, *sizes, *arrays).generate(*(args[n] for n in (6, 8, 12, 13)))
+        unit = _Unit(builder, Layout(*sizes), queries_of_head, *arrays)
+        unit.generate(*(args[n] for n in (6, 8, 12, 13)))
         return context.get_dummy_value()
 
     place = types.intp
@@ -76,14 +78,12 @@ def unit_mass(
 
 
 class _Unit:
-    """Vector code for one unit; a subclass has the deviations from the mean."""
+    """Vector code for one unit."""
 
     def __init__(
         self,
         builder: Any,
-        tokens: int,
-        dim: int,
-        rank: int,
+        layout: Layout,
         group: int,
         codes: Any,
         scales: Any,
@@ -91,37 +91,92 @@ class _Unit:
         means: Any,
         sums: Any,
     ) -> None:
-        self.b, self.group = builder, group
-        self.tokens, self.dim, self.rank = tokens, dim, rank
+        self.b, self.layout, self.group = builder, layout, group
         self.codes, self.scales, self.queries = codes, scales, queries
         self.means, self.sums = means, sums
-
-    shared: bool
-
-    def exponents(self, codes: Any, scales: Any) -> list[Any]:
-        """Of each query: log2(e) times what each token adds to q.mu."""
-        raise NotImplementedError
 
     def generate(self, code: Any, scale: Any, at: Any, stride: Any) -> None:
         b = self.b
         codes, scales = b.gep(self.codes, [code]), b.gep(self.scales, [scale])
-        means, exponents = self._means(codes), self.exponents(codes, scales)
+        means, exponents = self._means(codes), self._exponents(codes, scales)
         for g in range(self.group):
             place = b.add(at, b.mul(stride, stride.type(g)))
             found = b.fmul(b.fmul(means[g], b.load(scales)), F32(LOG2E))
             b.store(found, b.gep(self.means, [place]))
             b.store(self._sum(self._exp2(exponents[g])), b.gep(self.sums, [place]))
 
+    def _exponents(self, codes: Any, scales: Any) -> list[Any]:
+        """Of each query: log2(e) times what each token adds to q.mu."""
+        b, layout = self.b, self.layout
+        found = self._shared(codes, scales) if layout.coordinates else [None] * self.group
+        along, coefficients = self._along(codes), self._coefficients(codes)
+        for j in range(layout.rank):
+            scale = b.load(b.gep(scales, [I32(layout.first_own + j)]))
+            factor = b.fmul(scale, F32(LOG2E))
+            for g in range(self.group):
+                weight = self._all(b.fmul(along[g][j], factor), layout.unit_tokens)
+                found[g] = self._plus(found[g], coefficients[j], weight)
+        return found
+
     def _means(self, codes: Any) -> list[Any]:
         """q.mu of each query, less its scale."""
-        b, dim, found = self.b, self.dim, []
-        parts = self._row(codes, 0, dim)
+        b, found = self.b, []
+        parts = self._row(codes, 0, self.layout.head_dim)
         for g in range(self.group):
             total = None
             for at, values in parts:
                 total = self._plus(total, values, self._query(g, at, values.type.count))
-            start = self._number(g, query_floats(dim, self.rank, self.shared) - 1)
-            found.append(b.fadd(self._sum(total), start))
+            found.append(b.fadd(self._sum(total), self._number(g, -1)))
+        return found
+
+    def _shared(self, codes: Any, scales: Any) -> list[Any]:
+        """What coordinates say: of each query, log2(e) q.c of each token."""
+        dim, count = self.layout.head_dim, self.layout.coordinates
+        tokens = self.layout.unit_tokens
+        found = [self._all(self._number(g, -2), tokens) for g in range(self.group)]
+        for j in range(count // 2):
+            low, high = self._halves(codes, dim // 2 + j * tokens, tokens)
+            for values, row in ((low, j), (high, count // 2 + j)):
+                for g in range(self.group):
+                    weight = self._all(self._number(g, dim + row), tokens)
+                    found[g] = self._plus(found[g], values, weight)
+        wider = self._all(self.b.load(self.b.gep(scales, [I32(1)])), tokens)
+        return [self.b.fmul(one, wider) for one in found]
+
+    def _along(self, codes: Any) -> list[list[Any]]:
+        """q.V_j of each query and own direction, less its scale."""
+        b, dim, rank = self.b, self.layout.head_dim, self.layout.rank
+        first, begin = self.layout.directions_at, dim + self.layout.coordinates
+        # As many steps of 4 dimensions side by side as fill a vector.
+        steps = next(n for n in (4, 2, 1) if 4 * rank * n <= LANES or n == 1)
+        while dim // 8 % steps:
+            steps //= 2
+        lanes, half = 4 * rank * steps, rank * dim // 2
+        totals: list[Any] = [None] * self.group
+        for at in range(0, half, lanes):
+            low, high = self._halves(codes, first + at, lanes)
+            for values, place in ((low, at), (high, half + at)):
+                for g in range(self.group):
+                    query = self._query(g, begin + place, lanes)
+                    totals[g] = self._plus(totals[g], values, query)
+        found = []
+        for g in range(self.group):
+            total = totals[g]
+            for by in [4 * rank * n for n in (2, 1) if n < steps] + [2, 1]:
+                order = [(n + by) % lanes for n in range(lanes)]
+                total = b.fadd(total, self._shuffled(total, order), flags=SUM)
+            each = (b.extract_element(total, I32(4 * j)) for j in range(rank))
+            found.append([b.fadd(one, self._number(g, -1)) for one in each])
+        return found
+
+    def _coefficients(self, codes: Any) -> list[Any]:
+        found, tokens = [], self.layout.unit_tokens
+        for j in range(self.layout.rank):
+            first = self.layout.coefficients_at + j * tokens // 2
+            low, high = self._halves(codes, first, tokens // 2)
+            order = list(range(tokens))
+            values = self.b.shuffle_vector(low, high, ir.VectorType(I32, len(order))(order))
+            found.append(self.b.fsub(values, self._all(F32(8.0), tokens)))
         return found
 
     def _row(self, codes: Any, first: int, length: int) -> list[tuple[int, Any]]:
@@ -148,11 +203,11 @@ class _Unit:
         return self.b.load(self.b.bitcast(self._place(g, at), vector.as_pointer()), align=4)
 
     def _number(self, g: int, at: int) -> Any:
-        return self.b.load(self._place(g, at))
+        """One of a prepared query; a negative one counts from its end."""
+        return self.b.load(self._place(g, at % query_floats(self.layout)))
 
     def _place(self, g: int, at: int) -> Any:
-        floats = query_floats(self.dim, self.rank, self.shared)
-        return self.b.gep(self.queries, [I32(g * floats + at)])
+        return self.b.gep(self.queries, [I32(g * query_floats(self.layout) + at)])
 
     def _plus(self, total: Any, a: Any, b: Any) -> Any:
         product = self.b.fmul(a, b, flags=SUM)
@@ -181,7 +236,7 @@ class _Unit:
         )
 
     def _exp2(self, x: Any) -> Any:
-        b, lanes = self.b, self.tokens
+        b, lanes = self.b, self.layout.unit_tokens
         wide, whole = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         for limit, less in ((CUT, "<"), (-CUT, ">")):
             bound = wide([limit] * lanes)
@@ -193,68 +248,3 @@ class _Unit:
             power = self._plus(wide([factor] * lanes), power, f)
         bits = b.shl(b.fptosi(nearest, whole), whole([23] * lanes))
         return b.bitcast(b.add(b.bitcast(power, whole), bits), wide)
-
-
-class _Own(_Unit):
-    """Directions of the unit's own."""
-
-    shared = False
-
-    def exponents(self, codes: Any, scales: Any) -> list[Any]:
-        b, dim, rank = self.b, self.dim, self.rank
-        along = self._along(codes, dim // 2)
-        coefficients = self._coefficients(codes, (rank + 1) * dim // 2)
-        found = []
-        for g in range(self.group):
-            exponent = None
-            for j in range(rank):
-                factor = b.fmul(b.load(b.gep(scales, [I32(1 + j)])), F32(LOG2E))
-                weight = b.fmul(b.extract_element(along[g], I32(4 * j)), factor)
-                exponent = self._plus(exponent, coefficients[j], self._all(weight, self.tokens))
-            found.append(exponent)
-        return found
-
-    def _along(self, codes: Any, first: int) -> list[Any]:
-        """q.V_j of each query, less its scale, in lanes 4 j to 4 j + 3."""
-        b, dim, rank, lanes = self.b, self.dim, self.rank, 4 * self.rank
-        begin = (rank + 1) * dim
-        totals = [self._query(g, begin, lanes) for g in range(self.group)]
-        for step in range(dim // 8):
-            low, high = self._halves(codes, first + step * lanes, lanes)
-            for values, at in ((low, step), (high, step + dim // 8)):
-                for g in range(self.group):
-                    query = self._query(g, dim + at * lanes, lanes)
-                    totals[g] = self._plus(totals[g], values, query)
-        for g in range(self.group):
-            for by in (1, 2):
-                order = [4 * (n // 4) + (n % 4 ^ by) for n in range(lanes)]
-                totals[g] = b.fadd(totals[g], self._shuffled(totals[g], order), flags=SUM)
-        return totals
-
-    def _coefficients(self, codes: Any, first: int) -> list[Any]:
-        found = []
-        for j in range(self.rank):
-            low, high = self._halves(codes, first + j * self.tokens // 2, self.tokens // 2)
-            order = list(range(self.tokens))
-            values = self.b.shuffle_vector(low, high, ir.VectorType(I32, len(order))(order))
-            found.append(self.b.fsub(values, self._all(F32(8.0), self.tokens)))
-        return found
-
-
-class _Shared(_Unit):
-    """Coordinates in a basis: what they weigh is the same for all units."""
-
-    shared = True
-
-    def exponents(self, codes: Any, scales: Any) -> list[Any]:
-        dim, rank, tokens = self.dim, self.rank, self.tokens
-        start = dim + rank
-        found = [self._all(self._number(g, start), tokens) for g in range(self.group)]
-        for j in range(rank // 2):
-            low, high = self._halves(codes, dim // 2 + j * tokens, tokens)
-            for values, row in ((low, j), (high, rank // 2 + j)):
-                for g in range(self.group):
-                    weight = self._all(self._number(g, dim + row), tokens)
-                    found[g] = self._plus(found[g], values, weight)
-        wider = self._all(self.b.load(self.b.gep(scales, [I32(1)])), tokens)
-        return [self.b.fmul(one, wider) for one in found]

@@ -1,20 +1,20 @@
 """Where the codes of a unit's summary lie, and how the loops over them are compiled.
 
 A summary is the mean and, for each token, what it adds to the mean: coordinates in a basis that all
-units share (`basis`), or coefficients u_j of directions V_j of the unit's own. Codes are 4 bits,
-stored as 1 to 15, that is value / scale + 8:
+units share (`basis`), and for the rest coefficients u_j of directions V_j of the unit's own. Codes
+are 4 bits, stored as 1 to 15, that is value / scale + 8:
 
     mean           [dim]
-    coordinates    [rank][tokens]
- or
+    coordinates    [coordinates][tokens]
     directions     [dim / 4][rank][4], so that dot products with all of them run side by side
     coefficients   [rank][tokens], each row packed by itself
 
 A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together, so
 that the halves unpack into neighbouring lanes.
 
-There is a scale of the mean. Shared coordinates have one more, by which the unit's steps are wider
-than the basis's. Own directions have one each, of V_j times u_j, which only ever meet as a product.
+There is a scale of the mean; then, where there are coordinates, one by which the unit's steps are
+wider than the basis's; then one of each own direction, of V_j times u_j, which only ever meet as a
+product.
 """
 
 from __future__ import annotations
@@ -38,32 +38,44 @@ class Layout:
     Attributes:
         unit_tokens: of a unit; even.
         head_dim: of a key; a multiple of 8.
-        rank: own directions, 1 to `unit_tokens` - 1; or shared coordinates, even, at most
-            `head_dim`.
-        shared: coordinates in a basis.
+        rank: own directions, 1 to `unit_tokens` - 1.
+        coordinates: in a basis; even, 0 to `head_dim`.
     """
 
     unit_tokens: int
     head_dim: int
     rank: int
-    shared: bool = False
+    coordinates: int = 0
 
     def __post_init__(self) -> None:
         if self.unit_tokens % 2 or self.head_dim % 8 or self.head_dim <= 0:
             raise ValueError(f"{self}: unit_tokens must be even, head_dim a multiple of 8")
-        if self.shared and (self.rank % 2 or not 2 <= self.rank <= self.head_dim):
-            raise ValueError(f"{self}: rank must be even, 2 to head_dim")
-        if not self.shared and not 1 <= self.rank < self.unit_tokens:
+        if self.coordinates % 2 or not 0 <= self.coordinates <= self.head_dim:
+            raise ValueError(f"{self}: coordinates must be even, 0 to head_dim")
+        if not 1 <= self.rank < self.unit_tokens:
             raise ValueError(f"{self}: rank must be 1 to unit_tokens - 1")
 
     @property
+    def first_own(self) -> int:
+        """The scale of the first own direction."""
+        return 2 if self.coordinates else 1
+
+    @property
     def scales(self) -> int:
-        return 2 if self.shared else self.rank + 1
+        return self.first_own + self.rank
+
+    @property
+    def directions_at(self) -> int:
+        """Byte at which own directions begin; coordinates begin at `head_dim` / 2."""
+        return (self.head_dim + self.coordinates * self.unit_tokens) // 2
+
+    @property
+    def coefficients_at(self) -> int:
+        return self.directions_at + self.rank * self.head_dim // 2
 
     @property
     def code_bytes(self) -> int:
-        directions = 0 if self.shared else self.rank * self.head_dim
-        return (self.head_dim + directions + self.rank * self.unit_tokens) // 2
+        return self.coefficients_at + self.rank * self.unit_tokens // 2
 
     @property
     def nbytes(self) -> int:

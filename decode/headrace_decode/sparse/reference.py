@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace_decode.sparse.basis import Basis
-
-RANK = 4
+from headrace_decode.sparse.summaries import RANK_ALONE, RANK_BESIDE
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Form:
         by_norm: those of largest norm; else those farthest from the mean.
     """
 
-    rank: int = RANK
+    rank: int = RANK_ALONE
     bits: int | None = 4
     largest: bool = False
     kept: int = 0
@@ -71,17 +70,19 @@ class Form:
             ordered = keys.gather(2, order)
             kept, keys = ordered[:, :, : self.kept], ordered[:, :, self.kept :]
         mean = keys.mean(2)
-        centred = keys - mean[:, :, None]
+        own = self.directions(keys - mean[:, :, None])
+        return Summary(self.quantised(mean), *own, self.quantised(kept))
+
+    def directions(self, deviations: Tensor) -> tuple[Tensor, Tensor]:
+        """Own directions of units and the tokens' coefficients.
+
+        Args:
+            deviations: fp32 [H, n, T, D].
+        """
         # eigh of the Gram matrix: an order faster than batched svd, and the same vectors.
-        _, vectors = torch.linalg.eigh(centred @ centred.mT)
+        _, vectors = torch.linalg.eigh(deviations @ deviations.mT)
         basis = vectors[..., -self.rank :].flip(-1) if self.rank else vectors[..., :0]
-        directions = basis.mT @ centred
-        return Summary(
-            self.quantised(mean),
-            self.quantised(directions),
-            self.quantised(basis.mT).mT,
-            self.quantised(kept),
-        )
+        return self.quantised(basis.mT @ deviations), self.quantised(basis.mT).mT
 
     def quantised(self, rows: Tensor) -> Tensor:
         """Round to a scale for each last dimension."""
@@ -123,7 +124,7 @@ class Coordinates:
     basis: Basis
     bits: int | None = 4
     largest: bool = False
-    own: int = 0
+    own: int = RANK_BESIDE
 
     def nbytes(self, tokens: int, dim: int) -> float:
         """Of one unit and head."""
@@ -147,7 +148,7 @@ class Coordinates:
         each = torch.einsum("hmr,hntr->hmnt", weights, coordinates) + mean[..., None]
         if self.own:
             left = deviations - torch.einsum("hntr,hrd->hntd", coordinates, back)
-            some = Form(self.own, self.bits).summary(left)
-            along = torch.einsum("hmd,hnjd->hmnj", queries, some.directions)
-            each += torch.einsum("hmnj,hntj->hmnt", along, some.coefficients)
+            directions, coefficients = Form(self.own, self.bits).directions(left)
+            along = torch.einsum("hmd,hnjd->hmnj", queries, directions)
+            each += torch.einsum("hmnj,hntj->hmnt", along, coefficients)
         return each.amax(-1) if self.largest else each.logsumexp(-1)

@@ -6,8 +6,10 @@ For a query q and a unit b with mean mu whose tokens i deviate from it by c_i:
 
 which is exact attention mass, in logarithm, but for what a summary leaves out of mu and c_i:
 
-    own directions     q.c_i ~ sum_j u_ij (q.V_j)
-    a shared basis     q.c_i ~ sum_j w_j z_ij, with weights w = B q that are the same for all units
+    q.c_i ~ sum_j w_j z_ij + sum_j u_ij (q.V_j)
+
+with coordinates z in a shared basis, whose weights w = B q are the same for all units, and
+directions V of the unit's own.
 
 The softmax over units per query head is summed over the query heads that share a KV head.
 
@@ -72,23 +74,19 @@ def _prepared(queries: NDArray[np.float32], summaries: Summaries) -> NDArray[np.
     -8 times what a code is multiplied with stands at the end, since codes are 8 more than what
     they stand for.
     """
-    layout = summaries.layout
-    if summaries.basis is None:
-        lanes = queries.reshape(*queries.shape[:2], -1, 1, 4)
-        beside = np.broadcast_to(lanes, (*lanes.shape[:3], layout.rank, 4))
-        start = -8 * beside.sum(2).reshape(*queries.shape[:2], -1)
-        weights = beside.reshape(*queries.shape[:2], -1)
-    else:
-        weights = (queries @ summaries.basis.back.swapaxes(1, 2)) * LOG2E
-        start = -8 * weights.sum(-1, keepdims=True)
-    whole = -8 * queries.sum(-1, keepdims=True)
-    return np.concatenate([queries, weights, start, whole], -1)
+    lanes = queries.reshape(*queries.shape[:2], -1, 1, 4)
+    beside = np.broadcast_to(lanes, (*lanes.shape[:3], summaries.layout.rank, 4))
+    beside = beside.reshape(*queries.shape[:2], -1)
+    weights = (queries @ summaries.basis.back.swapaxes(1, 2)) * np.float32(LOG2E)
+    starts = (-8 * one.sum(-1, keepdims=True) for one in (weights, queries))
+    return np.concatenate([queries, weights, beside, *starts], -1)
 
 
 @cache
 def _kernel(layout: Layout, group: int) -> Any:
     """Compiled for one shape: the sums over it are too short for loops of any length."""
-    tokens, dim, rank, shared = layout.unit_tokens, layout.head_dim, layout.rank, int(layout.shared)
+    tokens, dim, rank = layout.unit_tokens, layout.head_dim, layout.rank
+    coordinates = layout.coordinates
     code_bytes, scale_count = layout.code_bytes, layout.scales
 
     @jit
@@ -106,7 +104,7 @@ def _kernel(layout: Layout, group: int) -> Any:
                     tokens,
                     dim,
                     rank,
-                    shared,
+                    coordinates,
                     group,
                     flat_codes,
                     slot * code_bytes,

@@ -1,11 +1,11 @@
 """Makes summaries: of each unit's keys the mean and what each adds to it, in 4 bits.
 
-Coordinates in a shared basis are one product. For directions of the unit's own, its keys less their
-mean, C, are approximated by U V: U [tokens, rank] orthonormal, the leading eigenvectors of the Gram
-matrix C C^T, and V = U^T C. The eigenvectors come from orthogonal iteration (Golub and Van Loan,
-section 8.2.4) on the Gram matrix squared twice over, which starts from the tokens that lie farthest
-from what earlier ones span (pivoted Cholesky). A few steps are enough: what counts is the energy
-that U spans, not each vector.
+Coordinates in a shared basis are one product. What they leave out of the keys less their mean, C,
+is approximated by U V, directions of the unit's own: U [tokens, rank] orthonormal, the leading
+eigenvectors of the Gram matrix C C^T, and V = U^T C. The eigenvectors come from orthogonal
+iteration (Golub and Van Loan, section 8.2.4), which starts from the tokens that lie farthest from
+what earlier ones span (pivoted Cholesky). A few steps are enough: what counts is the energy that U
+spans, not each vector.
 """
 
 from __future__ import annotations
@@ -16,92 +16,95 @@ import numpy as np
 
 from headrace_decode.sparse.layout import jit
 
-STEPS = 3
-"""Of orthogonal iteration."""
+STEPS, PRODUCTS = 3, 4
+"""Of orthogonal iteration, and of each step with the Gram matrix."""
 TINY = np.float32(1e-30)
 
 
 @jit
 def summarise(
-    keys: Any, units: Any, codes: Any, scales: Any, tokens: int, dim: int, rank: int
+    keys: Any, units: Any, codes: Any, scales: Any, origin: Any, into: Any, back: Any, rank: int
 ) -> None:
-    """Summarise each unit and head by directions of its own and store it.
+    """Summarise each unit and head and store it.
 
     Args:
         keys: float32 [n, kv_heads, tokens, dim], contiguous.
         units: int64 [n], where each is stored.
         codes: uint8 [kv_heads, capacity, code bytes].
-        scales: float32 [kv_heads, capacity, rank + 1].
+        scales: float32 [kv_heads, capacity, scales].
+        origin: float32 [kv_heads, dim].
+        into: float32 [kv_heads, coordinates, dim], from deviations to coordinates of scale 1.
+        back: float32 [kv_heads, coordinates, dim], the way back.
+        rank: own directions.
     """
+    tokens, (_, coordinates, dim) = keys.shape[2], into.shape
     centred = np.empty((tokens, dim), np.float32)
     mean = np.empty(dim, np.float32)
+    placed = np.empty((tokens, coordinates), np.float32)
     gram = np.empty((tokens, tokens), np.float32)
-    square = np.empty((tokens, tokens), np.float32)
     basis = np.empty((rank, tokens), np.float32)
     image = np.empty((rank, tokens), np.float32)
     directions = np.empty((rank, dim), np.float32)
-    beside = np.empty(rank * dim, np.float32)
+    beside = np.empty(max(rank * dim, coordinates * tokens), np.float32)
+    first_own, directions_at = 1, dim // 2
+    if coordinates:
+        first_own, directions_at = 2, (dim + coordinates * tokens) // 2
     for n in range(units.size):
         for head in range(codes.shape[0]):
-            unit = units[n]
-            _centre(keys[n, head], mean, centred)
-            _gram(centred, gram)
-            _start(gram, basis)
-            _squared(gram, square)
-            _squared(square, gram)
-            for _ in range(STEPS):
-                _multiplied(basis, gram, image)
-                _orthonormal(image, basis)
-            _multiplied(basis, centred, directions)
-            code, scale = codes[head, unit], scales[head, unit]
-            scale[0] = _scaled(mean)
-            _pack(mean, code, 0)
-            for j in range(rank):
-                scale[1 + j] = _scaled(directions[j]) * _scaled(basis[j])
-                for d in range(dim):
-                    beside[(d // 4) * 4 * rank + 4 * j + d % 4] = directions[j, d]
-                _pack(basis[j], code, ((1 + rank) * dim + j * tokens) // 2)
-            _pack(beside, code, dim // 2)
-
-
-@jit
-def place(
-    keys: Any, units: Any, codes: Any, scales: Any, tokens: int, origin: Any, into: Any
-) -> None:
-    """Summarise each unit and head by coordinates in a basis and store it.
-
-    Args:
-        origin: float32 [kv_heads, dim].
-        into: float32 [kv_heads, dim, rank], from deviations to coordinates of scale 1.
-    """
-    dim, rank = into.shape[1], into.shape[2]
-    centred = np.empty((tokens, dim), np.float32)
-    mean = np.empty(dim, np.float32)
-    row = np.empty(rank, np.float32)
-    beside = np.empty(rank * tokens, np.float32)
-    for n in range(units.size):
-        for head in range(codes.shape[0]):
-            code, largest = codes[head, units[n]], np.float32(0)
+            code, scale = codes[head, units[n]], scales[head, units[n]]
             _centre(keys[n, head], mean, centred)
             for d in range(dim):
                 mean[d] -= origin[head, d]
-            scales[head, units[n], 0] = _scaled(mean)
+            scale[0] = _scaled(mean)
             _pack(mean, code, 0)
-            for i in range(tokens):
-                row[:] = 0
+            if coordinates:
+                scale[1] = _placed(centred, into[head], back[head], placed)
+                for i in range(tokens):
+                    for j in range(coordinates):
+                        beside[j * tokens + i] = placed[i, j]
+                _pack(beside[: coordinates * tokens], code, dim // 2)
+            _gram(centred, gram)
+            _start(gram, basis)
+            for _ in range(STEPS):
+                for _ in range(PRODUCTS // 2):
+                    _multiplied(basis, gram, image)
+                    _multiplied(image, gram, basis)
+                _orthonormal(basis, image)
+                basis[:] = image
+            _multiplied(basis, centred, directions)
+            for j in range(rank):
+                scale[first_own + j] = _scaled(directions[j]) * _scaled(basis[j])
                 for d in range(dim):
-                    value = centred[i, d]
-                    for j in range(rank):
-                        row[j] += value * into[head, d, j]
-                for j in range(rank):
-                    beside[j * tokens + i] = row[j]
-                    largest = max(largest, abs(row[j]))
-            # Coarser steps where a coordinate lies beyond the codes.
-            wider = max(np.float32(1), largest / np.float32(7))
-            for i in range(rank * tokens):
-                beside[i] /= wider
-            scales[head, units[n], 1] = wider
-            _pack(beside, code, dim // 2)
+                    beside[(d // 4) * 4 * rank + 4 * j + d % 4] = directions[j, d]
+                _pack(basis[j], code, directions_at + (rank * dim + j * tokens) // 2)
+            _pack(beside[: rank * dim], code, directions_at)
+
+
+@jit
+def _placed(centred: Any, into: Any, back: Any, placed: Any) -> Any:
+    """Coordinates of deviations, over the width of the unit's steps, which is returned.
+
+    What their codes stand for is taken from the deviations.
+    """
+    tokens, (coordinates, dim) = len(centred), into.shape
+    largest = np.float32(0)
+    for i in range(tokens):
+        for j in range(coordinates):
+            total = np.float32(0)
+            for d in range(dim):
+                total += centred[i, d] * into[j, d]
+            placed[i, j] = total
+            largest = max(largest, abs(total))
+    # Coarser steps where a coordinate lies beyond the codes.
+    wider = max(np.float32(1), largest / np.float32(7))
+    inverse = np.float32(1) / wider
+    for i in range(tokens):
+        for j in range(coordinates):
+            placed[i, j] *= inverse
+            value = np.floor(placed[i, j] + np.float32(0.5)) * wider
+            for d in range(dim):
+                centred[i, d] -= value * back[j, d]
+    return wider
 
 
 @jit
@@ -164,24 +167,6 @@ def _start(gram: Any, basis: Any) -> None:
             basis[j, i] *= inverse
             left[i] -= basis[j, i] * basis[j, i]
         left[pivot] = 0
-
-
-@jit
-def _squared(matrix: Any, into: Any) -> None:
-    """The square of a symmetric matrix, scaled to a largest diagonal element of 1."""
-    n = matrix.shape[0]
-    largest = TINY
-    for i in range(n):
-        into[i] = 0
-        for k in range(n):
-            weight = matrix[i, k]
-            for m in range(n):
-                into[i, m] += weight * matrix[k, m]
-        largest = max(largest, into[i, i])
-    inverse = np.float32(1) / largest
-    for i in range(n):
-        for m in range(n):
-            into[i, m] *= inverse
 
 
 @jit

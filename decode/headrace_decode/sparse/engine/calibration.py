@@ -28,7 +28,7 @@ from safetensors.numpy import save
 from headrace_decode.sparse.basis import Basis
 
 KEY = "headrace_sparse_calibration"
-VERSION = 1
+VERSION = 2
 MOST_BYTES, MOST_HEADER_BYTES = 256 * 2**20, 2**16
 MOST_SHARES = 100
 FARTHEST = 1e6

@@ -128,7 +128,7 @@ class SparseInReach:
         logger.info(
             "sparse attention over units of %d tokens, %s; summaries take up to %.0f MB",
             BOUND.unit_tokens,
-            "without a basis" if book.summaries[0].basis is None else "with the model's basis",
+            "with the model's basis" if book.summaries[0].layout.coordinates else "without a basis",
             book.nbytes / 1e6,
         )
 

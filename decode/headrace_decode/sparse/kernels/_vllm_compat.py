@@ -4,6 +4,8 @@ first. `tests/unit/test_contracts_sparse.py` pins what is used here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,17 +13,7 @@ SEGMENTS = 64
 """Parts of a request's KV that vLLM's Triton kernel attends to side by side; a power of 2."""
 
 
-def triton_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    output: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    table: Tensor,
-    longest: int,
-    scale: float,
-) -> None:
+def triton_attention(query: Tensor, *rest: Any) -> None:
     """vLLM's Triton kernel."""
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
@@ -30,18 +22,8 @@ def triton_attention(
     fp32 = {"dtype": torch.float32, "device": query.device}
     padded = 1 << (dim - 1).bit_length()
     unified_attention(
-        q=query,
-        k=keys,
-        v=values,
-        out=output,
-        cu_seqlens_q=starts,
-        max_seqlen_q=1,
-        seqused_k=lengths,
-        max_seqlen_k=longest,
-        softmax_scale=scale,
-        causal=True,
+        **_named(query, *rest),
         window_size=(-1, -1),
-        block_table=table,
         softcap=0,
         q_descale=None,
         k_descale=None,
@@ -54,7 +36,17 @@ def triton_attention(
     )
 
 
-def flash_attention(
+def flash_attention(*given: Any) -> None:
+    """FlashAttention as vLLM ships it, of the version that it picks for the card."""
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+    )
+
+    flash_attn_varlen_func(**_named(*given), fa_version=get_flash_attn_version())
+
+
+def _named(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -64,24 +56,18 @@ def flash_attention(
     table: Tensor,
     longest: int,
     scale: float,
-) -> None:
-    """FlashAttention as vLLM ships it, of the version that it picks for the card."""
-    from vllm.v1.attention.backends.fa_utils import (
-        flash_attn_varlen_func,
-        get_flash_attn_version,
-    )
-
-    flash_attn_varlen_func(
-        q=query,
-        k=keys,
-        v=values,
-        out=output,
-        cu_seqlens_q=starts,
-        max_seqlen_q=1,
-        seqused_k=lengths,
-        max_seqlen_k=longest,
-        softmax_scale=scale,
-        causal=True,
-        block_table=table,
-        fa_version=get_flash_attn_version(),
-    )
+) -> dict[str, Any]:
+    """What an `attention.Kernel` is given, by vLLM's names."""
+    return {
+        "q": query,
+        "k": keys,
+        "v": values,
+        "out": output,
+        "cu_seqlens_q": starts,
+        "max_seqlen_q": 1,
+        "seqused_k": lengths,
+        "max_seqlen_k": longest,
+        "softmax_scale": scale,
+        "causal": True,
+        "block_table": table,
+    }

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace_decode.sparse.engine.counts import RECENT, SINKS
-from headrace_decode.sparse.kernels.summaries import LEAST, DeviceSummaries
+from headrace_decode.sparse.kernels.summaries import LEAST, SCALES, DeviceSummaries
 from headrace_decode.sparse.lanes import LOG2E
 
 AT_ONCE = 16
@@ -95,7 +95,7 @@ def scores(
     """
     rows, heads, dim = query.shape
     layout, (kv_heads, capacity, code_bytes) = summaries.layout, summaries.codes.shape
-    group, n, half = heads // kv_heads, units.shape[1], layout.rank // 2
+    group, n, half = heads // kv_heads, units.shape[1], layout.coordinates // 2
     grouped = query.view(rows, kv_heads, group, dim)
     weights = torch.einsum("rhgd,hjd->rhgj", grouped.float(), summaries.back).contiguous()
     found = torch.empty((rows, kv_heads, group, n), device=query.device)
@@ -166,10 +166,15 @@ def _score(
     heads = row * query_row + (head * GROUP + g)[:, None] * query_head + d[None, :]
     low = tl.load(query + heads, asked[:, None], 0.0)
     high = tl.load(query + heads + DIM // 2, asked[:, None], 0.0)
-    both = tl.load(start[None, :] + d[:, None], there[None, :], 0x88).to(tl.int32)
-    mean = tl.dot(low, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
-    mean = tl.dot(high, ((both >> 4) - 8).to(low.dtype), mean, input_precision="ieee")
-    mean *= tl.load(scales + 2 * slot, there, 0.0)[None, :]
+    mean = _along(low, high, start[None, :] + d[:, None], there[None, :])
+    mean *= tl.load(scales + SCALES * slot, there, 0.0)[None, :]
+    directions = start + DIM // 2 + HALF * TOKENS
+    own = _along(low, high, directions[None, :] + d[:, None], there[None, :])
+    own *= tl.load(scales + SCALES * slot + 2, there, 0.0)[None, :] * scale
+    t = tl.arange(0, TOKENS)
+    of_tokens = directions[:, None] + DIM // 2 + (t % (TOKENS // 2))[None, :]
+    both = tl.load(of_tokens, there[:, None], 0x88).to(tl.int32)
+    coefficients = ((both >> (t // (TOKENS // 2) * 4)[None, :]) & 15) - 8
 
     column = tl.arange(0, UNITS * TOKENS)
     token = column % TOKENS
@@ -186,15 +191,37 @@ def _score(
         tl.load(weighing, some, 0.0).to(low.dtype),
         tl.load(weighing + HALF, some, 0.0).to(low.dtype),
     )
-    each = tl.dot(low_weights, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
-    each = tl.dot(high_weights, ((both >> 4) - 8).to(low.dtype), each, input_precision="ieee")
+    each = _dot(low_weights, high_weights, both)
     each = tl.reshape(each, (GROUP_PADDED, UNITS, TOKENS))
-    wider = tl.load(scales + 2 * slot + 1, there, 1.0)
+    wider = tl.load(scales + SCALES * slot + 1, there, 1.0)
     each *= (wider * scale)[None, :, None]
+    each += own[:, :, None] * coefficients.to(tl.float32)[None, :, :]
     highest = tl.max(each, 2)
     mass = tl.sum(tl.exp2(each - highest[:, :, None]), 2)
     logits = mean * scale + highest + tl.log2(mass)
     tl.store(found + row_of[:, None] * n + b[None, :], logits, asked[:, None] & there[None, :])
+
+
+@triton.jit
+def _along(
+    low,
+    high,
+    bytes_,
+    there,
+):
+    """Products of queries with packed rows."""
+    return _dot(low, high, tl.load(bytes_, there, 0x88).to(tl.int32))
+
+
+@triton.jit
+def _dot(
+    low,
+    high,
+    both,
+):
+    """Of two halves with codes, low and high ones of a byte."""
+    found = tl.dot(low, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
+    return tl.dot(high, ((both >> 4) - 8).to(low.dtype), found, input_precision="ieee")
 
 
 @triton.jit

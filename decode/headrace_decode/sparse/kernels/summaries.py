@@ -16,10 +16,14 @@ from torch import Tensor
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.kernels.cache import HeadCache
 from headrace_decode.sparse.layout import Layout
+from headrace_decode.sparse.summaries import RANK_BESIDE
+from headrace_decode.sparse.summarising import PRODUCTS, STEPS
 
 LEAST = 16
 """Of each side of `tl.dot`."""
 TINY = tl.constexpr(1e-30)
+SCALES = tl.constexpr(3)
+"""Of a summary: of the mean, of coordinates, of the one own direction."""
 
 
 class DeviceSummaries:
@@ -28,7 +32,7 @@ class DeviceSummaries:
     Attributes:
         layout: of one unit's summary for one head.
         codes: uint8 [kv_heads, capacity, layout.code_bytes].
-        scales: float32 [kv_heads, capacity, 2].
+        scales: float32 [kv_heads, capacity, 3].
         sums: int64 [kv_heads, capacity], of the keys that a summary is of; 0 of none.
         back: float32 [kv_heads, rank, head_dim], as `Basis.back`.
     """
@@ -44,11 +48,11 @@ class DeviceSummaries:
         kv_heads, dim, rank = basis.into.shape
         if unit_tokens & (unit_tokens - 1) or dim & (dim - 1) or unit_tokens < 16 or dim < 32:
             raise ValueError(f"units of {unit_tokens} tokens, heads of {dim}: no kernel for these")
-        self.layout = Layout(unit_tokens, dim, rank, shared=True)
+        self.layout = Layout(unit_tokens, dim, RANK_BESIDE, rank)
         self.codes = torch.full(
             (kv_heads, capacity, self.layout.code_bytes), 0x88, dtype=torch.uint8, device=device
         )
-        self.scales = torch.zeros((kv_heads, capacity, 2), device=device)
+        self.scales = torch.zeros((kv_heads, capacity, self.layout.scales), device=device)
         self.sums = torch.zeros((kv_heads, capacity), dtype=torch.int64, device=device)
         self._origin, self._into, self.back = (
             torch.from_numpy(one).to(device) for one in (basis.origin, basis.into, basis.back)
@@ -68,7 +72,7 @@ class DeviceSummaries:
         if not len(units):
             return
         layout, kv_heads = self.layout, self.codes.shape[0]
-        half = layout.rank // 2
+        half = layout.coordinates // 2
         _bring_up[len(units), kv_heads](
             cache.keys,
             units,
@@ -77,6 +81,7 @@ class DeviceSummaries:
             self.sums,
             self._origin,
             self._into,
+            self.back,
             cache.keys.stride(0),
             cache.keys.stride(1),
             cache.heads_apart,
@@ -87,6 +92,8 @@ class DeviceSummaries:
             HALF=half,
             PADDED=max(LEAST, triton.next_power_of_2(half)),
             WIDE=cache.keys.element_size() == 4,
+            ROUNDS=STEPS,
+            PRODUCTS=PRODUCTS,
         )
 
 
@@ -99,6 +106,7 @@ def _bring_up(
     sums,
     origin,
     into,
+    back,
     place_stride,
     token_stride,
     heads_apart,
@@ -109,6 +117,8 @@ def _bring_up(
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
     WIDE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
 ):
     """One unit of one head. HALF: of the coordinates. A byte holds elements i and i + n / 2."""
     unit, head = tl.load(units + tl.program_id(0)).to(tl.int64), tl.program_id(1)
@@ -140,17 +150,68 @@ def _bring_up(
     largest = tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b)))
     # Coarser steps where a coordinate lies beyond the codes.
     wider = tl.maximum(1.0, largest / 7)
-    start = codes + slot * code_bytes + DIM // 2
-    tl.store(start + j[None, :] * TOKENS + i[:, None], _packed(a / wider, b / wider), kept)
-    tl.store(scales + 2 * slot + 1, wider)
+    a, b = a / wider, b / wider
+    start = codes + slot * code_bytes
+    tl.store(start + DIM // 2 + j[None, :] * TOKENS + i[:, None], _packed(a, b), kept)
+    tl.store(scales + SCALES * slot + 1, wider)
 
     low_mean -= tl.load(origin + head * DIM + d)
     high_mean -= tl.load(origin + head * DIM + DIM // 2 + d)
     scale = tl.maximum(tl.max(tl.abs(low_mean)), tl.max(tl.abs(high_mean))) / 7
-    inverse = tl.where(scale > TINY, 1.0 / tl.maximum(scale, TINY), 0.0)
-    tl.store(codes + slot * code_bytes + d, _packed(low_mean * inverse, high_mean * inverse))
-    tl.store(scales + 2 * slot, scale)
+    inverse = _inverse(scale)
+    tl.store(start + d, _packed(low_mean * inverse, high_mean * inverse))
+    tl.store(scales + SCALES * slot, scale)
+
+    a, b = (_code(a) - 8).to(tl.float32) * wider, (_code(b) - 8).to(tl.float32) * wider
+    first = back + head * DIM * 2 * HALF + j[:, None] * DIM + d[None, :]
+    kept = (j < HALF)[:, None]
+    second = first + HALF * DIM
+    low -= tl.dot(a, tl.load(first, kept, 0.0), input_precision="ieee")
+    low -= tl.dot(b, tl.load(second, kept, 0.0), input_precision="ieee")
+    high -= tl.dot(a, tl.load(first + DIM // 2, kept, 0.0), input_precision="ieee")
+    high -= tl.dot(b, tl.load(second + DIM // 2, kept, 0.0), input_precision="ieee")
+    u = _leading(low, high, ROUNDS, PRODUCTS)
+    low_own, high_own = tl.sum(u[:, None] * low, 0), tl.sum(u[:, None] * high, 0)
+    scale = tl.maximum(tl.max(tl.abs(low_own)), tl.max(tl.abs(high_own))) / 7
+    of_u = tl.max(tl.abs(u)) / 7
+    inverse = _inverse(scale)
+    start += DIM // 2 + HALF * TOKENS
+    tl.store(start + d, _packed(low_own * inverse, high_own * inverse))
+    halves = tl.reshape(_code(u * _inverse(of_u)), (2, TOKENS // 2))
+    both = tl.sum(halves << (4 * tl.arange(0, 2))[:, None], 0)
+    tl.store(start + DIM // 2 + tl.arange(0, TOKENS // 2), both.to(tl.uint8))
+    tl.store(scales + SCALES * slot + 2, scale * of_u)
     tl.store(sums + slot, found)
+
+
+@triton.jit
+def _leading(
+    low,
+    high,
+    ROUNDS: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """The leading eigenvector of the Gram matrix of rows in two halves, as `summarising` has it."""
+    gram = tl.dot(low, tl.trans(low), input_precision="ieee")
+    gram = tl.dot(high, tl.trans(high), gram, input_precision="ieee")
+    at = tl.arange(0, gram.shape[0])
+    diagonal = tl.sum(tl.where(at[:, None] == at[None, :], gram, 0.0), 1)
+    inverse = _inverse(tl.sum(diagonal))
+    gram *= inverse
+    u = tl.sum(tl.where(at[None, :] == tl.argmax(diagonal, 0), gram, 0.0), 1)
+    for _ in tl.static_range(ROUNDS):
+        u *= _inverse(tl.sqrt(tl.sum(u * u)))
+        for _ in tl.static_range(PRODUCTS):
+            u = tl.sum(gram * u[None, :], 1)
+    return u * _inverse(tl.sqrt(tl.sum(u * u)))
+
+
+@triton.jit
+def _inverse(
+    x,
+):
+    """0 of what is nearly 0."""
+    return tl.where(x > TINY, 1.0 / tl.maximum(x, TINY), 0.0)
 
 
 @triton.jit

@@ -1,0 +1,23 @@
+"""A scheduler that serves requests as a benchmark says."""
+
+from __future__ import annotations
+
+from headrace_decode.sparse.engine.offload.manager import OffloadManager
+from headrace_decode.sparse.engine.offload.scheduler import OffloadingTakingUp
+
+
+class PlannedScheduler(OffloadingTakingUp):
+    """
+    Attributes:
+        offload: whether requests that wait are offloaded; None: as the scheduler decides.
+    """
+
+    offload: bool | None = None
+
+    def _switch(self, manager: OffloadManager) -> None:
+        if self.offload is None:
+            super()._switch(manager)
+            return
+        for request in self.waiting if self.offload else ():
+            if manager.ledger.planned(request.request_id) is None:
+                manager.ledger.plan(request.request_id, self._smallest(request))

@@ -1,0 +1,119 @@
+"""SmolLM2 in bfloat16 on one thread in a vLLM engine in this process, attending sparsely for those
+requests that ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_decode.sparse.engine.settings import SparseSettings
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""Of the process, before vLLM is imported."""
+LONGEST = 8192
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine.
+
+    Attributes:
+        seconds: that it took.
+        sparse: rows that attended sparsely.
+        outputs: vLLM's, by request: what its answer grew by.
+    """
+
+    seconds: float
+    sparse: int
+    outputs: Mapping[str, Any]
+
+
+class Engine:
+    """
+    Args:
+        settings: of sparse attention.
+        options: of vLLM's `LLM`, beside those that all benchmarks have.
+    """
+
+    def __init__(self, settings: SparseSettings, **options: Any) -> None:
+        from vllm import LLM
+
+        from headrace.model import resolve
+        from headrace_decode.sparse.engine.bound import BOUND
+
+        self.llm: Any = LLM(
+            str(resolve(None)),
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=LONGEST,
+            additional_config=settings.additional_config(),
+            worker_cls="headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
+            **options,
+        )
+        self.bound, self._named = BOUND, 0
+
+    def prompts(self, tokens: int, count: int = 1) -> list[list[int]]:
+        """Documents of installed packages, one after another."""
+        from headrace_prefill.reuse.offline.prompts import documents
+
+        tokenizer = self.llm.get_tokenizer()
+        ids: list[int] = []
+        for file in documents(True):
+            ids += tokenizer(file.read_text("utf-8", errors="replace")).input_ids
+            if len(ids) >= count * tokens:
+                break
+        return [ids[n * tokens : (n + 1) * tokens] for n in range(count)]
+
+    def add(
+        self, prompt: list[int], answer: int, share: float | None, salt: str = "", **options: Any
+    ) -> str:
+        """Add a request for a greedy answer of so many tokens; its name.
+
+        Args:
+            share: of units; None for an exact request.
+            salt: of its KV.
+            options: of `SamplingParams`.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=answer,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=None if share is None else {"sparse": share},
+            **options,
+        )
+        told = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        self._named += 1
+        self.llm.llm_engine.add_request(name := str(self._named), told, params)
+        return name
+
+    def steps(self) -> Iterator[Step]:
+        """Step until no request is left."""
+        engine = self.llm.llm_engine
+        while engine.has_unfinished_requests():
+            begun, before = time.perf_counter(), self._sparse_rows()
+            outputs = engine.step()
+            took = time.perf_counter() - begun
+            found = {output.request_id: output.outputs[0] for output in outputs}
+            yield Step(took, self._sparse_rows() - before, found)
+
+    def _sparse_rows(self) -> int:
+        offloading = self.bound.offloading
+        return int(self.bound.found + (0 if offloading is None else offloading.sparse))
+
+
+def same_first(a: list[int], b: list[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(a, b, strict=True)
+    return next((n for n, (one, other) in enumerate(pairs) if one != other), len(a))
