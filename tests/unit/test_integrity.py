@@ -33,7 +33,7 @@ from headrace_kvstore.checksum import checksum
 from headrace_kvstore.checksum import fold_lanes as fold
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.device_cache import DeviceCache
-from headrace_kvstore.device_checksum import lane_sums
+from headrace_kvstore.device.checksum import lane_sums
 from headrace_kvstore.layout import BlockLayout
 
 WHO = Identity(b"i" * 16, 7, prompt_digest(b"m", "s", "", [1, 2, 3]), 3, True)

@@ -6,10 +6,12 @@ Blocks are copied in and out in one pass over their bytes, which also computes t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from headrace_kvstore.checksum import checksum, copy_sum, prepare
+from headrace_kvstore.device.clock import Clock, HostClock
 from headrace_kvstore.layout import BlockLayout
 
 
@@ -23,18 +25,26 @@ class EngineCache:
     Attributes:
         layer_names: in payload order.
         stored_layer_bytes: of one layer of one payload.
+        step_clock: of the engine's computation. load_clock: of loads into the cache.
     """
 
     layer_names: Sequence[str]
+    step_clock: Clock = HostClock()
+    load_clock: Clock = HostClock()
 
     def __init__(self, layout: BlockLayout, threads: int = 1) -> None:
         prepare()
         self.layout, self._threads = layout, threads
         self.layer_names, self.stored_layer_bytes = layout.names, layout.layer_bytes
 
-    def fence(self) -> None:
+    def fence(self) -> Any:
         """Loads from here on wait for what the calling thread has launched on a device. What was
-        computed in host memory is there already."""
+        computed in host memory is there already.
+
+        Returns:
+            The mark of `load_clock` from which loads may begin; None for now.
+        """
+        return None
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray

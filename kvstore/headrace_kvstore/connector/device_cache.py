@@ -19,7 +19,8 @@ import torch
 
 from headrace_kvstore.checksum import copy_sum, fold_lanes
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.device_checksum import lane_sums
+from headrace_kvstore.device.checksum import lane_sums
+from headrace_kvstore.device.clock import CudaClock
 from headrace_kvstore.layout import BlockLayout
 
 SUMMED_BYTES = 32 * 2**20
@@ -48,9 +49,13 @@ class DeviceCache(EngineCache):
         self._device = self._views[0].device
         rows = max(1, staging_bytes // layout.layer_bytes)
         self._in, self._out = (_Lane(self._device, rows, layout.layer_bytes) for _ in range(2))
+        if self._device.type == "cuda":
+            self.step_clock = CudaClock(self._device)
+            self.load_clock = CudaClock(self._device, self._in.stream)
 
-    def fence(self) -> None:
+    def fence(self) -> Any:
         self._in.wait_for_current()
+        return self.load_clock.mark()
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
@@ -132,7 +137,7 @@ class _Lane:
         self._addresses = self._host.data_ptr() + np.arange(rows, dtype=np.uint64) * np.uint64(
             row_bytes
         )
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
 
     def parts(self, blocks: int) -> list[slice]:
@@ -141,18 +146,18 @@ class _Lane:
 
     def wait_for_current(self) -> None:
         """What this lane does next begins behind what the calling thread has launched."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def synchronise(self) -> None:
         """Wait until the device has done all of this lane's."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
 
     @contextlib.contextmanager
     def alone(self) -> Any:
         """The lane's stream, while nobody else uses it."""
-        stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
         with self._lock, stream:
             yield
 
@@ -160,7 +165,7 @@ class _Lane:
     def use(self, part: slice) -> Any:
         """Host rows for a part, u8 [n, bytes], and their addresses u64 [n]; synchronised at end."""
         count = part.stop - part.start
-        stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
+        stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
         with self._lock, stream:
             yield self._host[:count], self._addresses[:count]
             self.synchronise()

@@ -156,7 +156,9 @@ class Price:
         return self._choice(first, best)
 
     def _choice(self, first: int, blocks: int) -> Choice:
-        return Choice(blocks, self.compute_s(first, first + blocks * self._block_tokens) or 0.0)
+        """Nothing is loaded that takes no time to compute: no load ends within such a limit."""
+        limit_s = self.compute_s(first, first + blocks * self._block_tokens) or 0.0
+        return Choice(blocks, limit_s) if limit_s > 0 else Choice(0, 0.0)
 
     def _probes(self, first: int, run: Run, tokens: int) -> bool:
         """Whether the tier that lost may be tried, on what was saved up for it."""

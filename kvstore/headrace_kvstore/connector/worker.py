@@ -4,16 +4,16 @@ This is the worker half of the connector without its vLLM shell. Loads run layer
 step that needs them. Each (block, layer) is compared with its checksum before the step may use it.
 A block that fails, is late or is missing is reported to vLLM, which computes it. Saves run in a
 thread of their own, after the step that found them. The durations of steps and loads are measured
-on the way, for `price`.
+on the way, for `price`, by the clocks of the device that does the work (`device.clock`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,8 @@ from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
-from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
+from headrace_kvstore.device.clock import StepTimer
 from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
 
@@ -54,7 +55,7 @@ class StepSample(NamedTuple):
 
 
 class LoadSample(NamedTuple):
-    """What a load from a slow tier took, or would have taken: from one medium, so many blocks."""
+    """What a load took, or would have taken: from one medium, so many blocks."""
 
     medium: str
     blocks: int
@@ -99,42 +100,42 @@ class WorkerHalf:
         self._loads: list[tuple[str, int, float]] = []
         self._lease_s = settings.lease_s
         self._work = Work()
-        self._opened_s = self._waited_s = 0.0
+        self._timer: StepTimer[Shape] = StepTimer(cache.step_clock)
         self._samples: list[StepSample | LoadSample] = []
         self.counts: Counter[str] = Counter()
 
     def open(self) -> None:
         """vLLM turns to a step."""
-        self._opened_s, self._waited_s = time.perf_counter(), 0.0
+        self._timer.begin()
 
     def begin(self, work: Work) -> None:
         """A step's load starts; the step may have computed already if it loads nothing."""
         self._work, self._saves = work, work.saves
         if work.load.blocks:
-            self._cache.fence()
+            began = self._cache.fence()
             self._source = source = self._sources(work.load)
             layers = len(self._cache.layer_names)
             depth = DEPTH if source.files is None else source.files.depth
             parts = [part for _, part in source.parts]
-            self._pipeline = LayerPipeline(parts, layers, self._loader, depth)
+            clock = self._cache.load_clock
+            self._pipeline = LayerPipeline(parts, layers, self._loader, depth, clock, began)
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
         layer = self._layer_of.get(layer_name)
         if self._pipeline is not None and layer is not None:
-            began_s = time.perf_counter()
+            self._timer.pause()
             with contextlib.suppress(Exception):  # `end` reports what failed
                 self._pipeline.wait(layer)
-            self._waited_s += time.perf_counter() - began_s
+            self._timer.resume()
 
     def end(self) -> None:
-        """The step has computed, or there was nothing to compute; its saves start."""
+        """The step is computed, or queued on its device, or there was nothing to compute; its saves
+        start."""
+        self._timer.end(self._work.shape)
         if self._pipeline is not None and self._source is not None:
             self._settle(self._pipeline, self._source)
             self._pipeline = self._source = None
-        if self._work.shape is not None and self._opened_s:
-            seconds = time.perf_counter() - self._opened_s - self._waited_s
-            self._samples.append(StepSample(*self._work.shape, seconds))
         self._work = Work()
         saves, self._saves = self._saves, {}
         for job, save in saves.items():
@@ -158,6 +159,7 @@ class WorkerHalf:
 
     def samples(self) -> list[StepSample | LoadSample]:
         """What was measured since the last call."""
+        self._samples += [StepSample(*shape, seconds) for shape, seconds in self._timer.ended()]
         samples, self._samples = self._samples, []
         return samples
 
@@ -185,7 +187,8 @@ class WorkerHalf:
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
         if placed and self._files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
-            limit_s = min(sum(load.limits_s) or self._lease_s, self._lease_s)
+            # Without a limit for every request that reads here, the leases are the limit.
+            limit_s = min(sum(load.limits_s) if load.limits_s else math.inf, self._lease_s)
             try:
                 files = self._files.source(places, blocks[placed], seeds[placed], DEPTH, limit_s)
             except (OSError, RuntimeError, ValueError) as error:
@@ -220,14 +223,19 @@ class WorkerHalf:
                 lost["gone"] -= len(indices)
                 lost[f"{cause}_{medium}"] += len(wrong)
                 self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
+        seconds = pipeline.seconds
         if self._files is not None and source.files is not None:
             self._files.settle(source.files)
-            self._measure(source.files, pipeline.seconds)
+            # Reading does not wait for the device, so it may have begun before the copies could.
+            seconds = max(seconds, source.files.read_s) if seconds else 0.0
+            self._measure(source.files, seconds)
         self.counts.update({f"lost_{cause}": n for cause, n in lost.items() if n})
         loaded = int((~bad).sum())
         if loaded:
             medium = "dram" if source.files is None else source.files.medium
-            self._loads.append((medium, loaded, pipeline.seconds))
+            self._loads.append((medium, loaded, seconds))
+            if source.files is None and not bad.any():
+                self._samples.append(LoadSample(medium, loaded, seconds))
         self._failed.update(source.blocks[bad].tolist())
         if bad.any():
             logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
