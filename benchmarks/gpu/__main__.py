@@ -8,6 +8,14 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
                                         Llama 3 8B: time of vLLM's fastest kernel over all KV / time
                                         of sparse attention with 5 % of the units, scores and choice
                                         included (target 5)
+    load_verified_vs_copy,              the store's loads against a plain copy of pinned memory of
+    load_unverified_vs_copy             the same size, 1,024 blocks of Llama 3 8B at TP=2 (target
+                                        0.85)
+    save_vs_copy                        saves with checksums, likewise
+    load_fp8_vs_raw, load_int4_vs_raw   bandwidth of the engine's bytes under a codec
+    compute_beside_loads_vs_alone       products of matrices while blocks are loaded (target 1)
+    ttft_dram_vs_cold_N                 an engine's time to first token with N tokens in DRAM
+    itl_p99_beside_loads_vs_none        latencies of running requests while others' KV is loaded
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ import datetime
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,15 +36,22 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU")
-    from benchmarks.gpu import sparse
+    from benchmarks.gpu import copies, engine, sparse
 
-    found = sparse.measured()
-    figures = sparse.figures(found)
-    if options.json:
-        told = {"machine": machine(), "figures": figures, "sparse": found}
-        options.json.write_text(json.dumps(told, indent=1))
-    print(f"{machine()}\n\n### Sparse decode attention\n\n{sparse.markdown(found)}\n")
-    print("\n".join(f"- `{name}`: {value:.2f}" for name, value in figures.items()))
+    print(machine())
+    told: dict[str, Any] = {"machine": machine(), "figures": {}}
+    for title, part in (
+        ("Copies of the KV store", copies),
+        ("An engine with the KV store", engine),
+        ("Sparse decode attention", sparse),
+    ):
+        found = part.measured()
+        told[part.__name__.rpartition(".")[2]] = found
+        told["figures"] |= part.figures(found)
+        print(f"\n### {title}\n\n{part.markdown(found)}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(told, indent=1))
+    print("\n" + "\n".join(f"- `{name}`: {value:.2f}" for name, value in told["figures"].items()))
 
 
 def machine() -> str:

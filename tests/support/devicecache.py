@@ -24,6 +24,10 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     layout = BlockLayout.of_tensors(theirs, blocks)
     host = EngineCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
+    assert (
+        cache.sums(np.arange(blocks), np.zeros((blocks, len(caches)), np.uint64))
+        == host.sums(np.arange(blocks), np.zeros((blocks, len(caches)), np.uint64))
+    ).all()
     assert (cache.layer_names, layout.layers[0].axes) == (
         host.layer_names,
         host_layout.layers[0].axes,
@@ -41,8 +45,11 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     # As whole numbers: random bytes hold NaNs, which equal nothing.
     before = {name: tensor.clone().view(torch.int16) for name, tensor in theirs.items()}
     order = np.array([1, 5, 0, 3, 4])  # each payload into another block than it came from
-    for layer in range(len(caches)):
-        assert (cache.load(layer, order, addresses, seeds[:, layer]) == sums[:, layer]).all()
+    under_way = [
+        cache.start(layer, order, addresses, seeds[:, layer]) for layer in range(len(caches))
+    ]
+    for layer, there in enumerate(under_way):
+        assert (there() == sums[:, layer]).all()
     again, back = _payloads(layout, len(ids))
     cache.save(order, back, seeds)
     assert (again == wanted).all()

@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,8 @@ class Engine:
         )
         row = self.arena.namespace(DIGEST, LAYERS * LAYER_BYTES, LAYERS)
         self.worker = WorkerHalf(
-            self.arena, row, cache, seeds, StoreSettings(), FileTier(cache, 1 << 20)
+            *(self.arena, row, cache, seeds, StoreSettings()),
+            partial(FileTier, staging_bytes=1 << 20),
         )
 
     def content(self, block: int) -> bytes:

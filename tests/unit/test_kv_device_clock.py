@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.pipeline import LayerPipeline
 from headrace_kvstore.connector.scheduler import Load, Shape, Work
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
@@ -129,7 +130,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def on(device: FakeDevice, node: Node, layer_s: float = 0.25) -> tuple[WorkerHalf, OnDevice]:
     """A worker whose cache is on a device."""
-    _, _, arena = node.engine(3)
+    node.engine(3)
+    arena = Arena.attach("a", node.folder)
     cache = OnDevice(device, layer_s)
     worker = WorkerHalf(arena, 0, cache, seeds, StoreSettings())
     node.workers.append(worker)

@@ -5,7 +5,8 @@ Blocks are copied in and out in one pass over their bytes, which also computes t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,26 @@ class EngineCache:
             The mark of `load_clock` from which loads may begin; None for now.
         """
         return None
+
+    def beside(self) -> EngineCache:
+        """The same cache, for loads that run beside others."""
+        return self
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Payloads will lie in this memory, until `close`."""
+
+    def drain(self) -> None:
+        """Return when nothing that was begun touches the cache any more."""
+
+    def close(self) -> None:
+        """Nothing is loaded or saved any more."""
+
+    def start(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> Callable[[], np.ndarray]:
+        """Begin a `load`; it is there, and its checksums are, when the result has been called.
+        A host copies within that call."""
+        return partial(self.load, layer, blocks, payloads, seeds)
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray

@@ -84,6 +84,7 @@ class FileTier:
             self._unsettled = None
         if self._staging is None:
             self._staging = Staging(self._staging_bytes)
+            self._cache.register(self._staging.address, self._staging.size_bytes)
         return FileSource(
             *(self._reader, self._staging, self._cache, places, blocks, seeds, depth, limit_s)
         )

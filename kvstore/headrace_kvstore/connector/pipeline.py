@@ -12,8 +12,8 @@ nothing but memory where bytes wait in between; fewer leave the tier idle during
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from headrace_kvstore.device.clock import Clock, HostClock
@@ -34,13 +34,31 @@ class LayerSource(Protocol):
         ...
 
 
+class Threads(Protocol):
+    """As `concurrent.futures.Executor`."""
+
+    def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]: ...
+
+
+class ThisThread:
+    """Runs a pipeline in the thread that makes it."""
+
+    def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]:
+        done: Future[None] = Future()
+        try:
+            done.set_result(call(depth))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class LayerPipeline:
     """One step's load, begun by its constructor.
 
     Args:
         sources: where the KV comes from, each for some of the blocks.
         layers: how many.
-        threads: runs the loader; one thread serves one pipeline after the other.
+        threads: run the loader; one thread serves one pipeline after the other.
         depth: layers on their way at once.
         clock: of the loads.
         began: its mark where the load may begin; when its thread begins, if not given.
@@ -53,7 +71,7 @@ class LayerPipeline:
         self,
         sources: Sequence[LayerSource],
         layers: int,
-        threads: ThreadPoolExecutor,
+        threads: Threads,
         depth: int = DEPTH,
         clock: Clock | None = None,
         began: Any = None,
