@@ -12,6 +12,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,9 +96,9 @@ def measured() -> dict[str, Any]:
         stage = Stage(blocks)
         pinned = torch.empty(stage.size_bytes, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(stage.size_bytes, dtype=torch.uint8, device="cuda")
-        arms = {
-            "plain copy in": lambda to=there, of=pinned: to.copy_(of, non_blocking=True),
-            "plain copy out": lambda to=pinned, of=there: to.copy_(of, non_blocking=True),
+        arms: dict[str, Callable[[], Any]] = {
+            "plain copy in": partial(there.copy_, pinned, non_blocking=True),
+            "plain copy out": partial(pinned.copy_, there, non_blocking=True),
             "load, verified": stage.load,
             "load, unverified": stage.copy_alone,
             "save, with sums": stage.save,

@@ -175,7 +175,7 @@ def slow(node: Node) -> tuple[WorkerHalf, SlowCache, FakeDevice]:
 
 def decode(worker: WorkerHalf, cache: SlowCache, device: FakeDevice, work: Work) -> None:
     """A step of 10 ms on the device, by layers."""
-    worker.open()
+    worker.open(ahead=bool(work.ahead))
     worker.begin(work)
     for name in NAMES:
         worker.wait(name)

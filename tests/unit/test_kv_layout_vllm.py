@@ -83,16 +83,22 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("spec", [DENSE, MLA], ids=["dense", "MLA"])
 def test_the_device_cache_moves_the_same_bytes_as_the_host_cache(
-    spec: FullAttentionSpec, layout: KVCacheLayout
+    spec: FullAttentionSpec, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from headrace_kvstore.device import kernels
     from tests.support.devicecache import check_against_host
 
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
     check_against_host(allocate(spec, layout), NB, "cpu")
 
 
 @interpreted
-def test_the_device_cache_takes_kernels_with_smaller_blocks() -> None:
+def test_the_device_cache_takes_kernels_with_smaller_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (layout,) = CPUAttentionBackend.supported_kv_cache_layouts()
+    from headrace_kvstore.device import kernels
     from tests.support.devicecache import check_against_host
 
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
     check_against_host(allocate(DENSE, layout, kernel_tokens=32), NB, "cpu")

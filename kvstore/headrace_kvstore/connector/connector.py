@@ -225,8 +225,8 @@ class StoreConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
-            self._worker.open()
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._worker.open(ahead=bool(connector_metadata.work.ahead))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()

@@ -46,7 +46,8 @@ class ThisThread:
     def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]:
         done: Future[None] = Future()
         try:
-            done.set_result(call(depth))
+            call(depth)
+            done.set_result(None)
         except Exception as error:
             done.set_exception(error)
         return done

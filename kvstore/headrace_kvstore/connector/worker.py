@@ -115,8 +115,15 @@ class WorkerHalf:
         self._samples: list[StepSample | LoadSample] = []
         self.counts: Counter[str] = Counter()
 
-    def open(self) -> None:
-        """vLLM turns to a step."""
+    def open(self, ahead: bool = False) -> None:
+        """vLLM turns to a step.
+
+        Args:
+            ahead: loads ahead come with it. They wait for what was queued before this step, and not
+                for the step, which leaves their blocks alone.
+        """
+        if ahead:
+            self._cache_ahead.fence()
         self._timer.begin()
 
     def begin(self, work: Work, by_layers: bool = True) -> None:
@@ -132,8 +139,6 @@ class WorkerHalf:
             self._pipeline = self._pipelined(source, self._cache, self._loader, began)
             if not by_layers:
                 self._wait(self._pipeline.finish)
-        if work.ahead:
-            self._cache_ahead.fence()
         for request_id, load in work.ahead.items():
             self._ahead.submit(self._load_ahead, request_id, load)
 

@@ -61,9 +61,11 @@ class DeviceCoder:
     """
 
     def __init__(self, codec: Codec, shape: LayerShape, strides: LayerStrides) -> None:
-        self._coder, self._shape, self._strides = codec.bind(shape), shape, strides
-        if not isinstance(self._coder, Fp8Coder | Int4Coder):
+        coder = codec.bind(shape)
+        if not isinstance(coder, Fp8Coder | Int4Coder):
             raise ValueError(f"codec {codec.name} has no kernels for devices")
+        self._coder: Fp8Coder | Int4Coder = coder
+        self._shape, self._strides = shape, strides
 
     def encode(self, layers: Tensor, stored: Tensor, unfit: Tensor) -> None:
         """Fill `stored` from layers; queued on the current stream.
@@ -209,7 +211,7 @@ def _fp8_decode(
     half = ((made.to(tl.int32) << 7) & 0xBF80).to(tl.int16)
     factor = float_of((k + 8) << 23)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * factor[:, None]
-    write(tl.load(layers + block), at, value, inside, FORMAT)
+    write(tl.load(layers + block), at, value, inside, FORMAT, EXACTLY=True)
 
 
 @triton.jit
@@ -334,5 +336,5 @@ def _int4_decode(
     layer = tl.load(layers + block)
     first = least[:, None] + (both & 0xF).to(tl.float32) * step[:, None]
     second = least[:, None] + (both >> 4).to(tl.float32) * step[:, None]
-    write(layer, at, first, inside, FORMAT)
-    write(layer, at + HALF * place_step, second, inside, FORMAT)
+    write(layer, at, first, inside, FORMAT, EXACTLY=False)
+    write(layer, at + HALF * place_step, second, inside, FORMAT, EXACTLY=False)

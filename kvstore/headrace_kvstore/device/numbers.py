@@ -27,12 +27,18 @@ def read(base, at, inside, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def write(base, at, value, inside, FORMAT: tl.constexpr):
-    """float32 as elements, rounded; the rest as `read`."""
+def write(base, at, value, inside, FORMAT: tl.constexpr, EXACTLY: tl.constexpr):
+    """float32 as elements, rounded; the rest as `read`.
+
+    EXACTLY: bfloat16 holds the values exactly, so nothing is rounded.
+    """
     if FORMAT == "float32":
         tl.store((base + 4 * at).to(tl.pointer_type(tl.float32)), value, inside)
     else:
-        half = narrow(value, FORMAT).to(tl.int16)
+        if EXACTLY and FORMAT == "bfloat16":
+            half = (bits_of(value) >> 16).to(tl.int16)
+        else:
+            half = narrow(value, FORMAT).to(tl.int16)
         tl.store((base + 2 * at).to(tl.pointer_type(tl.int16)), half, inside)
 
 
