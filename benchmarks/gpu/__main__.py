@@ -15,43 +15,70 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
     load_fp8_vs_raw, load_int4_vs_raw   bandwidth of the engine's bytes under a codec
     compute_beside_loads_vs_alone       products of matrices while blocks are loaded (target 1)
     ttft_dram_vs_cold_N                 an engine's time to first token with N tokens in DRAM
+    ttft_nvme_vs_cold_N                 the same from a StoreNode's disk
     itl_p99_beside_loads_vs_none        latencies of running requests while others' KV is loaded
+    drafting_N_at_once                  tokens per second of N requests with drafts, over without
+
+Each part runs in a process of its own; one that fails is named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PARTS = {
+    "copies": "Copies of the KV store",
+    "engine": "An engine with the KV store",
+    "drafting": "Drafting",
+    "sparse": "Sparse decode attention",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--part", choices=PARTS, help="one part; what it found goes to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU")
-    from benchmarks.gpu import copies, engine, sparse
-
+    if options.part:
+        found = importlib.import_module(f"benchmarks.gpu.{options.part}").measured()
+        options.json.write_text(json.dumps(found))
+        return
     print(machine())
     told: dict[str, Any] = {"machine": machine(), "figures": {}}
-    for title, part in (
-        ("Copies of the KV store", copies),
-        ("An engine with the KV store", engine),
-        ("Sparse decode attention", sparse),
-    ):
-        found = part.measured()
-        told[part.__name__.rpartition(".")[2]] = found
+    for name, title in PARTS.items():
+        part, found = importlib.import_module(f"benchmarks.gpu.{name}"), found_by(name)
+        print(f"\n### {title}\n")
+        if found is None:
+            print("Not measured: the part failed; see above.", flush=True)
+            continue
+        told[name] = found
         told["figures"] |= part.figures(found)
-        print(f"\n### {title}\n\n{part.markdown(found)}", flush=True)
+        print(part.markdown(found), flush=True)
         if options.json:
             options.json.write_text(json.dumps(told, indent=1))
     print("\n" + "\n".join(f"- `{name}`: {value:.2f}" for name, value in told["figures"].items()))
+
+
+def found_by(part: str) -> dict[str, Any] | None:
+    """What a part found, in a process of its own; None if it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--json", str(path)]
+        done = subprocess.run(command, stdout=sys.stderr, check=False)
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return None if done.returncode else found
 
 
 def machine() -> str:

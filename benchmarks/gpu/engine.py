@@ -2,8 +2,9 @@
 
 SmolLM2-135M in bfloat16 with vLLM's own graphs, or the model that HEADRACE_GPU_MODEL names. A
 prompt is computed and saved, forgotten by the engine's own cache, and asked again, in turns with
-one that nobody has seen. For inter-token latencies, requests decode while prompts come whose KV is
-in DRAM, in turns with no such prompts.
+one that nobody has seen: from DRAM, and from a StoreNode's files once DRAM is emptied. For
+inter-token latencies, requests decode while prompts come whose KV is in DRAM, in turns with no such
+prompts.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kvstore.engine_node import noise
+from benchmarks.kvstore.engines import NodeTool, node
 from benchmarks.kvstore.timing import quantile
 
 CONTEXTS = (512, 2048, 7680)
 TURNS, WARM = 7, 2
 RUNNING, GAPS, LOADED = 8, 200, 4096
-SETTLE_S = 0.5
+SETTLE_S, WRITE_S = 0.5, 120.0
 
 
 class Engine:
@@ -48,6 +50,7 @@ class Engine:
             ),
         )
         self._engine = self._llm.llm_engine
+        self.block_tokens = self._engine.vllm_config.cache_config.block_size
 
     def add(self, prompt: list[int], tokens: int) -> str:
         from vllm import SamplingParams
@@ -100,27 +103,35 @@ def measured() -> dict[str, Any]:
     name = f"headrace-gpu-bench-{uuid.uuid4().hex[:8]}"
     try:
         engine = Engine(name)
-        found: dict[str, Any] = {str(n): _first_tokens(engine, n) for n in CONTEXTS}
+        with node({"name": name, "dram_bytes": "8GiB"}, "32GiB") as tool:
+            found: dict[str, Any] = {str(n): _first_tokens(engine, n, tool) for n in CONTEXTS}
         found["itl"] = _latencies(engine)
         return found
     finally:
         (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
-def _first_tokens(engine: Engine, tokens: int) -> dict[str, float]:
+def _first_tokens(engine: Engine, tokens: int, tool: NodeTool) -> dict[str, float]:
     prompts = [noise(tokens + 32, seed=tokens + n) for n in range(TURNS + WARM)]
+    before = tool.stats()["tiers"]["nvme"]["blocks"]
+    wanted = before + len(prompts) * (tokens // engine.block_tokens)
     for prompt in prompts:
         engine.first_token_s(prompt)
-    engine.settle()
-    taken: dict[str, list[float]] = {"dram": [], "cold": []}
-    for turn, prompt in enumerate(prompts):
-        seconds, found = engine.first_token_s(prompt)
-        if found < tokens - 64:
-            raise RuntimeError(f"{found} of {tokens} tokens were found")
-        cold_s, _ = engine.first_token_s(noise(tokens + 32, seed=1_000_000 + tokens + turn))
-        if turn >= WARM:
-            taken["dram"].append(seconds)
-            taken["cold"].append(cold_s)
+    taken: dict[str, list[float]] = {"dram": [], "nvme": [], "cold": []}
+    for medium in ("dram", "nvme"):
+        engine.settle()
+        if medium == "nvme":
+            tool.wait_for(lambda stats: stats["tiers"]["nvme"]["blocks"] >= wanted, WRITE_S)
+            tool.forget_dram()
+        for turn, prompt in enumerate(prompts):
+            seconds, found = engine.first_token_s(prompt)
+            if found < tokens - 64:
+                raise RuntimeError(f"{found} of {tokens} tokens were found in {medium}")
+            unseen = noise(tokens + 32, seed=1_000_000 + tokens + turn + 100 * len(medium))
+            cold_s, _ = engine.first_token_s(unseen)
+            if turn >= WARM:
+                taken[medium].append(seconds)
+                taken["cold"].append(cold_s)
     return {kind: statistics.median(each) for kind, each in taken.items()}
 
 
@@ -143,7 +154,9 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
     """Ratios."""
     itl = found["itl"]
     ratios = {
-        f"ttft_dram_vs_cold_{n}": found[str(n)]["dram"] / found[str(n)]["cold"] for n in CONTEXTS
+        f"ttft_{medium}_vs_cold_{n}": found[str(n)][medium] / found[str(n)]["cold"]
+        for medium in ("dram", "nvme")
+        for n in CONTEXTS
     }
     return ratios | {
         f"itl_p{p}_beside_loads_vs_none": itl[f"loads_p{p}_s"] / itl[f"none_p{p}_s"]
@@ -153,10 +166,11 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 def markdown(found: dict[str, Any]) -> str:
     """A table, and a line on latencies."""
-    lines = ["| tokens found | TTFT from DRAM, ms | cold, ms |", "|---:|---:|---:|"]
+    lines = ["| tokens found | TTFT from DRAM, ms | from NVMe, ms | cold, ms |", "|---:" * 4 + "|"]
     for tokens in CONTEXTS:
         one = found[str(tokens)]
-        lines.append(f"| {tokens:,} | {1e3 * one['dram']:.1f} | {1e3 * one['cold']:.1f} |")
+        times = " | ".join(f"{1e3 * one[kind]:.1f}" for kind in ("dram", "nvme", "cold"))
+        lines.append(f"| {tokens:,} | {times} |")
     itl = {name: 1e3 * seconds for name, seconds in found["itl"].items()}
     lines.append(
         f"\nWhile prompts of {LOADED:,} stored tokens come, {RUNNING} running requests have "

@@ -1,4 +1,4 @@
-"""The GPU page's expectations are what their program computes; without a GPU nothing is measured."""
+"""The GPU page expects what its program computes; without a GPU nothing is measured."""
 
 from __future__ import annotations
 
