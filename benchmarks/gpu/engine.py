@@ -118,7 +118,7 @@ def _first_tokens(engine: Engine, tokens: int, tool: NodeTool) -> dict[str, floa
     for prompt in prompts:
         engine.first_token_s(prompt)
     taken: dict[str, list[float]] = {"dram": [], "nvme": [], "cold": []}
-    for medium in ("dram", "nvme"):
+    for number, medium in enumerate(("dram", "nvme")):
         engine.settle()
         if medium == "nvme":
             tool.wait_for(lambda stats: stats["tiers"]["nvme"]["blocks"] >= wanted, WRITE_S)
@@ -127,8 +127,10 @@ def _first_tokens(engine: Engine, tokens: int, tool: NodeTool) -> dict[str, floa
             seconds, found = engine.first_token_s(prompt)
             if found < tokens - 64:
                 raise RuntimeError(f"{found} of {tokens} tokens were found in {medium}")
-            unseen = noise(tokens + 32, seed=1_000_000 + tokens + turn + 100 * len(medium))
-            cold_s, _ = engine.first_token_s(unseen)
+            unseen = noise(tokens + 32, seed=1_000_000 + tokens + turn + 100 * number)
+            cold_s, found = engine.first_token_s(unseen)
+            if found:
+                raise RuntimeError(f"{found} tokens of an unseen prompt were found")
             if turn >= WARM:
                 taken[medium].append(seconds)
                 taken["cold"].append(cold_s)
