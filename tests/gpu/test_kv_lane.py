@@ -22,7 +22,7 @@ def registered(size_bytes: int) -> tuple[np.ndarray, object]:
     from headrace_kvstore.nvme.segment import page_memory
 
     memory, address = page_memory(size_bytes)
-    held = Registered()
+    held = Registered(torch.device("cuda"))
     held.add(address, size_bytes)
     return np.frombuffer(memory, np.uint8), held
 
@@ -121,7 +121,7 @@ def test_memory_that_cannot_be_registered_is_told_and_used(
 ) -> None:
     from headrace_kvstore.device.lane import Registered
 
-    held = Registered()
+    held = Registered(torch.device("cuda"))
     held.add(4096, 4096)  # nobody's memory
     assert "cannot be registered" in caplog.text
     held.close()

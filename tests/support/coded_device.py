@@ -26,7 +26,8 @@ def check_coded_against_host(device: str, name: str, shape: LayerShape) -> None:
         for i, one in enumerate(there)
     }
     layout, codec = BlockLayout.of_tensors(caches, BLOCKS), CODECS[name]()
-    cache = DeviceCache(caches, layout, codec, shape, staging_bytes=2 * 4096)
+    cache = DeviceCache(caches, layout, codec, shape, staging_bytes=1)
+    cache.warm()
     coder, size = codec.bind(shape), cache.stored_layer_bytes
     ids = np.array([4, 0, 2])
     memory = np.full((len(ids), LAYERS, size), 9, np.uint8)

@@ -24,6 +24,7 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     layout = BlockLayout.of_tensors(theirs, blocks)
     host = EngineCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
+    cache.warm()
     ends, two = np.array([blocks - 1, 0]), np.zeros((2, len(caches)), np.uint64)
     assert (cache.sums(ends, two) == host.sums(ends, two)).all()
     assert (cache.layer_names, layout.layers[0].axes) == (

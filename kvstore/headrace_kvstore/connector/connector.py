@@ -216,6 +216,7 @@ class StoreConnector(KVConnectorBase_V1):
             from headrace_kvstore.connector.device_cache import DeviceCache
 
             cache = DeviceCache(kv_caches, layout, self._codec, self._shape)
+            cache.warm()
         elif self._shape is not None:
             cache = CodedCache(layout, self._codec, self._shape)
         else:

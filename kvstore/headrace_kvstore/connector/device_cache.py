@@ -58,14 +58,15 @@ class DeviceCache(EngineCache):
         self.layout, self.layer_names = layout, layout.names
         self._made_of = caches, codec, shape
         first = caches[layout.names[0]]
-        self._device, self._registered = first.device, Registered()
+        self._device, self._registered = first.device, Registered(first.device)
         self._coder: DeviceCoder | None = None
         self.stored_layer_bytes = layout.layer_bytes
         if codec is not None and shape is not None:
             strides = layer_strides(first, layout, shape)
             self._coder = DeviceCoder(codec, shape, strides)
             self.stored_layer_bytes = stored_layer_bytes(codec, shape)
-        room = max(staging_bytes, self.stored_layer_bytes) if staging_bytes else 0
+        least = self.stored_layer_bytes + layout.layer_bytes
+        room = max(staging_bytes, least) if staging_bytes else 0
         self._at_once = room // self.stored_layer_bytes
         self._in, self._out = Lane(self._device, room), Lane(self._device, room * saves)
         self.load_clock = self._in.clock
@@ -76,6 +77,17 @@ class DeviceCache(EngineCache):
         """The same cache with a lane of its own: its loads wait for no others. It saves nothing."""
         caches, codec, shape = self._made_of
         return DeviceCache(caches, self.layout, codec, shape, saves=False)
+
+    def warm(self) -> None:
+        """Compile the kernels now and not in a step: some seconds, once on a machine."""
+        lane, one, size = self._out, np.zeros(1, np.int64), self.stored_layer_bytes
+        with lane.alone():
+            rows, seeds = self._rows(lane, slice(0, 1)), lane.upload(np.zeros(1, np.uint64))
+            self._pack(lane, 0, one, rows, seeds, torch.zeros_like(seeds, dtype=torch.int32))
+            if self._coder is not None:
+                # Into memory of the lane, not into a block.
+                self._coder.decode(rows, lane.upload(_addresses(lane.staging[None, size:])))
+        lane.drain()
 
     def register(self, address: int, size_bytes: int) -> None:
         if self._device.type == "cuda":

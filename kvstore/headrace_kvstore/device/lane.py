@@ -102,7 +102,8 @@ class Lane:
 class Registered:
     """Host memory that the device copies from and to directly, until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._addresses: list[int] = []
 
     def add(self, address: int, size_bytes: int) -> None:
@@ -117,6 +118,9 @@ class Registered:
                 "is copied at the speed of pageable memory; see docs/gpu.md",
                 *(size_bytes, error),
             )
+            # CUDA tells an error once more, at the next launch: let it be this one.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._device)
 
     def close(self) -> None:
         """Give the memory back; nothing copies any more."""
