@@ -8,34 +8,77 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
                                         Llama 3 8B: time of vLLM's fastest kernel over all KV / time
                                         of sparse attention with 5 % of the units, scores and choice
                                         included (target 5)
+    load_verified_vs_copy,              the store's loads against a plain copy of pinned memory of
+    load_unverified_vs_copy             the same size, 1,024 blocks of Llama 3 8B at TP=2 (target
+                                        0.85)
+    save_vs_copy                        saves with checksums, likewise
+    load_fp8_vs_raw, load_int4_vs_raw   bandwidth of the engine's bytes under a codec
+    compute_beside_loads_vs_alone       products of matrices while blocks are loaded (target 1)
+    ttft_dram_vs_cold_N                 an engine's time to first token with N tokens in DRAM
+    ttft_nvme_vs_cold_N                 the same from a StoreNode's disk
+    itl_p99_beside_loads_vs_none        latencies of running requests while others' KV is loaded
+    drafting_N_at_once                  tokens per second of N requests with drafts, over without
+
+Each part runs in a process of its own; one that fails is named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+
+PARTS = {
+    "copies": "Copies of the KV store",
+    "engine": "An engine with the KV store",
+    "drafting": "Drafting",
+    "sparse": "Sparse decode attention",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--part", choices=PARTS, help="one part; what it found goes to FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU")
-    from benchmarks.gpu import sparse
+    if options.part:
+        found = importlib.import_module(f"benchmarks.gpu.{options.part}").measured()
+        options.json.write_text(json.dumps(found))
+        return
+    print(machine())
+    told: dict[str, Any] = {"machine": machine(), "figures": {}}
+    for name, title in PARTS.items():
+        part, found = importlib.import_module(f"benchmarks.gpu.{name}"), found_by(name)
+        print(f"\n### {title}\n")
+        if found is None:
+            print("Not measured: the part failed; see above.", flush=True)
+            continue
+        told[name] = found
+        told["figures"] |= part.figures(found)
+        print(part.markdown(found), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(told, indent=1))
+    print("\n" + "\n".join(f"- `{name}`: {value:.2f}" for name, value in told["figures"].items()))
 
-    found = sparse.measured()
-    figures = sparse.figures(found)
-    if options.json:
-        told = {"machine": machine(), "figures": figures, "sparse": found}
-        options.json.write_text(json.dumps(told, indent=1))
-    print(f"{machine()}\n\n### Sparse decode attention\n\n{sparse.markdown(found)}\n")
-    print("\n".join(f"- `{name}`: {value:.2f}" for name, value in figures.items()))
+
+def found_by(part: str) -> dict[str, Any] | None:
+    """What a part found, in a process of its own; None if it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--json", str(path)]
+        done = subprocess.run(command, stdout=sys.stderr, check=False)
+        found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return None if done.returncode else found
 
 
 def machine() -> str:

@@ -7,6 +7,8 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -148,8 +150,12 @@ class SlowCache:
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self.layer_names = cache.layer_names
-        self.save, self.fence = cache.save, cache.fence
+        self.save, self.fence, self.drain = cache.save, cache.fence, cache.drain
+        self.load_clock, self.close = cache.load_clock, cache.close
         self.layer_s = self.spent_s = 0.0
+
+    def start(self, layer: int, *arguments: np.ndarray) -> Callable[[], np.ndarray]:
+        return partial(self.load, layer, *arguments)
 
     def load(self, layer: int, *arguments: np.ndarray) -> np.ndarray:
         began = time.perf_counter()

@@ -50,13 +50,16 @@ SPARE_SHARE = 16
 class MeterStatLogger(StatLoggerBase):
     """Feeds an `EngineMeter` from vLLM's per-step statistics.
 
-    The step's time is the engine core's own where it measures it (synchronous scheduling with
-    `enable_logging_iteration_details`); otherwise the time between two steps that both did work.
+    The step's time is the engine core's own where it runs one step at a time: from asking for the
+    sampled tokens to having them, on a device too. Where steps overlap (asynchronous scheduling,
+    pipeline stages) the core only measures how long it then still had to wait. There, and where
+    the core tells nothing, it is the time from having one step's tokens to having the next one's.
     """
 
     def __init__(self, meter: EngineMeter, vllm_config: VllmConfig, engine_index: int = 0):
         self.meter = meter
         self._vllm_config = vllm_config
+        self._overlaps = vllm_config.max_concurrent_batches > 1
         self._context = ContextEstimate()
         self._last_step_at: float | None = None
 
@@ -78,16 +81,21 @@ class MeterStatLogger(StatLoggerBase):
         side_s = sum(data.get("side_s", 0.0) for data in told)
         cache = self._vllm_config.cache_config
         held = stats.kv_cache_usage * (cache.num_gpu_blocks or 0) * cache.block_size
+        idle = not (stats.num_running_reqs + waiting)
         if details is not None:
-            if not details.is_dummy:
+            between_s = self._between_records(idle) if self._overlaps else None
+            seconds = between_s if self._overlaps else details.elapsed_ms / 1e3
+            if not details.is_dummy and seconds is not None:
                 rows = details.num_generation_requests
                 draft = details.num_generation_tokens - rows
                 prompt, prompts = details.num_ctx_tokens, details.num_ctx_requests
-                seconds = details.elapsed_ms / 1e3 - side_s
-                self._step(prompt, prompts, rows, draft, held, finished, seconds)
+                self._step(prompt, prompts, rows, draft, held, finished, seconds - side_s)
         elif iteration_stats is not None:
-            idle = not (stats.num_running_reqs + waiting)
-            self._step_between_records(iteration_stats, finished, held, idle, side_s)
+            seconds = self._between_records(idle)
+            prompt = finished.computed
+            rows = max(0, iteration_stats.num_generation_tokens - finished.prompts)
+            if seconds is not None and (prompt or rows):
+                self._step(prompt, finished.prompts, rows, 0, held, finished, seconds - side_s)
         for data in told:
             if "side_s" in data:
                 continue
@@ -100,19 +108,15 @@ class MeterStatLogger(StatLoggerBase):
                 counts = {k: v for k, v in data.items() if isinstance(v, int)}
                 meter.store(counts, loads, digests)
 
-    def _step_between_records(
-        self,
-        stats: IterationStats,
-        finished: Finished,
-        held: float,
-        idle: bool,
-        side_s: float,
-    ) -> None:
-        now, prompt = time.monotonic(), finished.computed
-        rows = max(0, stats.num_generation_tokens - finished.prompts)
+    def _between_records(self, idle: bool) -> float | None:
+        """Seconds since the last call; None if the engine was idle before.
+
+        Args:
+            idle: nothing is left to do now.
+        """
+        now = time.monotonic()
         began, self._last_step_at = self._last_step_at, None if idle else now
-        if began is not None and (prompt or rows):
-            self._step(prompt, finished.prompts, rows, 0, held, finished, now - began - side_s)
+        return None if began is None else now - began
 
     def _step(
         self,

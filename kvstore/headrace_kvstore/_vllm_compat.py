@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import vllm
+from vllm.config import CUDAGraphMode
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
@@ -24,6 +25,26 @@ def cpu_attention_isa(dtype: Any, block_tokens: int, head_dim: int, kv_dtype: st
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     return str(_get_attn_isa(dtype, block_tokens, head_dim, kv_dtype))
+
+
+def copy_batch(dst: Any, src: Any, sizes: Any) -> None:
+    """Queue copies between host and device memory on the current CUDA stream, in one call.
+
+    Args:
+        dst, src, sizes: int64 tensors in host memory: addresses, and bytes of each copy.
+    """
+    from vllm._custom_ops import swap_blocks_batch
+
+    swap_blocks_batch(src, dst, sizes)
+
+
+def runs_layer_hooks(forward_context: Any) -> bool:
+    """Whether vLLM calls a connector before each layer of the step of this context: not while a
+    full CUDA graph is replayed, and not for sure where the context does not tell of the step."""
+    return (
+        getattr(forward_context, "attn_metadata", None) is not None
+        and forward_context.cudagraph_runtime_mode != CUDAGraphMode.FULL
+    )
 
 
 class BlockHasher:

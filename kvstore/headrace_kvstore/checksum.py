@@ -107,19 +107,9 @@ def checksum(
     return _run(kernels.SUM, src, src, nbytes, seeds, threads)
 
 
-def fold_lanes(lanes: NDArray[np.uint64], nbytes: int, seeds: ArrayLike) -> NDArray[np.uint64]:
-    """The sums of runs whose lanes were summed elsewhere.
-
-    Args:
-        lanes: u64 [runs, 2, 16]: a and b of each lane.
-        nbytes: of each run.
-        seeds: u64 [runs].
-    """
-    a, b = lanes[:, 0], lanes[:, 1]
-    order = _GAMMA * np.arange(1, a.shape[1] + 1, dtype=np.uint64)
-    folded = _MIX(_MIX(a + order) ^ b).sum(axis=1, dtype=np.uint64)
-    length = _MIX(np.full(1, nbytes, np.uint64) + _GAMMA)
-    return _MIX(_MIX(np.asarray(seeds, np.uint64) ^ length) ^ folded)
+def length_mix(nbytes: int) -> np.uint64:
+    """mix(length + G), what a run's length adds to its sum."""
+    return np.uint64(_MIX(np.full(1, nbytes, np.uint64) + _GAMMA)[0])
 
 
 def checksum_of(data: bytes | bytearray | memoryview | NDArray[np.uint8], seed: int) -> int:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.devicecache import check_against_host
+pytest.importorskip("triton")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 BLOCKS, HEADS, TOKENS, CONTENT, LAYERS = 6, 4, 16, 256, 3
+ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "heads first": (1, 0, 2, 3)}
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])
-def test_blocks_cross_the_bus_unchanged(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_blocks_cross_the_bus_unchanged(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    from tests.support.devicecache import check_against_host
+
     shape = (BLOCKS, HEADS, TOKENS, CONTENT)
     inverse = [order.index(axis) for axis in range(4)]
     caches = {
-        f"model.layers.{n}.attn": torch.empty(
-            [shape[axis] for axis in order], dtype=torch.bfloat16
-        ).permute(inverse)
+        f"model.layers.{n}.attn": torch.empty([shape[axis] for axis in order], dtype=dtype).permute(
+            inverse
+        )
         for n in range(LAYERS)
     }
     check_against_host(caches, BLOCKS, "cuda")

@@ -8,10 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 DTYPES = [(torch.float32, 1e-3), (torch.float16, 2e-2), (torch.bfloat16, 1e-1)]

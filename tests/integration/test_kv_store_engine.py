@@ -116,6 +116,19 @@ class TestDram:
         assert (own.cached, other.cached) == (FOUND[MIDDLE], 0)
         assert own.tokens == other.tokens == cold[MIDDLE].tokens
 
+    def test_loads_ahead_of_their_steps_give_the_same_tokens(
+        self,
+        warm: tuple[list[Stored], list[Stored]],
+        engines: tuple[StoredEngine, StoredEngine],
+        cold: list[Stored],
+    ) -> None:
+        loaded = engines[1].events()["loaded_dram"]
+        engines[1].load_ahead(True)
+        answers = engines[1].answers(PROMPTS, anew=True, together=True)
+        engines[1].load_ahead(False)
+        assert_same(answers, cold)
+        assert engines[1].events()["loaded_dram"] - loaded == sum(FOUND) // BLOCK
+
 
 @pytest.fixture(scope="module")
 def on_disk(warm: tuple[list[Stored], list[Stored]], story: Machine) -> Machine:

@@ -24,6 +24,9 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     layout = BlockLayout.of_tensors(theirs, blocks)
     host = EngineCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
+    cache.warm()
+    ends, two = np.array([blocks - 1, 0]), np.zeros((2, len(caches)), np.uint64)
+    assert (cache.sums(ends, two) == host.sums(ends, two)).all()
     assert (cache.layer_names, layout.layers[0].axes) == (
         host.layer_names,
         host_layout.layers[0].axes,
@@ -41,8 +44,11 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     # As whole numbers: random bytes hold NaNs, which equal nothing.
     before = {name: tensor.clone().view(torch.int16) for name, tensor in theirs.items()}
     order = np.array([1, 5, 0, 3, 4])  # each payload into another block than it came from
-    for layer in range(len(caches)):
-        assert (cache.load(layer, order, addresses, seeds[:, layer]) == sums[:, layer]).all()
+    under_way = [
+        cache.start(layer, order, addresses, seeds[:, layer]) for layer in range(len(caches))
+    ]
+    for layer, there in enumerate(under_way):
+        assert (there() == sums[:, layer]).all()
     again, back = _payloads(layout, len(ids))
     cache.save(order, back, seeds)
     assert (again == wanted).all()

@@ -110,6 +110,10 @@ class StoredEngine:
         """Read files no faster than this from now on; None as fast as they are."""
         self._child.do("slow_disk", bytes_per_s=bytes_per_s)
 
+    def load_ahead(self, always: bool) -> None:
+        """From now on make each load ahead of its step; or as predicted seconds say."""
+        self._child.do("load_ahead", always=always)
+
     def kill(self) -> None:
         """With -9."""
         self._child.kill()
@@ -235,6 +239,14 @@ class Engine:
 
     def slow_disk(self, bytes_per_s: float | None) -> None:
         SlowMover.bytes_per_s = bytes_per_s
+
+    def load_ahead(self, always: bool) -> None:
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        price = scheduler.connector._price
+        if always:
+            price.ahead = lambda *_: True
+        else:
+            del price.ahead
 
     def close(self) -> None:
         time.sleep(0.5)  # for saves under way

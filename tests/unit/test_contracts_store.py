@@ -125,3 +125,21 @@ def test_the_namespace_can_be_told() -> None:
         "kv_cache_groups",
         "kv_cache_layout",
     )
+
+
+def test_a_step_tells_whether_a_full_graph_computes_it() -> None:
+    context = "vllm.forward_context:ForwardContext"
+    assert_fields(context, COMPAT, "attn_metadata", "cudagraph_runtime_mode")
+    find("vllm.config:CUDAGraphMode", COMPAT).FULL  # noqa: B018
+
+
+def test_copies_to_a_gpu_are_queued_in_one_batch() -> None:
+    batch = "vllm._custom_ops:swap_blocks_batch"
+    assert_takes(batch, COMPAT, "src_ptrs", "dst_ptrs", "sizes")
+
+
+def test_a_load_ahead_is_asked_for_and_told_as_vllm_does() -> None:
+    """A request whose load is under way waits; it is told with the requests that have received."""
+    source = inspect.getsource(find(VLLM_SCHEDULER, SCHEDULER))
+    for words in ("load_kv_async", "WAITING_FOR_REMOTE_KVS", "finished_recving"):
+        assert words in source, f"{words} is gone: mend {CONNECTOR}"

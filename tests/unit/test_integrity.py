@@ -29,12 +29,6 @@ from headrace_engine.integrity.identity import (
 )
 from headrace_engine.integrity.records import LEAST_ROWS, Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
-from headrace_kvstore.checksum import checksum
-from headrace_kvstore.checksum import fold_lanes as fold
-from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.device_cache import DeviceCache
-from headrace_kvstore.device_checksum import lane_sums
-from headrace_kvstore.layout import BlockLayout
 
 WHO = Identity(b"i" * 16, 7, prompt_digest(b"m", "s", "", [1, 2, 3]), 3, True)
 BLOCKS = [[4, 9]]
@@ -201,29 +195,6 @@ def test_reports_are_counted_by_event() -> None:
 
 
 # Bytes
-
-
-@given(
-    st.integers(1, 3),
-    st.integers(1, 300),
-    st.integers(0, 2**32),
-)
-def test_sums_made_by_torch_are_the_kernels_to_the_bit(runs: int, size: int, seed: int) -> None:
-    data = np.random.default_rng(seed).integers(0, 256, (runs, size), dtype=np.uint8)
-    seeds = np.arange(runs, dtype=np.uint64)
-    rows = np.uint64(data.ctypes.data) + np.uint64(size) * np.arange(runs, dtype=np.uint64)
-    lanes = lane_sums(torch.from_numpy(data)).numpy().view(np.uint64)
-    assert (fold(lanes, size, seeds) == checksum(rows, size, seeds)).all()
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
-def test_a_device_sums_a_cache_as_the_host_does(order: tuple[int, ...]) -> None:
-    shape = tuple((6, 2, 8, 20)[axis] for axis in order)
-    caches = {f"l{n}": torch.randn(shape).permute(order) for n in range(3)}
-    layout = BlockLayout.of_tensors(caches, 6)
-    blocks, seeds = np.array([4, 0, 5]), np.arange(9, dtype=np.uint64).reshape(3, 3)
-    host, device = EngineCache(layout), DeviceCache(caches, layout, staging_bytes=1)
-    assert (host.sums(blocks, seeds) == device.sums(blocks, seeds)).all()
 
 
 def test_a_fingerprint_is_of_its_bytes_place_and_hand_out() -> None:

@@ -87,6 +87,11 @@ def test_a_cache_of_another_shape_is_refused(given: Codec) -> None:
 
 def test_the_shape_comes_from_the_engine_s_own_description() -> None:
     spec = SimpleNamespace(num_kv_heads=2, block_size=32, head_size=16, dtype="torch.float32")
+    spec.page_size_bytes = SHAPE.layer_bytes
     assert layer_shape(spec, "cpu/vec") == SHAPE
-    with pytest.raises(ValueError, match="not for cuda; give raw"):
+    assert layer_shape(spec, "cuda").order is Order.HND
+    with pytest.raises(ValueError, match="not on cpu/amx; give raw"):
+        layer_shape(spec, "cpu/amx")
+    spec.page_size_bytes //= 2
+    with pytest.raises(ValueError, match="MLA keeps one vector for both"):
         layer_shape(spec, "cuda")

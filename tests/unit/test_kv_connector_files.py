@@ -6,6 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme import nvme_tier as nvme
 from headrace_kvstore.nvme import record
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.segment import BlockReader, Location
+from headrace_kvstore.nvme.segment import BlockReader, Location, Read
 from headrace_kvstore.settings import StoreSettings
 from tests.support.kvnode import SlowMover, until
 from tests.support.tensor import Tensor
@@ -47,7 +48,8 @@ class Engine:
         )
         row = self.arena.namespace(DIGEST, LAYERS * LAYER_BYTES, LAYERS)
         self.worker = WorkerHalf(
-            self.arena, row, cache, seeds, StoreSettings(), FileTier(cache, 1 << 20)
+            *(self.arena, row, cache, seeds, StoreSettings()),
+            partial(FileTier, staging_bytes=1 << 20),
         )
 
     def content(self, block: int) -> bytes:
@@ -232,3 +234,19 @@ def test_more_than_staging_holds_is_computed(
     second.worker._files._staging_bytes = LAYER_BYTES  # type: ignore[union-attr]
     assert second.load([0, 1], places) == {0, 1}
     assert second.load([0], places) == set()
+
+
+def test_a_load_that_may_take_no_time_is_given_up_at_once(
+    engines: tuple[Engine, Engine], places: dict[bytes, Location], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second = engines
+    limits: list[float | None] = []
+
+    def wait(read: Read, left_s: float | None = None) -> np.ndarray:
+        limits.append(left_s)
+        raise TimeoutError
+
+    monkeypatch.setattr(Read, "wait", wait)
+    assert second.load([0], places, limit_s=0.0) == {0}
+    assert limits == [0.0]
+    assert second.worker.counts["lost_slow_nvme"] == 1

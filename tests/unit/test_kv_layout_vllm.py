@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from headrace_kvstore.layout import BlockLayout
-from tests.support.devicecache import check_against_host
 
 NB, HEADS, TOKENS, DIM, LAYERS = 6, 3, 128, 64, 4
 DENSE = FullAttentionSpec(
@@ -74,14 +74,31 @@ def test_smaller_blocks_of_the_kernel_are_grouped() -> None:
     assert found.layer_bytes == DENSE.page_size_bytes
 
 
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="test_kv_device_kernels.py has it run"
+)
+
+
+@interpreted
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("spec", [DENSE, MLA], ids=["dense", "MLA"])
 def test_the_device_cache_moves_the_same_bytes_as_the_host_cache(
-    spec: FullAttentionSpec, layout: KVCacheLayout
+    spec: FullAttentionSpec, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from headrace_kvstore.device import kernels
+    from tests.support.devicecache import check_against_host
+
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
     check_against_host(allocate(spec, layout), NB, "cpu")
 
 
-def test_the_device_cache_takes_kernels_with_smaller_blocks() -> None:
+@interpreted
+def test_the_device_cache_takes_kernels_with_smaller_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (layout,) = CPUAttentionBackend.supported_kv_cache_layouts()
+    from headrace_kvstore.device import kernels
+    from tests.support.devicecache import check_against_host
+
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
     check_against_host(allocate(DENSE, layout, kernel_tokens=32), NB, "cpu")

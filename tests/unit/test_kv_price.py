@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -89,6 +90,12 @@ class TestChoice:
         price = Price(B, LAYERS, StepTime())
         choice = price.choose(0, [Run("nvme", 46)], 6000)
         assert (choice.blocks, choice.limit_s) == (46, math.inf)
+
+    def test_what_takes_no_time_to_compute_is_not_loaded(self) -> None:
+        """No load would end within that time."""
+        free = SimpleNamespace(samples=1, added_s=lambda tokens, pairs: 0.0)
+        choice = Price(B, LAYERS, free).choose(0, [Run("nvme", 4)], 6000)  # type: ignore[arg-type]
+        assert (choice.blocks, choice.limit_s) == (0, 0.0)
 
     def test_nothing_offered_is_nothing_loaded(self) -> None:
         assert engine().choose(0, [], 6000).blocks == 0

@@ -147,7 +147,9 @@ class Engine:
         self.request.num_in_flight_tokens -= tokens
 
     def idle(self) -> Work:
-        none = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[])
+        none = SimpleNamespace(
+            req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+        )
         return self.half.step(
             SimpleNamespace(
                 scheduled_new_reqs=[], scheduled_cached_reqs=none, num_scheduled_tokens={}

@@ -140,7 +140,8 @@ def logger(meter: EngineMeter) -> Any:
     from headrace_engine._vllm_compat import MeterStatLogger
 
     cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
-    return MeterStatLogger(meter, SimpleNamespace(cache_config=cache))  # type: ignore[arg-type]
+    config = SimpleNamespace(cache_config=cache, max_concurrent_batches=1)
+    return MeterStatLogger(meter, config)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -279,3 +280,27 @@ def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMet
         "load_bytes": 2 * 5120,
         "load_seconds": 1.5,
     }
+
+
+def test_where_steps_overlap_a_step_is_the_time_between_two_results(
+    meter: EngineMeter, steps: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core measures what it still waited for a step that ran beside the next one's launch."""
+    from headrace_engine._vllm_compat import MeterStatLogger
+
+    cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
+    config: Any = SimpleNamespace(cache_config=cache, max_concurrent_batches=2)
+    logger, now = MeterStatLogger(meter, config), 100.0
+    monkeypatch.setattr("headrace_engine._vllm_compat.time.monotonic", lambda: now)
+    details = SimpleNamespace(
+        num_ctx_tokens=0,
+        num_ctx_requests=0,
+        num_generation_requests=4,
+        num_generation_tokens=4,
+        elapsed_ms=0.25,
+        is_dummy=False,
+    )
+    for running, at_s in ((4, 100.0), (4, 100.5), (0, 101.25), (4, 200.0), (4, 200.5)):
+        now = at_s
+        logger.record(scheduler_stats(num_running_reqs=running, iteration_details=details), None)
+    assert [(s.rows, s.seconds) for s in steps] == [(4, 0.5), (4, 0.75), (4, 0.5)]

@@ -19,7 +19,6 @@ import torch
 from headrace_engine.integrity.identity import Identity
 from headrace_kvstore.checksum import checksum, layer_seeds
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.layout import BlockLayout
 
 _PERSON = b"headrace-content"
@@ -45,12 +44,12 @@ class BlockSums:
 
     def __init__(self, caches: Mapping[str, torch.Tensor], blocks: int) -> None:
         layout = BlockLayout.of_tensors(caches, blocks)
-        device = next(iter(caches.values())).device
-        self._cache = (
-            EngineCache(layout)
-            if device.type == "cpu"
-            else DeviceCache(caches, layout, staging_bytes=1)
-        )
+        self._cache = EngineCache(layout)
+        if next(iter(caches.values())).device.type != "cpu":
+            # Triton is there where a GPU is.
+            from headrace_kvstore.connector.device_cache import DeviceCache
+
+            self._cache = DeviceCache(caches, layout, staging_bytes=0)
         self._layers = len(layout.names)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-sums")
 

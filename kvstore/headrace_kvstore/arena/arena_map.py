@@ -135,6 +135,16 @@ class ArenaMap:
         offsets: np.ndarray = start + place * stride
         return offsets
 
+    @property
+    def data_address(self) -> int:
+        """Where blocks begin in this process, behind all tables."""
+        return self.base_address + self.geometry.data_offset
+
+    @property
+    def data_bytes(self) -> int:
+        """From there to the end of the arena."""
+        return self.geometry.size_bytes - self.geometry.data_offset
+
     def addresses(self, slots: np.ndarray) -> np.ndarray:
         """Address in this process (int64 [n]) of each slot's block, for copy kernels."""
         return self.base_address + self.offsets(slots)

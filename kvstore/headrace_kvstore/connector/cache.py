@@ -5,11 +5,14 @@ Blocks are copied in and out in one pass over their bytes, which also computes t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from headrace_kvstore.checksum import checksum, copy_sum, prepare
+from headrace_kvstore.device.clock import Clock, HostClock
 from headrace_kvstore.layout import BlockLayout
 
 
@@ -23,18 +26,46 @@ class EngineCache:
     Attributes:
         layer_names: in payload order.
         stored_layer_bytes: of one layer of one payload.
+        step_clock: of the engine's computation. load_clock: of loads into the cache.
     """
 
     layer_names: Sequence[str]
+    step_clock: Clock = HostClock()
+    load_clock: Clock = HostClock()
 
     def __init__(self, layout: BlockLayout, threads: int = 1) -> None:
         prepare()
         self.layout, self._threads = layout, threads
         self.layer_names, self.stored_layer_bytes = layout.names, layout.layer_bytes
 
-    def fence(self) -> None:
+    def fence(self) -> Any:
         """Loads from here on wait for what the calling thread has launched on a device. What was
-        computed in host memory is there already."""
+        computed in host memory is there already.
+
+        Returns:
+            The mark of `load_clock` from which loads may begin; None for now.
+        """
+        return None
+
+    def beside(self) -> EngineCache:
+        """The same cache, for loads that run beside others."""
+        return self
+
+    def register(self, address: int, size_bytes: int) -> None:
+        """Payloads will lie in this memory, until `close`."""
+
+    def drain(self) -> None:
+        """Return when nothing that was begun touches the cache any more."""
+
+    def close(self) -> None:
+        """Nothing is loaded or saved any more."""
+
+    def start(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> Callable[[], np.ndarray]:
+        """Begin a `load`; it is there, and its checksums are, when the result has been called.
+        A host copies within that call."""
+        return partial(self.load, layer, blocks, payloads, seeds)
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray

@@ -19,6 +19,10 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.record import PAGE_BYTES
 
+ORDERS = {"cpu/vec": Order.VEC, "cuda": Order.HND}
+"""Of elements in vLLM's caches, by device. On a GPU kernels go by strides, so it says nothing of
+HND or NHD; the bytes stored are the same."""
+
 
 def stored_layer_bytes(codec: Codec, shape: LayerShape) -> int:
     """Bytes of one stored layer, in whole pages; ValueError for a shape the codec does not take."""
@@ -35,10 +39,17 @@ def layer_shape(spec: Any, device: str) -> LayerShape:
     Raises:
         ValueError: the order of the cache on this device is not known here.
     """
-    if device != "cpu/vec":
-        raise ValueError(f"codec: is known for vLLM's CPU layout `vec`, not for {device}; give raw")
+    if device not in ORDERS:
+        known = " and ".join(ORDERS)
+        raise ValueError(f"codec: is known for caches on {known}, not on {device}; give raw")
     dtype = str(spec.dtype).removeprefix("torch.")
-    return LayerShape(spec.num_kv_heads, spec.block_size, spec.head_size, dtype, Order.VEC)
+    shape = LayerShape(*(spec.num_kv_heads, spec.block_size, spec.head_size, dtype), ORDERS[device])
+    if shape.layer_bytes != spec.page_size_bytes:
+        raise ValueError(
+            f"codec: layers of {type(spec).__name__} have {spec.page_size_bytes} bytes a block, "
+            f"not {shape.layer_bytes} of keys and values (MLA keeps one vector for both); give raw"
+        )
+    return shape
 
 
 class CodedCache(EngineCache):

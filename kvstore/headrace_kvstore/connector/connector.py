@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from headrace_kvstore._vllm_compat import runs_layer_hooks
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache
-from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.connector.files import FileTier
 from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.load_price import Price, StepTime
@@ -156,7 +157,8 @@ class StoreConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._half.matched(request, num_computed_tokens), False
+        tokens = self._half.matched(request, num_computed_tokens)
+        return tokens, bool(tokens) and self._half.loads_ahead(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -209,24 +211,28 @@ class StoreConnector(KVConnectorBase_V1):
             )
         device = next(iter(kv_caches.values())).device
         cache: EngineCache
-        if self._shape is not None:
+        if device.type != "cpu":
+            # Triton is there where a GPU is.
+            from headrace_kvstore.connector.device_cache import DeviceCache
+
+            cache = DeviceCache(kv_caches, layout, self._codec, self._shape)
+            cache.warm()
+        elif self._shape is not None:
             cache = CodedCache(layout, self._codec, self._shape)
-        elif device.type == "cpu":
-            cache = EngineCache(layout, self._settings.copy_threads)
         else:
-            cache = DeviceCache(kv_caches, layout, self._settings.copy_threads)
-        files = FileTier(cache, self._settings.staging_bytes)
+            cache = EngineCache(layout, self._settings.copy_threads)
+        files = partial(FileTier, staging_bytes=self._settings.staging_bytes)
         self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings, files)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
-            self._worker.open()
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._worker.open(ahead=bool(connector_metadata.work.ahead))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         meta = self._get_connector_metadata()
         if self._worker is not None and isinstance(meta, StepMetadata):
-            self._worker.begin(meta.work)
+            self._worker.begin(meta.work, runs_layer_hooks(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._worker is not None:
@@ -241,9 +247,10 @@ class StoreConnector(KVConnectorBase_V1):
         """Nothing waits: blocks that are being copied are held."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is not None:
-            self._worker.end()
-        return None, None
+        if self._worker is None:
+            return None, None
+        self._worker.end()
+        return None, self._worker.loaded_ahead() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks() if self._worker is not None else set()
@@ -300,7 +307,8 @@ class StoreConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True
+        """A step that a full graph computes waits for its load before it begins."""
+        return False
 
     def _seeds(self, hashes: Sequence[bytes]) -> np.ndarray:
         """Checksum seeds [n, layers] of blocks."""

@@ -1,29 +1,34 @@
-"""An engine's KV cache in device memory: blocks in and out through pinned host memory.
+"""An engine's KV cache in device memory: blocks go straight between it and payloads in host memory.
 
-Device-neutral torch. On a CPU tensor it gives byte for byte the same as `cache.EngineCache`, which
-is how it is tested where there is no GPU. One kernel gathers or scatters a layer of some blocks on
-the device, and one copy moves it across the bus. On the host, the pass that copies to or from the
-payloads also makes the checksums. Copies run on a stream of their own, after everything that the
-computing thread had launched when the step began (`fence`).
+A layer of some blocks crosses the bus in one batch of copies. On the device one kernel then puts it
+where the engine keeps it and sums it (`device.kernels`), or sums and decodes it. The host touches
+no byte. Saves go the other way. Loads and saves have a stream each. A load begins behind everything
+that the computing thread had queued when the step began (`fence`).
+
+On CPU tensors, in Triton's interpreter, it does the same as `EngineCache` and `CodedCache`, byte
+for byte.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from headrace_kvstore.checksum import copy_sum, fold_lanes
+from headrace_kvstore.codec import Codec, LayerShape, Unfit
 from headrace_kvstore.connector.cache import EngineCache
-from headrace_kvstore.device_checksum import lane_sums
+from headrace_kvstore.connector.coded import stored_layer_bytes
+from headrace_kvstore.device.clock import CudaClock
+from headrace_kvstore.device.codec_kernels import DeviceCoder, LayerStrides
+from headrace_kvstore.device.kernels import copy_sum
+from headrace_kvstore.device.lane import Lane, Registered
 from headrace_kvstore.layout import BlockLayout
 
-SUMMED_BYTES = 32 * 2**20
-"""Gathered and summed at once; summing takes five times as much memory for a moment."""
+STAGING_BYTES = 64 * 2**20
+"""Device memory for blocks on their way, for each direction."""
 
 
 class DeviceCache(EngineCache):
@@ -32,150 +37,188 @@ class DeviceCache(EngineCache):
     Args:
         caches: tensor by layer name, as vLLM's `register_kv_caches` hands over.
         layout: found from them.
-        threads: share one copy on the host's side.
-        staging_bytes: host memory for blocks on their way, for each direction.
+        codec, shape: how a layer is stored; neither for its own bytes.
+        staging_bytes: as `STAGING_BYTES`; 0 for a cache that is only summed.
+        saves: whether blocks are saved, too.
+
+    Raises:
+        ValueError: no kernel takes such layers.
     """
 
     def __init__(
         self,
-        caches: Mapping[str, torch.Tensor],
+        caches: Mapping[str, Tensor],
         layout: BlockLayout,
-        threads: int = 1,
-        staging_bytes: int = 64 * 2**20,
+        codec: Codec | None = None,
+        shape: LayerShape | None = None,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+        saves: bool = True,
     ) -> None:
-        super().__init__(layout, threads)
-        self._views = [_blocks_first(caches[name], layout.blocks) for name in layout.names]
-        self._device = self._views[0].device
-        rows = max(1, staging_bytes // layout.layer_bytes)
-        self._in, self._out = (_Lane(self._device, rows, layout.layer_bytes) for _ in range(2))
+        self.layout, self.layer_names = layout, layout.names
+        self._made_of = caches, codec, shape
+        first = caches[layout.names[0]]
+        self._device, self._registered = first.device, Registered(first.device)
+        self._coder: DeviceCoder | None = None
+        self.stored_layer_bytes = layout.layer_bytes
+        if codec is not None and shape is not None:
+            strides = layer_strides(first, layout, shape)
+            self._coder = DeviceCoder(codec, shape, strides)
+            self.stored_layer_bytes = stored_layer_bytes(codec, shape)
+        least = self.stored_layer_bytes + layout.layer_bytes
+        room = max(staging_bytes, least) if staging_bytes else 0
+        self._at_once = room // self.stored_layer_bytes
+        self._in, self._out = Lane(self._device, room), Lane(self._device, room * saves)
+        self.load_clock = self._in.clock
+        if self._device.type == "cuda":
+            self.step_clock = CudaClock(self._device)
 
-    def fence(self) -> None:
+    def beside(self) -> DeviceCache:
+        """The same cache with a lane of its own: its loads wait for no others. It saves nothing."""
+        caches, codec, shape = self._made_of
+        return DeviceCache(caches, self.layout, codec, shape, saves=False)
+
+    def warm(self) -> None:
+        """Compile the kernels now and not in a step: some seconds, once on a machine."""
+        lane, one, size = self._out, np.zeros(1, np.int64), self.stored_layer_bytes
+        with lane.alone():
+            rows, seeds = self._rows(lane, slice(0, 1)), lane.upload(np.zeros(1, np.uint64))
+            self._pack(lane, 0, one, rows, seeds, torch.zeros_like(seeds, dtype=torch.int32))
+            if self._coder is not None:
+                # Into memory of the lane, not into a block.
+                self._coder.decode(rows, lane.upload(_addresses(lane.staging[None, size:])))
+        lane.drain()
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if self._device.type == "cuda":
+            self._registered.add(address, size_bytes)
+
+    def close(self) -> None:
+        self.drain()
+        self._registered.close()
+
+    def fence(self) -> Any:
         self._in.wait_for_current()
+        return self.load_clock.mark()
+
+    def drain(self) -> None:
+        self._in.drain()
+        self._out.drain()
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
         """As `EngineCache.load`; returns when the device holds the blocks."""
-        sums = np.empty(len(blocks), np.uint64)
-        addresses = self._payload_addresses(payloads)[:, layer]
-        for part in self._in.parts(len(blocks)):
-            with self._in.use(part) as (host, rows):
-                sums[part] = copy_sum(
-                    rows,
-                    addresses[part],
-                    self.layout.layer_bytes,
-                    seeds[part],
-                    threads=self._threads,
-                )
-                self._scatter(layer, blocks[part], host)
-        return sums
+        return self.start(layer, blocks, payloads, seeds)()
+
+    def start(
+        self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
+    ) -> Callable[[], np.ndarray]:
+        """Queue a load; the rest as `EngineCache.start`."""
+        lane, size = self._in, self.stored_layer_bytes
+        stored = np.asarray(payloads, np.uint64) + np.uint64(layer * size)
+        with lane.alone():
+            sums = []
+            for part in self._parts(len(blocks)):
+                rows = self._rows(lane, part)
+                lane.copy(_addresses(rows), stored[part], size)
+                sums.append(self._unpack(lane, layer, blocks[part], rows, lane.upload(seeds[part])))
+            found = lane.fetch(torch.cat(sums)) if sums else (lambda: np.zeros(0, np.int64))
+        return lambda: found().view(np.uint64)
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        sums = np.empty(seeds.shape, np.uint64)
-        addresses = self._payload_addresses(payloads)
-        for layer in range(len(self._views)):
-            for part in self._out.parts(len(blocks)):
-                with self._out.use(part) as (host, rows):
-                    self._gather(layer, blocks[part], host)
-                    self._out.synchronise()
-                    sums[part, layer] = copy_sum(
-                        addresses[part, layer],
-                        rows,
-                        self.layout.layer_bytes,
-                        seeds[part, layer],
-                        threads=self._threads,
+        """As `EngineCache.save`.
+
+        Raises:
+            Unfit: a layer holds values that the codec refuses.
+        """
+        lane, size = self._out, self.stored_layer_bytes
+        starts = np.asarray(payloads, np.uint64)
+        with lane.alone():
+            sums = torch.empty(seeds.shape, dtype=torch.int64, device=self._device)
+            unfit = torch.zeros(len(blocks), dtype=torch.int32, device=self._device)
+            for layer in range(len(self.layer_names)):
+                for part in self._parts(len(blocks)):
+                    rows, asked = self._rows(lane, part), lane.upload(seeds[part, layer])
+                    sums[part, layer] = self._pack(
+                        lane, layer, blocks[part], rows, asked, unfit[part]
                     )
-        return sums
+                    lane.copy(starts[part] + np.uint64(layer * size), _addresses(rows), size)
+            refused, found = lane.fetch(unfit), lane.fetch(sums)
+        result = found().view(np.uint64)
+        if refused().any():
+            raise Unfit("layers with values not finite or too large")
+        return result
 
     def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """As `EngineCache.sums`, computed on the device: 256 bytes a block and layer leave it."""
-        sums = np.empty(seeds.shape, np.uint64)
-        rows = max(1, SUMMED_BYTES // self.layout.layer_bytes)
-        with self._in.alone():
-            for layer, view in enumerate(self._views):
-                for first in range(0, len(blocks), rows):
-                    part = slice(first, first + rows)
-                    lanes = lane_sums(view.index_select(0, self._ids(blocks[part])))
-                    sums[part, layer] = fold_lanes(
-                        lanes.cpu().numpy().view(np.uint64),
-                        self.layout.layer_bytes,
-                        seeds[part, layer],
-                    )
-        return sums
+        """As `EngineCache.sums`, computed on the device: 8 bytes a block and layer leave it."""
+        pieces, lane = len(self.layout.layers[0].offsets), self._in
+        with lane.alone():
+            places = lane.upload(self.layout.engine_addresses(blocks).reshape(-1, pieces))
+            asked = lane.upload(seeds.reshape(-1))
+            found = lane.fetch(copy_sum(None, places, self.layout.piece_bytes, asked))
+        return found().view(np.uint64).reshape(seeds.shape)
 
-    def _payload_addresses(self, payloads: np.ndarray) -> np.ndarray:
-        """[n, layers]: a layer's bytes are one run in a payload."""
-        addresses: np.ndarray = self.layout.payload_addresses(payloads)[:, :, 0]
-        return addresses
+    def _unpack(
+        self, lane: Lane, layer: int, blocks: np.ndarray, rows: Tensor, seeds: Tensor
+    ) -> Tensor:
+        """From stored rows into the cache; sums int64 [n] of the rows."""
+        places = lane.upload(self.layout.engine_addresses(blocks)[:, layer])
+        if self._coder is None:
+            return copy_sum(places, self._pieces(lane, rows), self.layout.piece_bytes, seeds)
+        self._coder.decode(rows, places[:, 0].contiguous())
+        return self._row_sums(lane, rows, seeds)
 
-    def _scatter(self, layer: int, blocks: np.ndarray, host: torch.Tensor) -> None:
-        view = self._views[layer]
-        arrived = host.to(self._device, non_blocking=True).view(view.dtype)
-        view.index_copy_(0, self._ids(blocks), arrived.view(len(blocks), *view.shape[1:]))
+    def _pack(
+        self,
+        lane: Lane,
+        layer: int,
+        blocks: np.ndarray,
+        rows: Tensor,
+        seeds: Tensor,
+        unfit: Tensor,
+    ) -> Tensor:
+        """From the cache into stored rows; sums int64 [n] of the rows."""
+        places = lane.upload(self.layout.engine_addresses(blocks)[:, layer])
+        if self._coder is None:
+            return copy_sum(self._pieces(lane, rows), places, self.layout.piece_bytes, seeds)
+        self._coder.encode(places[:, 0].contiguous(), rows, unfit)
+        return self._row_sums(lane, rows, seeds)
 
-    def _gather(self, layer: int, blocks: np.ndarray, host: torch.Tensor) -> None:
-        view = self._views[layer]
-        found = view.index_select(0, self._ids(blocks)).contiguous()
-        host.copy_(found.view(len(blocks), -1).view(torch.uint8), non_blocking=True)
+    def _row_sums(self, lane: Lane, rows: Tensor, seeds: Tensor) -> Tensor:
+        return copy_sum(None, lane.upload(_addresses(rows)[:, None]), rows.shape[1], seeds)
 
-    def _ids(self, blocks: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(blocks.astype(np.int64)).to(self._device, non_blocking=True)
+    def _pieces(self, lane: Lane, rows: Tensor) -> Tensor:
+        """Addresses int64 [n, pieces] of a layer's pieces in its stored rows."""
+        return lane.upload(self.layout.payload_addresses(_addresses(rows))[:, 0])
 
+    def _rows(self, lane: Lane, part: slice) -> Tensor:
+        """Device memory for some stored layers, uint8 [n, bytes]."""
+        size, count = self.stored_layer_bytes, part.stop - part.start
+        return lane.staging[: count * size].view(count, size)
 
-class _Lane:
-    """Pinned host memory for some blocks of one layer, and a stream; one thread at a time."""
-
-    def __init__(self, device: torch.device, rows: int, row_bytes: int) -> None:
-        self._device, self._rows = device, rows
-        pinned = device.type != "cpu"
-        self._host = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=pinned)
-        self._addresses = self._host.data_ptr() + np.arange(rows, dtype=np.uint64) * np.uint64(
-            row_bytes
-        )
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._lock = threading.Lock()
-
-    def parts(self, blocks: int) -> list[slice]:
-        """Runs of blocks that fit."""
-        return [slice(i, min(blocks, i + self._rows)) for i in range(0, blocks, self._rows)]
-
-    def wait_for_current(self) -> None:
-        """What this lane does next begins behind what the calling thread has launched."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def synchronise(self) -> None:
-        """Wait until the device has done all of this lane's."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    @contextlib.contextmanager
-    def alone(self) -> Any:
-        """The lane's stream, while nobody else uses it."""
-        stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
-        with self._lock, stream:
-            yield
-
-    @contextlib.contextmanager
-    def use(self, part: slice) -> Any:
-        """Host rows for a part, u8 [n, bytes], and their addresses u64 [n]; synchronised at end."""
-        count = part.stop - part.start
-        stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
-        with self._lock, stream:
-            yield self._host[:count], self._addresses[:count]
-            self.synchronise()
+    def _parts(self, blocks: int) -> list[slice]:
+        """Runs of blocks of which a layer fits into the lane's memory."""
+        step = self._at_once
+        return [slice(i, min(blocks, i + step)) for i in range(0, blocks, step)]
 
 
-def _blocks_first(cache: torch.Tensor, blocks: int) -> torch.Tensor:
-    """The cache as [blocks, ...], the inner axes in the order in which memory holds them.
+def layer_strides(cache: Tensor, layout: BlockLayout, shape: LayerShape) -> LayerStrides:
+    """Where keys and values lie in vLLM's cache [blocks, heads, tokens, K then V].
 
-    vLLM's axis 0 may count smaller blocks of the kernel; consecutive ones form a block.
+    Raises:
+        ValueError: the cache is not of that form.
     """
-    whole = cache.unflatten(0, (blocks, cache.shape[0] // blocks))
-    # An axis of extent 1 has any stride and moves nothing.
-    inner = sorted(range(1, whole.dim()), key=lambda axis: (-_stride(whole, axis), axis))
-    return whole.permute(0, *inner)
+    wanted = (layout.blocks, shape.kv_heads, shape.block_tokens, 2 * shape.head_dim)
+    if tuple(cache.shape) != wanted or cache.stride(3) != 1:
+        raise ValueError(
+            f"codec: caches of shape {tuple(cache.shape)} with strides {cache.stride()} are not "
+            f"{wanted}, keys before values; give raw"
+        )
+    return LayerStrides(cache.stride(1), cache.stride(2), shape.head_dim)
 
 
-def _stride(tensor: torch.Tensor, axis: int) -> int:
-    return tensor.stride(axis) if tensor.shape[axis] > 1 else 0
+def _addresses(rows: Tensor) -> np.ndarray:
+    """u64 [n], of the rows of a contiguous tensor of bytes."""
+    step = np.uint64(rows.stride(0))
+    return np.uint64(rows.data_ptr()) + step * np.arange(len(rows), dtype=np.uint64)

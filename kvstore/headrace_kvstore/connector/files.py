@@ -84,6 +84,7 @@ class FileTier:
             self._unsettled = None
         if self._staging is None:
             self._staging = Staging(self._staging_bytes)
+            self._cache.register(self._staging.address, self._staging.size_bytes)
         return FileSource(
             *(self._reader, self._staging, self._cache, places, blocks, seeds, depth, limit_s)
         )
@@ -118,6 +119,7 @@ class FileSource:
         bad: bool [n]: blocks that could not be read, or did not match their checksums.
         late: whether the limit ended it.
         layers_read: how many came before that.
+        read_s: from the first layer's asking to the last one's coming.
     """
 
     medium = "nvme"
@@ -134,7 +136,8 @@ class FileSource:
         limit_s: float = math.inf,
     ) -> None:
         self._reader, self._cache, self._places = reader, cache, places
-        self._limit_s, self._until_s = limit_s, math.inf
+        self._limit_s, self._began_s = limit_s, math.nan
+        self.read_s = 0.0
         self.late, self.layers_read = False, 0
         self._unreadable = False
         self._blocks, self._seeds = blocks, seeds
@@ -152,21 +155,25 @@ class FileSource:
     def begin(self, layer: int) -> None:
         if self.late:
             return
-        if not self._reads and not self.layers_read:
-            self._until_s = time.monotonic() + self._limit_s
+        if math.isnan(self._began_s):
+            self._began_s = time.monotonic()
         room = self._room[layer % len(self._room)]
         self._reads[layer] = self._reader.read(self._places, room[:, None], first_layer=layer)
 
     def end(self, layer: int) -> None:
         if self.late:
             return
-        left_s = None if self._until_s == math.inf else self._until_s - time.monotonic()
+        left_s = None
+        if self._limit_s != math.inf:
+            left_s = max(0.0, self._began_s + self._limit_s - time.monotonic())
         try:
-            arrived = self._reads[layer].wait(left_s if left_s is None else max(0.0, left_s))
+            arrived = self._reads[layer].wait(left_s)
         except TimeoutError:
             self.late = True
             self.bad[:] = True
             return
+        finally:
+            self.read_s = time.monotonic() - self._began_s
         del self._reads[layer]
         # `load` adds the layer's place in a payload to what it is given.
         before = np.uint64(layer * self._layer_bytes)

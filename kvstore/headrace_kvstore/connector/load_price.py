@@ -15,6 +15,11 @@ A block costs more to compute the deeper it stands, and all cost about the same 
 over the choices "load the first k, compute the rest" is therefore concave within a medium: its
 minimum lies where a medium's blocks end, and only these places are compared.
 
+A step that waits holds up all that it computes, the other requests' tokens included. Loading ahead
+of it holds up nobody else, but nothing then hides the load. So KV is loaded ahead of the step if
+
+    wait (1 + others) > load          others: requests that the engine computes meanwhile
+
 A tier that nobody measured counts as free, and so is tried. One that lost is tried again with a
 single block, as soon as its expected loss is within `PROBE_SHARE` of the seconds that declining
 spent on computing; so a disk that has recovered is found, at a bounded price. A load that takes
@@ -155,8 +160,22 @@ class Price:
             best = 1
         return self._choice(first, best)
 
+    def ahead(self, runs: Sequence[Run], first_token: int, tokens: int, others: int) -> bool:
+        """Whether to load ahead of the step that needs it.
+
+        Args:
+            runs: what is loaded; media that nobody measured count as free.
+            first_token, tokens: from where on, and how long, the prompt is computed.
+            others: as above.
+        """
+        load_s = sum(self.load_s(run.medium, run.blocks) or 0.0 for run in runs)
+        tail_s = self.compute_s(first_token, tokens) or 0.0
+        return max(load_s / self._layers, load_s - tail_s) * (1 + others) > load_s
+
     def _choice(self, first: int, blocks: int) -> Choice:
-        return Choice(blocks, self.compute_s(first, first + blocks * self._block_tokens) or 0.0)
+        """Nothing is loaded that takes no time to compute: no load ends within such a limit."""
+        limit_s = self.compute_s(first, first + blocks * self._block_tokens) or 0.0
+        return Choice(blocks, limit_s) if limit_s > 0 else Choice(0, 0.0)
 
     def _probes(self, first: int, run: Run, tokens: int) -> bool:
         """Whether the tier that lost may be tried, on what was saved up for it."""

@@ -12,10 +12,11 @@ nothing but memory where bytes wait in between; fewer leave the tier idle during
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from headrace_kvstore.device.clock import Clock, HostClock
 
 DEPTH = 8
 """A depth fitted to measured times was no faster: docs/kvstore-measurements.md, `overlap`."""
@@ -33,14 +34,35 @@ class LayerSource(Protocol):
         ...
 
 
+class Threads(Protocol):
+    """As `concurrent.futures.Executor`."""
+
+    def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]: ...
+
+
+class ThisThread:
+    """Runs a pipeline in the thread that makes it."""
+
+    def submit(self, call: Callable[[int], None], depth: int, /) -> Future[None]:
+        done: Future[None] = Future()
+        try:
+            call(depth)
+            done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class LayerPipeline:
     """One step's load, begun by its constructor.
 
     Args:
         sources: where the KV comes from, each for some of the blocks.
         layers: how many.
-        threads: runs the loader; one thread serves one pipeline after the other.
+        threads: run the loader; one thread serves one pipeline after the other.
         depth: layers on their way at once.
+        clock: of the loads.
+        began: its mark where the load may begin; when its thread begins, if not given.
 
     Attributes:
         seconds: that the whole load took; 0 until it has ended.
@@ -50,9 +72,12 @@ class LayerPipeline:
         self,
         sources: Sequence[LayerSource],
         layers: int,
-        threads: ThreadPoolExecutor,
+        threads: Threads,
         depth: int = DEPTH,
+        clock: Clock | None = None,
+        began: Any = None,
     ) -> None:
+        self._clock, self._began = clock or HostClock(), began
         self._sources = sources
         self._ready = [threading.Event() for _ in range(layers)]
         self._error: BaseException | None = None
@@ -78,7 +103,8 @@ class LayerPipeline:
         self._done.result()
 
     def _run(self, depth: int) -> None:
-        began_s, asked, layers = time.perf_counter(), 0, len(self._ready)
+        clock, asked, layers = self._clock, 0, len(self._ready)
+        began = clock.mark() if self._began is None else self._began
         try:
             for layer, ready in enumerate(self._ready):
                 while asked < min(layer + depth, layers):
@@ -88,7 +114,9 @@ class LayerPipeline:
                 for source in self._sources:
                     source.end(layer)
                 ready.set()
-            self.seconds = time.perf_counter() - began_s
+            ended = clock.mark()
+            clock.wait(ended)
+            self.seconds = clock.seconds(began, ended) or 0.0
         except BaseException as error:
             self._error = error
             for ready in self._ready:

@@ -10,7 +10,8 @@ a step of that request has come back and they lie below
     confirmed tokens = num_computed_tokens - num_in_flight_tokens
 
 Of the blocks that slower tiers offer, those are loaded for which `load_price.Price` predicts that
-loading takes fewer seconds than computing.
+loading takes fewer seconds than computing. It also says whether a request's blocks are loaded ahead
+of its step or under it. What was loaded ahead and did not come is not loaded ahead again.
 
 Blocks that are being copied are held by a reference in the engine's block pool, as a running
 request holds its own. Nothing else waits for a copy: requests finish, are preempted or aborted as
@@ -120,10 +121,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the worker half does in one step: `saves` by job number; `shape` of a step that computes
-    prompts."""
+    """What the worker half does in one step: `load` for the step itself, `ahead` by request for a
+    later one, `saves` by job number; `shape` of a step that computes prompts."""
 
     load: Load = field(default_factory=Load)
+    ahead: dict[str, Load] = field(default_factory=dict)
     saves: dict[int, Save] = field(default_factory=dict)
     shape: Shape | None = None
 
@@ -136,12 +138,21 @@ class _Request:
         blocks: ids of its blocks in the engine's cache, in order.
         scheduled: tokens scheduled since it was (re)admitted.
         saved: how many leading blocks need no more looking at.
+        ahead: it had a load ahead.
     """
 
     request: Any
     blocks: list[int] = field(default_factory=list)
     scheduled: int = 0
     saved: int = 0
+    ahead: bool = False
+
+
+class _Offer(NamedTuple):
+    """What a request may load: from which of its blocks on, and whether ahead of its step."""
+
+    start: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,8 @@ class SchedulerHalf:
         price: decides how much of what they offer is taken; None takes it all.
         window_tokens: tokens at the end of a prompt that are always computed, never loaded, so that
             a lossy codec does not touch them.
-        costs: predicts what blocks take to compute, for the eviction policy.
+        costs: predicts what blocks take to compute, for the eviction policy, and whether loads pay
+            ahead of their step.
         prompted: told of each new prompt's full blocks, root first; must not wait.
 
     Attributes:
@@ -196,7 +208,8 @@ class SchedulerHalf:
         self._loads, self._saves = load, save
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
-        self._offered: dict[str, int] = {}
+        self._offered: dict[str, _Offer] = {}
+        self._running: frozenset[str] = frozenset()
         self._work = Work()
         self._held: dict[int, Save] = {}
         self._saving: set[bytes] = set()
@@ -233,8 +246,25 @@ class SchedulerHalf:
         slower = self._placed(request, start + there, hashes[there:])
         if slower is None:
             return None
-        self._offered[request.request_id] = start
+        ahead = self._pays_ahead(request, start, hashes[: there + slower], there)
+        self._offered[request.request_id] = _Offer(start, ahead)
         return (there + slower) * self._block_tokens
+
+    def loads_ahead(self, request: Any) -> bool:
+        """Whether what `matched` has just offered is loaded ahead of the request's step."""
+        return self._offered.get(request.request_id, _Offer()).ahead
+
+    def _pays_ahead(self, request: Any, start: int, hashes: Sequence[bytes], in_dram: int) -> bool:
+        known = self._requests.get(request.request_id)
+        if self._costs is None or known is None or known.ahead:
+            return False
+        places = self._taken.get(request.request_id, _Taken()).places
+        media = ["dram"] * in_dram
+        media += [medium_of(places[h]) if h in places else "dram" for h in hashes[in_dram:]]
+        runs = [Run(medium, len(list(run))) for medium, run in groupby(media)]
+        first = (start + len(hashes)) * self._block_tokens
+        others = len(self._running - {request.request_id})
+        return self._costs.ahead(runs, first, request.num_tokens, others)
 
     def _placed(self, request: Any, first: int, hashes: list[bytes]) -> int | None:
         """How many of these blocks, from the first on, slower tiers supply; None: not known yet.
@@ -278,18 +308,22 @@ class SchedulerHalf:
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         """The engine admits a request: what it found in the store will be loaded now."""
-        start = self._offered.pop(request.request_id, 0)
+        start, ahead = self._offered.pop(request.request_id, _Offer())
         taken = self._taken.pop(request.request_id, _Taken())
         if not external_tokens:
             return
         end = start + external_tokens // self._block_tokens
         hashes = [bytes(h) for h in request.block_hashes[start:end]]
         self._index.lease(hashes)
-        self._work.load.blocks.extend(block_ids[start:end])
-        self._work.load.hashes.extend(hashes)
-        self._work.load.places.update((h, taken.places[h]) for h in hashes if h in taken.places)
+        load = self._work.load
+        if ahead:
+            load = self._work.ahead[request.request_id] = Load()
+            self._requests[request.request_id].ahead = True
+        load.blocks.extend(block_ids[start:end])
+        load.hashes.extend(hashes)
+        load.places.update((h, taken.places[h]) for h in hashes if h in taken.places)
         if taken.places:
-            self._work.load.limits_s.append(taken.limit_s)
+            load.limits_s.append(taken.limit_s)
 
     def added(self, request: Any) -> None:
         """A request has come; its blocks become known when it is scheduled."""
@@ -316,8 +350,9 @@ class SchedulerHalf:
         for request_id, tokens in output.num_scheduled_tokens.items():
             if request_id in self._requests:
                 self._requests[request_id].scheduled += tokens
+        self._running = frozenset(output.num_scheduled_tokens)
         work, self._work = self._work, Work()
-        if self._price is not None:
+        if self._price is not None or self._costs is not None:
             shape = step_shape(output)
             if shape.prompt:
                 work = replace(work, shape=shape)

@@ -1,23 +1,27 @@
 """Moves KV blocks between an engine's cache and its machine's arena.
 
 This is the worker half of the connector without its vLLM shell. Loads run layer by layer under the
-step that needs them. Each (block, layer) is compared with its checksum before the step may use it.
-A block that fails, is late or is missing is reported to vLLM, which computes it. Saves run in a
-thread of their own, after the step that found them. The durations of steps and loads are measured
-on the way, for `price`.
+step that needs them, or ahead of it, in a thread of their own: then the engine's other requests go
+on, and the step that needs them comes when they are there. A step that cannot wait for single
+layers, since a CUDA graph computes it as a whole, waits for its load before it begins. Each (block,
+layer) is compared with its checksum. A block that fails, is late or is missing is reported to vLLM,
+which computes it. Saves run in a thread of their own, after the step that found them. The durations
+of steps and loads are measured on the way, for `price`, by the clocks of the device that does the
+work (`device.clock`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +29,9 @@ import numpy as np
 from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
-from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
-from headrace_kvstore.connector.scheduler import Load, Save, Work
+from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline, ThisThread, Threads
+from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
+from headrace_kvstore.device.clock import StepTimer
 from headrace_kvstore.settings import StoreSettings
 from headrace_kvstore.table import hash_word, tenant_number
 
@@ -54,7 +59,7 @@ class StepSample(NamedTuple):
 
 
 class LoadSample(NamedTuple):
-    """What a load from a slow tier took, or would have taken: from one medium, so many blocks."""
+    """What a load took, or would have taken: from one medium, so many blocks."""
 
     medium: str
     blocks: int
@@ -69,7 +74,7 @@ class WorkerHalf:
         cache: the engine's cache.
         seeds: block hashes -> checksum seeds [n, layers].
         settings: of the store.
-        files: blocks in files, for what is not in DRAM.
+        files: makes a reader of files into a cache, for blocks that are not in DRAM.
 
     Attributes:
         counts: blocks by what became of them, since the start.
@@ -82,10 +87,17 @@ class WorkerHalf:
         cache: EngineCache,
         seeds: Seeds,
         settings: StoreSettings,
-        files: FileTier | None = None,
+        files: Callable[[EngineCache], FileTier] | None = None,
     ) -> None:
         self._arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
-        self._files = files
+        cache.register(arena.data_address, arena.data_bytes)
+        self._files = None if files is None else files(cache)
+        # Loads ahead have all of their own, so that a step's own load waits for none of them.
+        self._cache_ahead = cache.beside()
+        self._files_ahead = None if files is None else files(self._cache_ahead)
+        self._ahead = ThreadPoolExecutor(1, "kv-load-ahead")
+        self._came: list[tuple[str, LayerPipeline, _Loading]] = []
+        self._finished: set[str] = set()
         self._layer_of = {name: i for i, name in enumerate(cache.layer_names)}
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save", initializer=_be_nice)
@@ -99,42 +111,55 @@ class WorkerHalf:
         self._loads: list[tuple[str, int, float]] = []
         self._lease_s = settings.lease_s
         self._work = Work()
-        self._opened_s = self._waited_s = 0.0
+        self._timer: StepTimer[Shape] = StepTimer(cache.step_clock)
         self._samples: list[StepSample | LoadSample] = []
         self.counts: Counter[str] = Counter()
 
-    def open(self) -> None:
-        """vLLM turns to a step."""
-        self._opened_s, self._waited_s = time.perf_counter(), 0.0
+    def open(self, ahead: bool = False) -> None:
+        """vLLM turns to a step.
 
-    def begin(self, work: Work) -> None:
-        """A step's load starts; the step may have computed already if it loads nothing."""
+        Args:
+            ahead: loads ahead come with it. They wait for what was queued before this step, and not
+                for the step, which leaves their blocks alone.
+        """
+        if ahead:
+            self._cache_ahead.fence()
+        self._timer.begin()
+
+    def begin(self, work: Work, by_layers: bool = True) -> None:
+        """A step's load starts; the step may have computed already if it loads nothing.
+
+        Args:
+            by_layers: `wait` will be called for each layer that the step needs.
+        """
         self._work, self._saves = work, work.saves
         if work.load.blocks:
-            self._cache.fence()
-            self._source = source = self._sources(work.load)
-            layers = len(self._cache.layer_names)
-            depth = DEPTH if source.files is None else source.files.depth
-            parts = [part for _, part in source.parts]
-            self._pipeline = LayerPipeline(parts, layers, self._loader, depth)
+            began = self._cache.fence()
+            self._source = source = self._sources(work.load, self._cache, self._files)
+            self._pipeline = self._pipelined(source, self._cache, self._loader, began)
+            if not by_layers:
+                self._wait(self._pipeline.finish)
+        for request_id, load in work.ahead.items():
+            self._ahead.submit(self._load_ahead, request_id, load)
 
     def wait(self, layer_name: str) -> None:
         """The step needs a layer now. Layers that share another's cache are no concern of ours."""
         layer = self._layer_of.get(layer_name)
         if self._pipeline is not None and layer is not None:
-            began_s = time.perf_counter()
-            with contextlib.suppress(Exception):  # `end` reports what failed
-                self._pipeline.wait(layer)
-            self._waited_s += time.perf_counter() - began_s
+            self._wait(partial(self._pipeline.wait, layer))
 
     def end(self) -> None:
-        """The step has computed, or there was nothing to compute; its saves start."""
+        """The step is computed, or queued on its device, or there was nothing to compute; its saves
+        start."""
+        self._timer.end(self._work.shape)
         if self._pipeline is not None and self._source is not None:
-            self._settle(self._pipeline, self._source)
+            self._settle(self._pipeline, self._source, self._files)
             self._pipeline = self._source = None
-        if self._work.shape is not None and self._opened_s:
-            seconds = time.perf_counter() - self._opened_s - self._waited_s
-            self._samples.append(StepSample(*self._work.shape, seconds))
+        with self._lock:
+            came, self._came = self._came, []
+        for request_id, pipeline, source in came:
+            self._settle(pipeline, source, self._files_ahead)
+            self._finished.add(request_id)
         self._work = Work()
         saves, self._saves = self._saves, {}
         for job, save in saves.items():
@@ -144,6 +169,11 @@ class WorkerHalf:
         """Ids of blocks whose load failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def loaded_ahead(self) -> set[str]:
+        """Requests whose load ahead has ended since the last call, well or not."""
+        finished, self._finished = self._finished, set()
+        return finished
 
     def finished_jobs(self) -> list[int]:
         """Saves that have ended since the last call."""
@@ -158,15 +188,20 @@ class WorkerHalf:
 
     def samples(self) -> list[StepSample | LoadSample]:
         """What was measured since the last call."""
+        self._samples += [StepSample(*shape, seconds) for shape, seconds in self._timer.ended()]
         samples, self._samples = self._samples, []
         return samples
 
     def close(self) -> None:
         """Stop; copies under way end first."""
+        self._ahead.shutdown(cancel_futures=True)
         self._loader.shutdown()
         self._saver.shutdown(cancel_futures=True)
-        if self._files is not None:
-            self._files.close()
+        for files in (self._files, self._files_ahead):
+            if files is not None:
+                files.close()
+        for cache in (self._cache_ahead, self._cache):
+            cache.close()
         self._arena.close()
 
     def bad_in_files(self) -> list[bytes]:
@@ -174,28 +209,56 @@ class WorkerHalf:
         bad, self._bad_in_files = self._bad_in_files, []
         return bad
 
-    def _sources(self, load: Load) -> _Loading:
+    def _wait(self, until: Callable[[], None]) -> None:
+        """The step waits for KV."""
+        self._timer.pause()
+        with contextlib.suppress(Exception):  # `end` reports what failed
+            until()
+        self._timer.resume()
+
+    def _load_ahead(self, request_id: str, load: Load) -> None:
+        """In the thread of loads ahead."""
+        source = _Loading(load.hashes, np.array(load.blocks, np.int64), np.zeros(0, np.int64), [])
+        try:
+            source = self._sources(load, self._cache_ahead, self._files_ahead)
+        except Exception:
+            logger.exception("a load cannot begin; %d blocks are computed", len(load.blocks))
+        pipeline = self._pipelined(source, self._cache_ahead, ThisThread(), None)
+        with self._lock:
+            self._came.append((request_id, pipeline, source))
+
+    def _pipelined(
+        self, source: _Loading, cache: EngineCache, threads: Threads, began: Any
+    ) -> LayerPipeline:
+        """Begin a load."""
+        depth = DEPTH if source.files is None else source.files.depth
+        parts = [part for _, part in source.parts]
+        clock = cache.load_clock
+        return LayerPipeline(parts, len(cache.layer_names), threads, depth, clock, began)
+
+    def _sources(self, load: Load, cache: EngineCache, files: FileTier | None) -> _Loading:
         """What stands in DRAM comes from there, what else has a place from its file."""
         blocks = np.array(load.blocks, np.int64)
         seeds = self._seeds(load.hashes)
         slots = self._arena.lookup(self._row, load.hashes)
         here = np.flatnonzero(slots >= 0)
-        arena = _ArenaSource(self._arena, self._cache, slots[here], blocks[here], seeds[here])
+        arena = _ArenaSource(self._arena, cache, slots[here], blocks[here], seeds[here])
         source = _Loading(load.hashes, blocks, slots[here], [(here, arena)])
         placed = [i for i in np.flatnonzero(slots < 0) if load.hashes[i] in load.places]
-        if placed and self._files is not None:
+        if placed and files is not None:
             places: list[Any] = [load.places[load.hashes[i]] for i in placed]
-            limit_s = min(sum(load.limits_s) or self._lease_s, self._lease_s)
+            # Without a limit for every request that reads here, the leases are the limit.
+            limit_s = min(sum(load.limits_s) if load.limits_s else math.inf, self._lease_s)
             try:
-                files = self._files.source(places, blocks[placed], seeds[placed], DEPTH, limit_s)
+                read = files.source(places, blocks[placed], seeds[placed], DEPTH, limit_s)
             except (OSError, RuntimeError, ValueError) as error:
                 logger.warning("%d KV blocks are computed, not read: %s", len(placed), error)
             else:
-                source.parts.append((np.array(placed), files))
-                source.files = files
+                source.parts.append((np.array(placed), read))
+                source.files = read
         return source
 
-    def _settle(self, pipeline: LayerPipeline, source: _Loading) -> None:
+    def _settle(self, pipeline: LayerPipeline, source: _Loading, files: FileTier | None) -> None:
         bad = np.ones(len(source.blocks), np.bool_)
         lost = Counter({"gone": len(bad)})
         corrupt: list[bytes] = []
@@ -203,6 +266,10 @@ class WorkerHalf:
             pipeline.finish()
         except Exception:
             logger.exception("loading KV failed; %d blocks are computed", len(bad))
+            # What was begun must not arrive in blocks that are computed by then.
+            for cache in (self._cache, self._cache_ahead):
+                with contextlib.suppress(Exception):
+                    cache.drain()
             lost = Counter({"error": len(bad)})
         else:
             for indices, part in source.parts:
@@ -220,14 +287,19 @@ class WorkerHalf:
                 lost["gone"] -= len(indices)
                 lost[f"{cause}_{medium}"] += len(wrong)
                 self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
-        if self._files is not None and source.files is not None:
-            self._files.settle(source.files)
-            self._measure(source.files, pipeline.seconds)
+        seconds = pipeline.seconds
+        if files is not None and source.files is not None:
+            files.settle(source.files)
+            # Reading does not wait for the device, so it may have begun before the copies could.
+            seconds = max(seconds, source.files.read_s) if seconds else 0.0
+            self._measure(source.files, seconds)
         self.counts.update({f"lost_{cause}": n for cause, n in lost.items() if n})
         loaded = int((~bad).sum())
         if loaded:
             medium = "dram" if source.files is None else source.files.medium
-            self._loads.append((medium, loaded, pipeline.seconds))
+            self._loads.append((medium, loaded, seconds))
+            if source.files is None and not bad.any():
+                self._samples.append(LoadSample(medium, loaded, seconds))
         self._failed.update(source.blocks[bad].tolist())
         if bad.any():
             logger.warning("%d of %d KV blocks are computed anew: %s", bad.sum(), len(bad), +lost)
@@ -299,15 +371,17 @@ class _ArenaSource:
         self._cache, self._blocks, self._seeds = cache, blocks, seeds
         self._payloads = arena.addresses(slots).astype(np.uint64)
         self._expected = arena.sums(slots)
+        self._started: dict[int, Callable[[], np.ndarray]] = {}
         self.bad = np.zeros(len(blocks), np.bool_)
 
     def begin(self, layer: int) -> None:
-        """Memory needs no asking."""
+        if len(self._blocks):
+            seeds = self._seeds[:, layer]
+            self._started[layer] = self._cache.start(layer, self._blocks, self._payloads, seeds)
 
     def end(self, layer: int) -> None:
         if len(self._blocks):
-            sums = self._cache.load(layer, self._blocks, self._payloads, self._seeds[:, layer])
-            self.bad |= sums != self._expected[:, layer]
+            self.bad |= self._started.pop(layer)() != self._expected[:, layer]
 
 
 @dataclass

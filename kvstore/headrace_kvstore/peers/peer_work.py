@@ -63,8 +63,8 @@ class RemoteWork:
         assert settings.secret is not None  # there are peers
         tags = BlockTags(settings.secret, self.generation)
         self.lender = Lender(arena, self.generation, tags, on_nvme, below)
-        offset = arena.geometry.data_offset  # blocks alone: tables and sums are nobody else's
-        memory = arena.base_address + offset, arena.geometry.size_bytes - offset
+        # Blocks alone: tables and sums are nobody else's.
+        memory = arena.data_address, arena.data_bytes
         self.agent = Agent(*memory, self.lender.serving)
         try:
             self.readers = Readers([self.agent, *(Agent(*memory) for _ in range(READERS - 1))])
