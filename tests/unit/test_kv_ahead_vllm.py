@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -76,6 +77,7 @@ class Engine:
             [KVCacheTensor(size, [name], size, SPEC.page_size_bytes) for name in NAMES],
             [KVCacheGroupSpec(NAMES, SPEC)],
         )
+        register_all_kvcache_specs(config)
         manager = StructuredOutputManager(config)
         self.scheduler: Any = Scheduler(config, cache, manager, block_size=BLOCK)
         self.connector: Any = self.scheduler.connector
