@@ -190,8 +190,10 @@ def measured() -> dict[str, float]:
     engine = OffloadEngine()
     prompts = engine.prompts(PROMPT, AT_ONCE)
     figures = times(engine, prompts[0])
+    print(figures, flush=True)
     alone_s = figures["itl_with_offload_vs_all_in_memory"] * figures["itl.in_memory_ms"] / 1e3
     figures |= errors(engine, prompts[:KL_PROMPTS])
+    print(figures, flush=True)
     return figures | at_once(engine, prompts, alone_s)
 
 
