@@ -20,7 +20,7 @@ import torch
 from headrace_kvstore.checksum import copy_sum, fold_lanes
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.device_checksum import lane_sums
-from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.layout import HEADS, BlockLayout
 
 SUMMED_BYTES = 32 * 2**20
 """Gathered and summed at once; summing takes five times as much memory for a moment."""
@@ -44,7 +44,8 @@ class DeviceCache(EngineCache):
         staging_bytes: int = 64 * 2**20,
     ) -> None:
         super().__init__(layout, threads)
-        self._views = [_blocks_first(caches[name], layout.blocks) for name in layout.names]
+        self._views = [_blocks_first(caches[name], layout) for name in layout.names]
+        self._parts = np.arange(layout.held.count, dtype=np.uint64) * np.uint64(layout.part_bytes)
         self._device = self._views[0].device
         rows = max(1, staging_bytes // layout.layer_bytes)
         self._in, self._out = (_Lane(self._device, rows, layout.layer_bytes) for _ in range(2))
@@ -56,52 +57,51 @@ class DeviceCache(EngineCache):
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
         """As `EngineCache.load`; returns when the device holds the blocks."""
-        sums = np.empty(len(blocks), np.uint64)
+        sums = np.empty(seeds.shape, np.uint64)
         addresses = self._payload_addresses(payloads)[:, layer]
         for part in self._in.parts(len(blocks)):
             with self._in.use(part) as (host, rows):
-                sums[part] = copy_sum(
-                    rows,
-                    addresses[part],
-                    self.layout.layer_bytes,
-                    seeds[part],
-                    threads=self._threads,
-                )
+                sums[part] = self._copy_sum(rows, addresses[part], seeds[part])
                 self._scatter(layer, blocks[part], host)
         return sums
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         sums = np.empty(seeds.shape, np.uint64)
         addresses = self._payload_addresses(payloads)
+        count = self.layout.held.count
         for layer in range(len(self._views)):
+            mine = slice(layer * count, (layer + 1) * count)
             for part in self._out.parts(len(blocks)):
                 with self._out.use(part) as (host, rows):
                     self._gather(layer, blocks[part], host)
                     self._out.synchronise()
-                    sums[part, layer] = copy_sum(
-                        addresses[part, layer],
-                        rows,
-                        self.layout.layer_bytes,
-                        seeds[part, layer],
-                        threads=self._threads,
+                    sums[part, mine] = self._copy_sum(
+                        addresses[part, layer], rows, seeds[part, mine]
                     )
         return sums
 
     def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """As `EngineCache.sums`, computed on the device: 256 bytes a block and layer leave it."""
         sums = np.empty(seeds.shape, np.uint64)
-        rows = max(1, SUMMED_BYTES // self.layout.layer_bytes)
+        rows, count = max(1, SUMMED_BYTES // self.layout.layer_bytes), self.layout.held.count
         with self._in.alone():
             for layer, view in enumerate(self._views):
+                mine = slice(layer * count, (layer + 1) * count)
                 for first in range(0, len(blocks), rows):
                     part = slice(first, first + rows)
-                    lanes = lane_sums(view.index_select(0, self._ids(blocks[part])))
-                    sums[part, layer] = fold_lanes(
+                    found = view.index_select(0, self._ids(blocks[part]))
+                    lanes = lane_sums(found.reshape(len(found) * count, -1))
+                    sums[part, mine] = fold_lanes(
                         lanes.cpu().numpy().view(np.uint64),
-                        self.layout.layer_bytes,
-                        seeds[part, layer],
-                    )
+                        self.layout.part_bytes,
+                        seeds[part, mine].ravel(),
+                    ).reshape(-1, count)
         return sums
+
+    def _copy_sum(self, dst: np.ndarray, src: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """Copy layers, each one run, between u64 addresses [n]; sums of their parts."""
+        runs = [np.add.outer(each, self._parts).reshape(seeds.shape) for each in (dst, src)]
+        return copy_sum(*runs, self.layout.part_bytes, seeds, threads=self._threads)
 
     def _payload_addresses(self, payloads: np.ndarray) -> np.ndarray:
         """[n, layers]: a layer's bytes are one run in a payload."""
@@ -166,14 +166,18 @@ class _Lane:
             self.synchronise()
 
 
-def _blocks_first(cache: torch.Tensor, blocks: int) -> torch.Tensor:
-    """The cache as [blocks, ...], the inner axes in the order in which memory holds them.
+def _blocks_first(cache: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """The cache as [blocks, ...], the inner axes in the order in which memory holds them, or heads
+    first where they are parts.
 
     vLLM's axis 0 may count smaller blocks of the kernel; consecutive ones form a block.
     """
-    whole = cache.unflatten(0, (blocks, cache.shape[0] // blocks))
+    whole = cache.unflatten(0, (layout.blocks, cache.shape[0] // layout.blocks))
+    first = HEADS + 1 if layout.held.count > 1 else 0
     # An axis of extent 1 has any stride and moves nothing.
-    inner = sorted(range(1, whole.dim()), key=lambda axis: (-_stride(whole, axis), axis))
+    inner = sorted(
+        range(1, whole.dim()), key=lambda axis: (axis != first, -_stride(whole, axis), axis)
+    )
     return whole.permute(0, *inner)
 
 
