@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace_kvstore.parts import Held
+from headrace_kvstore.parts import WHOLE, Held
 
 HEADS = 1
 """The axis of a cache that counts heads."""
@@ -153,7 +153,7 @@ class BlockLayout:
 
     names: tuple[str, ...]
     layers: tuple[LayerLayout, ...]
-    held: Held = Held()
+    held: Held = WHOLE
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.names) != len(self.layers):
@@ -174,9 +174,7 @@ class BlockLayout:
         self._refuse_shared_bytes()
 
     @classmethod
-    def of_tensors(
-        cls, caches: Mapping[str, Any], blocks: int, held: Held = Held()
-    ) -> BlockLayout:
+    def of_tensors(cls, caches: Mapping[str, Any], blocks: int, held: Held = WHOLE) -> BlockLayout:
         """Layout of what vLLM's `register_kv_caches` hands over.
 
         Args:

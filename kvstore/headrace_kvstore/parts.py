@@ -26,6 +26,10 @@ class Held(NamedTuple):
     count: int = 1
 
 
+WHOLE = Held()
+"""All of a layer that is one part."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """How many parts a layer has, and how many ranks share them.
@@ -38,8 +42,9 @@ class Parts:
     ranks: int
 
     def __post_init__(self) -> None:
-        if min(self.parts, self.ranks) < 1 or (self.parts % self.ranks and self.ranks % self.parts):
-            raise ValueError(f"{self.parts} parts of a layer cannot be shared by {self.ranks} ranks")
+        parts, ranks = self.parts, self.ranks
+        if min(parts, ranks) < 1 or (parts % ranks and ranks % parts):
+            raise ValueError(f"{parts} parts of a layer cannot be shared by {ranks} ranks")
 
     @classmethod
     def of(cls, heads: int, ranks: int, apart: bool) -> Parts:

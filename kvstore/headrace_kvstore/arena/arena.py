@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +49,10 @@ from headrace_kvstore.arena.geometry import (
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, victims
 from headrace_kvstore.arena.shared_file import SharedFile
+from headrace_kvstore.arena.writers import Filling, Writer
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import block_keys, slot_keys
-from headrace_kvstore.table import FREE, MOST_WRITERS, READY, WRITING, pack_hashes
+from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -61,21 +62,6 @@ out, since it is made without the arena's lock."""
 
 Hashes = Sequence[bytes] | np.ndarray
 """Block hashes: bytes of at most 32 each, or an array of n rows of 32 bytes."""
-
-
-
-class Writer(NamedTuple):
-    """One of the processes that fill slots together.
-
-    Attributes:
-        group: names them on this machine; below 0, so that it is no process.
-        number: of this one, from 0 on. count: of them all, at most MOST_WRITERS.
-    """
-
-    group: int
-    number: int
-    count: int
-
 
 LOOKUP_TRIES = 4
 WRITER_TIMEOUT_S = 120.0
@@ -330,7 +316,7 @@ class Arena(ArenaMap):
         `abandon`. With `writer` this process is one of several, and gets the slot that another one
         has begun to fill; what they do not fill, `give_up` frees when all have ended.
         """
-        owner, bit, awaits = _filling(writer)
+        owner, bit, awaits = Filling.of(writer)
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.full(len(keys), NO_ROOM, np.int64)
@@ -384,9 +370,10 @@ class Arena(ArenaMap):
             return done
         given, every = np.array(sums, np.uint64, order="C"), self._layers(wanted)
         filled = np.array(range(every) if layers is None else layers, np.int64)
-        if given.shape != (len(wanted), len(filled)) or not 0 <= filled.min() <= filled.max() < every:
+        places = 0 <= filled.min() <= filled.max() < every
+        if given.shape != (len(wanted), len(filled)) or not places:
             raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
-        owner, bit, _ = _filling(writer)
+        owner, bit, _ = Filling.of(writer)
         kernels.write_sums(self._t, self._sums_at(wanted), wanted, owner, filled, given)
         try:
             with self._section:
@@ -498,13 +485,4 @@ class Arena(ArenaMap):
         return slots, generations[slots]
 
 
-def _filling(writer: Writer | None) -> tuple[int, int, int]:
-    """The owner of a writer's slots, its bit of `awaits`, and all bits."""
-    if writer is None:
-        return os.getpid(), 1, 1
-    if writer.group >= 0 or not 0 <= writer.number < writer.count <= MOST_WRITERS:
-        raise ValueError(f"no writer of a group: {writer}")
-    return writer.group, 1 << writer.number, (1 << writer.count) - 1
-
-
-__all__ = ["Arena", "ArenaFormatError", "LockBusyError", "Writer"]
+__all__ = ["Arena", "ArenaFormatError", "LockBusyError"]

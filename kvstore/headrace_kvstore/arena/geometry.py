@@ -149,7 +149,8 @@ class Geometry:
         """
         if not 1 <= smallest_block_bytes <= block_bytes or layers < 1:
             raise ValueError("blocks have at least one byte and one layer; the smallest is no")
-        layers = max(layers, smallest_block_bytes // PAGE_BYTES)  # a node does not know the engines'
+        # Whoever makes the arena need not know the engines' layers: there is room for a sum a page.
+        layers = max(layers, smallest_block_bytes // PAGE_BYTES)
         slot = _pages(block_bytes)
         blocks = min(
             max(BLOCKS_PER_SEGMENT, size_bytes // (SEGMENTS * slot)), size_bytes // 4 // slot

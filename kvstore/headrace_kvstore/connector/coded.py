@@ -18,7 +18,7 @@ from headrace_kvstore.codec import Codec, LayerShape, Order
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.record import PAGE_BYTES
-from headrace_kvstore.parts import Held
+from headrace_kvstore.parts import WHOLE, Held
 
 
 def stored_layer_bytes(codec: Codec, shape: LayerShape) -> int:
@@ -55,7 +55,7 @@ class CodedCache(EngineCache):
     """
 
     def __init__(
-        self, layout: BlockLayout, codec: Codec, shape: LayerShape, held: Held = Held()
+        self, layout: BlockLayout, codec: Codec, shape: LayerShape, held: Held = WHOLE
     ) -> None:
         if layout.layer_bytes != shape.layer_bytes:
             raise ValueError(f"layers of {layout.layer_bytes} bytes are not {shape}")

@@ -49,7 +49,7 @@ from headrace_kvstore.connector.stats import (
 )
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
-from headrace_kvstore.parts import Held
+from headrace_kvstore.parts import WHOLE
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -144,14 +144,13 @@ class StoreConnector(KVConnectorBase_V1):
         priced = self._node is not None and settings.priced
         if self._arena.policy.learns:
             self._learner = PromptLearner(self._arena, [opened.row])
-        staged = settings.staging_bytes * opened.layers // opened.engine_block_bytes
         return SchedulerHalf(
             ArenaIndex(self._arena, opened.row, settings.lease_s, ranks),
             block_tokens,
             load=settings.load,
             save=settings.save,
             slow=self._node,
-            most_slow=max(1, staged),
+            most_slow=max(1, settings.staging_bytes // (opened.held.count * opened.part_bytes)),
             price=self._price if priced else None,
             window_tokens=opened.codec.window_tokens,
             costs=self._price,
@@ -225,7 +224,7 @@ class StoreConnector(KVConnectorBase_V1):
         kv_caches = {name: kv_caches[name] for name in self._keeping}
         opened, held = self._opened, self._opened.held
         coded = opened.shape is not None
-        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, Held() if coded else held)
+        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, WHOLE if coded else held)
         if layout.block_bytes != opened.engine_block_bytes:
             raise ValueError(
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "

@@ -49,7 +49,7 @@ def parts_of(vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
         spec: of the layers, vLLM's AttentionSpec.
-        codec: that blocks are stored under. A lossy one codes what a rank has of a layer as a whole.
+        codec: that blocks are stored under. A lossy one codes all that a rank has of a layer.
 
     Raises:
         ValueError: the engine is split in another way than by tensor parallelism, or too far.
@@ -58,9 +58,15 @@ def parts_of(vllm_config: Any, cache_layout: str | None, spec: Any, codec: Codec
     for kind in OTHER_SPLITS:
         if getattr(parallel, f"{kind}_size") > 1:
             raise ValueError(
-                f"the KV store does not serve engines with {kind}_size above 1; set {kind}_size: 1, "
-                "and raise tensor_parallel_size"
+                f"the KV store does not serve engines with {kind}_size above 1; set "
+                f"{kind}_size: 1, and raise tensor_parallel_size"
             )
+    if parallel.nnodes_within_dp > 1:
+        raise ValueError(
+            "the KV store does not serve engines whose ranks are on several machines: a block "
+            "holds the KV of all ranks; set nnodes: 1, and raise tensor_parallel_size only as far "
+            "as one machine's devices go"
+        )
     ranks = parallel.tensor_parallel_size
     heads, apart = _heads(vllm_config, spec, ranks), heads_apart(cache_layout)
     parts = Parts.of(heads, ranks, apart and not codec.lossy)

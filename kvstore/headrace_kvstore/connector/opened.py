@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
 
-from headrace_kvstore.arena.arena import Arena, Writer
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.writers import Writer, group_of
 from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.codec import CODECS, Codec, LayerShape
 from headrace_kvstore.connector.coded import layer_shape, stored_layer_bytes
@@ -33,7 +33,7 @@ class OpenedArena:
         layers: whose KV a block holds. parts: how each of them is cut.
         rank: of the worker whose half this is; 0 for the scheduler's.
         group: names the engine's workers where they fill blocks together.
-        engine_block_bytes: of a block in one worker's cache.
+        part_bytes: of a stored part. engine_block_bytes: of a block in one worker's cache.
         codec: blocks are stored under it. shape: of what a worker has of a layer, if it is lossy.
     """
 
@@ -45,6 +45,7 @@ class OpenedArena:
     parts: Parts
     rank: int
     group: int
+    part_bytes: int
     engine_block_bytes: int
     codec: Codec
     shape: LayerShape | None
@@ -86,10 +87,10 @@ class OpenedArena:
         rank = 0
         if role == KVConnectorRole.WORKER:
             rank = vllm_config.parallel_config.rank % parts.ranks
-        name = hashlib.blake2b(str(transfer.engine_id).encode(), digest_size=4).digest()
         return OpenedArena(
             *(arena, settings, row, space, layers, parts, rank),
-            group=-1 - int.from_bytes(name, "little") % 2**31,
+            group=group_of(str(transfer.engine_id)),
+            part_bytes=part_bytes,
             engine_block_bytes=layers * spec.page_size_bytes,
             codec=codec,
             shape=shape,

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.load_price import Price, Run, pairs
 from headrace_kvstore.connector.node_tiers import NodeTiers

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena, Writer
+from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
+from headrace_kvstore.arena.writers import Writer
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline
