@@ -9,7 +9,6 @@ prices loads (`headrace_engine.store_connector`).
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -289,9 +288,9 @@ class StoreConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
             return None if self._scheduler is None else self._reporter.report(self._half.counts)
-        first, counts = self._opened.rank == 0, self._worker.counts
+        first, counts = self._opened.rank == 0, dict(self._worker.counts)
         if not first:  # the first worker speaks of blocks, the others of what they lost
-            counts = Counter({e: n for e, n in counts.items() if e in LOSSES})
+            counts = {event: n for event, n in counts.items() if event in LOSSES}
         stats = self._reporter.report(counts) or StoreStats({})
         loads = [
             LoadTime(medium, blocks * self._opened.whole_block_bytes, seconds)
