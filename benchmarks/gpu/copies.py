@@ -67,11 +67,12 @@ class Stage:
         under_way: dict[int, Callable[[], np.ndarray]] = {}
         for layer in range(LAYERS + DEPTH):
             if layer < LAYERS:
-                seeds = self.seeds[:, layer]
+                seeds = self.seeds[:, self.cache.columns(layer)]
                 under_way[layer] = self.cache.start(layer, self.blocks, self.payloads, seeds)
             if layer >= DEPTH:
                 first = layer - DEPTH
-                if (under_way.pop(first)() != self.sums[:, first]).any():
+                wanted = self.sums[:, self.cache.columns(first)]
+                if (under_way.pop(first)() != wanted).any():
                     raise RuntimeError("blocks came back wrong")
 
     def copy_alone(self) -> None:
@@ -79,10 +80,10 @@ class Stage:
         lane, size = self.cache._in, self.cache.stored_layer_bytes
         for layer in range(LAYERS):
             source = self.payloads + np.uint64(layer * size)
-            for part in self.cache._parts(len(self.blocks)):
-                steps = np.arange(part.stop - part.start, dtype=np.uint64) * np.uint64(size)
+            for some in self.cache._batches(len(self.blocks)):
+                steps = np.arange(some.stop - some.start, dtype=np.uint64) * np.uint64(size)
                 with lane.alone():
-                    lane.copy(np.uint64(lane.staging.data_ptr()) + steps, source[part], size)
+                    lane.copy(np.uint64(lane.staging.data_ptr()) + steps, source[some], size)
         lane.drain()
 
     def close(self) -> None:
@@ -144,7 +145,7 @@ def _overlap() -> dict[str, float]:
         waits = []
         if loads:
             for layer in range(DEPTH):
-                arguments = stage.blocks, stage.payloads, stage.seeds[:, layer]
+                arguments = stage.blocks, stage.payloads, stage.seeds[:, layer : layer + 1]
                 waits.append(beside.start(layer, *arguments))
         begin = clock.mark()
         for _ in range(8):

@@ -21,9 +21,12 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.scheduler import Load, Save, Work
 from headrace_kvstore.connector.worker import WorkerHalf
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import Parts
 from headrace_kvstore.settings import StoreSettings
 
 LAYERS, KV_HEADS, BLOCK_TOKENS, HEAD_DIM = 30, 3, 128, 64
+PIECES = LAYERS * KV_HEADS
+"""Parts of a block with a checksum each."""
 BLOCKS = 46
 """Full blocks of a prompt of 6,000 tokens: 271 MB in float32."""
 LEASE_S = 30.0
@@ -48,7 +51,8 @@ class Stage:
         }
         for cache in self.caches.values():
             self._bytes_of(cache)[:] = rng.integers(0, 256, cache.nbytes, dtype=np.uint8)
-        self.layout = BlockLayout.of_tensors(self.caches, blocks)
+        held = Parts.of(KV_HEADS, 1, apart=True).held(0)
+        self.layout = BlockLayout.of_tensors(self.caches, blocks, held)
         self.cache = EngineCache(self.layout, threads)
         self.size_bytes = self.layout.block_bytes * blocks
         self.hashes = [rng.bytes(32) for _ in range(blocks)]
@@ -58,10 +62,10 @@ class Stage:
             f"headrace-bench-{uuid.uuid4().hex[:12]}",
             (blocks + 8) * (self.layout.block_bytes + PAGE_BYTES) + (8 << 20),
             block_bytes=self.layout.block_bytes,
-            layers=LAYERS,
+            layers=PIECES,
         )
         self.arena.prefault()
-        self.row = self.arena.namespace(self.digest, self.layout.block_bytes, LAYERS)
+        self.row = self.arena.namespace(self.digest, self.layout.block_bytes, PIECES)
         settings = StoreSettings(copy_threads=threads)
         self.worker = WorkerHalf(self.arena, self.row, self.cache, self.seeds, settings)
 
@@ -78,8 +82,8 @@ class Stage:
         self.worker.close()
 
     def seeds(self, hashes: Sequence[bytes]) -> np.ndarray:
-        """Checksum seeds u64 [n, layers], as the connector makes them."""
-        return layer_seeds([block_seed(self.digest, each) for each in hashes], LAYERS)
+        """Checksum seeds u64 [n, pieces], as the connector makes them."""
+        return layer_seeds([block_seed(self.digest, each) for each in hashes], PIECES)
 
     def save(self) -> None:
         """Put all blocks into the arena: reserve, copy and sum, publish."""

@@ -2,7 +2,7 @@
 
 Two blocks may stand for each other only if every byte of them would be the same. vLLM's block hash
 covers what was computed (the tokens from the prompt's start, LoRA, multimodal input, salt); the
-`Namespace` covers how: weights, number formats, parallel shard, block size, engine layout, codec.
+`Namespace` covers how: weights, number formats, parts of a layer, block size, engine layout, codec.
 Its digest and the block hash together are the key, 48 bytes:
 
     key = blake2b-128(canonical JSON of all fields) || block hash, zero-padded to 32 bytes
@@ -22,7 +22,7 @@ from typing import Any
 
 DIGEST_BYTES = 16
 HASH_BYTES = 32
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of payload, checksum and record formats together; one more makes all older blocks
 strangers."""
 
@@ -38,7 +38,7 @@ class Namespace:
 
     Raises:
         TypeError: a field is not of its type (the encoding depends on it).
-        ValueError: model, dtype, layout or device is empty, or a rank or size is impossible.
+        ValueError: model, dtype, layout or device is empty, or a size is impossible.
     """
 
     model: str
@@ -54,9 +54,9 @@ class Namespace:
     """The draft model that some of them belong to; empty where all are the model's own."""
     dtype: str
     kv_cache_dtype: str
-    tp_rank: int
-    """Where every rank holds the same bytes (MLA), a caller may write rank 0 for all."""
-    tp_size: int
+    parts: int
+    """Of each layer, as `headrace_kvstore.parts` cuts it. Tensor-parallel sizes are named by this
+    alone: a block holds the KV of all ranks, which data-parallel ones compute alike."""
     block_tokens: int
     engine: str
     """Engine and version: kernels of another version may pack or round otherwise."""
@@ -87,10 +87,9 @@ class Namespace:
         for name in ("model", "dtype", "kv_cache_dtype", "layout", "device", "codec"):
             if not getattr(self, name):
                 raise ValueError(f"namespace: {name} is empty")
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise ValueError(f"namespace: tp_rank {self.tp_rank} of tp_size {self.tp_size}")
-        if self.block_tokens <= 0:
-            raise ValueError(f"namespace: block_tokens is {self.block_tokens}")
+        for name in ("parts", "block_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"namespace: {name} is {getattr(self, name)}")
 
     @cached_property
     def digest(self) -> bytes:

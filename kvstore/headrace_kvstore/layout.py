@@ -3,10 +3,12 @@
 An engine gives one strided tensor a layer. The bytes that one block has in one layer are one or
 more contiguous pieces of equal size. This file finds them from shape and strides alone, so it needs
 no name for the layout (NHD, HND, K and V in one row or apart, MLA, layers inside blocks). The
-payload of a block is, layer after layer, these pieces in ascending order of address:
+payload of a block is, layer after layer and part after part (`parts`), these pieces in ascending
+order of address. A cache that has `count` of a layer's `parts`, from `first` on, has
 
-    address(block, layer, piece) = base[layer, piece] + block * block_stride[layer]
-    payload offset               = layer * layer_bytes + piece * piece_bytes
+    address(block, layer, part, piece) = base[layer, part, piece] + block * block_stride[layer]
+    payload offset                     = (layer * parts + first + part) * part_bytes
+                                         + piece * piece_bytes
 
 Ascending addresses put the axes in memory order, outermost first, which is the same for two caches
 of one layout, whatever their block counts. Layers are ordered by name, numbers in names as numbers.
@@ -28,6 +30,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from headrace_kvstore.parts import WHOLE, Held
+
+HEADS = 1
+"""The axis of a cache that counts heads."""
+
 
 class LayoutError(ValueError):
     """Caches whose blocks cannot be told apart or put into one payload; the text says why."""
@@ -42,7 +49,7 @@ class LayerLayout:
     blocks: int
     block_stride_bytes: int
     offsets: tuple[int, ...]
-    """Of the pieces from their block's address, ascending."""
+    """Of the pieces from their block's address: part after part, ascending in each."""
     piece_bytes: int
     axes: str
     """The block's axes in memory order, `axis:extent`, then bytes per element: caches with equal
@@ -55,7 +62,12 @@ class LayerLayout:
 
 
 def layer_layout(
-    address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, blocks: int
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
+    blocks: int,
+    parts: int = 1,
 ) -> LayerLayout:
     """Find the contiguous pieces of one block in a strided cache whose axis 0 counts blocks.
 
@@ -64,9 +76,10 @@ def layer_layout(
         shape, strides: of the cache; strides in elements.
         itemsize: bytes per element.
         blocks: the scheduler's block count; `shape[0]` may be a multiple of it.
+        parts: each holds as many heads.
 
     Raises:
-        LayoutError: no memory, an empty axis, a block count that does not fit the axis, or
+        LayoutError: no memory, an empty axis, a block count or parts that do not fit their axes, or
             elements that overlap.
     """
     if address <= 0 or itemsize <= 0 or not shape or len(shape) != len(strides):
@@ -80,24 +93,33 @@ def layer_layout(
 
     # (stride, extent, axis), innermost first; an axis of extent 1 moves nothing
     extents = [kernel_blocks, *shape[1:]]
-    axes = zip(strides, extents, range(len(shape)), strict=True)
+    axes = list(zip(strides, extents, range(len(shape)), strict=True))
     inner = sorted(axis for axis in axes if axis[1] > 1)
     _refuse_overlap(inner + ([(block_stride, blocks, 0)] if blocks > 1 else []))
 
+    step = 0
+    if parts > 1:
+        if len(shape) <= HEADS or shape[HEADS] % parts:
+            raise LayoutError(f"axis {HEADS} of {tuple(shape)} has no {parts} parts of equal heads")
+        heads = shape[HEADS] // parts
+        step = strides[HEADS] * heads
+        axes[HEADS] = strides[HEADS], heads, HEADS
     run, contiguous = 1, 0
-    for stride, extent, _ in inner:
+    of_part = sorted(axis for axis in axes if axis[1] > 1)
+    for stride, extent, _ in of_part:
         if stride != run:
             break
         run *= extent
         contiguous += 1
     offsets = np.zeros(1, np.int64)
-    for stride, extent, _ in inner[contiguous:]:
+    for stride, extent, _ in of_part[contiguous:]:
         offsets = np.add.outer(np.arange(extent, dtype=np.int64) * stride, offsets).ravel()
+    offsets = np.add.outer(np.arange(parts) * step, np.sort(offsets)).ravel()
     return LayerLayout(
         address=address,
         blocks=blocks,
         block_stride_bytes=block_stride * itemsize,
-        offsets=tuple(int(offset) * itemsize for offset in np.sort(offsets)),
+        offsets=tuple(int(offset) * itemsize for offset in offsets),
         piece_bytes=run * itemsize,
         axes=",".join(f"{axis}:{extent}" for _, extent, axis in reversed(inner)) + f"x{itemsize}",
     )
@@ -121,6 +143,8 @@ def natural_order(name: str) -> list[tuple[int, str | int]]:
 class BlockLayout:
     """All layers of one engine that share a block table, in payload order.
 
+    `held` says which parts of each stored layer this engine's cache has.
+
     Raises:
         LayoutError: no layers; layers that differ in block count, bytes or order of axes; or
             layers that share bytes (a cache registered under two names, or overlaid groups of a
@@ -129,6 +153,7 @@ class BlockLayout:
 
     names: tuple[str, ...]
     layers: tuple[LayerLayout, ...]
+    held: Held = WHOLE
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.names) != len(self.layers):
@@ -149,12 +174,13 @@ class BlockLayout:
         self._refuse_shared_bytes()
 
     @classmethod
-    def of_tensors(cls, caches: Mapping[str, Any], blocks: int) -> BlockLayout:
+    def of_tensors(cls, caches: Mapping[str, Any], blocks: int, held: Held = WHOLE) -> BlockLayout:
         """Layout of what vLLM's `register_kv_caches` hands over.
 
         Args:
             caches: tensor by layer name; they must stay alive as long as addresses are used.
             blocks: the scheduler's block count (`KVCacheConfig.num_blocks`).
+            held: which parts of each layer they hold.
 
         Raises:
             LayoutError: as `layer_layout` (naming the layer) and `BlockLayout`.
@@ -165,10 +191,10 @@ class BlockLayout:
             cache = caches[name]
             memory = cache.data_ptr(), tuple(cache.shape), tuple(cache.stride())
             try:
-                layers.append(layer_layout(*memory, cache.element_size(), blocks))
+                layers.append(layer_layout(*memory, cache.element_size(), blocks, held.count))
             except LayoutError as error:
                 raise LayoutError(f"{name}: {error}") from error
-        return cls(tuple(names), tuple(layers))
+        return cls(tuple(names), tuple(layers), held)
 
     @property
     def blocks(self) -> int:
@@ -177,13 +203,23 @@ class BlockLayout:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of one block; the payload's stride."""
+        """Bytes of one layer of one block in the engine's cache."""
         return self.layers[0].block_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block's payload."""
+        """Bytes of one block in the engine's cache."""
         return self.layer_bytes * len(self.layers)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one part of one layer."""
+        return self.layer_bytes // self.held.count
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one block's payload, the parts that other engines hold included."""
+        return self.part_bytes * self.held.parts * len(self.layers)
 
     @property
     def piece_bytes(self) -> int:
@@ -204,7 +240,7 @@ class BlockLayout:
 
     def payload_addresses(self, payloads: ArrayLike) -> NDArray[np.uint64]:
         """Shape [payloads, layers, pieces]: addresses of the same pieces in payloads that start at
-        these addresses."""
+        these addresses. A layer's are one run."""
         starts = np.asarray(payloads, np.uint64).reshape(-1)
         return starts[:, None, None] + self._payload_offsets[None]
 
@@ -219,9 +255,9 @@ class BlockLayout:
 
     @cached_property
     def _payload_offsets(self) -> NDArray[np.uint64]:
-        pieces = len(self.layers[0].offsets)
-        places = np.arange(len(self.layers) * pieces, dtype=np.uint64)
-        return (places * np.uint64(self.piece_bytes)).reshape(-1, pieces)
+        pieces = np.arange(len(self.layers[0].offsets)) * self.piece_bytes
+        layers = np.arange(len(self.layers)) * self.held.parts + self.held.first
+        return np.add.outer(layers * self.part_bytes, pieces).astype(np.uint64)
 
     def _refuse_shared_bytes(self) -> None:
         """Layers whose ranges meet must lie inside each other's blocks: one stride for all, and

@@ -15,6 +15,9 @@ FREE = 0  # holds no block
 WRITING = 1  # reserved; its owner is copying the block in
 READY = 2  # complete and readable
 
+MOST_WRITERS = 32
+"""Processes that may fill one slot together."""
+
 HASH_BYTES = 32  # vLLM's block hash, zero-padded
 
 SLOT = np.dtype(
@@ -26,7 +29,7 @@ SLOT = np.dtype(
         ("depth", "u4"),  # blocks that stand before it in its prefix; 0: a root
         ("hits", "u4"),  # times leased since it was stored
         ("generation", "u4"),  # grows each time the slot is given to another block
-        ("owner", "i4"),  # pid of the writer while WRITING
+        ("owner", "i4"),  # while WRITING: pid of the writer, or a group of writers, below 0
         ("parent", "u8"),  # first 8 bytes of the parent block's hash, little-endian; 0 for a root
         ("hash", "V32"),  # block hash, zero-padded
         ("stored_s", "f8"),  # when it was published; while WRITING, when it was reserved
@@ -34,6 +37,7 @@ SLOT = np.dtype(
         ("lease_until_s", "f8"),  # readers may be copying until then
         ("bytes", "f8"),  # what it occupies, 0 while FREE
         ("compute_s", "f4"),  # predicted seconds to compute this block where it stands; 0: unknown
+        ("awaits", "u4"),  # while WRITING: a bit for each writer that is not done
     ],
     align=True,
 )

@@ -10,13 +10,15 @@ from headrace_kvstore.checksum import checksum
 from headrace_kvstore.codec import CODECS, LayerShape, Order, Unfit
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import WHOLE, Held
 from tests.support.device_kernels import layers
 
 BLOCKS, LAYERS = 5, 2
 
 
-def check_coded_against_host(device: str, name: str, shape: LayerShape) -> None:
-    """Save under a codec, in parts, load into other blocks, and compare with the CPU's coder."""
+def check_coded_against_host(device: str, name: str, shape: LayerShape, held: Held = WHOLE) -> None:
+    """Save under a codec, a block at a time, load into other blocks, and compare with the CPU's
+    coder. `held`: which part of each stored layer that is."""
     h, n, d = shape.kv_heads, shape.block_tokens, shape.head_dim
     sizes = (BLOCKS, h, n, 2 * d) if shape.order is Order.HND else (BLOCKS, n, h, 2 * d)
     given = [layers(shape, BLOCKS, seed=layer) for layer in range(LAYERS)]
@@ -26,30 +28,33 @@ def check_coded_against_host(device: str, name: str, shape: LayerShape) -> None:
         for i, one in enumerate(there)
     }
     layout, codec = BlockLayout.of_tensors(caches, BLOCKS), CODECS[name]()
-    cache = DeviceCache(caches, layout, codec, shape, staging_bytes=1)
+    cache = DeviceCache(caches, layout, codec, shape, held, staging_bytes=1)
     cache.warm()
     coder, size = codec.bind(shape), cache.stored_layer_bytes
     ids = np.array([4, 0, 2])
-    memory = np.full((len(ids), LAYERS, size), 9, np.uint8)
-    payloads = memory.ctypes.data + np.arange(len(ids), dtype=np.uint64) * np.uint64(LAYERS * size)
+    memory = np.full((len(ids), LAYERS, held.parts, size), 9, np.uint8)
+    steps = np.arange(len(ids), dtype=np.uint64) * np.uint64(LAYERS * held.parts * size)
+    payloads = memory.ctypes.data + steps
     seeds = np.arange(len(ids) * LAYERS, dtype=np.uint64).reshape(len(ids), LAYERS)
     sums = cache.save(ids, payloads, seeds)
 
-    wanted = np.zeros_like(memory)
+    wanted = np.full_like(memory, 9)
+    wanted[:, :, held.first] = 0
     back = np.empty((len(ids), LAYERS, shape.layer_bytes), np.uint8)
     for i, block in enumerate(ids):
         for layer in range(LAYERS):
-            stored = wanted[i, layer, : coder.stored_bytes]
+            stored = wanted[i, layer, held.first, : coder.stored_bytes]
             coder.encode(given[layer][block].numpy(), stored)
             coder.decode(stored, back[i, layer])
     assert (memory == wanted).all()
-    rows = payloads[:, None] + np.arange(LAYERS, dtype=np.uint64) * np.uint64(size)
+    places = np.arange(LAYERS, dtype=np.uint64) * np.uint64(held.parts) + np.uint64(held.first)
+    rows = payloads[:, None] + places * np.uint64(size)
     assert (sums == checksum(rows, size, seeds)).all()
 
     into = np.array([1, 3, 0])
     for layer in range(LAYERS):
-        found = cache.load(layer, into, payloads, seeds[:, layer])
-        assert (found == sums[:, layer]).all()
+        found = cache.load(layer, into, payloads, seeds[:, layer : layer + 1])
+        assert (found == sums[:, layer : layer + 1]).all()
         now = there[layer].cpu().contiguous().view(torch.uint8).view(BLOCKS, -1).numpy()
         assert (now[into] == back[:, layer]).all()
 

@@ -8,24 +8,29 @@ import torch
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.device_cache import DeviceCache
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import WHOLE, Held
 
 
-def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str) -> None:
-    """Save from and load to `device`, in parts, and compare with the same on the host.
+def check_against_host(
+    caches: dict[str, torch.Tensor], blocks: int, device: str, held: Held = WHOLE
+) -> None:
+    """Save from and load to `device`, some blocks at a time, and compare with the same on the host.
 
     Args:
         caches: on the CPU, strided as on the device.
         blocks: the scheduler's block count.
+        held: which parts of each stored layer they hold.
     """
     for tensor in caches.values():
         _bytes(tensor).copy_(torch.randint(0, 255, _bytes(tensor).shape, dtype=torch.uint8))
     theirs = _moved(caches, device)
-    host_layout = BlockLayout.of_tensors(caches, blocks)
-    layout = BlockLayout.of_tensors(theirs, blocks)
+    host_layout = BlockLayout.of_tensors(caches, blocks, held)
+    layout = BlockLayout.of_tensors(theirs, blocks, held)
     host = EngineCache(host_layout)
     cache = DeviceCache(theirs, layout, staging_bytes=2 * layout.layer_bytes)
     cache.warm()
-    ends, two = np.array([blocks - 1, 0]), np.zeros((2, len(caches)), np.uint64)
+    parts = len(caches) * held.count
+    ends, two = np.array([blocks - 1, 0]), np.zeros((2, parts), np.uint64)
     assert (cache.sums(ends, two) == host.sums(ends, two)).all()
     assert (cache.layer_names, layout.layers[0].axes) == (
         host.layer_names,
@@ -33,22 +38,24 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
     )
 
     ids = np.array([3, 0, 4, 1, 5])
-    seeds = np.arange(len(ids) * len(caches), dtype=np.uint64).reshape(len(ids), -1)
+    seeds = np.arange(len(ids) * parts, dtype=np.uint64).reshape(len(ids), parts)
     wanted, payloads = _payloads(host_layout, len(ids))
     sums = host.save(ids, payloads, seeds)
     found, addresses = _payloads(layout, len(ids))
     cache.fence()
     assert (cache.save(ids, addresses, seeds) == sums).all()
     assert (found == wanted).all()
+    mine = [slice(layer * held.count, (layer + 1) * held.count) for layer in range(len(caches))]
 
     # As whole numbers: random bytes hold NaNs, which equal nothing.
     before = {name: tensor.clone().view(torch.int16) for name, tensor in theirs.items()}
     order = np.array([1, 5, 0, 3, 4])  # each payload into another block than it came from
     under_way = [
-        cache.start(layer, order, addresses, seeds[:, layer]) for layer in range(len(caches))
+        cache.start(layer, order, addresses, seeds[:, columns])
+        for layer, columns in enumerate(mine)
     ]
-    for layer, there in enumerate(under_way):
-        assert (there() == sums[:, layer]).all()
+    for columns, there in zip(mine, under_way, strict=True):
+        assert (there() == sums[:, columns]).all()
     again, back = _payloads(layout, len(ids))
     cache.save(order, back, seeds)
     assert (again == wanted).all()
@@ -59,8 +66,9 @@ def check_against_host(caches: dict[str, torch.Tensor], blocks: int, device: str
 
 
 def _payloads(layout: BlockLayout, count: int) -> tuple[np.ndarray, np.ndarray]:
-    memory = np.zeros((count, layout.block_bytes), np.uint8)
-    starts = memory.ctypes.data + np.arange(count, dtype=np.uint64) * np.uint64(layout.block_bytes)
+    memory = np.zeros((count, layout.payload_bytes), np.uint8)
+    steps = np.arange(count, dtype=np.uint64) * np.uint64(layout.payload_bytes)
+    starts = memory.ctypes.data + steps
     return memory, starts
 
 

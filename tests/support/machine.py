@@ -48,11 +48,11 @@ class Machine:
         self.node = self._make_node(**settings)
         return self.node.start()
 
-    def engine(self, **settings: Any) -> StoredEngine:
+    def engine(self, ranks: int = 1, **settings: Any) -> StoredEngine:
         """Starts; `ready` waits for it."""
         store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
         store |= {"lease_s": 20.0, **settings}
-        self.engines.append(StoredEngine(str(tiny_llama()), store))
+        self.engines.append(StoredEngine(str(tiny_llama()), store, ranks=ranks))
         return self.engines[-1]
 
     def arena(self) -> Arena:

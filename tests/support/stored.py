@@ -42,10 +42,16 @@ class StoredEngine:
         model: its folder.
         store: the connector's `kv_connector_extra_config`; None for an engine without a store.
         prefix_caching: whether the engine keeps a prompt's KV for the next one, store or not.
+        ranks: tensor-parallel workers; several are processes of their own, in which `hold` and
+            `slow_disk` change nothing.
     """
 
     def __init__(
-        self, model: str, store: dict[str, Any] | None, prefix_caching: bool = True
+        self,
+        model: str,
+        store: dict[str, Any] | None,
+        prefix_caching: bool = True,
+        ranks: int = 1,
     ) -> None:
         self._folder = TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
@@ -54,6 +60,7 @@ class StoredEngine:
             "model": model,
             "store": json.dumps(store),
             "prefix_caching": int(prefix_caching),
+            "ranks": ranks,
         }
         run.engine_started()
         self._child = Child("stored", options, environment, self._log, "tests.support.")
@@ -148,7 +155,9 @@ def stored_answers(
 class Engine:
     """The engine's own process."""
 
-    def __init__(self, model: str, store: dict[str, Any] | None, prefix_caching: bool) -> None:
+    def __init__(
+        self, model: str, store: dict[str, Any] | None, prefix_caching: bool, ranks: int
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -170,6 +179,8 @@ class Engine:
             enable_prefix_caching=prefix_caching,
             disable_hybrid_kv_cache_manager=True,
             disable_log_stats=False,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="mp" if ranks > 1 else None,
             kv_transfer_config=transfer,
         )
 
@@ -265,8 +276,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--store", type=json.loads, required=True)
     parser.add_argument("--prefix-caching", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
     args = parser.parse_args()
-    serve(lambda: Engine(args.model, args.store, bool(args.prefix_caching)))
+    serve(lambda: Engine(args.model, args.store, bool(args.prefix_caching), args.ranks))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from tests.support.contracts import assert_fields, assert_takes, find
 
 SCHEDULER = "kvstore/headrace_kvstore/connector/scheduler.py"
 CONNECTOR = "kvstore/headrace_kvstore/connector/connector.py"
+DIVISION = "kvstore/headrace_kvstore/connector/division.py"
+PARTS = "kvstore/headrace_kvstore/parts.py"
 COMPOSITE = "kvstore/headrace_kvstore/connector/composite.py"
 COMPAT = "kvstore/headrace_kvstore/_vllm_compat.py"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
@@ -98,6 +100,31 @@ def test_every_step_ends_with_get_finished_before_errors_are_asked_for() -> None
     errors = source.index("get_block_ids_with_load_errors(")
     jobs = source.index("build_connector_worker_meta(")
     assert finished < errors < jobs, f"mend {CONNECTOR}"
+
+
+def test_a_block_that_one_rank_could_not_load_is_lost_to_all() -> None:
+    aggregator = "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator.aggregate"
+    source = inspect.getsource(find(aggregator, CONNECTOR))
+    assert "invalid_block_ids |= kv_output.invalid_block_ids" in source, f"mend {CONNECTOR}"
+    assert "aggregated_kv_connector_worker_meta.aggregate(" in source, f"mend {CONNECTOR}"
+
+
+def test_ranks_have_the_heads_that_parts_say() -> None:
+    linear = "vllm.model_executor.layers.linear:QKVParallelLinear"
+    source = inspect.getsource(find(linear, PARTS))
+    for line in (
+        "self.num_kv_heads = divide(self.total_num_kv_heads, tp_size)",
+        "self.num_kv_head_replicas = divide(tp_size, self.total_num_kv_heads)",
+        "self.tp_rank // self.num_kv_head_replicas",
+    ):
+        assert line in source, f"heads are shared out otherwise: mend {PARTS}"
+
+
+def test_kinds_of_kv_can_be_named() -> None:
+    interface = "vllm.v1.kv_cache_interface"
+    assert_takes(f"{interface}:get_kv_cache_spec_kind", DIVISION, "kv_cache_spec")
+    assert_takes(f"{interface}:iter_layer_specs", DIVISION, "kv_cache_spec")
+    assert_fields(f"{interface}:AttentionSpec", DIVISION, "num_kv_heads", "num_head_slots")
 
 
 def test_the_composite_knows_its_children() -> None:

@@ -34,8 +34,8 @@ class Cache:
         self.data = [rng.normal(size=size).astype(np.float32) for _ in range(LAYERS)]
         tensors = {f"layers.{i}": Tensor(data) for i, data in enumerate(self.data)}
         self.coded = CodedCache(BlockLayout.of_tensors(tensors, BLOCKS), given, SHAPE)
-        self.memory, start = page_memory(BLOCKS * LAYERS * self.coded.stored_layer_bytes)
-        step = LAYERS * self.coded.stored_layer_bytes
+        self.memory, start = page_memory(BLOCKS * LAYERS * self.coded.part_bytes)
+        step = LAYERS * self.coded.part_bytes
         self.payloads = start + np.arange(BLOCKS, dtype=np.uint64) * np.uint64(step)
 
 
@@ -59,7 +59,7 @@ def test_sums_cover_the_whole_stored_layer(given: Codec) -> None:
     """As whoever moves stored blocks sums them, without knowing a codec."""
     cache = Cache(given)
     saved = cache.coded.save(BLOCK_IDS, cache.payloads, SEEDS)
-    size = cache.coded.stored_layer_bytes
+    size = cache.coded.part_bytes
     at = cache.payloads[:, None] + np.arange(LAYERS, dtype=np.uint64) * np.uint64(size)
     assert (checksum(at, size, SEEDS) == saved).all()
 

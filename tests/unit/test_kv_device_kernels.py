@@ -20,11 +20,16 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from headrace_kvstore.codec import LayerShape, Order
+from headrace_kvstore.parts import Held
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 DTYPES = ["float32", "bfloat16", "float16"]
-CACHES = ["moves_the_same_bytes_as_the_host_cache", "takes_kernels_with_smaller_blocks"]
+CACHES = [
+    "moves_the_same_bytes_as_the_host_cache",
+    "takes_kernels_with_smaller_blocks",
+    "has_some_parts_of_each_layer",
+]
 SMALL = LayerShape(2, 16, 32, "bfloat16", Order.HND)
 
 if INTERPRETED:
@@ -151,3 +156,8 @@ def test_what_the_cpu_refuses_is_refused(name: str, value: float) -> None:
 @pytest.mark.parametrize("order", [Order.HND, Order.NHD])
 def test_the_device_cache_stores_the_codes_of_the_cpu(name: str, order: Order) -> None:
     check_coded_against_host("cpu", name, LayerShape(2, 16, 32, "bfloat16", order))
+
+
+@inside
+def test_a_rank_stores_its_share_of_each_layer_under_a_codec() -> None:
+    check_coded_against_host("cpu", "fp8", SMALL, Held(3, 1, 1))

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from headrace_kvstore.connector.identity import (
-    engine_namespace,
     model_identity,
     overrides_identity,
     speculative_identity,
@@ -66,17 +65,6 @@ def test_a_hub_model_is_its_commit() -> None:
     assert model_identity(model) == ("org/none-such", "abc")
     config._commit_hash = None
     assert model_identity(model) == ("org/none-such", "main")
-
-
-@pytest.mark.parametrize("kind", ["pipeline", "prefill_context", "decode_context"])
-def test_engines_whose_ranks_hold_parts_of_a_prompt_or_of_the_layers_are_refused(kind: str) -> None:
-    sizes = dict.fromkeys(("pipeline", "prefill_context", "decode_context"), 1) | {kind: 2}
-    parallel = {f"{name}_parallel_size": size for name, size in sizes.items()}
-    config = SimpleNamespace(
-        model_config=None, cache_config=None, parallel_config=SimpleNamespace(**parallel)
-    )
-    with pytest.raises(ValueError, match=f"{kind}_parallel_size above 1"):
-        engine_namespace(config, None, 0, [])
 
 
 def test_a_file_is_read_once(folder: Path, cache: Path) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import Held
 
 NB, HEADS, TOKENS, DIM, LAYERS = 6, 3, 128, 64, 4
 DENSE = FullAttentionSpec(
@@ -102,3 +103,16 @@ def test_the_device_cache_takes_kernels_with_smaller_blocks(
 
     monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
     check_against_host(allocate(DENSE, layout, kernel_tokens=32), NB, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.BHLNC, KVCacheLayout.LBNHC])
+@pytest.mark.parametrize("held", [Held(6, 3, 3), Held(2, 1, 1)], ids=["heads", "a share"])
+def test_the_device_cache_has_some_parts_of_each_layer(
+    held: Held, layout: KVCacheLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace_kvstore.device import kernels
+    from tests.support.devicecache import check_against_host
+
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", 1024)  # the interpreter counts turns
+    check_against_host(allocate(DENSE, layout), NB, "cpu", held)

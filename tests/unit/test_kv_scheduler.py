@@ -292,6 +292,18 @@ def test_blocks_are_held_until_their_copy_ends() -> None:
     assert engine.pool.held == [] and not engine.half.busy
 
 
+def test_a_copy_that_all_workers_have_ended_is_told_with_its_blocks() -> None:
+    told: list[list[bytes]] = []
+    engine = Engine(Store(), request(3 * B), ended=told.append)
+    engine.admit()
+    engine.step(3 * B, new=True)
+    engine.comes_back(3 * B)
+    [(job, save)] = engine.step(1).saves.items()
+    assert told == []
+    engine.half.saved([job, job])
+    assert told == [save.hashes]
+
+
 def test_what_the_store_holds_is_not_copied() -> None:
     engine = Engine(Store(held={b"101"}), request(4 * B))
     engine.admit()

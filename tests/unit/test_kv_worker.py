@@ -18,6 +18,7 @@ from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.connector import ArenaIndex
 from headrace_kvstore.connector.scheduler import Load, Save, Shape, Work
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf, tenant_number
+from headrace_kvstore.parts import Held
 from headrace_kvstore.settings import StoreSettings
 
 LAYERS, LAYER_BYTES, BLOCKS = 4, 256, 8
@@ -29,6 +30,7 @@ class EngineCache(EngineCache):
     """An engine's cache in plain memory; its checksum is a seeded CRC."""
 
     layer_names: Sequence[str] = NAMES
+    held = Held()
 
     def __init__(self, fill: int) -> None:
         rng = np.random.default_rng(fill)
@@ -43,7 +45,7 @@ class EngineCache(EngineCache):
         for block, payload in zip(blocks, payloads, strict=True):
             there = int(payload) + layer * LAYER_BYTES
             ctypes.memmove(self.data[layer, block].ctypes.data, there, LAYER_BYTES)
-        return np.array([self._sum(layer, b, s) for b, s in zip(blocks, seeds, strict=True)])
+        return np.array([[self._sum(layer, b, s)] for b, [s] in zip(blocks, seeds, strict=True)])
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         sums = np.zeros((len(blocks), LAYERS), np.uint64)
@@ -254,7 +256,7 @@ def test_a_lock_that_somebody_keeps_holds_up_no_step_and_ends_none(
     done = threading.Event()
 
     def step() -> None:
-        index = ArenaIndex(arena, [0], 30.0)
+        index = ArenaIndex(arena, 0, 30.0)
         assert index.leading(HASHES[:2]) == 2
         index.lease(HASHES[:2])
         assert load(worker, [0, 1]) == {1}

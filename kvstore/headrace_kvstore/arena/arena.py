@@ -11,6 +11,10 @@ word odd; the next process to take the lock rebuilds index and free chains (see 
 process that dies while it copies a block in leaves a slot WRITING. That slot is reclaimed when room
 is short or its key is stored again.
 
+The workers of one engine fill a slot together (`Writer`): each reserves the same slot and publishes
+its parts, and the block is READY when all have. So no reader, tier or policy meets half a block.
+While they do not all have, the slot is WRITING like any other.
+
 Times are time.monotonic() seconds, which all processes of a machine share. So the file must not
 survive a restart of the machine: its folder is a tmpfs.
 """
@@ -45,6 +49,7 @@ from headrace_kvstore.arena.geometry import (
 from headrace_kvstore.arena.locking import LockBusyError
 from headrace_kvstore.arena.room import own_victims, victims
 from headrace_kvstore.arena.shared_file import SharedFile
+from headrace_kvstore.arena.writers import Filling, Writer
 from headrace_kvstore.policy import shared as policies
 from headrace_kvstore.policy.base import block_keys, slot_keys
 from headrace_kvstore.table import FREE, READY, WRITING, pack_hashes
@@ -234,11 +239,12 @@ class Arena(ArenaMap):
             pass
         return slots
 
-    def lease(self, row: int, hashes: Hashes, lease_s: float) -> np.ndarray:
-        """As lookup; what is there stays for `lease_s` seconds and counts as used once more. -1 for
-        all where the lock cannot be had at once: an engine's step waits for this."""
+    def lease(self, row: int, hashes: Hashes, lease_s: float, readers: int = 1) -> np.ndarray:
+        """As lookup; what is there stays for `lease_s` seconds, or until so many readers have each
+        called `release`, and counts as used once more. -1 for all where the lock cannot be had at
+        once: an engine's step waits for this."""
         try:
-            return self._leased(self._brief_section, row, hashes, lease_s, used=True)
+            return self._leased(self._brief_section, row, hashes, lease_s, True, readers)
         except LockBusyError as error:
             logger.warning("no lease: %s", error)
             return np.full(len(hashes), -1, np.int64)
@@ -248,13 +254,19 @@ class Arena(ArenaMap):
         return self._leased(self._section, row, hashes, hold_s, used=False)
 
     def _leased(
-        self, section: Section, row: int, hashes: Hashes, lease_s: float, used: bool
+        self,
+        section: Section,
+        row: int,
+        hashes: Hashes,
+        lease_s: float,
+        used: bool,
+        readers: int = 1,
     ) -> np.ndarray:
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.empty(len(keys), np.int64)
         with section:
-            kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, slots)
+            kernels.lease(self._t, row, keys, now_s, now_s + lease_s, used, readers, slots)
         return slots
 
     def prompted(self, row: int, hashes: Hashes, at_s: float | None = None) -> bool:
@@ -281,7 +293,7 @@ class Arena(ArenaMap):
         return self.policy.policy.rates(keys, rows, self._clock())
 
     def release(self, slots: np.ndarray) -> None:
-        """End a lease early, once for each `lease`. What is no slot (below 0) is skipped."""
+        """End a lease early, once for each reader. What is no slot (below 0) is skipped."""
         wanted = self._slots(slots)
         with self._section:
             kernels.release(self._t, wanted[wanted >= 0], self._clock())
@@ -295,13 +307,16 @@ class Arena(ArenaMap):
         *,
         tenant: int = 0,
         compute_s: float | np.ndarray = 0.0,
+        writer: Writer | None = None,
     ) -> np.ndarray:
         """Slots (int64 [n]) to copy these blocks into, this process being their writer.
 
         TAKEN or NO_ROOM, both below 0, where a block gets none. parents, depths and compute_s as in
         SLOT, one a block (the last may be one for all). Each slot must be given to `publish` or
-        `abandon`.
+        `abandon`. With `writer` this process is one of several, and gets the slot that another one
+        has begun to fill; what they do not fill, `give_up` frees when all have ended.
         """
+        owner, bit, awaits = Filling.of(writer)
         self._check_row(row)
         keys, now_s = pack_hashes(hashes), self._clock()
         slots = np.full(len(keys), NO_ROOM, np.int64)
@@ -309,10 +324,11 @@ class Arena(ArenaMap):
         blocks["hash"], blocks["parent"], blocks["depth"] = keys, parents, depths
         blocks["namespace"], blocks["tenant"] = row, tenant
         blocks["compute_s"] = compute_s
-        blocks["owner"], blocks["stored_s"], blocks["used_s"] = os.getpid(), now_s, now_s
+        blocks["owner"], blocks["awaits"] = owner, awaits
+        blocks["stored_s"], blocks["used_s"] = now_s, now_s
 
         def place() -> int:
-            left = kernels.place(self._t, blocks, now_s - WRITER_TIMEOUT_S, slots)
+            left = kernels.place(self._t, blocks, now_s - WRITER_TIMEOUT_S, bit, slots)
             kernels.commit(self._t, slots)
             return int(left)
 
@@ -334,9 +350,17 @@ class Arena(ArenaMap):
             logger.warning("not all blocks are stored: %s", error)
         return np.where(slots == kernels.STUCK, TAKEN, slots)
 
-    def publish(self, slots: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        """Make reserved blocks readable; sums: u64 [n, layers]. Slots must be of one namespace.
+    def publish(
+        self,
+        slots: np.ndarray,
+        sums: np.ndarray,
+        writer: Writer | None = None,
+        layers: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Make reserved blocks readable, once all of their writers have. Slots must be of one
+        namespace.
 
+        sums: u64 [n, layers]; layers: int64, those that this writer has filled, None for all.
         Returns bool [n]: False where the slot is no longer this process's to write, or where the
         lock could not be had.
         """
@@ -344,14 +368,16 @@ class Arena(ArenaMap):
         done = np.zeros(len(wanted), np.bool_)
         if not len(wanted):
             return done
-        given = np.array(sums, np.uint64, order="C")
-        if given.shape != (len(wanted), self._layers(wanted)):
+        given, every = np.array(sums, np.uint64, order="C"), self._layers(wanted)
+        filled = np.array(range(every) if layers is None else layers, np.int64)
+        places = 0 <= filled.min() <= filled.max() < every
+        if given.shape != (len(wanted), len(filled)) or not places:
             raise ValueError(f"checksums {given.shape} for {len(wanted)} blocks")
-        owner = os.getpid()
-        kernels.write_sums(self._t, self._sums_at(wanted), wanted, owner, given)
+        owner, bit, _ = Filling.of(writer)
+        kernels.write_sums(self._t, self._sums_at(wanted), wanted, owner, filled, given)
         try:
             with self._section:
-                kernels.publish(self._t, wanted, owner, self._clock(), done)
+                kernels.publish(self._t, wanted, owner, bit, self._clock(), done)
         except LockBusyError as error:
             logger.warning("not published: %s", error)
         return done
@@ -365,6 +391,17 @@ class Arena(ArenaMap):
         with self._section:
             mine = wanted[self.table["owner"][wanted] == os.getpid()]
             self._drop(mine, self.table["generation"][mine], WRITING, DROPPED)
+
+    def give_up(self, row: int, hashes: Hashes, group: int) -> int:
+        """Free the slots that a group of writers has begun to fill with these blocks and will not
+        finish; returns how many. None of them may still be copying."""
+        self._check_row(row)
+        keys = pack_hashes(hashes)
+        slots = np.empty(len(keys), np.int64)
+        with self._brief_section:
+            kernels.unfinished(self._t, row, keys, group, slots)
+            begun = slots[slots >= 0]
+            return self._drop(begun, self.table["generation"][begun], WRITING, DROPPED)
 
     def discard(self, row: int, hashes: Hashes) -> int:
         """Drop blocks that were found corrupt, leased or not; returns how many were there."""

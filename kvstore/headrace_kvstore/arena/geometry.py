@@ -7,8 +7,9 @@ The data area is cut into segments of equal size (the last one takes what is lef
 holds blocks belongs to one namespace, and is cut into that namespace's slots: block bytes, padded
 to whole pages. So slot i of segment s is always row `s * slots_per_segment + i` of the slot table,
 and memory moves between namespaces of different block sizes a segment at a time. The checksums of
-a segment's blocks, one u64 a layer, lie block after block in its part of `sums`: peers may reach
-the data, and nothing before it.
+a segment's blocks lie block after block in its part of `sums`: peers may reach the data, and
+nothing before it. Below the connector a block is so many equal "layers" with a checksum each; what
+they are there are the parts of the model's layers (`headrace_kvstore.parts`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from headrace_kvstore.table import EVENT, SLOT
 
 MAGIC = b"HRARENA\0"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 72
 PAGE_BYTES = 4096
 NAMESPACES = 256
@@ -148,6 +149,8 @@ class Geometry:
         """
         if not 1 <= smallest_block_bytes <= block_bytes or layers < 1:
             raise ValueError("blocks have at least one byte and one layer; the smallest is no")
+        # Whoever makes the arena need not know the engines' layers: there is room for a sum a page.
+        layers = max(layers, smallest_block_bytes // PAGE_BYTES)
         slot = _pages(block_bytes)
         blocks = min(
             max(BLOCKS_PER_SEGMENT, size_bytes // (SEGMENTS * slot)), size_bytes // 4 // slot

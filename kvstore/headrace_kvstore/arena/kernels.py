@@ -143,16 +143,19 @@ def lease(
     now_s: float,
     until_s: float,
     used: bool,
+    readers: int,
     slots: np.ndarray,
 ) -> None:
-    """As lookup; what is there may not be evicted until `until_s`, and counts as used or not."""
+    """As lookup; what is there may not be evicted until `until_s` or until so many readers have
+    released it, and counts as used once, or not."""
     lookup(t, row, keys, slots)
     for slot in slots:
         if slot == ABSENT:
             t.words[MISSES_TOTAL] += np.uint64(used)
             continue
         record = t.table[slot]
-        t.readers[slot] = t.readers[slot] + 1 if record.lease_until_s > now_s else 1
+        others = np.int64(t.readers[slot]) if record.lease_until_s > now_s else 0
+        t.readers[slot] = others + readers
         record.lease_until_s = max(record.lease_until_s, until_s)
         if used:
             t.words[HITS_TOTAL] += _ONE
@@ -174,12 +177,15 @@ def release(t: Tables, slots: np.ndarray, now_s: float) -> None:
 
 
 @jit()
-def place(t: Tables, rows: np.ndarray, stuck_before_s: float, slots: np.ndarray) -> int:
+def place(
+    t: Tables, rows: np.ndarray, stuck_before_s: float, writer: int, slots: np.ndarray
+) -> int:
     """Fill a slot for each block whose slots[i] is NO_ROOM; `commit` must follow.
 
-    rows: KERNEL_SLOT [n], FREE, of one namespace. slots[i] becomes the slot, ABSENT if the key is
-    there or being written, STUCK if its writer has had it since before `stuck_before_s`, or stays
-    NO_ROOM. Returns how many are the last two.
+    rows: KERNEL_SLOT [n], FREE, of one namespace and owner; writer: the caller's bit of `awaits`.
+    slots[i] becomes the slot, also one that the caller's group has begun to fill and the caller has
+    not; ABSENT if the key is there or being written by others, STUCK if they have had it since
+    before `stuck_before_s`, or stays NO_ROOM. Returns how many are the last two.
     """
     segment: Int = ABSENT
     left = 0
@@ -189,9 +195,13 @@ def place(t: Tables, rows: np.ndarray, stuck_before_s: float, slots: np.ndarray)
         row = np.int64(rows[i].namespace)
         there = find(t, row, rows[i].hash)
         if there != ABSENT:
-            stuck = t.table[there].state == WRITING and t.table[there].stored_s < stuck_before_s
+            record = t.table[there]
+            stuck = record.state == WRITING and record.stored_s < stuck_before_s
             slots[i] = STUCK if stuck else ABSENT
             left += stuck
+            shared = record.state == WRITING and record.owner < 0
+            if shared and record.owner == rows[i].owner and not stuck and record.awaits & writer:
+                slots[i] = there
             continue
         slot, segment = _take_slot(t, row, segment)
         if slot == ABSENT:
@@ -211,7 +221,7 @@ def place(t: Tables, rows: np.ndarray, stuck_before_s: float, slots: np.ndarray)
 def commit(t: Tables, slots: np.ndarray) -> None:
     """The slots that `place` filled are WRITING from here on."""
     for slot in slots:
-        if slot >= 0:
+        if slot >= 0 and t.table[slot].state == FREE:
             t.table[slot].state = WRITING
 
 
@@ -224,27 +234,47 @@ def _is_mine(t: Tables, slot: Int, owner: int) -> bool:
 
 @jit()
 def write_sums(
-    t: Tables, offsets: np.ndarray, slots: np.ndarray, owner: int, sums: np.ndarray
+    t: Tables,
+    offsets: np.ndarray,
+    slots: np.ndarray,
+    owner: int,
+    layers: np.ndarray,
+    sums: np.ndarray,
 ) -> None:
-    """Put sums[i] (one a layer) from offsets[i] on in the table, for slots that `owner` writes."""
+    """Put sums[i], those of some layers, behind offsets[i] in the table, for slots that `owner`
+    writes."""
     for i in range(slots.size):
         if _is_mine(t, slots[i], owner):
-            for layer in range(sums.shape[1]):
-                t.sums[offsets[i] + layer] = sums[i, layer]
+            for j in range(layers.size):
+                t.sums[offsets[i] + layers[j]] = sums[i, j]
 
 
 @jit()
-def publish(t: Tables, slots: np.ndarray, owner: int, now_s: float, done: np.ndarray) -> None:
-    """Make READY what `owner` writes; done[i] says whether it was."""
+def publish(
+    t: Tables, slots: np.ndarray, owner: int, writer: int, now_s: float, done: np.ndarray
+) -> None:
+    """A writer of `owner` is done with slots, which are READY if it was the last; done[i] says
+    whether it was its slot to fill. writer: its bit of `awaits`."""
     for i in range(slots.size):
-        done[i] = _is_mine(t, slots[i], owner)
+        done[i] = _is_mine(t, slots[i], owner) and t.table[slots[i]].awaits & writer != 0
         if done[i]:
             record = t.table[slots[i]]
+            record.awaits &= ~np.uint32(writer)
+            if record.awaits:
+                continue
             record.stored_s = now_s
             record.used_s = now_s
             record.state = READY
             t.words[STORED_TOTAL] += _ONE
             _announce(t, STORED, slots[i])
+
+
+@jit()
+def unfinished(t: Tables, row: int, keys: np.ndarray, owner: int, slots: np.ndarray) -> None:
+    """slots[i] = the slot of keys[i] that `owner` has begun to fill, or ABSENT."""
+    for i in range(keys.shape[0]):
+        slot = find(t, row, keys[i])
+        slots[i] = slot if slot != ABSENT and _is_mine(t, slot, owner) else ABSENT
 
 
 @jit()
@@ -323,15 +353,19 @@ def warm() -> None:
     t.words[NAMESPACE_COUNT] = 1
     keys, rows = np.zeros((1, 4), np.uint64), np.zeros(1, KERNEL_SLOT)
     slots, done = np.full(1, NO_ROOM, np.int64), np.zeros(1, np.bool_)
-    place(t, rows, 0.0, slots)
+    rows["awaits"] = 1
+    place(t, rows, 0.0, 1, slots)
     commit(t, slots)
     offsets, sums = np.zeros(1, np.int64), np.zeros((1, 1), np.uint64)
-    write_sums(t, offsets, slots, 0, sums)
-    publish(t, slots, 0, 0.0, done)
+    write_sums(t, offsets, slots, 0, offsets, sums)
+    unfinished(t, 0, keys, 0, slots.copy())
+    publish(t, slots, 0, 1, 0.0, done)
     lookup(t, 0, keys, slots)
-    lease(t, 0, keys, 0.0, 0.0, True, slots)
+    lease(t, 0, keys, 0.0, 0.0, True, 1, slots)
     release(t, slots, 0.0)
     drop(t, slots, np.zeros(1, np.uint32), READY, 0.0, DROPPED)
     repair(t)
-    for kernel in (place, commit, write_sums, publish, lookup, lease, release, drop, repair):
+    for kernel in (
+        *(place, commit, write_sums, publish, unfinished, lookup, lease, release, drop, repair),
+    ):
         kernel.disable_compile()

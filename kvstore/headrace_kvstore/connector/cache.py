@@ -14,6 +14,7 @@ import numpy as np
 from headrace_kvstore.checksum import checksum, copy_sum, prepare
 from headrace_kvstore.device.clock import Clock, HostClock
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import Held
 
 
 class EngineCache:
@@ -25,18 +26,32 @@ class EngineCache:
 
     Attributes:
         layer_names: in payload order.
-        stored_layer_bytes: of one layer of one payload.
+        held: the parts of a payload's layers that the cache has.
+        part_bytes: of a stored part.
         step_clock: of the engine's computation. load_clock: of loads into the cache.
     """
 
     layer_names: Sequence[str]
+    held: Held
+    part_bytes: int
     step_clock: Clock = HostClock()
     load_clock: Clock = HostClock()
 
     def __init__(self, layout: BlockLayout, threads: int = 1) -> None:
         prepare()
         self.layout, self._threads = layout, threads
-        self.layer_names, self.stored_layer_bytes = layout.names, layout.layer_bytes
+        self.layer_names = layout.names
+        self.held, self.part_bytes = layout.held, layout.part_bytes
+
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Of what this cache has of a layer of a payload; it is one run."""
+        return self.held.count * self.part_bytes
+
+    def columns(self, layer: int) -> slice:
+        """Where this cache's parts of a layer are among all parts of a block."""
+        first = layer * self.held.parts + self.held.first
+        return slice(first, first + self.held.count)
 
     def fence(self) -> Any:
         """Loads from here on wait for what the calling thread has launched on a device. What was
@@ -75,24 +90,26 @@ class EngineCache:
         Args:
             blocks: int64 [n], ids in the engine's cache.
             payloads: uint64 [n], addresses of the blocks' payloads.
-            seeds: uint64 [n].
+            seeds: uint64 [n, parts of the layer that this cache has].
 
         Returns:
-            uint64 [n], checksums of what was read.
+            uint64, checksums of what was read, in the shape of the seeds.
         """
-        layout = self.layout
-        engine = layout.engine_addresses(blocks)[:, layer]
-        stored = layout.payload_addresses(payloads)[:, layer]
+        layout, pieces = self.layout, (*seeds.shape, -1)
+        engine = layout.engine_addresses(blocks)[:, layer].reshape(pieces)
+        stored = layout.payload_addresses(payloads)[:, layer].reshape(pieces)
         return copy_sum(engine, stored, layout.piece_bytes, seeds, threads=self._threads)
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Copy n blocks out, all layers; arguments as `load`, seeds and checksums [n, layers]."""
-        layout = self.layout
-        engine, stored = layout.engine_addresses(blocks), layout.payload_addresses(payloads)
+        """Copy n blocks out, all layers; arguments as `load`, seeds and checksums [n, parts of all
+        layers that this cache has]."""
+        layout, pieces = self.layout, (*seeds.shape, -1)
+        engine = layout.engine_addresses(blocks).reshape(pieces)
+        stored = layout.payload_addresses(payloads).reshape(pieces)
         return copy_sum(stored, engine, layout.piece_bytes, seeds, threads=self._threads)
 
     def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Checksums [n, layers] of n blocks where they lie; arguments as `save`."""
+        """Checksums of n blocks where they lie; arguments as `save`."""
         layout = self.layout
-        engine = layout.engine_addresses(blocks)
+        engine = layout.engine_addresses(blocks).reshape(*seeds.shape, -1)
         return checksum(engine, layout.piece_bytes, seeds, threads=self._threads)

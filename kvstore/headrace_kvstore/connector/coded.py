@@ -18,6 +18,7 @@ from headrace_kvstore.codec import Codec, LayerShape, Order
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.nvme.record import PAGE_BYTES
+from headrace_kvstore.parts import WHOLE, Held
 
 ORDERS = {"cpu/vec": Order.VEC, "cuda": Order.HND}
 """Of elements in vLLM's caches, by device. On a GPU kernels go by strides, so it says nothing of
@@ -57,30 +58,33 @@ class CodedCache(EngineCache):
 
     Args:
         layout: of the engine's cache.
-        codec, shape: how a layer is stored.
+        codec, shape: how a layer is stored, of the heads that the cache has.
+        held: which part of a stored layer that is.
 
     Raises:
         ValueError: the layers are not of that shape.
     """
 
-    def __init__(self, layout: BlockLayout, codec: Codec, shape: LayerShape) -> None:
+    def __init__(
+        self, layout: BlockLayout, codec: Codec, shape: LayerShape, held: Held = WHOLE
+    ) -> None:
         if layout.layer_bytes != shape.layer_bytes:
             raise ValueError(f"layers of {layout.layer_bytes} bytes are not {shape}")
         super().__init__(layout)
-        self._coder, self.stored_layer_bytes = codec.bind(shape), stored_layer_bytes(codec, shape)
+        self._coder = codec.bind(shape)
+        self.held, self.part_bytes = held, stored_layer_bytes(codec, shape)
         self._coder.warm()
 
     def load(
         self, layer: int, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray
     ) -> np.ndarray:
         """Decode one layer of n blocks; arguments and checksums as `EngineCache.load`."""
-        size = self.stored_layer_bytes
+        size = self.part_bytes
         stored = np.empty((len(blocks), size), np.uint8)
         whole = np.empty(self._coder.layer_bytes, np.uint8)
         into = stored.ctypes.data + np.arange(len(blocks), dtype=np.uint64) * np.uint64(size)
-        sums = copy_sum(
-            into, np.asarray(payloads, np.uint64) + np.uint64(layer * size), size, seeds
-        )
+        there = np.asarray(payloads, np.uint64) + np.uint64(self.columns(layer).start * size)
+        sums = copy_sum(into.reshape(seeds.shape), there.reshape(seeds.shape), size, seeds)
         targets = self.layout.engine_addresses(blocks)[:, layer]
         pieces = self.layout.payload_addresses([whole.ctypes.data])[0, 0]
         for row, target in zip(stored, targets, strict=True):
@@ -94,13 +98,12 @@ class CodedCache(EngineCache):
         Raises:
             Unfit: a layer holds values that the codec refuses.
         """
-        layers, size = len(self.layout.layers), self.stored_layer_bytes
+        layers, size = len(self.layout.layers), self.part_bytes
         whole = np.empty(self._coder.layer_bytes, np.uint8)
         pieces = self.layout.payload_addresses([whole.ctypes.data])[0, 0]
         sources = self.layout.engine_addresses(blocks)
-        starts = np.asarray(payloads, np.uint64)[:, None] + np.arange(
-            layers, dtype=np.uint64
-        ) * np.uint64(size)
+        places = np.array([self.columns(layer).start * size for layer in range(layers)], np.uint64)
+        starts = np.asarray(payloads, np.uint64)[:, None] + places
         for block in range(len(blocks)):
             for layer in range(layers):
                 copy(pieces[None], sources[block, layer][None], self.layout.piece_bytes)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_kvstore._vllm_compat import runs_layer_hooks
-from headrace_kvstore.checksum import block_seed, layer_seeds
+from headrace_kvstore.arena.arena import LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache
 from headrace_kvstore.connector.files import FileTier
@@ -41,9 +40,16 @@ from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
 from headrace_kvstore.connector.opened import OpenedArena
 from headrace_kvstore.connector.scheduler import ArenaIndex, SchedulerHalf, Work
-from headrace_kvstore.connector.stats import LoadTime, Reporter, StorePromMetrics, StoreStats
+from headrace_kvstore.connector.stats import (
+    LOSSES,
+    LoadTime,
+    Reporter,
+    StorePromMetrics,
+    StoreStats,
+)
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import WHOLE
 
 logger = logging.getLogger("headrace.kvstore")
 
@@ -74,9 +80,24 @@ class WorkerReport(KVConnectorWorkerMetadata):
         jobs = dict(self.jobs)
         for job, workers in other.jobs.items():
             jobs[job] = jobs.get(job, 0) + workers
-        return WorkerReport(
-            jobs, self.bad_in_files + other.bad_in_files, self.samples + other.samples
-        )
+        bad = list(dict.fromkeys(self.bad_in_files + other.bad_in_files))
+        return WorkerReport(jobs, bad, slowest(self.samples, other.samples))
+
+
+def slowest(
+    mine: list[StepSample | LoadSample], theirs: list[StepSample | LoadSample]
+) -> list[StepSample | LoadSample]:
+    """What two workers measured: of the same step or load the slower one's is the engine's.
+
+    Workers need not tell of it at once: a load ahead ends with another step on each of them, and a
+    device's time is read when it is there.
+    """
+    found, others = [], list(theirs)
+    for each in mine:
+        same = next((i for i, other in enumerate(others) if other[:-1] == each[:-1]), None)
+        pair = [each] if same is None else [each, others.pop(same)]
+        found.append(max(pair, key=lambda one: one.seconds))
+    return found + others
 
 
 class StoreConnector(KVConnectorBase_V1):
@@ -103,48 +124,45 @@ class StoreConnector(KVConnectorBase_V1):
                 f'kv_transfer_config.kv_load_failure_policy: is "{transfer.kv_load_failure_policy}"'
                 ', which fails a request whose KV was lost; give "recompute"'
             )
-        opened = OpenedArena.of(vllm_config, role, kv_cache_config)
-        self._settings, self._codec, self._shape = opened.settings, opened.codec, opened.shape
-        self._layers, self._block_bytes = opened.layers, opened.block_bytes
-        self._engine_block_bytes = opened.engine_block_bytes
+        self._opened = opened = OpenedArena.of(vllm_config, role, kv_cache_config)
+        self._settings, self._arena = opened.settings, opened.arena
         self._num_blocks = kv_cache_config.num_blocks
         [group] = kv_cache_config.kv_cache_groups
         self._keeping = tuple(group.layer_names)
-        self._arena, rows, spaces = opened.arena, opened.rows, opened.spaces
         self._reporter = Reporter()
         self._scheduler: SchedulerHalf | None = None
         self._price: Price | None = None
         self._learner: PromptLearner | None = None
         self._node: NodeTiers | None = None
         self._worker: WorkerHalf | None = None
+        self._introduced = False
         if role == KVConnectorRole.SCHEDULER:
-            logger.info("KV store %s: %s", self._settings.name, spaces[0].describe())
-            # A node's files are written for one rank; several ranks share DRAM only.
-            alone = len(rows) == 1 and self._settings.node and self._settings.load
-            self._node = NodeTiers(self._settings, spaces[0].digest) if alone else None
-            block_tokens = vllm_config.cache_config.block_size
-            self._price = Price(block_tokens, self._layers, self.make_step_time())
-            priced = self._node is not None and self._settings.priced
-            if self._arena.policy.learns:
-                self._learner = PromptLearner(self._arena, rows)
-            self._scheduler = SchedulerHalf(
-                ArenaIndex(self._arena, rows, self._settings.lease_s),
-                block_tokens,
-                load=self._settings.load,
-                save=self._settings.save,
-                slow=self._node,
-                most_slow=max(1, self._settings.staging_bytes * self._layers // self._block_bytes),
-                price=self._price if priced else None,
-                window_tokens=self._codec.window_tokens,
-                costs=self._price,
-                prompted=self._learner.prompted if self._learner is not None else None,
-            )
-            self._workers = len(rows)
+            self._workers = opened.parts.ranks
             self._ended: dict[int, int] = {}
-        else:
-            [self._row], [space] = rows, spaces
-            self._digest = space.digest
-            self._introduced = False
+            self._scheduler = self._make_scheduler(vllm_config.cache_config.block_size)
+
+    def _make_scheduler(self, block_tokens: int) -> SchedulerHalf:
+        opened, settings, ranks = self._opened, self._settings, self._opened.parts.ranks
+        logger.info("KV store %s: %s", settings.name, opened.space.describe())
+        if settings.node and settings.load:
+            self._node = NodeTiers(settings, opened.space.digest)
+        self._price = Price(block_tokens, opened.layers, self.make_step_time())
+        priced = self._node is not None and settings.priced
+        if self._arena.policy.learns:
+            self._learner = PromptLearner(self._arena, [opened.row])
+        return SchedulerHalf(
+            ArenaIndex(self._arena, opened.row, settings.lease_s, ranks),
+            block_tokens,
+            load=settings.load,
+            save=settings.save,
+            slow=self._node,
+            most_slow=max(1, settings.staging_bytes // (opened.held.count * opened.part_bytes)),
+            price=self._price if priced else None,
+            window_tokens=opened.codec.window_tokens,
+            costs=self._price,
+            prompted=self._learner.prompted if self._learner is not None else None,
+            ended=self._give_up if opened.parts.writers > 1 else None,
+        )
 
     # Scheduler half
 
@@ -193,6 +211,14 @@ class StoreConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
 
+    def _give_up(self, hashes: Sequence[bytes]) -> None:
+        """All workers have ended their parts of these blocks: what they have not filled, none
+        will."""
+        try:
+            self._arena.give_up(self._opened.row, hashes, self._opened.group)
+        except LockBusyError as error:
+            logger.warning("blocks that were not saved whole keep their room a while: %s", error)
+
     @property
     def _half(self) -> SchedulerHalf:
         assert self._scheduler is not None, "a call for the scheduler half"
@@ -203,11 +229,13 @@ class StoreConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # vLLM also names layers that read another layer's cache: that is stored once.
         kv_caches = {name: kv_caches[name] for name in self._keeping}
-        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks)
-        if layout.block_bytes != self._engine_block_bytes:
+        opened, held = self._opened, self._opened.held
+        coded = opened.shape is not None
+        layout = BlockLayout.of_tensors(kv_caches, self._num_blocks, WHOLE if coded else held)
+        if layout.block_bytes != opened.engine_block_bytes:
             raise ValueError(
                 f"the engine's blocks have {layout.block_bytes} bytes, not the "
-                f"{self._engine_block_bytes} that its configuration says"
+                f"{opened.engine_block_bytes} that its configuration says"
             )
         device = next(iter(kv_caches.values())).device
         cache: EngineCache
@@ -215,14 +243,18 @@ class StoreConnector(KVConnectorBase_V1):
             # Triton is there where a GPU is.
             from headrace_kvstore.connector.device_cache import DeviceCache
 
-            cache = DeviceCache(kv_caches, layout, self._codec, self._shape)
+            cache = DeviceCache(kv_caches, layout, opened.codec, opened.shape, held)
             cache.warm()
-        elif self._shape is not None:
-            cache = CodedCache(layout, self._codec, self._shape)
+        elif opened.shape is not None:
+            cache = CodedCache(layout, opened.codec, opened.shape, held)
         else:
             cache = EngineCache(layout, self._settings.copy_threads)
         files = partial(FileTier, staging_bytes=self._settings.staging_bytes)
-        self._worker = WorkerHalf(self._arena, self._row, cache, self._seeds, self._settings, files)
+        self._worker = WorkerHalf(
+            *(self._arena, opened.row, cache, opened.seeds, self._settings, files),
+            writes=opened.writes,
+            writer=opened.writer,
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -269,15 +301,19 @@ class StoreConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is None:
             return None if self._scheduler is None else self._reporter.report(self._half.counts)
-        stats = self._reporter.report(self._worker.counts) or StoreStats({})
+        first, counts = self._opened.rank == 0, dict(self._worker.counts)
+        if not first:  # the first worker speaks of blocks, the others of what they lost
+            counts = {event: n for event, n in counts.items() if event in LOSSES}
+        stats = self._reporter.report(counts) or StoreStats({})
         loads = [
-            LoadTime(medium, blocks * self._engine_block_bytes, seconds)
+            LoadTime(medium, blocks * self._opened.whole_block_bytes, seconds)
             for medium, blocks, seconds in self._worker.loads()
         ]
-        if loads:
+        if loads and first:
             stats.data["loads"] = loads
-        if not self._introduced:
-            stats.data["digests"], self._introduced = [self._digest.hex()], True
+        if first and not self._introduced:
+            digest = self._opened.space.digest
+            stats.data["digests"], self._introduced = [digest.hex()], True
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -309,7 +345,3 @@ class StoreConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A step that a full graph computes waits for its load before it begins."""
         return False
-
-    def _seeds(self, hashes: Sequence[bytes]) -> np.ndarray:
-        """Checksum seeds [n, layers] of blocks."""
-        return layer_seeds([block_seed(self._digest, h) for h in hashes], self._layers)

@@ -1,9 +1,9 @@
 """An engine's KV cache in device memory: blocks go straight between it and payloads in host memory.
 
 A layer of some blocks crosses the bus in one batch of copies. On the device one kernel then puts it
-where the engine keeps it and sums it (`device.kernels`), or sums and decodes it. The host touches
-no byte. Saves go the other way. Loads and saves have a stream each. A load begins behind everything
-that the computing thread had queued when the step began (`fence`).
+where the engine keeps it and sums its parts (`device.kernels`), or sums and decodes it. The host
+touches no byte. Saves go the other way. Loads and saves have a stream each. A load begins behind
+everything that the computing thread had queued when the step began (`fence`).
 
 On CPU tensors, in Triton's interpreter, it does the same as `EngineCache` and `CodedCache`, byte
 for byte.
@@ -26,6 +26,7 @@ from headrace_kvstore.device.codec_kernels import DeviceCoder, LayerStrides
 from headrace_kvstore.device.kernels import copy_sum
 from headrace_kvstore.device.lane import Lane, Registered
 from headrace_kvstore.layout import BlockLayout
+from headrace_kvstore.parts import Held
 
 STAGING_BYTES = 64 * 2**20
 """Device memory for blocks on their way, for each direction."""
@@ -37,7 +38,9 @@ class DeviceCache(EngineCache):
     Args:
         caches: tensor by layer name, as vLLM's `register_kv_caches` hands over.
         layout: found from them.
-        codec, shape: how a layer is stored; neither for its own bytes.
+        codec, shape: how a layer is stored, of the heads that the cache has; neither for its own
+            bytes.
+        held: which part of a stored layer that is; the layout says so where there is no codec.
         staging_bytes: as `STAGING_BYTES`; 0 for a cache that is only summed.
         saves: whether blocks are saved, too.
 
@@ -51,20 +54,21 @@ class DeviceCache(EngineCache):
         layout: BlockLayout,
         codec: Codec | None = None,
         shape: LayerShape | None = None,
+        held: Held | None = None,
         *,
         staging_bytes: int = STAGING_BYTES,
         saves: bool = True,
     ) -> None:
         self.layout, self.layer_names = layout, layout.names
-        self._made_of = caches, codec, shape
+        self.held, self.part_bytes = held or layout.held, layout.part_bytes
+        self._made_of = caches, codec, shape, held
         first = caches[layout.names[0]]
         self._device, self._registered = first.device, Registered(first.device)
         self._coder: DeviceCoder | None = None
-        self.stored_layer_bytes = layout.layer_bytes
         if codec is not None and shape is not None:
             strides = layer_strides(first, layout, shape)
             self._coder = DeviceCoder(codec, shape, strides)
-            self.stored_layer_bytes = stored_layer_bytes(codec, shape)
+            self.part_bytes = stored_layer_bytes(codec, shape)
         least = self.stored_layer_bytes + layout.layer_bytes
         room = max(staging_bytes, least) if staging_bytes else 0
         self._at_once = room // self.stored_layer_bytes
@@ -75,15 +79,17 @@ class DeviceCache(EngineCache):
 
     def beside(self) -> DeviceCache:
         """The same cache with a lane of its own: its loads wait for no others. It saves nothing."""
-        caches, codec, shape = self._made_of
-        return DeviceCache(caches, self.layout, codec, shape, saves=False)
+        caches, codec, shape, held = self._made_of
+        return DeviceCache(caches, self.layout, codec, shape, held, saves=False)
 
     def warm(self) -> None:
         """Compile the kernels now and not in a step: some seconds, once on a machine."""
         lane, one, size = self._out, np.zeros(1, np.int64), self.stored_layer_bytes
         with lane.alone():
-            rows, seeds = self._rows(lane, slice(0, 1)), lane.upload(np.zeros(1, np.uint64))
-            self._pack(lane, 0, one, rows, seeds, torch.zeros_like(seeds, dtype=torch.int32))
+            rows = self._rows(lane, slice(0, 1))
+            seeds = lane.upload(np.zeros((1, self.held.count), np.uint64))
+            unfit = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._pack(lane, 0, one, rows, seeds, unfit)
             if self._coder is not None:
                 # Into memory of the lane, not into a block.
                 self._coder.decode(rows, lane.upload(_addresses(lane.staging[None, size:])))
@@ -116,14 +122,15 @@ class DeviceCache(EngineCache):
     ) -> Callable[[], np.ndarray]:
         """Queue a load; the rest as `EngineCache.start`."""
         lane, size = self._in, self.stored_layer_bytes
-        stored = np.asarray(payloads, np.uint64) + np.uint64(layer * size)
+        stored = self._stored(layer, payloads)
         with lane.alone():
             sums = []
-            for part in self._parts(len(blocks)):
-                rows = self._rows(lane, part)
-                lane.copy(_addresses(rows), stored[part], size)
-                sums.append(self._unpack(lane, layer, blocks[part], rows, lane.upload(seeds[part])))
-            found = lane.fetch(torch.cat(sums)) if sums else (lambda: np.zeros(0, np.int64))
+            for some in self._batches(len(blocks)):
+                rows = self._rows(lane, some)
+                lane.copy(_addresses(rows), stored[some], size)
+                sums.append(self._unpack(lane, layer, blocks[some], rows, lane.upload(seeds[some])))
+            none = np.zeros(seeds.shape, np.int64)
+            found = lane.fetch(torch.cat(sums)) if sums else (lambda: none)
         return lambda: found().view(np.uint64)
 
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
@@ -133,17 +140,19 @@ class DeviceCache(EngineCache):
             Unfit: a layer holds values that the codec refuses.
         """
         lane, size = self._out, self.stored_layer_bytes
-        starts = np.asarray(payloads, np.uint64)
+        count = self.held.count
         with lane.alone():
             sums = torch.empty(seeds.shape, dtype=torch.int64, device=self._device)
             unfit = torch.zeros(len(blocks), dtype=torch.int32, device=self._device)
             for layer in range(len(self.layer_names)):
-                for part in self._parts(len(blocks)):
-                    rows, asked = self._rows(lane, part), lane.upload(seeds[part, layer])
-                    sums[part, layer] = self._pack(
-                        lane, layer, blocks[part], rows, asked, unfit[part]
+                stored = self._stored(layer, payloads)
+                mine = slice(layer * count, (layer + 1) * count)
+                for some in self._batches(len(blocks)):
+                    rows, asked = self._rows(lane, some), lane.upload(seeds[some, mine])
+                    sums[some, mine] = self._pack(
+                        lane, layer, blocks[some], rows, asked, unfit[some]
                     )
-                    lane.copy(starts[part] + np.uint64(layer * size), _addresses(rows), size)
+                    lane.copy(stored[some], _addresses(rows), size)
             refused, found = lane.fetch(unfit), lane.fetch(sums)
         result = found().view(np.uint64)
         if refused().any():
@@ -151,22 +160,21 @@ class DeviceCache(EngineCache):
         return result
 
     def sums(self, blocks: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """As `EngineCache.sums`, computed on the device: 8 bytes a block and layer leave it."""
-        pieces, lane = len(self.layout.layers[0].offsets), self._in
+        """As `EngineCache.sums`, computed on the device: 8 bytes a block and part leave it."""
+        lane = self._in
         with lane.alone():
-            places = lane.upload(self.layout.engine_addresses(blocks).reshape(-1, pieces))
-            asked = lane.upload(seeds.reshape(-1))
-            found = lane.fetch(copy_sum(None, places, self.layout.piece_bytes, asked))
-        return found().view(np.uint64).reshape(seeds.shape)
+            places, asked = self.layout.engine_addresses(blocks), lane.upload(seeds)
+            found = lane.fetch(self._copy_sum(None, self._by_part(lane, places), asked))
+        return found().view(np.uint64)
 
     def _unpack(
         self, lane: Lane, layer: int, blocks: np.ndarray, rows: Tensor, seeds: Tensor
     ) -> Tensor:
-        """From stored rows into the cache; sums int64 [n] of the rows."""
-        places = lane.upload(self.layout.engine_addresses(blocks)[:, layer])
+        """From stored rows into the cache; sums int64 [n, parts] of the rows, as the seeds."""
+        places = self.layout.engine_addresses(blocks)[:, layer]
         if self._coder is None:
-            return copy_sum(places, self._pieces(lane, rows), self.layout.piece_bytes, seeds)
-        self._coder.decode(rows, places[:, 0].contiguous())
+            return self._copy_sum(self._by_part(lane, places), self._pieces(lane, rows), seeds)
+        self._coder.decode(rows, lane.upload(places[:, 0]))
         return self._row_sums(lane, rows, seeds)
 
     def _pack(
@@ -178,26 +186,44 @@ class DeviceCache(EngineCache):
         seeds: Tensor,
         unfit: Tensor,
     ) -> Tensor:
-        """From the cache into stored rows; sums int64 [n] of the rows."""
-        places = lane.upload(self.layout.engine_addresses(blocks)[:, layer])
+        """From the cache into stored rows; sums int64 [n, parts] of the rows, as the seeds."""
+        places = self.layout.engine_addresses(blocks)[:, layer]
         if self._coder is None:
-            return copy_sum(self._pieces(lane, rows), places, self.layout.piece_bytes, seeds)
-        self._coder.encode(places[:, 0].contiguous(), rows, unfit)
+            return self._copy_sum(self._pieces(lane, rows), self._by_part(lane, places), seeds)
+        self._coder.encode(lane.upload(places[:, 0]), rows, unfit)
         return self._row_sums(lane, rows, seeds)
 
+    def _copy_sum(self, dst: Tensor | None, src: Tensor, seeds: Tensor) -> Tensor:
+        """`copy_sum` of parts, in the shape of the seeds."""
+        return copy_sum(dst, src, self.layout.piece_bytes, seeds.view(-1)).view(seeds.shape)
+
     def _row_sums(self, lane: Lane, rows: Tensor, seeds: Tensor) -> Tensor:
-        return copy_sum(None, lane.upload(_addresses(rows)[:, None]), rows.shape[1], seeds)
+        """Of coded rows, each of which is a part."""
+        there = lane.upload(_addresses(rows)[:, None])
+        return copy_sum(None, there, rows.shape[1], seeds.view(-1)).view(seeds.shape)
 
     def _pieces(self, lane: Lane, rows: Tensor) -> Tensor:
-        """Addresses int64 [n, pieces] of a layer's pieces in its stored rows."""
-        return lane.upload(self.layout.payload_addresses(_addresses(rows))[:, 0])
+        """Addresses int64 [parts, pieces] of a layer's pieces in its stored rows."""
+        pieces = len(self.layout.layers[0].offsets)
+        steps = np.arange(pieces, dtype=np.uint64) * np.uint64(self.layout.piece_bytes)
+        return self._by_part(lane, np.add.outer(_addresses(rows), steps))
 
-    def _rows(self, lane: Lane, part: slice) -> Tensor:
+    def _by_part(self, lane: Lane, places: np.ndarray) -> Tensor:
+        """Addresses of pieces, part after part, as int64 [parts, pieces]."""
+        pieces = len(self.layout.layers[0].offsets) // self.layout.held.count
+        return lane.upload(places.reshape(-1, pieces))
+
+    def _stored(self, layer: int, payloads: np.ndarray) -> np.ndarray:
+        """Where a layer's parts begin in payloads, u64 [n]."""
+        first = np.uint64(self.columns(layer).start * self.part_bytes)
+        return np.asarray(payloads, np.uint64) + first
+
+    def _rows(self, lane: Lane, some: slice) -> Tensor:
         """Device memory for some stored layers, uint8 [n, bytes]."""
-        size, count = self.stored_layer_bytes, part.stop - part.start
+        size, count = self.stored_layer_bytes, some.stop - some.start
         return lane.staging[: count * size].view(count, size)
 
-    def _parts(self, blocks: int) -> list[slice]:
+    def _batches(self, blocks: int) -> list[slice]:
         """Runs of blocks of which a layer fits into the lane's memory."""
         step = self._at_once
         return [slice(i, min(blocks, i + step)) for i in range(0, blocks, step)]

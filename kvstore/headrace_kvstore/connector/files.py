@@ -111,7 +111,7 @@ class FileSource:
         cache: the engine's.
         places: where the blocks lie.
         blocks: int64 [n], their ids in the engine's cache.
-        seeds: u64 [n, layers].
+        seeds: u64 [n, parts of all layers].
         depth: layers in flight, at most.
         limit_s: seconds from the first layer's asking on; what has not come by then is bad.
 
@@ -141,8 +141,8 @@ class FileSource:
         self.late, self.layers_read = False, 0
         self._unreadable = False
         self._blocks, self._seeds = blocks, seeds
-        self._layer_bytes = cache.stored_layer_bytes
-        self._room = staging.layers(len(blocks), self._layer_bytes, depth)
+        self._parts = np.arange(cache.held.count, dtype=np.uint64) * np.uint64(cache.part_bytes)
+        self._room = staging.layers(len(blocks), cache.stored_layer_bytes, depth)
         self._expected = np.array([place.sums for place in places], np.uint64)
         self._reads: dict[int, Read] = {}
         self.bad = np.zeros(len(blocks), np.bool_)
@@ -157,8 +157,9 @@ class FileSource:
             return
         if math.isnan(self._began_s):
             self._began_s = time.monotonic()
-        room = self._room[layer % len(self._room)]
-        self._reads[layer] = self._reader.read(self._places, room[:, None], first_layer=layer)
+        room = np.add.outer(self._room[layer % len(self._room)], self._parts)
+        first = self._cache.columns(layer).start
+        self._reads[layer] = self._reader.read(self._places, room, first_layer=first)
 
     def end(self, layer: int) -> None:
         if self.late:
@@ -175,12 +176,13 @@ class FileSource:
         finally:
             self.read_s = time.monotonic() - self._began_s
         del self._reads[layer]
+        mine = self._cache.columns(layer)
         # `load` adds the layer's place in a payload to what it is given.
-        before = np.uint64(layer * self._layer_bytes)
+        before = np.uint64(mine.start * self._cache.part_bytes)
         payloads = self._room[layer % len(self._room)] - before
-        sums = self._cache.load(layer, self._blocks, payloads, self._seeds[:, layer])
+        sums = self._cache.load(layer, self._blocks, payloads, self._seeds[:, mine])
         self._unreadable |= not arrived.all()
-        self.bad |= ~arrived | (sums != self._expected[:, layer])
+        self.bad |= ~arrived | (sums != self._expected[:, mine]).any(axis=1)
         self.layers_read += 1
 
     def cause(self) -> str:

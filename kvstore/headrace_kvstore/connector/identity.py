@@ -31,16 +31,16 @@ _READERS = 8
 def engine_namespace(
     vllm_config: Any,
     cache_layout: str | None,
-    rank: int,
+    parts: int,
     layer_names: Sequence[str],
     codec: Codec | None = None,
 ) -> Namespace:
-    """The namespace of one worker's blocks.
+    """The namespace of an engine's blocks.
 
     Args:
         vllm_config: vLLM's VllmConfig.
         cache_layout: the engine's own name of its layout (`KVCacheConfig.kv_cache_layout`).
-        rank: of the worker among the tensor-parallel ones.
+        parts: into which each layer of a block is cut.
         layer_names: layers whose KV a block holds, those of a draft model among them.
         codec: that blocks are stored under; a lossy one has a namespace of its own.
 
@@ -48,10 +48,6 @@ def engine_namespace(
         ValueError: the engine's blocks cannot be shared; the text says why.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    for kind in ("pipeline_parallel", "prefill_context_parallel", "decode_context_parallel"):
-        if getattr(parallel, f"{kind}_size") > 1:
-            raise ValueError(f"the KV store does not serve engines with {kind}_size above 1")
     name, revision = model_identity(model)
     codec = codec or Raw()
     attention = vllm_config.attention_config.backend
@@ -64,8 +60,7 @@ def engine_namespace(
         speculative=speculative_identity(vllm_config, layer_names),
         dtype=str(model.dtype),
         kv_cache_dtype=cache.cache_dtype,
-        tp_rank=rank,
-        tp_size=parallel.tensor_parallel_size,
+        parts=parts,
         block_tokens=cache.block_size,
         engine=f"vllm {vllm_version()}",
         layout=f"{cache_layout or 'default'}/{attention.name if attention else 'default'}",
@@ -170,6 +165,12 @@ def speculative_identity(vllm_config: Any, layer_names: Sequence[str]) -> str:
     draft = getattr(speculative, "draft_model_config", None)
     model = model_identity(draft) if draft is not None else ("?", "")
     return canonical([speculative.method, *model])
+
+
+def speculative_heads(vllm_config: Any) -> int:
+    """KV heads of the draft model; 0 where there is none."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return int(draft.get_total_num_kv_heads()) if draft is not None else 0
 
 
 def device_identity(vllm_config: Any) -> str:

@@ -1,4 +1,4 @@
-"""A node's arena as one half of an engine's connector sees it: which rows are the engine's."""
+"""A node's arena as one half of an engine's connector sees it: which blocks are the engine's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, iter_layer_specs
 
 from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.arena.writers import Writer, group_of
+from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.codec import CODECS, Codec, LayerShape
 from headrace_kvstore.connector.coded import layer_shape, stored_layer_bytes
+from headrace_kvstore.connector.division import only_group, parts_of
 from headrace_kvstore.connector.identity import device_identity, engine_namespace
 from headrace_kvstore.keys import Namespace
+from headrace_kvstore.parts import Held, Parts
 from headrace_kvstore.settings import StoreSettings
 
 
@@ -25,19 +29,23 @@ class OpenedArena:
 
     Attributes:
         settings: of the connector.
-        rows: of the workers that this half speaks of: all of them, or one.
-        spaces: their namespaces.
-        layers: whose KV a block holds.
-        block_bytes: of a stored block; `engine_block_bytes` of one in the engine's cache.
-        codec: blocks are stored under it. shape: of a layer, if it is lossy.
+        row: of the engine's blocks. space: their namespace.
+        layers: whose KV a block holds. parts: how each of them is cut.
+        rank: of the worker whose half this is; 0 for the scheduler's.
+        group: names the engine's workers where they fill blocks together.
+        part_bytes: of a stored part. engine_block_bytes: of a block in one worker's cache.
+        codec: blocks are stored under it. shape: of what a worker has of a layer, if it is lossy.
     """
 
     arena: Arena
     settings: StoreSettings
-    rows: list[int]
-    spaces: list[Namespace]
+    row: int
+    space: Namespace
     layers: int
-    block_bytes: int
+    parts: Parts
+    rank: int
+    group: int
+    part_bytes: int
     engine_block_bytes: int
     codec: Codec
     shape: LayerShape | None
@@ -55,56 +63,77 @@ class OpenedArena:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         settings = StoreSettings.parse(transfer.kv_connector_extra_config)
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(
-                f"the KV store keeps models with one kind of attention; this one has "
-                f"{len(kv_cache_config.kv_cache_groups)} cache groups"
-            )
-        [group] = kv_cache_config.kv_cache_groups
-        layers, spec = len(group.layer_names), group.kv_cache_spec
+        group = only_group(kv_cache_config)
+        [spec, *_] = iter_layer_specs(group.kv_cache_spec)
+        layers, cache_layout = len(group.layer_names), kv_cache_config.kv_cache_layout
         codec, shape = CODECS[settings.codec](), None
-        layer_bytes = spec.page_size_bytes
+        parts = parts_of(vllm_config, cache_layout, spec, codec)
+        part_bytes = spec.page_size_bytes // parts.held(0).count
         if codec.lossy:
             shape = layer_shape(spec, device_identity(vllm_config))
-            layer_bytes = stored_layer_bytes(codec, shape)
-        block_bytes = layers * layer_bytes
+            part_bytes = stored_layer_bytes(codec, shape)
+        pieces = layers * parts.parts
         arena = Arena.create_or_attach(
             settings.name,
             settings.dram_bytes,
             folder=settings.folder,
-            block_bytes=block_bytes,
-            layers=layers,
+            block_bytes=pieces * part_bytes,
+            layers=pieces,
             policy=settings.policy,
             **settings.quota_options,
         )
-        parallel = vllm_config.parallel_config
-        ranks = range(parallel.tensor_parallel_size)
+        space = engine_namespace(vllm_config, cache_layout, parts.parts, group.layer_names, codec)
+        row = arena.namespace(space.digest, pieces * part_bytes, pieces)
+        rank = 0
         if role == KVConnectorRole.WORKER:
-            ranks = range(parallel.rank % len(ranks), parallel.rank % len(ranks) + 1)
-        spaces = [
-            engine_namespace(
-                *(vllm_config, kv_cache_config.kv_cache_layout, rank), *(group.layer_names, codec)
-            )
-            for rank in ranks
-        ]
-        rows = [arena.namespace(space.digest, block_bytes, layers) for space in spaces]
-        sizes = block_bytes, layers * spec.page_size_bytes
-        return OpenedArena(arena, settings, rows, spaces, layers, *sizes, codec, shape)
+            rank = vllm_config.parallel_config.rank % parts.ranks
+        return OpenedArena(
+            *(arena, settings, row, space, layers, parts, rank),
+            group=group_of(str(transfer.engine_id)),
+            part_bytes=part_bytes,
+            engine_block_bytes=layers * spec.page_size_bytes,
+            codec=codec,
+            shape=shape,
+        )
 
     @property
-    def digest(self) -> bytes:
-        """Of the only namespace."""
-        [space] = self.spaces
-        return space.digest
+    def pieces(self) -> int:
+        """Parts of all layers of a block: it has a checksum for each."""
+        return self.layers * self.parts.parts
+
+    @property
+    def whole_block_bytes(self) -> int:
+        """Bytes of a block in the caches of all workers, those that several have counted once."""
+        return self.engine_block_bytes * self.parts.writers
+
+    @property
+    def held(self) -> Held:
+        """What this worker has of each layer."""
+        return self.parts.held(self.rank)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this worker writes into the store; where not, a lower rank has the same."""
+        return self.parts.writer(self.rank) is not None
+
+    @property
+    def writer(self) -> Writer | None:
+        """This worker among those that fill blocks together; None where one fills them alone."""
+        number, count = self.parts.writer(self.rank), self.parts.writers
+        return None if number is None or count == 1 else Writer(self.group, number, count)
+
+    def seeds(self, hashes: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Checksum seeds [n, pieces] of blocks."""
+        digest = self.space.digest
+        return layer_seeds([block_seed(digest, each) for each in hashes], self.pieces)
 
     def holds(self, hashes: Sequence[bytes]) -> bool:
-        """Whether DRAM has all these blocks, every worker's part. No side effects."""
-        return all(bool((self.arena.lookup(row, hashes) >= 0).all()) for row in self.rows)
+        """Whether DRAM has all these blocks. No side effects."""
+        return bool((self.arena.lookup(self.row, hashes) >= 0).all())
 
     def leased(self, hashes: Sequence[bytes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Slots of one worker's blocks, kept for `lease_s`; -1 for those that are not there."""
-        [row] = self.rows
-        return self.arena.lease(row, hashes, self.settings.lease_s)
+        """Slots of blocks, kept for `lease_s`; -1 for those that are not there."""
+        return self.arena.lease(self.row, hashes, self.settings.lease_s)
 
     def close(self) -> None:
         """Let the arena go."""

@@ -30,8 +30,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from headrace_kvstore.arena.arena import Arena
 from headrace_kvstore.connector.load_price import Price, Run, pairs
 from headrace_kvstore.connector.node_tiers import NodeTiers
@@ -44,11 +42,15 @@ MAX_SAVES_IN_FLIGHT = 256
 
 
 class ArenaIndex:
-    """The arena by block hash: a block is there if every worker's part of it is. Every call takes
-    microseconds."""
+    """The arena by block hash. Every call takes microseconds.
 
-    def __init__(self, arena: Arena, rows: Iterable[int], lease_s: float) -> None:
-        self._arena, self._rows, self._lease_s = arena, list(rows), lease_s
+    Args:
+        arena, row: where the engine's blocks are.
+        workers: that load each block.
+    """
+
+    def __init__(self, arena: Arena, row: int, lease_s: float, workers: int = 1) -> None:
+        self._arena, self._row, self._lease_s, self._workers = arena, row, lease_s, workers
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         """How many of the first blocks can be loaded. No side effects."""
@@ -56,14 +58,12 @@ class ArenaIndex:
 
     def lacking(self, hashes: Sequence[bytes]) -> list[bool]:
         """Which blocks the arena has not. No side effects."""
-        slots = [self._arena.lookup(row, hashes) for row in self._rows]
-        return [bool(absent) for absent in np.min(slots, axis=0) < 0]
+        return [bool(absent) for absent in self._arena.lookup(self._row, hashes) < 0]
 
     def lease(self, hashes: Sequence[bytes]) -> None:
-        """Keep blocks from eviction while they are loaded."""
-        for row in self._rows:
-            if (self._arena.lease(row, hashes, self._lease_s) < 0).all():
-                break  # gone, or the lock is held: checksums tell what is read without a lease
+        """Keep blocks from eviction while they are loaded. Where they are gone, or the lock is
+        held, checksums tell what is read without a lease."""
+        self._arena.lease(self._row, hashes, self._lease_s, self._workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,7 @@ class SchedulerHalf:
         costs: predicts what blocks take to compute, for the eviction policy, and whether loads pay
             ahead of their step.
         prompted: told of each new prompt's full blocks, root first; must not wait.
+        ended: told of the blocks of each save that all workers have ended; must not wait.
 
     Attributes:
         counts: blocks by what became of them, since the start.
@@ -196,6 +197,7 @@ class SchedulerHalf:
         window_tokens: int = 0,
         costs: Price | None = None,
         prompted: Callable[[Sequence[bytes]], None] | None = None,
+        ended: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         self._index = index
         self._slow, self._most_slow, self._price = slow, most_slow, price
@@ -204,7 +206,7 @@ class SchedulerHalf:
         self._asked: dict[str, list[bytes]] = {}
         self._taken: dict[str, _Taken] = {}
         self._block_tokens = block_tokens
-        self._costs, self._prompted = costs, prompted
+        self._costs, self._prompted, self._ended = costs, prompted, ended
         self._loads, self._saves = load, save
         self._pool: Any = None
         self._requests: dict[str, _Request] = {}
@@ -374,6 +376,8 @@ class SchedulerHalf:
         for job in jobs:
             save = self._held.pop(job, None)
             if save is not None and self._pool is not None:
+                if self._ended is not None:
+                    self._ended(save.hashes)
                 self._saving.difference_update(save.hashes)
                 self._pool.free_blocks(self._pool.blocks[block] for block in save.blocks)
 

@@ -14,7 +14,8 @@ One counter, `vllm:headrace_kv_blocks`, by `event`:
     save_no_room                                no slot can be evicted
     save_busy                                   their request ended while others were being copied
 
-Blocks that were lost or declined are computed. No request fails because of them.
+Blocks that were lost or declined are computed. No request fails because of them. In an engine of
+several workers the first one counts, and each of the others only what it lost or failed to save.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 COUNTER = "vllm:headrace_kv_blocks"
+LOSSES = frozenset(
+    [
+        *("lost_gone", "lost_corrupt_dram", "lost_corrupt_nvme", "lost_unreadable_nvme"),
+        *("lost_slow_nvme", "lost_error", "save_failed"),
+    ]
+)
+"""What may have happened to one worker's part of a block alone."""
 
 
 class LoadTime(NamedTuple):

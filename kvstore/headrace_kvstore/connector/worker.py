@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace_kvstore.arena.arena import NO_ROOM, TAKEN, Arena
+from headrace_kvstore.arena.writers import Writer
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.files import FileSource, FileTier
 from headrace_kvstore.connector.pipeline import DEPTH, LayerPipeline, ThisThread, Threads
@@ -44,7 +45,7 @@ SAVE_NICENESS = 5
 REFUSED = {TAKEN: "save_not_needed", NO_ROOM: "save_no_room"}
 
 Seeds = Callable[[Sequence[bytes]], np.ndarray]
-"""Block hashes -> checksum seeds, u64 [n, layers]."""
+"""Block hashes -> checksum seeds, u64 [n, parts of all layers]."""
 
 
 class StepSample(NamedTuple):
@@ -70,11 +71,13 @@ class WorkerHalf:
     """Carries out what the scheduler half decided, for one worker.
 
     Args:
-        arena, row: where this worker's blocks are.
-        cache: the engine's cache.
-        seeds: block hashes -> checksum seeds [n, layers].
+        arena, row: where the engine's blocks are.
+        cache: this worker's.
+        seeds: of blocks.
         settings: of the store.
         files: makes a reader of files into a cache, for blocks that are not in DRAM.
+        writes: whether this worker saves; where not, another one saves the same bytes.
+        writer: which of those that save it is, if they are several.
 
     Attributes:
         counts: blocks by what became of them, since the start.
@@ -88,8 +91,13 @@ class WorkerHalf:
         seeds: Seeds,
         settings: StoreSettings,
         files: Callable[[EngineCache], FileTier] | None = None,
+        writes: bool = True,
+        writer: Writer | None = None,
     ) -> None:
         self._arena, self._row, self._cache, self._seeds = arena, row, cache, seeds
+        self._writes, self._writer = writes, writer
+        columns = [cache.columns(layer) for layer in range(len(cache.layer_names))]
+        self._columns = np.r_[tuple(columns)].astype(np.int64)
         cache.register(arena.data_address, arena.data_bytes)
         self._files = None if files is None else files(cache)
         # Loads ahead have all of their own, so that a step's own load waits for none of them.
@@ -162,6 +170,10 @@ class WorkerHalf:
             self._finished.add(request_id)
         self._work = Work()
         saves, self._saves = self._saves, {}
+        if not self._writes:
+            with self._lock:
+                self._done += saves
+            return
         for job, save in saves.items():
             self._saver.submit(self._save, job, save)
 
@@ -338,6 +350,7 @@ class WorkerHalf:
             save.depths,
             tenant=tenant_number(save.tenant),
             compute_s=np.array(save.compute_s),
+            writer=self._writer,
         )
         given = slots >= 0
         self.counts.update(REFUSED[code] for code in slots[~given].tolist())
@@ -348,11 +361,11 @@ class WorkerHalf:
             blocks = np.array(save.blocks, np.int64)[given]
             hashes = [h for h, g in zip(save.hashes, given, strict=True) if g]
             payloads = self._arena.addresses(slots).astype(np.uint64)
-            sums = self._cache.save(blocks, payloads, self._seeds(hashes))
+            sums = self._cache.save(blocks, payloads, self._seeds(hashes)[:, self._columns])
         except BaseException:
-            self._arena.abandon(slots)
+            self._arena.abandon(slots)  # those of several writers are given up when all have ended
             raise
-        published = int(self._arena.publish(slots, sums).sum())
+        published = int(self._arena.publish(slots, sums, self._writer, self._columns).sum())
         self.counts["saved"] += published
         self.counts["save_failed"] += len(slots) - published
 
@@ -376,12 +389,13 @@ class _ArenaSource:
 
     def begin(self, layer: int) -> None:
         if len(self._blocks):
-            seeds = self._seeds[:, layer]
+            seeds = self._seeds[:, self._cache.columns(layer)]
             self._started[layer] = self._cache.start(layer, self._blocks, self._payloads, seeds)
 
     def end(self, layer: int) -> None:
         if len(self._blocks):
-            self.bad |= self._started.pop(layer)() != self._expected[:, layer]
+            wanted = self._expected[:, self._cache.columns(layer)]
+            self.bad |= (self._started.pop(layer)() != wanted).any(axis=1)
 
 
 @dataclass

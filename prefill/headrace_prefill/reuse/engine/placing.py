@@ -111,7 +111,9 @@ class Placer:
         mine = self._bytes.ctypes.data + np.arange(len(self._bytes), dtype=np.uint64) * np.uint64(
             layout.layer_bytes
         )
-        sums = copy_sum(mine, stored, layout.layer_bytes, run.seeds[piece.block])
+        parts = np.arange(layout.held.count, dtype=np.uint64) * np.uint64(layout.part_bytes)
+        into, there = (np.add.outer(starts, parts).ravel() for starts in (mine, stored))
+        sums = copy_sum(into, there, layout.part_bytes, run.seeds[piece.block])
         if (sums != run.sums[piece.block]).any():
             raise LostKV(f"block {piece.block} of a run of {run.length} tokens")
         positions = np.arange(piece.position, piece.position + piece.length)

@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_engine.handoff import REUSE_KEY
-from headrace_kvstore.checksum import block_seed, layer_seeds
 from headrace_kvstore.connector.opened import OpenedArena
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
@@ -85,7 +84,7 @@ class StoredReuseConnector(ReuseConnector):
     def placer(self, rows: RowEngine) -> Placer:
         assert self._rope is not None
         caches = {f"layers.{n}": cache for n, cache in enumerate(rows.kv.caches)}
-        layout = BlockLayout.of_tensors(caches, self._num_blocks)
+        layout = BlockLayout.of_tensors(caches, self._num_blocks, self._opened.held)
         return Placer(rows.kv, layout, self._rope.shift)
 
     def shutdown(self) -> None:
@@ -97,9 +96,7 @@ class StoredReuseConnector(ReuseConnector):
         slots = self._opened.leased(digests)
         if (slots < 0).any():
             raise LostKV(f"{int((slots < 0).sum())} of {len(slots)} blocks have left the store")
-        layers = self._opened.layers
-        seeds = layer_seeds([block_seed(self._opened.digest, d) for d in digests], layers)
-        arena = self._opened.arena
+        arena, seeds = self._opened.arena, self._opened.seeds(digests)
         payloads = arena.addresses(slots).astype(np.uint64)
         return StoredRun(payloads, arena.sums(slots), seeds, offset, length, old, new)
 

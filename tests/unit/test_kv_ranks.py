@@ -1,0 +1,226 @@
+"""Engines of several ranks over one store, without a model: whole blocks, whoever reads them.
+
+Slow to import, not to run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.connector.connector import slowest
+from headrace_kvstore.connector.worker import LoadSample, StepSample
+from headrace_kvstore.nvme.mover import Mover
+from headrace_kvstore.nvme.nvme_tier import NvmeTier
+from headrace_kvstore.nvme.record import Save, Shape
+from headrace_kvstore.table import WRITING
+from tests.support.ranks import DRAM_BYTES, HASHES, Model, RankedEngine
+
+GQA = Model(heads=4)
+MODELS = {
+    "GQA": GQA,
+    "MQA": Model(heads=1),
+    "MLA": Model(heads=1, latent=True),
+    "YOCO": Model(heads=4, own=(0, 1, 2), borrowed=((3, 2), (4, 2), (5, 2))),
+    "CLA": Model(heads=4, own=(0, 2, 4), borrowed=((1, 0), (3, 2), (5, 4))),
+}
+SAVED = [0, 2, 3, 5]
+
+Make = Callable[..., RankedEngine]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Make]:
+    """Makes engines over one arena."""
+    name, made = f"ranks-{uuid.uuid4().hex[:8]}", []
+
+    def make(model: Model, ranks: int, seed: int = 0, **options: object) -> RankedEngine:
+        made.append(
+            RankedEngine(model, ranks, {"name": name, "folder": str(tmp_path)}, seed, **options)
+        )
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def arena(engine: Make, tmp_path: Path) -> Iterator[Arena]:
+    """That of the engines that were made."""
+    engine(GQA, 1)
+    [path] = tmp_path.glob("ranks-*")
+    with Arena.create_or_attach(path.name, DRAM_BYTES, folder=tmp_path) as arena:
+        yield arena
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("writers", "readers"), [*itertools.product((1, 2, 4), repeat=2)])
+def test_what_engines_of_one_size_save_engines_of_any_size_load_byte_for_byte(
+    engine: Make, kind: str, writers: int, readers: int
+) -> None:
+    model = MODELS[kind]
+    truth, other = model.kv(1), model.kv(2)
+    first, second = engine(model, writers, seed=1), engine(model, readers, seed=2)
+    first.save(SAVED)
+    assert second.load(SAVED) == set()
+    assert (second.content()[:, SAVED] == truth[:, SAVED]).all()
+    assert (second.content()[:, [1, 4]] == other[:, [1, 4]]).all(), "nothing else is touched"
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_in_every_layout_an_engine_of_the_same_size_reads_them(
+    engine: Make, layout: KVCacheLayout
+) -> None:
+    first = engine(GQA, 2, seed=1, layout=layout)
+    second = engine(GQA, 2, seed=2, layout=layout)
+    first.save(SAVED)
+    assert second.load(SAVED) == set()
+    assert (second.content()[:, SAVED] == GQA.kv(1)[:, SAVED]).all()
+
+
+def test_where_tokens_hold_all_heads_engines_of_other_sizes_are_strangers(engine: Make) -> None:
+    """Their blocks have other parts, so other names: a miss, not a wrong block."""
+    first = engine(GQA, 2, seed=1, layout=KVCacheLayout.LBNHC)
+    other = engine(GQA, 1, seed=2, layout=KVCacheLayout.LBNHC)
+    first.save(SAVED)
+    assert other.load(SAVED) == set(SAVED)
+    other.save(SAVED)
+    assert other.load(SAVED) == set()
+
+
+def test_no_block_is_there_before_all_ranks_have_saved_their_parts(
+    engine: Make, arena: Arena
+) -> None:
+    first, second = engine(GQA, 4, seed=1), engine(GQA, 1, seed=2)
+    for ranks in ([2], [0], [3]):
+        first.save(SAVED, ranks)
+        assert second.load(SAVED) == set(SAVED)
+    first.save(SAVED, [1])
+    assert second.load(SAVED) == set()
+    assert (second.content()[:, SAVED] == GQA.kv(1)[:, SAVED]).all()
+    assert arena.stats()["stored_total"] == len(SAVED), "one block each, whatever the ranks"
+
+
+def test_what_one_rank_did_not_fill_is_given_up_once_all_have_ended(
+    engine: Make, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = engine(GQA, 2, seed=1)
+    half = first.workers[1]._worker
+    assert half is not None
+
+    def broken(*_: object) -> np.ndarray:
+        raise MemoryError("no")
+
+    monkeypatch.setattr(half._cache, "save", broken)
+    first.save(SAVED)
+    assert arena.stats()["writing"] == len(SAVED) and arena.stats()["blocks"] == 0
+    names = [HASHES[block] for block in SAVED]
+    first.scheduler._give_up(names)
+    assert arena.stats()["writing"] == 0
+    monkeypatch.undo()
+    first.save(SAVED)
+    assert first.load(SAVED) == set()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (2, 2)])
+def test_each_rank_loads_its_parts_ahead_of_a_step(
+    engine: Make, arena: Arena, writers: int, readers: int
+) -> None:
+    first, second = engine(GQA, writers, seed=1), engine(GQA, readers, seed=2)
+    first.save(SAVED)
+    assert second.load_ahead(SAVED) == set()
+    assert (second.content()[:, SAVED] == GQA.kv(1)[:, SAVED]).all()
+    [slot] = arena.lookup(0, [HASHES[SAVED[1]]])
+    arena.view(int(slot))[-1] ^= 1
+    assert second.load_ahead(SAVED) == {SAVED[1]}
+
+
+def test_of_what_two_ranks_measured_at_once_the_slower_s_counts() -> None:
+    step, other = StepSample(1, 2, 0, 4, 5, 0.25), StepSample(1, 2, 0, 8, 5, 0.25)
+    load = LoadSample("dram", 4, 0.5)
+    slow = step._replace(seconds=0.75)
+    assert slowest([step, load], [slow, load]) == [slow, load]
+    assert slowest([load, slow], [step]) == [load, slow], "a load that only one rank has ended"
+    assert slowest([step], [other, step]) == [step, other]
+    assert slowest([step, slow], [slow, step]) == [slow, slow]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_part_that_one_rank_cannot_read_fails_the_block_for_all(
+    engine: Make, arena: Arena, ranks: int
+) -> None:
+    first, second = engine(GQA, 1, seed=1), engine(GQA, ranks, seed=2)
+    first.save(SAVED)
+    [slot] = arena.lookup(0, [HASHES[SAVED[1]]])
+    arena.view(int(slot))[-1] ^= 1
+    assert second.load(SAVED) == {SAVED[1]}
+
+
+def test_heads_that_several_ranks_have_are_stored_once(engine: Make, arena: Arena) -> None:
+    model = Model(heads=2)
+    first = engine(model, 4, seed=1)
+    first.save(SAVED)
+    space = arena.spaces()[-1]
+    assert space.block_bytes == model.kv(1)[:, 0].nbytes
+    assert [worker._opened.writes for worker in first.workers] == [True, False, True, False]
+    second = engine(model, 1, seed=2)
+    assert second.load(SAVED) == set()
+    assert (second.content()[:, SAVED] == model.kv(1)[:, SAVED]).all()
+
+
+def test_blocks_stay_until_the_last_rank_has_read_them(engine: Make, arena: Arena) -> None:
+    first = engine(GQA, 2, seed=1)
+    first.save(SAVED)
+    half = first.scheduler._scheduler
+    assert half is not None
+    names = [HASHES[block] for block in SAVED]
+    half._index.lease(names)
+    slots = arena.lookup(0, names)
+    arena.release(slots)
+    assert arena.stats()["leased"] == len(SAVED)
+    arena.release(slots)
+    assert arena.stats()["leased"] == 0
+    assert (arena.table["hits"][slots] == 1).all(), "one use, whatever the ranks"
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
+def test_files_hold_whole_blocks_and_each_rank_reads_its_parts(
+    engine: Make, arena: Arena, tmp_path: Path, writers: int, readers: int
+) -> None:
+    first, second = engine(GQA, writers, seed=1), engine(GQA, readers, seed=2)
+    first.save(SAVED)
+    names = [HASHES[block] for block in SAVED]
+    [space] = arena.spaces()
+    slots = arena.lookup(0, names)
+    shape = Shape(space.digest, space.layers, space.block_bytes // space.layers)
+    rows = zip(names, arena.addresses(slots).tolist(), arena.sums(slots), strict=True)
+    mover = Mover()
+    tier = NvmeTier.open(tmp_path / "files", 8 << 20, 1 << 20, mover)
+    try:
+        written = tier.write(shape, [Save(*row) for row in rows])
+        assert all(future.result(20) for future in written)
+        places = {name: tier.locate(space.digest, name) for name in names}
+        arena.clear()
+        assert second.load(SAVED) == set(SAVED)
+        assert second.load(SAVED, places) == set()
+        assert (second.content()[:, SAVED] == GQA.kv(1)[:, SAVED]).all()
+    finally:
+        tier.close()
+        mover.close()
+
+
+def test_a_slot_that_is_never_finished_keeps_its_state(engine: Make, arena: Arena) -> None:
+    first = engine(GQA, 2, seed=1)
+    first.save(SAVED, [0])
+    assert int((arena.table["state"] == WRITING).sum()) == len(SAVED)
+    first.save(SAVED, [0])  # again, by the same rank: there is nothing for it to do
+    half = first.workers[0]._worker
+    assert half is not None and half.counts["save_not_needed"] == len(SAVED)
