@@ -40,6 +40,7 @@ from headrace_decode.internal import InternalOnly
 from headrace_decode.keys import KeysRoute
 from headrace_decode.orchestrate import Orchestrator, Planner
 from headrace_decode.replay.recorder import Recorded
+from headrace_decode.replay.resumed import Resumed
 from headrace_decode.report import DraftingReports, drafting_facts
 from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
@@ -208,6 +209,9 @@ class DecodeServer(PDDecodeServer):
         """vLLM's application, less the routes that are not for clients (`routes`)."""
         app = await LLMServer.__serve_build_asgi_app__(self)
         keep_public_routes(app)
+        if self._wiring.listen is None:
+            apis = {route.path: route.api for route in public_routes(app)}
+            app.add_middleware(Resumed, apis=apis, engine_died=lambda: self.engine.llm.errored)
         return app
 
     def _make_planning(self, vllm_config: Any, meter: EngineMeter) -> Planning:

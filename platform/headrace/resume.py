@@ -21,8 +21,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 
-from headrace.gateway.relay.resume import RESUME
-from headrace_decode.replay.said import END, MARK
+from headrace_decode.replay.said import END, MARK, RESUME
 
 MOST_BYTES = 6 * 2**20
 PATIENCE_S = 60.0

@@ -261,7 +261,7 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_that_its_client_under
 def test_an_error_event_ends_its_own_stream_or_is_told_from_an_answer(api: str) -> None:
     dialect = DIALECTS[api]
     event = dialect.event(ApiError(502, "x"), b"")
-    assert event.startswith(dialect.failed)
+    assert event.startswith(dialect.events.failed)
     assert not dialect.is_over(b"")
 
 

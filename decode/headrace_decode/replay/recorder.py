@@ -88,12 +88,12 @@ class Recorded:
             return
         if size:
             try:
-                lines, receive = await _split(receive, size)
+                lines, receive = await split(receive, size)
                 recorder.again = await asyncio.to_thread(read, lines)
             except ValueError as error:
                 await _refuse(send, f"{HEADER.decode()}: {error}")
                 return
-            scope = {**scope, "headers": _shorter(scope["headers"], size)}
+            scope = {**scope, "headers": shorter(scope["headers"], size)}
         before = RECORDER.set(recorder)
         try:
             await self._app(scope, receive, _with_lines(send, recorder))
@@ -120,7 +120,7 @@ def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[
     return sending
 
 
-async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
+async def split(receive: Any, size: int) -> tuple[bytes, Any]:
     """The first `size` bytes of a body, and a `receive` that gives the rest.
 
     Raises:
@@ -149,7 +149,8 @@ async def _split(receive: Any, size: int) -> tuple[bytes, Any]:
     return whole[:size], receiving
 
 
-def _shorter(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
+def shorter(headers: Any, size: int) -> list[tuple[bytes, bytes]]:
+    """The headers of a body that is this much shorter."""
     return [
         (name, b"%d" % (int(value) - size) if name == b"content-length" else value)
         for name, value in headers

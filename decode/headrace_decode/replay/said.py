@@ -24,6 +24,9 @@ END = b"\n\n"
 HEADER = b"x-headrace-said"
 """Of a request whose answer shall come with lines: how many bytes of its body, from the first on,
 are lines to take up; 0 for a new request. Of an answer: it is a stream with lines."""
+RESUME = b"x-headrace-resume"
+"""Of a client's request: how many bytes of its body, from the first on, are its stream so far with
+its lines; 0 for a new one. Of an answer: this stream can be resumed."""
 MOST_BYTES = 4 * 2**20
 """Of the lines of one stream. A stream that has said more is not taken up."""
 

@@ -55,6 +55,7 @@ from headrace.gateway.relay.call import Call
 from headrace.gateway.relay.relay import Relay, forwarded
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import Upstream
+from headrace_decode.replay.said import RESUME
 from headrace_decode.routes import Route
 from headrace_decode.techniques import TechniqueError, asked_of
 from headrace_decode.tenants import ALL_ALIKE, Tenants
@@ -371,7 +372,7 @@ class GatewayApp:
             self._intake.answer_in_time(asked, spent_s=perf_counter() - call.started)
             if route is None:
                 route = await self._find(asked, pool)
-            await resume.prepare(call, asked.seen.get(resume.RESUME))
+            await resume.prepare(call, asked.seen.get(RESUME))
             slo = self._read(asked) if route.takes_json else DEFAULT
             door = self._parts.door
             if door is None or route.path not in PLACED:

@@ -10,9 +10,9 @@ from headrace.gateway.asgi import Write
 from headrace.gateway.door.budget import Held
 from headrace.gateway.errors import Headers
 from headrace.gateway.relay.dialect import OPENAI, Dialect, dialect_of
-from headrace.gateway.relay.journal import Journal
 from headrace.gateway.replicas import Lease
 from headrace.gateway.upstream import Reply
+from headrace_decode.replay.journal import Journal
 from headrace_decode.replay.said import HEADER
 from headrace_decode.routes import Route
 from headrace_decode.techniques import Asked

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.gateway.errors import ApiError
+from headrace_decode.replay.journal import EVENTS, Events
 
 _ERROR_EVENT = b"event: error\n"
 _SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')
@@ -38,17 +39,14 @@ class Dialect:
     Attributes:
         document: an error as the JSON document of an answer.
         error_event: an error as the last event of a stream; gets the bytes sent before, too.
-        failed: how the first event of a stream begins that failed before its answer.
         ended: how the last event of a whole stream may begin.
-        ids: what the ids look like that a replica makes up and later events refer to; None where
-            there are none.
+        events: what a journal reads in them.
     """
 
     document: Callable[[ApiError], dict[str, Any]]
     error_event: Callable[[ApiError, bytes], Event]
-    failed: tuple[bytes, ...]
     ended: tuple[bytes, ...]
-    ids: re.Pattern[bytes] | None = None
+    events: Events
 
     def body(self, error: ApiError) -> bytes:
         """The answer's body."""
@@ -80,26 +78,25 @@ DIALECTS = {
     "openai": Dialect(
         ApiError.document,
         lambda error, sent: (b"", error.document()),
-        failed=(b'data: {"error"',),
         ended=(b"data: [DONE]",),
+        events=EVENTS["openai"],
     ),
     "responses": Dialect(
         ApiError.document,
         _responses_event,
-        failed=(_ERROR_EVENT,),
         ended=(
             b"event: response.completed\n",
             b"event: response.incomplete\n",
             b"event: response.failed\n",
             _ERROR_EVENT,
         ),
-        ids=re.compile(rb"\b[a-z]+_[0-9a-f]{16,32}\b"),
+        events=EVENTS["responses"],
     ),
     "anthropic": Dialect(
         _anthropic,
         lambda error, sent: (_ERROR_EVENT, _anthropic(error)),
-        failed=(_ERROR_EVENT,),
         ended=(b"event: message_stop\n", _ERROR_EVENT),
+        events=EVENTS["anthropic"],
     ),
 }
 """By the name that a route carries (`headrace_decode.routes.API_MODULES`)."""

@@ -35,14 +35,13 @@ from headrace.gateway.errors import Headers
 from headrace.gateway.placing.placer import Placed, Placer
 from headrace.gateway.relay.call import Answer, Call
 from headrace.gateway.relay.quarantine import Quarantine
-from headrace.gateway.relay.resume import RESUME
 from headrace.gateway.relay.streams import Streams
 from headrace.gateway.relay.watch import Watch
 from headrace.gateway.replicas import Lease, ReplicaPool
 from headrace.gateway.upstream import ReplicaLost, Upstream
 from headrace_decode import techniques
 from headrace_decode.internal import INTERNAL_HEADER, TENANT_HEADER
-from headrace_decode.replay.said import HEADER
+from headrace_decode.replay.said import HEADER, RESUME
 
 MAX_DELIVERIES = 3
 HEALTH_TIMEOUT_S = 2.0
@@ -274,7 +273,7 @@ class Relay:
                             watched.heard()
                     body = b"".join(parts)
                 failed = reply.status in _DYING or (
-                    streamed and body.startswith(call.dialect.failed)
+                    streamed and body.startswith(call.dialect.events.failed)
                 )
                 if failed and not await self._is_healthy(lease.replica):
                     why = f"status {reply.status} and an error from a dying replica"

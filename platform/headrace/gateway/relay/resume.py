@@ -16,11 +16,7 @@ import asyncio
 
 from headrace.gateway import errors
 from headrace.gateway.relay.call import Call
-from headrace.gateway.relay.journal import Journal
-
-RESUME = b"x-headrace-resume"
-"""Of a request: how many bytes of its body, from the first on, are the stream so far; 0 for a new
-one. Of an answer: this stream can be resumed."""
+from headrace_decode.replay.journal import Journal
 
 
 async def prepare(call: Call, told: bytes | None) -> None:
@@ -37,7 +33,7 @@ async def prepare(call: Call, told: bytes | None) -> None:
     size = int(told) if told.isdigit() and len(told) < 12 else -1
     if not 0 <= size <= len(call.body):
         raise errors.bad_resume(len(call.body))
-    call.journal = Journal(call.dialect, tells=True)
+    call.journal = Journal(call.dialect.events, tells=True)
     if not size:
         return
     had, call.body = call.body[:size], call.body[size:]

@@ -14,11 +14,11 @@ from headrace.gateway import errors
 from headrace.gateway.asgi import Send
 from headrace.gateway.backend import ReplicaInfo
 from headrace.gateway.relay.call import Answer, Call
-from headrace.gateway.relay.journal import Diverged, Journal
 from headrace.gateway.relay.quarantine import Quarantine
 from headrace.gateway.relay.watch import Watch, Watched
 from headrace.gateway.replicas import ReplicaPool
 from headrace.gateway.upstream import ReplicaLost
+from headrace_decode.replay.journal import Diverged, Journal
 
 MAX_TRIES = 2
 COUNTED_BYTES = 16 * 1024
@@ -79,7 +79,7 @@ class Streams:
 
     def journal(self, call: Call, answer: Answer) -> Journal:
         """Of a stream; it says why the stream cannot be taken up."""
-        journal = call.journal or Journal(call.dialect)
+        journal = call.journal or Journal(call.dialect.events)
         if not answer.tells:
             journal.stop("its replica does not tell what its engine said")
         elif call.held is None or not call.held.keep(call.held.size):

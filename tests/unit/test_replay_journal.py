@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.gateway.relay.dialect import DIALECTS
-from headrace.gateway.relay.journal import Diverged, Journal
+from headrace_decode.replay.journal import EVENTS, Diverged, Journal
 from headrace_decode.replay.said import MOST_BYTES, Said, line
 
 ERROR = b'data: {"error":{"message":"EngineDeadError"}}'
@@ -152,7 +151,7 @@ def test_later_events_keep_the_ids_of_the_first_answer() -> None:
         names += [f'{{"id":"resp_{response * 16}","output":["msg_{item * 32}"]}}']
         return [f"data: {name}\n\n".encode() for name in names]
 
-    journal = Journal(DIALECTS["responses"])
+    journal = Journal(EVENTS["responses"])
     first, second = events("a", "b"), events("c", "d")
     said = [line((Said(0, (n,)),)) for n in range(2)]
     got = journal.pass_on(b"".join([*first[:2], said[0], first[2]]))[0]

@@ -7,18 +7,43 @@ through the same outputs, so its answer begins with the same lines and as many e
 journal swallows. An answer that does not is never passed on. Ids that the first replica made up
 stay: they take the place of the other one's in the events that follow.
 
-A client that wants to resume its stream at another gateway gets the lines, too, and sends back what
-it has. A new journal reads that as it would an answer, and is then as far as the first one was.
+A client that wants to resume its stream gets the lines, too, and sends back what it has. A new
+journal reads that as it would an answer, and is then as far as the first one was. It is the
+gateway's; where no gateway is in the way, the replica's own (`resumed`).
 
 Pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
 
-from headrace.gateway.relay.dialect import OPENAI, Dialect
+import re
+from dataclasses import dataclass
+
 from headrace_decode.replay.said import END, MARK, MOST_BYTES, line
 
 _REFUSED = MARK + b'"'
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What a journal reads in the events of an API's streams.
+
+    Attributes:
+        failed: how the first event of a stream begins that failed before its answer.
+        ids: what the ids look like that a replica makes up and later events refer to; None where
+            there are none.
+    """
+
+    failed: tuple[bytes, ...]
+    ids: re.Pattern[bytes] | None = None
+
+
+EVENTS = {
+    "openai": Events((b'data: {"error"',)),
+    "responses": Events((b"event: error\n",), re.compile(rb"\b[a-z]+_[0-9a-f]{16,32}\b")),
+    "anthropic": Events((b"event: error\n",)),
+}
+"""By the name that a route carries (`headrace_decode.routes.API_MODULES`)."""
 
 
 class Diverged(Exception):
@@ -29,7 +54,7 @@ class Journal:
     """One stream.
 
     Args:
-        dialect: how its errors begin, and which ids its events refer to.
+        events: how its errors begin, and which ids its events refer to.
         tells: whether the client gets the lines, each before the first event behind it.
 
     Attributes:
@@ -38,8 +63,8 @@ class Journal:
         progress: events passed on.
     """
 
-    def __init__(self, dialect: Dialect = OPENAI, *, tells: bool = False) -> None:
-        self._failed, self._id_pattern = dialect.failed, dialect.ids
+    def __init__(self, events: Events = EVENTS["openai"], *, tells: bool = False) -> None:
+        self._failed, self._id_pattern = events.failed, events.ids
         self._tells = tells
         self._untold: list[bytes] = []  # lines that the client gets before its next event
         self._ids: dict[bytes, None] = {}  # in the events that the client has, in their order

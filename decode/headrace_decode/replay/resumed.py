@@ -1,0 +1,149 @@
+"""A client resumes its stream at the replicas themselves, where no gateway is in the way.
+
+On the token path `direct` a proxy passes bytes between clients and replicas. When a replica dies or
+is stopped, its streams break, and a client that kept what it had (`headrace.resume`) asks again:
+the same request, with the stream so far before the body and its size in the header `RESUME`. The
+proxy gives that to any replica, which reads what the client has, as a gateway would, leads its
+serving layer through it once more, and sends what follows. `docs/replay.md` has the client's side.
+
+ASGI, around vLLM's application. It acts on requests with the header `RESUME` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace_decode.replay.journal import EVENTS, Diverged, Events, Journal
+from headrace_decode.replay.recorder import ASGIApp, Message, Recorded, shorter, split
+from headrace_decode.replay.said import END, HEADER, MOST_BYTES, RESUME
+
+MOST_HAD_BYTES = 2 * MOST_BYTES
+"""Of a stream that a client brings along, lines and events."""
+
+
+class Resumed:
+    """See the module.
+
+    Args:
+        app: the replica's application.
+        apis: the API of each path (`headrace_decode.routes`); OpenAI's where it has none.
+        engine_died: whether the replica's engine did. An error event is then its death, and no
+            answer: the stream breaks instead, and goes on elsewhere.
+    """
+
+    def __init__(
+        self, app: ASGIApp, apis: Mapping[str, str], engine_died: Callable[[], bool]
+    ) -> None:
+        self._app, self._recorded = app, Recorded(app)
+        self._apis, self._engine_died = apis, engine_died
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Answer one request."""
+        told = None
+        if scope["type"] == "http":
+            told = next((value for name, value in scope["headers"] if name == RESUME), None)
+        if told is None:
+            await self._app(scope, receive, send)
+            return
+        events = EVENTS.get(self._apis.get(scope["path"], ""), EVENTS["openai"])
+        journal = Journal(events, tells=True)
+        size = int(told) if told.isdigit() and len(told) < 10 else MOST_HAD_BYTES + 1
+        if size > MOST_HAD_BYTES:
+            why = f"{RESUME.decode()}: must be a number of bytes, 0 to {MOST_HAD_BYTES}"
+            await _refuse(send, 400, why, "invalid_value")
+            return
+        lines = b""
+        if size:
+            try:
+                had, receive = await split(receive, size)
+            except ValueError as error:
+                await _refuse(send, 400, f"{RESUME.decode()}: {error}", "invalid_value")
+                return
+            await asyncio.to_thread(journal.pass_on, had)
+            if journal.why_not is not None:
+                why = f"This stream cannot be resumed: {journal.why_not}. Send a new request."
+                await _refuse(send, 409, why, "cannot_resume")
+                return
+            lines = journal.take_up()
+        headers = [
+            *(head for head in shorter(scope["headers"], size - len(lines)) if head[0] != HEADER),
+            (HEADER, b"%d" % len(lines)),
+        ]
+        stream = _Stream(journal, events, send, self._engine_died)
+        await self._recorded({**scope, "headers": headers}, _before(lines, receive), stream.send)
+
+
+class _Stream:
+    """An answer on its way to the client, cut so that it goes on behind what the client has."""
+
+    def __init__(
+        self, journal: Journal, events: Events, send: Any, engine_died: Callable[[], bool]
+    ) -> None:
+        self._journal, self._events, self._send = journal, events, send
+        self._engine_died = engine_died
+        self._streams = self._over = False
+
+    async def send(self, message: Message) -> None:
+        """As ASGI's."""
+        if self._over:
+            return
+        if message["type"] == "http.response.start":
+            headers = [head for head in message["headers"] if head[0] != HEADER]
+            self._streams = len(headers) < len(message["headers"])
+            if self._streams:
+                headers.append((RESUME, b"1"))
+            message = {**message, "headers": headers}
+        elif self._streams:
+            message = self._cut(message)
+        await self._send(message)
+
+    def _cut(self, message: Message) -> Message:
+        more = message.get("more_body", False)
+        try:
+            body, failed = self._journal.pass_on(message.get("body", b""))
+        except Diverged:
+            body, failed, more = self._error(), b"", False
+            self._over = True
+        if failed and self._engine_died():
+            self._over = more = True  # the server closes a connection whose answer has no end
+        elif not self._over:
+            body += failed + (b"" if more else self._journal.rest())
+        return {**message, "body": body, "more_body": more}
+
+    def _error(self) -> bytes:
+        """The last event: another replica's answer is not the stream that the client has."""
+        error = {
+            "message": "The replica was lost, and another one answers differently. "
+            "Send the request again.",
+            "type": "server_error",
+            "param": None,
+            "code": "replica_lost",
+        }
+        named = self._events.failed[0].startswith(b"event: ")
+        head, kind = (self._events.failed[0], {"type": "error"}) if named else (b"", {})
+        return head + b"data: " + json.dumps({**kind, "error": error}).encode() + END
+
+
+def _before(lines: bytes, receive: Any) -> Any:
+    """A `receive` whose body begins with these."""
+    first = True
+
+    async def receiving() -> Any:
+        nonlocal first
+        message = await receive()
+        if first and message["type"] == "http.request":
+            message, first = {**message, "body": lines + message.get("body", b"")}, False
+        return message
+
+    return receiving
+
+
+async def _refuse(send: Any, status: int, why: str, code: str) -> None:
+    error = {"message": why, "type": "invalid_request_error", "param": RESUME.decode()}
+    body = json.dumps({"error": {**error, "code": code}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
