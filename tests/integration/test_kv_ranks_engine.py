@@ -2,16 +2,22 @@
 
 One module, one story. The engine of one rank computes some prompts, that of two ranks others. Each
 finds the other's blocks in DRAM, then on NVMe, also behind a node that has started anew; a block of
-which one rank's part is damaged is computed by both.
+which one rank's part is damaged is computed by both, and what an engine of two ranks had half
+written when it was killed is written again by the other.
+
+What peers and objects hold is read by two ranks in `test_kv_far_tiers_engine.py`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from headrace_kvstore.table import READY
+from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S
+from headrace_kvstore.table import READY, WRITING
+from tests.support.kvcheck import broken
 from tests.support.machine import BLOCK, Machine, assert_same, full_tokens, until
 from tests.support.prompts import noise
 from tests.support.stored import Stored, StoredEngine
@@ -125,3 +131,26 @@ def test_either_loads_the_other_s_blocks_from_disk(
     prompts, truth = (BY_TWO, computed[1]) if reader == 0 else (BY_ONE, computed[0])
     assert_same([on_disk.from_below(engines[reader], prompts[1])], [truth[1]])
     assert engines[reader].events()["loaded_nvme"] > 0
+
+
+def test_an_engine_killed_with_one_rank_s_parts_written_leaves_no_half_block(
+    on_disk: Machine,
+    engines: tuple[StoredEngine, StoredEngine],
+    computed: tuple[list[Stored], list[Stored]],
+) -> None:
+    engine, victim = engines
+    fresh, stored = noise(2 * BLOCK + 1, seed=77), BY_TWO[1]
+    engine.answers([stored], anew=True)
+    with on_disk.arena() as arena:
+        victim.hold()
+        victim.ask([fresh, stored], anew=True)
+        until(lambda: int((arena.table["state"] == WRITING).sum()) == 2)
+        until(lambda: bool((arena.table["lease_until_s"] > time.monotonic()).any()))
+        victim.kill()
+        assert_same(engine.answers([stored], anew=True), computed[1][1:2])
+        left = arena.table["state"] == WRITING
+        assert int(left.sum()) == 2, "what one rank has written is not there for anybody"
+        arena.table["stored_s"][left] -= WRITER_TIMEOUT_S  # so long ago
+        until(lambda: engine.answers([fresh], anew=True)[0].cached == 2 * BLOCK)
+        assert int((arena.table["state"] == WRITING).sum()) == 0
+        assert broken(arena) == []

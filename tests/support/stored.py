@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -42,8 +42,8 @@ class StoredEngine:
         model: its folder.
         store: the connector's `kv_connector_extra_config`; None for an engine without a store.
         prefix_caching: whether the engine keeps a prompt's KV for the next one, store or not.
-        ranks: tensor-parallel workers; several are processes of their own, in which `hold` and
-            `slow_disk` change nothing.
+        ranks: tensor-parallel workers; several are processes of their own, in which `slow_disk`
+            changes nothing.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StoredEngine:
         return Counter(self._child.do("events"))
 
     def hold(self) -> None:
-        """From now on stop in the middle of each save, and of each load."""
+        """From now on the last rank stops before each save, and in the middle of each load."""
         self._child.do("hold")
 
     def slow_disk(self, bytes_per_s: float | None) -> None:
@@ -237,16 +237,7 @@ class Engine:
         return {metric.labels["event"]: metric.value for metric in found}
 
     def hold(self) -> None:
-        cache = _worker()._cache
-        load = cache.load
-
-        def stop(*_: Any) -> Any:
-            threading.Event().wait()
-
-        def load_half(layer: int, *arguments: Any) -> Any:
-            return stop() if layer == len(cache.layer_names) // 2 else load(layer, *arguments)
-
-        cache.load, cache.save = load_half, stop
+        self._llm.collective_rpc(_hold)
 
     def slow_disk(self, bytes_per_s: float | None) -> None:
         SlowMover.bytes_per_s = bytes_per_s
@@ -264,11 +255,25 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _worker() -> Any:
-    """The connector's worker half in this process."""
+def _hold(worker: Any) -> None:
+    """`StoredEngine.hold`, in a rank's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    parallel = worker.vllm_config.parallel_config
+    if parallel.rank != parallel.world_size - 1:
+        return
+    cache, parent = get_kv_transfer_group()._worker._cache, os.getppid()
+    load = cache.load
+
+    def stop(*_: Any) -> Any:
+        while os.getppid() == parent:
+            time.sleep(0.02)
+        os._exit(1)  # or a rank would outlive an engine that was killed
+
+    def load_half(layer: int, *arguments: Any) -> Any:
+        return stop() if layer == len(cache.layer_names) // 2 else load(layer, *arguments)
+
+    cache.load, cache.save = load_half, stop
 
 
 def main() -> None:

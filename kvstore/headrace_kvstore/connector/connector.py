@@ -201,12 +201,18 @@ class StoreConnector(KVConnectorBase_V1):
                 if isinstance(sample, StepSample):
                     self._price.computed(*sample)
                 else:
-                    self._price.loaded(*sample)
+                    self._loaded(self._price, sample)
         for job, workers in meta.jobs.items():
             self._ended[job] = self._ended.get(job, 0) + workers
             if self._ended[job] >= self._workers:
                 del self._ended[job]
                 self._half.saved([job])
+
+    def _loaded(self, price: Price, sample: LoadSample) -> None:
+        price.loaded(*sample)
+        more_s = price.more_s(sample.medium)
+        if more_s is not None:
+            self._arena.measured(sample.medium, more_s / self._opened.block_bytes)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy
