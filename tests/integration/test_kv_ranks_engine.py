@@ -3,7 +3,7 @@
 One module, one story. The engine of one rank computes some prompts, that of two ranks others. Each
 finds the other's blocks in DRAM, then on NVMe, also behind a node that has started anew; a block of
 which one rank's part is damaged is computed by both, and what an engine of two ranks had half
-written when it was killed is written again by the other.
+written when it was killed is written again by the other. They also hand KV to each other over NIXL.
 
 What peers and objects hold is read by two ranks in `test_kv_far_tiers_engine.py`.
 """
@@ -11,6 +11,7 @@ What peers and objects hold is read by two ranks in `test_kv_far_tiers_engine.py
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -43,8 +44,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def engines(machine: Machine) -> tuple[StoredEngine, StoredEngine]:
-    """Of one rank and of two; they take from files without asking what computing would cost."""
-    one, two = machine.engine(priced=False), machine.engine(RANKS, priced=False)
+    """Of one rank and of two, which hand KV to each other, too; they take from files without asking
+    what computing would cost."""
+    one, two = (machine.engine(ranks, hands_over=True, priced=False) for ranks in (1, RANKS))
     one.ready()
     two.ready()
     return one, two
@@ -108,6 +110,22 @@ def test_a_block_of_which_one_rank_s_part_is_damaged_is_computed(
         arena.view(int(slot))[-1] ^= 1  # of the last head, which the second rank has
     assert_same(engines[1].answers(BY_ONE[-1:], anew=True), computed[0][-1:])
     assert engines[1].events()["lost_corrupt_dram"] == 1
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 0)], ids=["1 to 2", "2 to 1"])
+def test_either_pulls_over_nixl_what_the_other_one_has_prefilled(
+    engines: tuple[StoredEngine, StoredEngine],
+    computed: tuple[list[Stored], list[Stored]],
+    prefill: int,
+    decode: int,
+) -> None:
+    before, prompt, salt = engines[decode].transfers(), BY_ONE[1], f"handed over to {decode}"
+    parameters = engines[prefill].prefill(prompt, salt)
+    answer = engines[decode].pull(prompt, salt, parameters)
+    assert_same([answer], computed[0][1:2])
+    assert answer.cached >= len(prompt) - 1
+    found = engines[decode].transfers() - before
+    assert found == Counter(proved=RANKS), "each pair of ranks; no fingerprints of unlike blocks"
 
 
 @pytest.fixture(scope="module")
