@@ -189,12 +189,15 @@ class Engine:
     ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
         files.Mover = SlowMover  # type: ignore[misc]
         transfer = None
         if store is not None:
             connector = _connector("HeadraceConnector", "headrace_engine.store_connector", store)
             if hands_over:
+                # MultiConnector takes statistics for mappings, as they are between two processes.
+                KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
                 checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
                 nixl = _connector("NixlConnector", "headrace_engine.integrity.connector", checks)
                 connector = _connector(
