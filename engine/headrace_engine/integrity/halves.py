@@ -40,6 +40,7 @@ from headrace_engine.integrity.records import Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
 from headrace_engine.integrity.stats import TransferStats
 from headrace_engine.kvkind import kv_heads, model_digest
+from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import LayoutError
 
 logger = logging.getLogger("headrace.engine")
@@ -227,6 +228,8 @@ class ProvenWorker(NixlPullConnectorWorker):
     _layer_specs: Any
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
+        if vllm_config.device_config.device_type == "cuda":  # before NIXL chooses its devices
+            place_worker(torch.cuda.current_device())
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = TransferStats()
         self._settings, self._geometry = settings_of(vllm_config), geometry_of(vllm_config)

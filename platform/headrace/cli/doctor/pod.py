@@ -15,6 +15,7 @@ from headrace.cli.doctor import agreement, hardware, machine, storage, surroundi
 from headrace.cli.doctor.finding import Check, Finding
 from headrace.config import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
+from headrace_kvstore.device import topology
 
 Role = Literal["prefill", "decode", "gateway", "head"]
 
@@ -116,6 +117,7 @@ def checks(pod: Pod, env: Mapping[str, str] = os.environ) -> list[Check]:
         out += [
             ("driver", lambda: [hardware.driver(probes.torch_cuda(), probes.cuda_driver())]),
             ("GPUs", lambda: hardware.gpus(*probes.nvidia_smi(), probes.gpu_nodes(), pod.gpus)),
+            ("topology", lambda: [hardware.topology(topology.read(), env.get("UCX_NET_DEVICES"))]),
         ]
     return out
 
