@@ -169,6 +169,22 @@ def test_without_gpus_the_kernel_is_not_asked(
     assert placing.spread(shared, tmp_path, [0, 1]) == "", "somebody has chosen"
 
 
+def test_a_policy_of_this_process_s_user_stays_and_its_own_does_not_count(
+    shared: mmap.mmap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(placing, "_told", lambda name, *_: bool(told.append(name)) or True)
+    monkeypatch.setattr(placing, "_policy", lambda: placing.INTERLEAVED)
+    monkeypatch.setattr(placing, "_own_policy", [])
+    placing.apply(Placement(frozenset(os.sched_getaffinity(0)), 0))
+    assert placing.spread(shared, tmp_path, [0, 1]) == "" and not told
+    policies = iter([0, *[placing.PREFERRED] * 2])
+    monkeypatch.setattr(placing, "_policy", lambda: next(policies))
+    placing.apply(Placement(frozenset(os.sched_getaffinity(0)), 0))
+    assert placing.spread(shared, tmp_path, [0, 1]) == "interleaved over NUMA nodes 0, 1"
+    assert told == ["set_mempolicy", "mbind"]
+
+
 def test_a_mount_with_a_policy_is_seen(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("a / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw,mpol=interleave:0-1 0 0\n")
@@ -181,6 +197,7 @@ def test_all_threads_of_a_worker_are_placed(monkeypatch: pytest.MonkeyPatch) -> 
     before, bound = os.sched_getaffinity(0), {}
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: bound.update({thread: cpus}))
     monkeypatch.setattr(placing, "_told", lambda *_: True)
+    monkeypatch.setattr(placing, "_own_policy", [])
     monkeypatch.setenv("UCX_NET_DEVICES", "")
     placing.apply(Placement(frozenset(before), 0, "mlx5_0:1"))
     assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1"

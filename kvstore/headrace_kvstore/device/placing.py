@@ -31,6 +31,9 @@ _CALLS = {
 _MASK_WORDS = 16
 _BUS_ID_BYTES = 32
 
+_own_policy: list[int] = []
+"""Of this process, since `apply` gave it one."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -66,7 +69,8 @@ def pci_address(device: int, driver: Any = None) -> str:
 
 
 def apply(placement: topology.Placement) -> None:
-    """Have all threads of this process run so, and those that they start."""
+    """Have all threads of this process run so, and those that they start. Memory: this one's, and
+    that of the threads that it starts."""
     if placement.net_devices:
         os.environ[NET_DEVICES] = placement.net_devices
     if not placement.cpus:
@@ -77,8 +81,9 @@ def apply(placement: topology.Placement) -> None:
         except OSError as error:
             logger.warning("a worker cannot be bound to its GPU's processors: %s", error)
             return
-    if placement.node is not None and _policy() == 0:
+    if placement.node is not None and not somebody_has_chosen():
         _told("set_mempolicy", PREFERRED, *_mask([placement.node]))
+        _own_policy.append(_policy())
 
 
 def spread(memory: mmap.mmap, folder: Path, nodes: Sequence[int] | None = None) -> str:
@@ -93,7 +98,7 @@ def spread(memory: mmap.mmap, folder: Path, nodes: Sequence[int] | None = None) 
         What was done, in words; empty if nothing was.
     """
     nodes = topology.read().arena_nodes() if nodes is None else nodes
-    if not nodes or _policy() != 0 or mounted_with_policy(folder):
+    if not nodes or somebody_has_chosen() or mounted_with_policy(folder):
         return ""
     held = ctypes.c_char.from_buffer(memory)
     try:
@@ -104,6 +109,11 @@ def spread(memory: mmap.mmap, folder: Path, nodes: Sequence[int] | None = None) 
     finally:
         del held  # or the mapping could not be closed
     return describe_nodes(nodes)
+
+
+def somebody_has_chosen() -> bool:
+    """Whether this thread has a memory policy that is not of `apply`, or the kernel tells none."""
+    return _policy() not in (0, *_own_policy)
 
 
 def mounted_with_policy(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
