@@ -2,9 +2,9 @@
 
 SmolLM2-135M in bfloat16 with vLLM's own graphs, or the model that HEADRACE_GPU_MODEL names. A
 prompt is computed and saved, forgotten by the engine's own cache, and asked again, in turns with
-one that nobody has seen: from DRAM, and from a StoreNode's files once DRAM is emptied. For
-inter-token latencies, requests decode while prompts come whose KV is in DRAM, in turns with no such
-prompts.
+one that nobody has seen: from DRAM, from a StoreNode's files once DRAM is emptied, and from a
+second StoreNode on the same machine, which has the blocks in an arena of its own. For inter-token
+latencies, requests decode while prompts come whose KV is in DRAM, in turns with no such prompts.
 """
 
 from __future__ import annotations
@@ -16,39 +16,61 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.kvstore.engine_node import noise
 from benchmarks.kvstore.engines import NodeTool, node
 from benchmarks.kvstore.timing import quantile
+from headrace_engine.ports import free_port_block
+from headrace_kvstore.arena.arena import Arena
+from headrace_kvstore.table import READY
 
 CONTEXTS = (512, 2048, 7680)
 TURNS, WARM = 7, 2
 RUNNING, GAPS, LOADED = 8, 200, 4096
 SETTLE_S, WRITE_S = 0.5, 120.0
+SECRET = "of the two nodes of this benchmark"
+
+
+def store_connector(name: str, dram_bytes: str = "8GiB") -> dict[str, Any]:
+    """Of an engine with the store `name`."""
+    return {
+        "kv_connector": "HeadraceConnector",
+        "kv_connector_module_path": "headrace_engine.store_connector",
+        "kv_connector_extra_config": {"name": name, "dram_bytes": dram_bytes},
+    }
+
+
+def make_llm(connector: dict[str, Any], positions: int = 8192, memory: float = 0.8) -> Any:
+    """vLLM in this process, with its own graphs.
+
+    Args:
+        connector: what moves its KV.
+        positions: most tokens of a request.
+        memory: share of the card's.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    from headrace.model import resolve
+
+    return LLM(
+        os.environ.get("HEADRACE_GPU_MODEL") or str(resolve(None)),
+        dtype="bfloat16",
+        max_model_len=positions,
+        gpu_memory_utilization=memory,
+        kv_transfer_config=KVTransferConfig(
+            **connector, kv_role="kv_both", kv_load_failure_policy="recompute"
+        ),
+    )
 
 
 class Engine:
     """vLLM in this process, driven a step at a time."""
 
     def __init__(self, name: str) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm import LLM
-        from vllm.config import KVTransferConfig
-
-        from headrace.model import resolve
-
-        self._llm = LLM(
-            os.environ.get("HEADRACE_GPU_MODEL") or str(resolve(None)),
-            dtype="bfloat16",
-            max_model_len=8192,
-            gpu_memory_utilization=0.8,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="HeadraceConnector",
-                kv_connector_module_path="headrace_engine.store_connector",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"name": name, "dram_bytes": "8GiB"},
-            ),
-        )
+        self._llm = make_llm(store_connector(name))
         self._engine = self._llm.llm_engine
         self.block_tokens = self._engine.vllm_config.cache_config.block_size
 
@@ -101,14 +123,18 @@ class Engine:
 def measured() -> dict[str, Any]:
     """Seconds, by context and kind; latencies by arm."""
     name = f"headrace-gpu-bench-{uuid.uuid4().hex[:8]}"
+    store = {"name": name, "dram_bytes": "8GiB"}
     try:
         engine = Engine(name)
-        with node({"name": name, "dram_bytes": "8GiB"}, "32GiB") as tool:
+        with node(store, "32GiB") as tool:
             found: dict[str, Any] = {str(n): _first_tokens(engine, n, tool) for n in CONTEXTS}
+        for n in CONTEXTS:
+            found[str(n)] |= _from_peer(engine, n, store)
         found["itl"] = _latencies(engine)
         return found
     finally:
-        (Path("/dev/shm") / name).unlink(missing_ok=True)
+        for each in (name, f"{name}-peer"):
+            (Path("/dev/shm") / each).unlink(missing_ok=True)
 
 
 def _first_tokens(engine: Engine, tokens: int, tool: NodeTool) -> dict[str, float]:
@@ -123,18 +149,72 @@ def _first_tokens(engine: Engine, tokens: int, tool: NodeTool) -> dict[str, floa
         if medium == "nvme":
             tool.wait_for(lambda stats: stats["tiers"]["nvme"]["blocks"] >= wanted, WRITE_S)
             tool.forget_dram()
-        for turn, prompt in enumerate(prompts):
-            seconds, found = engine.first_token_s(prompt)
-            if found < tokens - 64:
-                raise RuntimeError(f"{found} of {tokens} tokens were found in {medium}")
-            unseen = noise(tokens + 32, seed=1_000_000 + tokens + turn + 100 * number)
-            cold_s, found = engine.first_token_s(unseen)
-            if found:
-                raise RuntimeError(f"{found} tokens of an unseen prompt were found")
-            if turn >= WARM:
-                taken[medium].append(seconds)
-                taken["cold"].append(cold_s)
+        hits, cold = _in_turns(engine, tokens, prompts, 1_000_000 + 100 * number)
+        taken[medium] += hits
+        taken["cold"] += cold
     return {kind: statistics.median(each) for kind, each in taken.items()}
+
+
+def _from_peer(engine: Engine, tokens: int, store: dict[str, Any]) -> dict[str, float]:
+    """The engine's node has no disk here, and is started when its arena is empty."""
+    prompts = [noise(tokens + 32, seed=3_000_000 + tokens + n) for n in range(TURNS + WARM)]
+    for prompt in prompts:
+        engine.first_token_s(prompt)
+    engine.settle()
+    address = f"127.0.0.1:{free_port_block(1, '127.0.0.1')}"
+    own = {**store, "secret": SECRET, "peers": address, "pull_limit_s": 60.0, "peer_lease_s": 90.0}
+    other = {**store, "name": f"{store['name']}-peer", "secret": SECRET, "listen": address}
+    with node(other, None):
+        blocks = move_blocks(store["name"], other["name"])
+        with node(own, None) as tool:
+
+            def knows(stats: dict[str, Any]) -> bool:
+                peers = stats["remote"]["peers"].values()
+                return sum(peer["blocks"]["CPU"] for peer in peers) >= blocks
+
+            tool.wait_for(knows, WRITE_S)
+            hits, cold = _in_turns(engine, tokens, prompts, 4_000_000)
+    (Path("/dev/shm") / other["name"]).unlink(missing_ok=True)
+    return {"peer": statistics.median(hits), "cold_beside_peer": statistics.median(cold)}
+
+
+def move_blocks(here: str, there: str) -> int:
+    """Move all blocks of one arena into another one; how many."""
+    count = 0
+    with Arena.attach(here) as source, Arena.attach(there) as target:
+        table = source.table
+        for row, space in enumerate(source.spaces()):
+            ready = (table["state"] == READY) & (table["namespace"] == row)
+            slots = np.flatnonzero(ready).astype(np.int64)
+            names = [table["hash"][slot].tobytes() for slot in slots]
+            at = target.namespace(*space)
+            places = target.reserve(at, names, table["parent"][slots], table["depth"][slots])
+            if (places < 0).any():
+                raise RuntimeError("the second arena has no room for the blocks of the first")
+            for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
+                target.view(place)[:] = source.view(slot)
+            target.publish(places, source.sums(slots))
+            count += len(slots)
+        source.clear()
+    return count
+
+
+def _in_turns(
+    engine: Engine, tokens: int, prompts: list[list[int]], seed: int
+) -> tuple[list[float], list[float]]:
+    """Seconds to the first tokens of stored prompts, and of unseen ones."""
+    hits, cold = [], []
+    for turn, prompt in enumerate(prompts):
+        seconds, found = engine.first_token_s(prompt)
+        if found < tokens - engine.block_tokens - 32:
+            raise RuntimeError(f"{found} of {tokens} tokens were found")
+        cold_s, found = engine.first_token_s(noise(tokens + 32, seed=seed + tokens + turn))
+        if found:
+            raise RuntimeError(f"{found} tokens of an unseen prompt were found")
+        if turn >= WARM:
+            hits.append(seconds)
+            cold.append(cold_s)
+    return hits, cold
 
 
 def _latencies(engine: Engine) -> dict[str, float]:
@@ -160,6 +240,10 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
         for medium in ("dram", "nvme")
         for n in CONTEXTS
     }
+    ratios |= {
+        f"ttft_peer_vs_cold_{n}": found[str(n)]["peer"] / found[str(n)]["cold_beside_peer"]
+        for n in CONTEXTS
+    }
     return ratios | {
         f"itl_p{p}_beside_loads_vs_none": itl[f"loads_p{p}_s"] / itl[f"none_p{p}_s"]
         for p in (50, 99)
@@ -168,10 +252,13 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 def markdown(found: dict[str, Any]) -> str:
     """A table, and a line on latencies."""
-    lines = ["| tokens found | TTFT from DRAM, ms | from NVMe, ms | cold, ms |", "|---:" * 4 + "|"]
+    lines = [
+        "| tokens found | TTFT from DRAM, ms | from NVMe, ms | from a peer, ms | cold, ms |",
+        "|---:" * 5 + "|",
+    ]
     for tokens in CONTEXTS:
         one = found[str(tokens)]
-        times = " | ".join(f"{1e3 * one[kind]:.1f}" for kind in ("dram", "nvme", "cold"))
+        times = " | ".join(f"{1e3 * one[kind]:.1f}" for kind in ("dram", "nvme", "peer", "cold"))
         lines.append(f"| {tokens:,} | {times} |")
     itl = {name: 1e3 * seconds for name, seconds in found["itl"].items()}
     lines.append(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.kvpolicy.workload import Workload
-from headrace_kvstore.policy.base import DRAM_BYTES_S, Keys, Slots, Table, saved_s
+from headrace_kvstore.policy.base import Keys, Slots, Table, saved_s
 from headrace_kvstore.policy.cost_aware import CostAware, state_dtype
 from headrace_kvstore.policy.tree import Forest
 
@@ -50,5 +50,5 @@ class Foresight(CostAware):
     def worth(self, table: Table, forest: Forest, now_s: float) -> Floats:
         ahead_s = np.maximum(self._slot_next_s - now_s, 0.5)
         ahead_s[self._slot_next_s < now_s] = np.inf
-        saves = saved_s(table, DRAM_BYTES_S)
+        saves = saved_s(table, self.byte_s("dram"))
         return forest.density(saves / ahead_s, table["bytes"].astype(np.float64))

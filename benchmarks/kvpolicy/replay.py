@@ -35,6 +35,7 @@ class Replay:
 
     def __init__(self, work: Workload, costs: Costs, slots: int, policy: Policy) -> None:
         self.work, self.policy = work, policy
+        policy.measured("dram", 1.0 / costs.load_bytes_s)
         self.table = np.zeros(slots, SLOT)
         self.slot_of = np.full(work.distinct, -1, np.int64)
         self.block_in = np.full(slots, -1, np.int64)

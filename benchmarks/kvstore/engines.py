@@ -76,14 +76,19 @@ def engines(*stores: dict[str, Any] | None) -> Iterator[Sequence[Child]]:
 
 
 @contextlib.contextmanager
-def node(store: dict[str, Any], nvme_bytes: str = "4GiB") -> Iterator[NodeTool]:
+def node(store: dict[str, Any], nvme_bytes: str | None = "4GiB") -> Iterator[NodeTool]:
     """A StoreNode in a process of its own, over this store's arena and a folder on disk.
+
+    Args:
+        nvme_bytes: of the NVMe tier; None for none.
 
     Raises:
         CannotRun: it does not start, or has no NVMe tier.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=DISK_FOLDER) as folder:
-        settings = {**store, "keep_arena": True, "nvme_folder": folder, "nvme_bytes": nvme_bytes}
+        settings = {**store, "keep_arena": True}
+        if nvme_bytes is not None:
+            settings |= {"nvme_folder": folder, "nvme_bytes": nvme_bytes}
         command = [sys.executable, "-m", "headrace_kvstore", "node"]
         command += [f"--set={name}={value}" for name, value in settings.items()]
         process = subprocess.Popen(
@@ -91,7 +96,10 @@ def node(store: dict[str, Any], nvme_bytes: str = "4GiB") -> Iterator[NodeTool]:
         )
         try:
             tool = NodeTool(store["name"])
-            tool.wait_for(lambda stats: stats["tiers"]["nvme"]["state"] == "on", NODE_START_S)
+            tool.wait_for(
+                lambda stats: nvme_bytes is None or stats["tiers"]["nvme"]["state"] == "on",
+                NODE_START_S,
+            )
             yield tool
         finally:
             stop(process)

@@ -46,7 +46,7 @@ from headrace_decode.reusing import Reusing
 from headrace_decode.routes import keep_public_routes, public_routes
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.warm import warm
-from headrace_engine._vllm_compat import compute_gate, engine_facts
+from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts
 from headrace_engine.handoff import PrefillRequest, PrefillResult
 from headrace_engine.kvkind import kv_kind
 from headrace_engine.meter import EngineMeter
@@ -166,7 +166,8 @@ class DecodeServer(PDDecodeServer):
             engine_cls=partial(PlannedVLLMEngine, planning=self._make_planning),
         )
         self.engine: PlannedVLLMEngine
-        self._kv = await asyncio.to_thread(kv_kind, self.engine.vllm_config)
+        layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
+        self._kv = str(await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout))
         if store is not None:
             self._tasks.append(asyncio.create_task(join_store(store)))
         self._corpora = CorpusLoader(self.engine.llm.tokenized, self.engine.llm.memory)

@@ -7,6 +7,7 @@ in `StatLoggerBase`); `tests/unit/test_contracts.py` pins what is used here.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -23,7 +25,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from headrace_engine.executor import InProcessExecutor
 from headrace_engine.gate import ComputeGate
-from headrace_engine.integrity.events import seconds_by_event, transfers_by_event
+from headrace_engine.integrity.events import PIECES, seconds_by_event, transfers_by_event
 from headrace_engine.meter import (
     ContextEstimate,
     EngineMeter,
@@ -162,12 +164,10 @@ def connector_stats(stats: dict[str, Any]) -> list[dict[str, Any]]:
 
 def nixl_transfers(stats: dict[str, Any]) -> tuple[list[Transfer], int]:
     """Read finished transfers and the number of failed ones from NixlConnector's statistics."""
-    done = [
-        Transfer(int(size), float(seconds))
-        for size, seconds in zip(
-            stats.get("bytes_transferred", ()), stats.get("transfer_duration", ()), strict=False
-        )
-    ]
+    sizes, seconds = stats.get("bytes_transferred", ()), stats.get("transfer_duration", ())
+    cut = stats.get(PIECES) or [1] * len(sizes)
+    rows = zip(sizes, seconds, cut, strict=False)
+    done = [Transfer(int(size), float(took), int(pieces)) for size, took, pieces in rows]
     return done, int(sum(stats.get("num_failed_transfers", ())))
 
 
@@ -259,6 +259,23 @@ def kv_token_bytes(vllm_config: VllmConfig) -> int:
     width = model.get_total_num_kv_heads() * model.get_head_size()
     each = model.dtype.itemsize if cache.cache_dtype == "auto" else 1
     return int(2 * layers * width * each)
+
+
+async def cache_layout(llm: Any, vllm_config: Any) -> str:
+    """The layout of a started engine's cache, which is settled in the engine's own process: by its
+    workers and the same configuration. Empty if they do not tell.
+
+    Args:
+        llm: `AsyncLLM`.
+    """
+    config = copy.copy(vllm_config)
+    config.cache_config = copy.copy(vllm_config.cache_config)  # it is written down there
+    try:
+        supported = await llm.collective_rpc("get_supported_kv_cache_layouts")
+        return str(resolve_kv_cache_layout(config, supported).name)
+    except Exception:
+        logger.exception("the layout of this engine's KV cache is not known")
+        return ""
 
 
 def engine_facts(vllm_config: VllmConfig, meter: EngineMeter) -> EngineFacts:

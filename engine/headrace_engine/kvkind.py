@@ -1,10 +1,4 @@
-"""Which engines can exchange KV: those with the same weights, settings and versions.
-
-vLLM's connector compares much of this when two engines meet, and then fails the pull. A rolling
-change of model, settings or version meets that on every pair of an old and a new replica. So each
-replica tells its kind beforehand: gateways never plan such a pair, and a prefill replica refuses
-what it would compute for nothing.
-"""
+"""An engine's kind, by which `exchange` decides with whom it can exchange KV."""
 
 from __future__ import annotations
 
@@ -12,8 +6,10 @@ import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from headrace_engine.exchange import CHECKS_KEY, KvKind
 from headrace_kvstore._vllm_compat import vllm_version
 from headrace_kvstore.connector.identity import (
+    connector_settings,
     model_identity,
     overrides_identity,
     sparse_unit_tokens,
@@ -21,9 +17,12 @@ from headrace_kvstore.connector.identity import (
 from headrace_kvstore.keys import canonical
 
 
-def kv_kind(vllm_config: Any) -> str:
-    """Digest of all that two engines must have in common; 16 hex digits. Reads the weights, if no
-    process of this machine has before."""
+def kv_kind(vllm_config: Any, layout: str = "") -> KvKind:
+    """An engine's kind. Reads the weights, if no process of this machine has before.
+
+    Args:
+        layout: as `_vllm_compat.cache_layout` finds it.
+    """
     attention = vllm_config.attention_config.backend
     parts = [
         model_digest(vllm_config).decode(),
@@ -33,7 +32,17 @@ def kv_kind(vllm_config: Any) -> str:
         vllm_config.cache_config.block_size,
         sparse_unit_tokens(vllm_config),
     ]
-    return hashlib.blake2b(canonical(parts).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(canonical(parts).encode(), digest_size=8).hexdigest()
+    settings = connector_settings(vllm_config.kv_transfer_config)
+    checks = [(each.get(CHECKS_KEY) or {}).get("check") for each in settings]
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return KvKind(digest, ranks, kv_heads(vllm_config), layout, "all" in checks)
+
+
+def kv_heads(vllm_config: Any) -> int:
+    """KV heads of all ranks; 0 for MLA."""
+    model = vllm_config.model_config
+    return 0 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def model_digest(vllm_config: Any) -> bytes:

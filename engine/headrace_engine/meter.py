@@ -36,6 +36,8 @@ class Transfer(NamedTuple):
 
     bytes: int
     seconds: float
+    pieces: int = 1
+    """Transfers into which the prompt's KV was cut, one for each pair of ranks, all at once."""
 
 
 class StoreLoad(NamedTuple):

@@ -39,7 +39,7 @@ from headrace.standby import StandIn
 from headrace.store import add_store
 from headrace_decode._vllm_compat import PlannedVLLMEngine
 from headrace_decode.server import DecodeServer, DecodeWiring, DPDecodeServer
-from headrace_engine.integrity.settings import SETTINGS_KEY
+from headrace_engine.exchange import CHECKS_KEY
 from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.request_router import routed_as
 from headrace_prefill.server import DPPrefillServer, PrefillServer, Standby
@@ -140,7 +140,7 @@ def _use_own_nixl(engine: dict[str, Any], integrity: IntegritySection) -> None:
     transfer.setdefault("kv_load_failure_policy", "recompute")
     transfer["kv_connector_extra_config"] = {
         **(transfer.get("kv_connector_extra_config") or {}),
-        SETTINGS_KEY: integrity.model_dump(),
+        CHECKS_KEY: integrity.model_dump(),
     }
 
 

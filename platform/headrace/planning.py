@@ -300,7 +300,7 @@ class ReplicaPlanner:
         self.router.observe_load(*load)
 
     def _on_transfer(self, transfer: Transfer) -> None:
-        self.router.observe_transfer(transfer.bytes, transfer.seconds)
+        self.router.observe_transfer(transfer.bytes * transfer.pieces, transfer.seconds)
         self.metrics.transferred(self._meter.transfer_bytes_total)
 
 

@@ -27,7 +27,8 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from headrace_engine._ray_compat import MeteredVLLMEngine
-from headrace_engine._vllm_compat import compute_gate, engine_facts
+from headrace_engine._vllm_compat import cache_layout, compute_gate, engine_facts
+from headrace_engine.exchange import refusal
 from headrace_engine.handoff import (
     PARAMS_KEY,
     PrefillError,
@@ -92,7 +93,8 @@ class PrefillServer(PDPrefillServer):
         self._gate = compute_gate(self.engine.vllm_config, self.engine.meter)
         self._machine = get_runtime_context().get_node_id()
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._kv = await asyncio.to_thread(kv_kind, self.engine.vllm_config)
+        layout = await cache_layout(self.engine.llm, self.engine.vllm_config)
+        self._kv = str(await asyncio.to_thread(kv_kind, self.engine.vllm_config, layout))
         self._ahead, self._heard = PromptsAhead(), HeardPlans()
         self.engine.meter.on_step.append(self._on_step)
         self._line = ReplicaLine(
@@ -118,8 +120,8 @@ class PrefillServer(PDPrefillServer):
         Raises:
             PrefillError: the caller could not use the KV, or the engine left none to pull.
         """
-        if request.kv and request.kv != self._kv:
-            raise PrefillError(f"{self._replica_id} has KV of another kind: a change is rolling")
+        if why := refusal(self._kv, request.kv):
+            raise PrefillError(f"{self._replica_id} has KV of another kind: {why}")
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").tolist()
         arrived = time.perf_counter()
         compute_tokens = request.compute_tokens or len(token_ids)

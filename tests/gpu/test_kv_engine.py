@@ -5,11 +5,15 @@ One engine for all of these tests.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.gpu.engine import make_llm, store_connector
 
 pytestmark = pytest.mark.gpu
 
@@ -18,32 +22,11 @@ PROMPT = [20 + i * 7 % 4000 for i in range(1500)]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    import os
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-
-    from headrace.model import resolve
-
-    made = LLM(
-        str(resolve(None)),
-        dtype="bfloat16",
-        max_model_len=4096,
-        gpu_memory_utilization=0.3,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="HeadraceConnector",
-            kv_connector_module_path="headrace_engine.store_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"name": f"headrace-gpu-{os.getpid()}", "dram_bytes": "2GiB"},
-        ),
-    )
+    name = f"headrace-gpu-{os.getpid()}"
+    made = make_llm(store_connector(name, "2GiB"), positions=4096, memory=0.3)
     yield made
-    path = f"/dev/shm/headrace-gpu-{os.getpid()}"
     del made
-    if os.path.exists(path):
-        os.unlink(path)
+    (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def answers(llm: Any, prompts: list[list[int]]) -> list[Any]:

@@ -1,10 +1,10 @@
 """Real vLLM engines that load what an engine of another machine computed: over NIXL from that
 machine's StoreNode, and out of an object store.
 
-Two machines on loopback and an S3 server. The owner's engine computes the prompts and is gone; its
-node has them in DRAM, on NVMe and in objects. The reader's engine has none of its own: its node is
-first a peer of the owner's, then knows the objects only. Then everything is restarted but files and
-objects, and a third engine finds all again.
+Two machines on loopback and an S3 server. The owner's engine, of one rank, computes the prompts and
+is gone; its node has them in DRAM, on NVMe and in objects. The reader's engine, of two ranks, has
+none of its own: its node is first a peer of the owner's, then knows the objects only. Then
+everything is restarted but files and objects, and a third engine, of one rank, finds all again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def cold(story: Story) -> list[Stored]:
     those must be that are shared as objects, and is gone; they are in each tier."""
     story.owner.node.start()
     engine = story.owner.engine(priced=False)
-    story.reader.engine(priced=False)
+    story.reader.engine(ranks=2, priced=False)
     engine.ready()
     prompts, salts = [*PROMPTS, PROMPTS[MIDDLE]], [None] * len(PROMPTS) + ["tenant-a"]
     answers = engine.answers(prompts, salts)

@@ -2,16 +2,23 @@
 
 One module, one story. The engine of one rank computes some prompts, that of two ranks others. Each
 finds the other's blocks in DRAM, then on NVMe, also behind a node that has started anew; a block of
-which one rank's part is damaged is computed by both.
+which one rank's part is damaged is computed by both, and what an engine of two ranks had half
+written when it was killed is written again by the other. They also hand KV to each other over NIXL.
+
+What peers and objects hold is read by two ranks in `test_kv_far_tiers_engine.py`.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from headrace_kvstore.table import READY
+from headrace_kvstore.arena.arena import WRITER_TIMEOUT_S
+from headrace_kvstore.table import READY, WRITING
+from tests.support.kvcheck import broken
 from tests.support.machine import BLOCK, Machine, assert_same, full_tokens, until
 from tests.support.prompts import noise
 from tests.support.stored import Stored, StoredEngine
@@ -37,8 +44,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture(scope="module")
 def engines(machine: Machine) -> tuple[StoredEngine, StoredEngine]:
-    """Of one rank and of two; they take from files without asking what computing would cost."""
-    one, two = machine.engine(priced=False), machine.engine(RANKS, priced=False)
+    """Of one rank and of two, which hand KV to each other, too; they take from files without asking
+    what computing would cost."""
+    one, two = (machine.engine(ranks, hands_over=True, priced=False) for ranks in (1, RANKS))
     one.ready()
     two.ready()
     return one, two
@@ -104,6 +112,22 @@ def test_a_block_of_which_one_rank_s_part_is_damaged_is_computed(
     assert engines[1].events()["lost_corrupt_dram"] == 1
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 0)], ids=["1 to 2", "2 to 1"])
+def test_either_pulls_over_nixl_what_the_other_one_has_prefilled(
+    engines: tuple[StoredEngine, StoredEngine],
+    computed: tuple[list[Stored], list[Stored]],
+    prefill: int,
+    decode: int,
+) -> None:
+    before, prompt, salt = engines[decode].transfers(), BY_ONE[1], f"handed over to {decode}"
+    parameters = engines[prefill].prefill(prompt, salt)
+    answer = engines[decode].pull(prompt, salt, parameters)
+    assert_same([answer], computed[0][1:2])
+    assert answer.cached >= len(prompt) - 1
+    found = engines[decode].transfers() - before
+    assert found == Counter(proved=RANKS), "each pair of ranks; no fingerprints of unlike blocks"
+
+
 @pytest.fixture(scope="module")
 def on_disk(computed: object, machine: Machine) -> Machine:
     """A node came, wrote all that is in DRAM, was killed and came again."""
@@ -125,3 +149,26 @@ def test_either_loads_the_other_s_blocks_from_disk(
     prompts, truth = (BY_TWO, computed[1]) if reader == 0 else (BY_ONE, computed[0])
     assert_same([on_disk.from_below(engines[reader], prompts[1])], [truth[1]])
     assert engines[reader].events()["loaded_nvme"] > 0
+
+
+def test_an_engine_killed_with_one_rank_s_parts_written_leaves_no_half_block(
+    on_disk: Machine,
+    engines: tuple[StoredEngine, StoredEngine],
+    computed: tuple[list[Stored], list[Stored]],
+) -> None:
+    engine, victim = engines
+    fresh, stored = noise(2 * BLOCK + 1, seed=77), BY_TWO[1]
+    engine.answers([stored], anew=True)
+    with on_disk.arena() as arena:
+        victim.hold()
+        victim.ask([fresh, stored], anew=True)
+        until(lambda: int((arena.table["state"] == WRITING).sum()) == 2)
+        until(lambda: bool((arena.table["lease_until_s"] > time.monotonic()).any()))
+        victim.kill()
+        assert_same(engine.answers([stored], anew=True), computed[1][1:2])
+        left = arena.table["state"] == WRITING
+        assert int(left.sum()) == 2, "what one rank has written is not there for anybody"
+        arena.table["stored_s"][left] -= WRITER_TIMEOUT_S  # so long ago
+        until(lambda: engine.answers([fresh], anew=True)[0].cached == 2 * BLOCK)
+        assert int((arena.table["state"] == WRITING).sum()) == 0
+        assert broken(arena) == []

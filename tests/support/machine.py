@@ -48,11 +48,13 @@ class Machine:
         self.node = self._make_node(**settings)
         return self.node.start()
 
-    def engine(self, ranks: int = 1, **settings: Any) -> StoredEngine:
+    def engine(self, ranks: int = 1, hands_over: bool = False, **settings: Any) -> StoredEngine:
         """Starts; `ready` waits for it."""
         store = {"name": self.name, "dram_bytes": DRAM_BYTES, "node_timeout_s": 10.0}
         store |= {"lease_s": 20.0, **settings}
-        self.engines.append(StoredEngine(str(tiny_llama()), store, ranks=ranks))
+        self.engines.append(
+            StoredEngine(str(tiny_llama()), store, ranks=ranks, hands_over=hands_over)
+        )
         return self.engines[-1]
 
     def arena(self) -> Arena:

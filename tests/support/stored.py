@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import threading
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.kvstore.child import Child, serve
+from headrace_engine.exchange import CHECKS_KEY
+from headrace_engine.handoff import PARAMS_KEY, produce_params
+from headrace_engine.ports import free_port_block
 from headrace_kvstore.connector import files
 from tests.support import run
 from tests.support.kvnode import SlowMover
@@ -42,8 +45,9 @@ class StoredEngine:
         model: its folder.
         store: the connector's `kv_connector_extra_config`; None for an engine without a store.
         prefix_caching: whether the engine keeps a prompt's KV for the next one, store or not.
-        ranks: tensor-parallel workers; several are processes of their own, in which `hold` and
-            `slow_disk` change nothing.
+        ranks: tensor-parallel workers; several are processes of their own, in which `slow_disk`
+            changes nothing.
+        hands_over: whether it hands KV to other engines over NIXL, and pulls theirs.
     """
 
     def __init__(
@@ -52,15 +56,23 @@ class StoredEngine:
         store: dict[str, Any] | None,
         prefix_caching: bool = True,
         ranks: int = 1,
+        hands_over: bool = False,
     ) -> None:
         self._folder = TemporaryDirectory()
         self._log = Path(self._folder.name) / "log"
         environment = engine_environment(**IN_ONE_PROCESS)
+        if hands_over:
+            port = free_port_block(1 + ranks, "127.0.0.1")
+            environment |= {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+            }
         options = {
             "model": model,
             "store": json.dumps(store),
             "prefix_caching": int(prefix_caching),
             "ranks": ranks,
+            "hands_over": int(hands_over),
         }
         run.engine_started()
         self._child = Child("stored", options, environment, self._log, "tests.support.")
@@ -105,12 +117,24 @@ class StoredEngine:
         """What was asked for last. Raises RuntimeError if the engine failed or is gone."""
         return [Stored(**answer) for answer in self._child.answer()]
 
+    def prefill(self, prompt: list[int], salt: str) -> dict[str, Any]:
+        """Compute a prompt and keep its KV; with what another engine pulls it."""
+        return dict(self._child.do("prefill", prompt=prompt, salt=salt))
+
+    def pull(self, prompt: list[int], salt: str, parameters: dict[str, Any]) -> Stored:
+        """The answer to a prompt whose KV another engine keeps."""
+        return Stored(**self._child.do("pull", prompt=prompt, salt=salt, parameters=parameters))
+
+    def transfers(self) -> Counter[str]:
+        """Pulls by what became of them (`integrity.stats`)."""
+        return Counter(self._child.do("transfers"))
+
     def events(self) -> Counter[str]:
         """Blocks by what became of them, as vLLM exports it (`connector.stats`)."""
         return Counter(self._child.do("events"))
 
     def hold(self) -> None:
-        """From now on stop in the middle of each save, and of each load."""
+        """From now on the last rank stops before each save, and in the middle of each load."""
         self._child.do("hold")
 
     def slow_disk(self, bytes_per_s: float | None) -> None:
@@ -156,21 +180,32 @@ class Engine:
     """The engine's own process."""
 
     def __init__(
-        self, model: str, store: dict[str, Any] | None, prefix_caching: bool, ranks: int
+        self,
+        model: str,
+        store: dict[str, Any] | None,
+        prefix_caching: bool,
+        ranks: int,
+        hands_over: bool,
     ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
         files.Mover = SlowMover  # type: ignore[misc]
         transfer = None
         if store is not None:
-            transfer = KVTransferConfig(
-                kv_connector="HeadraceConnector",
-                kv_connector_module_path="headrace_engine.store_connector",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=store,
-            )
+            connector = _connector("HeadraceConnector", "headrace_engine.store_connector", store)
+            if hands_over:
+                # MultiConnector takes statistics for mappings, as they are between two processes.
+                KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
+                checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
+                nixl = _connector("NixlConnector", "headrace_engine.integrity.connector", checks)
+                connector = _connector(
+                    "HeadracePDConnector",
+                    "headrace_kvstore.connector.composite",
+                    {"connectors": [nixl, connector]},
+                )
+            transfer = KVTransferConfig(**connector)
         self._llm = LLM(
             model,
             dtype="float32",
@@ -199,7 +234,16 @@ class Engine:
             if salt is not None:
                 given["cache_salt"] = salt
         turns = [inputs] if together else [[given] for given in inputs]
-        return [answer for turn in turns for answer in self._turn(turn, max_tokens)]
+        return [answer for turn in turns for answer in self._turn(turn, max_tokens)[0]]
+
+    def prefill(self, prompt: list[int], salt: str) -> Any:
+        given = {"prompt_token_ids": prompt, "cache_salt": salt}
+        return self._turn([given], 1, produce_params())[1]
+
+    def pull(self, prompt: list[int], salt: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        given = {"prompt_token_ids": prompt, "cache_salt": salt}
+        [answer] = self._turn([given], 8, parameters)[0]
+        return answer
 
     def _forget(self) -> None:
         """Empty the prefix cache. Blocks that are being saved are given back in a later step."""
@@ -209,11 +253,17 @@ class Engine:
             self._turn([{"prompt_token_ids": [FIRST_TOKEN]}], 1)
             time.sleep(0.01)
 
-    def _turn(self, inputs: list[dict[str, Any]], max_tokens: int) -> list[dict[str, Any]]:
+    def _turn(
+        self, inputs: list[dict[str, Any]], max_tokens: int, transfer: Any = None
+    ) -> tuple[list[dict[str, Any]], Any]:
+        """Answers, and how the last one's KV is pulled."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=0)
-        answers = []
+        extra = None if transfer is None else {PARAMS_KEY: transfer}
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, logprobs=0, extra_args=extra
+        )
+        answers, transfer = [], None
         for result in self._llm.generate(inputs, params, use_tqdm=False):
             [output] = result.outputs
             assert output.logprobs is not None
@@ -228,7 +278,8 @@ class Engine:
                     "cached": result.num_cached_tokens,
                 }
             )
-        return answers
+            transfer = result.kv_transfer_params
+        return answers, transfer
 
     def events(self) -> dict[str, float]:
         from headrace_kvstore.connector.stats import COUNTER
@@ -236,17 +287,12 @@ class Engine:
         found = [metric for metric in self._llm.get_metrics() if metric.name == COUNTER]
         return {metric.labels["event"]: metric.value for metric in found}
 
+    def transfers(self) -> dict[str, float]:
+        found = [m for m in self._llm.get_metrics() if m.name == "vllm:headrace_transfers"]
+        return {metric.labels["event"]: metric.value for metric in found}
+
     def hold(self) -> None:
-        cache = _worker()._cache
-        load = cache.load
-
-        def stop(*_: Any) -> Any:
-            threading.Event().wait()
-
-        def load_half(layer: int, *arguments: Any) -> Any:
-            return stop() if layer == len(cache.layer_names) // 2 else load(layer, *arguments)
-
-        cache.load, cache.save = load_half, stop
+        self._llm.collective_rpc(_hold)
 
     def slow_disk(self, bytes_per_s: float | None) -> None:
         SlowMover.bytes_per_s = bytes_per_s
@@ -264,11 +310,38 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _worker() -> Any:
-    """The connector's worker half in this process."""
+def _connector(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+
+
+def _hold(worker: Any) -> None:
+    """`StoredEngine.hold`, in a rank's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group()._worker
+    parallel = worker.vllm_config.parallel_config
+    if parallel.rank != parallel.world_size - 1:
+        return
+    connector = get_kv_transfer_group()
+    if hasattr(connector, "_connectors"):
+        connector = connector._connectors[-1]
+    cache, parent = connector._worker._cache, os.getppid()
+    load = cache.load
+
+    def stop(*_: Any) -> Any:
+        while os.getppid() == parent:
+            time.sleep(0.02)
+        os._exit(1)  # or a rank would outlive an engine that was killed
+
+    def load_half(layer: int, *arguments: Any) -> Any:
+        return stop() if layer == len(cache.layer_names) // 2 else load(layer, *arguments)
+
+    cache.load, cache.save = load_half, stop
 
 
 def main() -> None:
@@ -277,8 +350,10 @@ def main() -> None:
     parser.add_argument("--store", type=json.loads, required=True)
     parser.add_argument("--prefix-caching", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--hands-over", type=int, required=True)
     args = parser.parse_args()
-    serve(lambda: Engine(args.model, args.store, bool(args.prefix_caching), args.ranks))
+    flags = bool(args.prefix_caching), args.ranks, bool(args.hands_over)
+    serve(lambda: Engine(args.model, args.store, *flags))
 
 
 if __name__ == "__main__":

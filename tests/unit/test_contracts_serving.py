@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,14 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import ReplicaContext
 from ray.serve.request_router import PendingRequest, RequestRouter
 
+from headrace_engine._vllm_compat import cache_layout
 from headrace_engine.serving._ray_compat import ongoing_requests
 from headrace_engine.serving.request_router import NamedReplicaRouter, routed_as
+from tests.support.contracts import assert_fields, assert_takes, find
 
 SERVING = "engine/headrace_engine/serving/_ray_compat.py"
 ROUTER = "engine/headrace_engine/serving/request_router.py"
+COMPAT = "engine/headrace_engine/_vllm_compat.py"
 DRAINING = "engine/headrace_engine/serving/draining.py"
 
 
@@ -121,3 +125,23 @@ def test_a_choice_is_for_the_request_that_asked() -> None:
     assert "_get_pending_request_matching_internal_request_id" in source, f"mend {ROUTER}"
     assert callable(RequestRouter.on_replica_actor_died), f"mend {ROUTER}"
     assert hasattr(serve, "get_replica_context")
+
+
+def test_an_engine_s_workers_tell_from_which_layouts_its_cache_s_follows() -> None:
+    resolve = "vllm.v1.attention.backends.utils:resolve_kv_cache_layout"
+    assert_takes(resolve, COMPAT, "vllm_config", "supported_layouts")
+    find("vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts", COMPAT)
+    assert_fields("vllm.config:CacheConfig", COMPAT, "kv_cache_layout")
+
+
+async def test_the_layout_is_found_as_the_engine_finds_it() -> None:
+    class Engine:
+        async def collective_rpc(self, method: str) -> list[list[str]]:
+            assert method == "get_supported_kv_cache_layouts"
+            return [["LBNHC", "LBHNC"]] * 2
+
+    cache = SimpleNamespace(kv_cache_layout=None)
+    config = SimpleNamespace(cache_config=cache, kv_transfer_config=None)
+    assert await cache_layout(Engine(), config) == "LBNHC"
+    assert cache.kv_cache_layout is None, "the configuration stays as it was"
+    assert await cache_layout(object(), config) == "", "who does not tell ends no start"

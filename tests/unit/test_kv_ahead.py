@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +19,9 @@ from headrace_kvstore.connector.scheduler import Load, Work
 from headrace_kvstore.connector.worker import StepSample, WorkerHalf
 from headrace_kvstore.settings import StoreSettings
 from tests.support.fake_device import FakeDevice, FakeStream
+from tests.support.kvscheduling import B, Engine, Store, Tiers, request
+from tests.support.kvworker import HASHES, LAYERS, NAMES, Node, PlainCache, save, seeds
 from tests.unit.test_kv_device_clock import PROMPT
-from tests.unit.test_kv_scheduler import B, Engine, Store, Tiers, request
-from tests.unit.test_kv_worker import HASHES, LAYERS, NAMES, EngineCache, Node, save, seeds
 
 # Which loads
 
@@ -126,7 +124,7 @@ def test_a_load_ahead_of_a_slow_tier_keeps_its_limit() -> None:
 # How they run
 
 
-class SlowCache(EngineCache):
+class SlowCache(PlainCache):
     """A cache whose loads ahead come when the test lets them; others take no time."""
 
     def __init__(self, device: FakeDevice, fill: int = 1) -> None:
@@ -154,14 +152,6 @@ class SlowCache(EngineCache):
             self.asked.set()
             assert self.comes.wait(20)
         return super().load(layer, blocks, payloads, seeds)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
-    yield node
-    for worker in node.workers:
-        worker.close()
 
 
 def slow(node: Node) -> tuple[WorkerHalf, SlowCache, FakeDevice]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
 from headrace_kvstore.device.clock import PENDING_STEPS, HostClock, StepTimer
 from headrace_kvstore.settings import StoreSettings
 from tests.support.fake_device import FakeDevice, FakeStream
-from tests.unit.test_kv_worker import HASHES, LAYERS, NAMES, EngineCache, Node, save, seeds
+from tests.support.kvworker import HASHES, LAYERS, NAMES, Node, PlainCache, save, seeds
 
 PROMPT = Shape(100, 2, 0, 60, 5050)
 
@@ -99,7 +97,7 @@ def test_on_a_host_the_call_is_the_work() -> None:
     assert seconds >= 0.01
 
 
-class OnDevice(EngineCache):
+class OnDevice(PlainCache):
     """An engine's cache on a device: a layer arrives `layer_s` after it was asked for, and not
     before what was computing has ended."""
 
@@ -118,14 +116,6 @@ class OnDevice(EngineCache):
         self.bus.launch(self.layer_s)
         self.bus.wait(self.bus.mark())
         return super().load(layer, blocks, payloads, seeds)
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
-    yield node
-    for worker in node.workers:
-        worker.close()
 
 
 def on(device: FakeDevice, node: Node, layer_s: float = 0.25) -> tuple[WorkerHalf, OnDevice]:

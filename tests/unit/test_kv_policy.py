@@ -239,8 +239,21 @@ def test_cost_aware_prefers_what_costs_more_to_compute() -> None:
     store.prompt([2], 0.0)
     store.table["compute_s"][store.slot[1]] = 0.5
     assert store.choose(1, 10.0) == [2]
-    store.table["bytes"][store.slot[1]] = 8e9  # loading it takes longer than computing it
-    assert store.choose(1, 10.0) == [1]
+
+
+def test_cost_aware_takes_off_what_loading_takes_as_engines_have_measured_it() -> None:
+    store = Store(lambda n: CostAware(np.zeros(1, state_dtype(64, 512))))
+    store.prompt([1], 0.0)
+    store.prompt([2], 0.0)
+    store.table["compute_s"][store.slot[1]] = 0.5
+
+    def ratio() -> float:
+        worth = store.policy.worth(store.table, Forest(store.table), 10.0)
+        return float(worth[store.slot[1]] / worth[store.slot[2]])
+
+    assert ratio() == pytest.approx(0.5 / 0.05)
+    store.policy.measured("dram", 0.04 / 1e6)
+    assert ratio() == pytest.approx((0.5 - 0.04) / (0.05 - 0.04), rel=1e-6)
 
 
 def test_cost_aware_keeps_a_beginning_that_many_share() -> None:
@@ -251,13 +264,23 @@ def test_cost_aware_keeps_a_beginning_that_many_share() -> None:
     assert store.choose(8, 7.0)[-1] not in (1, 2)
 
 
-def test_cost_aware_takes_unknown_costs_for_a_multiple_of_the_load() -> None:
+def test_cost_aware_takes_unknown_costs_for_those_of_the_others() -> None:
     store = Store(MAKERS["cost-aware"])
     for block in (1, 2, 3):
         store.prompt([block], 0.0)
-    store.table["compute_s"][store.slot[1]] = 0.0  # 16 loads of 0.125 ms
+    store.table["compute_s"][store.slot[1]] = 0.0
     store.table["compute_s"][store.slot[2]] = 0.5
-    assert store.choose(3, 10.0) == [1, 3, 2]
+    assert store.choose(3, 10.0) == [3, 1, 2]
+
+
+def test_cost_aware_forgets_what_a_load_took_with_its_history() -> None:
+    policy = CostAware.create()
+    for byte_s in (1e-9, float("nan"), float("inf"), -1.0):
+        policy.measured("dram", byte_s)
+    policy.measured("object", 1.0)
+    assert (policy.byte_s("dram"), policy.byte_s("nvme")) == (1e-9, 0.0)
+    policy.forget()
+    assert policy.byte_s("dram") == 0.0
 
 
 def test_cost_aware_state_may_be_handed_on() -> None:

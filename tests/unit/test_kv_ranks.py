@@ -9,13 +9,14 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from headrace_kvstore.arena.arena import Arena
-from headrace_kvstore.connector.connector import slowest
+from headrace_kvstore.connector.connector import WorkerReport, slowest
 from headrace_kvstore.connector.worker import LoadSample, StepSample
 from headrace_kvstore.nvme.mover import Mover
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
@@ -151,6 +152,21 @@ def test_of_what_two_ranks_measured_at_once_the_slower_s_counts() -> None:
     assert slowest([load, slow], [step]) == [load, slow], "a load that only one rank has ended"
     assert slowest([step], [other, step]) == [step, other]
     assert slowest([step, slow], [slow, step]) == [slow, slow]
+
+
+def test_what_loads_took_is_what_eviction_reckons_with(tmp_path: Path) -> None:
+    store = {"name": "told", "folder": str(tmp_path), "dram_bytes": 32 << 20}
+    made = RankedEngine(GQA, 2, store, seed=1)
+    try:
+        loads = [LoadSample("dram", blocks, 0.01 * blocks) for blocks in (1, 8, 64) * 5]
+        report = SimpleNamespace(kv_connector_worker_meta=WorkerReport({}, [], loads))
+        made.scheduler.update_connector_output(report)
+        block_bytes = GQA.kv(1)[:, 0].nbytes
+        with Arena.attach("told", tmp_path) as arena:
+            assert arena.load_byte_s("dram") == pytest.approx(0.01 / block_bytes, rel=0.05)
+            assert arena.load_byte_s("nvme") == 0.0
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -260,6 +260,17 @@ def test_statistics_without_transfers_are_none() -> None:
     assert nixl_transfers({"num_failed_transfers": [1, 1]}) == ([], 2)
 
 
+def test_a_rank_s_share_of_a_transfer_is_told_with_the_number_of_shares() -> None:
+    from headrace_engine._vllm_compat import nixl_transfers
+    from headrace_engine.integrity.stats import TransferStats
+
+    stats = TransferStats()
+    nixl = {"xferDuration": 5e5, "postDuration": 1, "totalBytes": 100, "descCount": 3}
+    stats.record_transfer(SimpleNamespace(**nixl))
+    stats.record_transfer(SimpleNamespace(**nixl, pieces=4))
+    assert nixl_transfers(stats.data) == ([Transfer(100, 0.5), Transfer(100, 0.5, 4)], 0)
+
+
 def test_a_store_beside_nixl_is_told_apart_from_it(logger: Any, meter: EngineMeter) -> None:
     loads: list[StoreLoad] = []
     meter.on_load.append(loads.append)

@@ -12,6 +12,7 @@ from headrace.router.blocks.feed import GPU, Kind
 from headrace.router.cluster import BOOKED_S, SILENT_S, Cluster, Prompt
 from headrace.router.place import NobodyAnswersError
 from headrace.router.plan import RouterSettings
+from headrace_engine.exchange import KvKind
 from headrace_engine.reporting.report import Report
 from headrace_engine.steptime import StepTime
 from headrace_kvstore.supply import Supply
@@ -237,6 +238,16 @@ def test_engines_whose_kv_differs_are_never_paired() -> None:
     }
     assert "d-new" in {plan.decode for plan in plans}, "the better of the two plans is taken"
     assert row(made, "p-new")["prefill"] and row(made, "d-old")["decode"], "the view is whole again"
+
+
+def test_engines_of_unlike_sizes_are_paired_where_nixl_can_cut_heads() -> None:
+    made = cluster()
+    for name, ranks, layout in [("d", 2, "LBHNC"), ("p-one", 1, "LBHNC"), ("p-odd", 3, "LBHNC")]:
+        made.feed.join(name, "e", Kind((GPU,), ownership=""), 0.0)
+        busy = {"running": 3} if name == "d" else {}
+        made.report(report(name, kv=str(KvKind("a", ranks, 6, layout)), **busy), 0.0)
+    pairs = {made.plan(PROMPT, 0.0).replica for _ in range(40)}
+    assert "p-one" in pairs and "p-odd" not in pairs
 
 
 def test_a_replica_that_does_not_tell_its_kind_pairs_with_all() -> None:

@@ -24,6 +24,7 @@ from headrace_decode.techniques import (
 from headrace_kvstore.connector.identity import lossy_codec
 from headrace_kvstore.prompt_hash import hash_prompt, root_hash
 from headrace_kvstore.salts import EXACT, is_marked, marked, salt_of, tenant_of
+from tests.support.kvscheduling import B, Engine, Store, Tiers, hashes, request
 from tests.unit.gateway_fakes import (
     CHAT,
     PROMPT,
@@ -33,7 +34,6 @@ from tests.unit.gateway_fakes import (
     gateway_over,
     stream,
 )
-from tests.unit.test_kv_scheduler import B, Engine, Store, Tiers, hashes, request
 
 OFF = {"techniques": "off"}
 INT4 = "store=int4"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PROVED, UNPROVED = "proved", "unproved"
-"""Lists of a report: [seconds, checked]; [request id, producer, kind, why]."""
+PROVED, UNPROVED, PIECES = "proved", "unproved", "pieces"
+"""Lists of a report: [seconds, checked]; [request id, producer, kind, why]; numbers."""
 
 
 def transfers_by_event(data: Mapping[str, Any]) -> dict[str, int]:

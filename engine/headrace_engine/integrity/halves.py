@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
+from headrace_engine.exchange import pieces
 from headrace_engine.handoff import CHECK_KEY
 from headrace_engine.integrity.content import BlockSums, block_seeds
 from headrace_engine.integrity.events import PROVED, UNPROVED
@@ -38,7 +39,8 @@ from headrace_engine.integrity.proving import ProvingAgent, Pull
 from headrace_engine.integrity.records import Geometry, Grants, RecordTable
 from headrace_engine.integrity.settings import IntegritySettings, Sampling
 from headrace_engine.integrity.stats import TransferStats
-from headrace_engine.kvkind import model_digest
+from headrace_engine.kvkind import kv_heads, model_digest
+from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import LayoutError
 
 logger = logging.getLogger("headrace.engine")
@@ -226,6 +228,8 @@ class ProvenWorker(NixlPullConnectorWorker):
     _layer_specs: Any
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: Any) -> None:
+        if vllm_config.device_config.device_type == "cuda":  # before NIXL chooses its devices
+            place_worker(torch.cuda.current_device())
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.xfer_stats = TransferStats()
         self._settings, self._geometry = settings_of(vllm_config), geometry_of(vllm_config)
@@ -370,7 +374,9 @@ class ProvenWorker(NixlPullConnectorWorker):
         agent = self._remote_agents[meta.remote.engine_id][rank]
         blocks, positions = self._comparable(meta)
         engine = meta.remote.engine_id
-        pull = Pull(request_id, engine, agent, claim.places[rank], claim, blocks, positions)
+        ranks = self.transfer_topo.get_engine_info(engine).remote_tp_size, self.world_size
+        cut = pieces(*ranks, kv_heads(self.vllm_config))
+        pull = Pull(request_id, engine, agent, claim.places[rank], claim, blocks, positions, cut)
         with self._agent.pulling(pull):
             super()._read_blocks(read_spec=read_spec, request_id=request_id, **more)
 

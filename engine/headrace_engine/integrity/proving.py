@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +42,8 @@ logger = logging.getLogger("headrace.engine")
 SPIN_S = 0.001
 """Of one step of the engine, for records to come back."""
 SPIN_NAP_S = 20e-6
+TELEMETRY = "startTime", "postDuration", "xferDuration", "totalBytes", "descCount"
+"""What NIXL tells of a transfer."""
 SLOTS = 32
 """Records that can be on their way at once; further ones wait for the next step."""
 
@@ -68,6 +71,8 @@ class Pull:
     """Blocks here that are read, in the prompt's order."""
     positions: Sequence[int]
     """Theirs in the prompt. Empty, as `blocks`, where the two sides' blocks cannot be compared."""
+    pieces: int = 1
+    """`exchange.pieces` of the two engines."""
 
 
 class Stage(Enum):
@@ -208,6 +213,13 @@ class ProvingAgent:
         if read.outcome == "ERR" and any(other.outcome is None for other in siblings):
             return "PROC"  # its blocks are not to be computed while another rank's bytes arrive
         return read.outcome or "PROC"
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        told, read = self._agent.get_xfer_telemetry(handle), self._reads.get(handle)
+        if read is None:
+            return told
+        known = {name: getattr(told, name) for name in TELEMETRY}
+        return SimpleNamespace(**known, pieces=read.pull.pieces)
 
     def release_xfer_handle(self, handle: Any) -> None:
         read = self._reads.pop(handle, None)

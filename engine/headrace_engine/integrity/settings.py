@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-SETTINGS_KEY = "headrace_integrity"
+from headrace_engine.exchange import CHECKS_KEY
+
 Check = Literal["sampled", "all", "off"]
 
 
@@ -45,11 +46,11 @@ class IntegritySettings:
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> IntegritySettings:
         """From `kv_connector_extra_config`. Raises ValueError for what cannot be used."""
-        given = extra_config.get(SETTINGS_KEY) or {}
+        given = extra_config.get(CHECKS_KEY) or {}
         try:
             return cls(**given)
         except TypeError as error:
-            raise ValueError(f"{SETTINGS_KEY}: {error}") from None
+            raise ValueError(f"{CHECKS_KEY}: {error}") from None
 
 
 @dataclass(slots=True)

@@ -16,16 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 
-from headrace_engine.integrity.events import PROVED, UNPROVED, transfers_by_event
+from headrace_engine.integrity.events import PIECES, PROVED, UNPROVED, transfers_by_event
 
 
 class TransferStats(NixlKVConnectorStats):
-    """vLLM's, with `proved`, lists [seconds, checked], and `unproved`, lists [request id of the
-    engine, id of the producing engine, kind, why]."""
+    """vLLM's, with `proved`, lists [seconds, checked], `unproved`, lists [request id of the engine,
+    id of the producing engine, kind, why], and `pieces`, a number a transfer (`meter.Transfer`)."""
 
     def reset(self) -> None:
         super().reset()
-        self.data[PROVED], self.data[UNPROVED] = [], []
+        self.data[PROVED], self.data[UNPROVED], self.data[PIECES] = [], [], []
+
+    def record_transfer(self, res: Any) -> None:
+        super().record_transfer(res)
+        self.data[PIECES].append(getattr(res, "pieces", 1))
 
     def is_empty(self) -> bool:
         return super().is_empty() and not (self.data[PROVED] or self.data[UNPROVED])

@@ -67,8 +67,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         seq: number of the report. Its sender counts from 0; there may be gaps.
-        kv: what KV has to have in common to be exchanged, as a digest (`headrace_engine.kvkind`).
-            Engines of unlike ones exchange none. Empty: like all others.
+        kv: what decides with whom it can exchange KV, a `headrace_engine.exchange.KvKind` as text.
+            Empty: with all others.
         replica: the replica's id. machine: Ray's id of its node.
         block_tokens: tokens of a KV block. token_bytes: KV bytes of a token.
         step_tokens: most tokens of one prompt that the engine computes in a step.

@@ -285,6 +285,14 @@ class Arena(ArenaMap):
             return False
         return True
 
+    def measured(self, medium: str, byte_s: float) -> None:
+        """Tell the policy what a byte more takes to load from a medium; takes no lock."""
+        self.policy.policy.measured(medium, byte_s)
+
+    def load_byte_s(self, medium: str) -> float:
+        """Seconds that a byte more takes to load from a medium; 0 where nobody has measured."""
+        return self.policy.policy.byte_s(medium)
+
     def rates(self, digest: bytes, rows: np.ndarray) -> np.ndarray:
         """Hits per second that the policy expects of blocks of one namespace, float64 [n], whether
         they stand here or in another tier; takes no lock. rows: SLOT [n]."""

@@ -6,14 +6,16 @@ before that, the next process makes it anew. Creation and attachment happen unde
 
 Huge pages: the mapping asks for them (MADV_HUGEPAGE); the kernel's `shmem_enabled` decides. Where
 it says "advise", pages are allocated through the mapping, because an allocation through the file
-would ignore the advice. NUMA: the kernel places pages, on the creator's node first. To spread them,
-mount /dev/shm with `mpol=interleave` or start the creator under `numactl --interleave=all`.
+would ignore the advice. NUMA: on a machine with GPUs on several nodes pages take turns over these
+nodes (`device.placing.spread`), unless /dev/shm is mounted with `mpol=` or the creator runs under
+`numactl`; else the kernel places them, on the creator's node first.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import shutil
@@ -22,6 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace_kvstore.arena.locking import FileLock, LockBusyError, byte_lock
+from headrace_kvstore.device.placing import spread
+
+logger = logging.getLogger("headrace.kvstore")
 
 CREATE_PATIENCE_S = 30.0
 """Allocating takes about a quarter of a second per GiB. Others wait for the creator as long as the
@@ -177,6 +182,8 @@ def _create(path: Path, fd: int, size_bytes: int) -> mmap.mmap:
         os.ftruncate(fd, 0)
         os.ftruncate(fd, size_bytes)
         memory = _map(fd)
+        if lies := spread(memory, path.parent):
+            logger.info("%s lies %s", path.name, lies)
         if huge_page_mode() == "advise":
             _populate(memory)
         os.posix_fallocate(fd, 0, size_bytes)

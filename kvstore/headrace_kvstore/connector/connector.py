@@ -48,6 +48,7 @@ from headrace_kvstore.connector.stats import (
     StoreStats,
 )
 from headrace_kvstore.connector.worker import LoadSample, StepSample, WorkerHalf
+from headrace_kvstore.device.placing import place_worker
 from headrace_kvstore.layout import BlockLayout
 from headrace_kvstore.parts import WHOLE
 
@@ -124,6 +125,8 @@ class StoreConnector(KVConnectorBase_V1):
                 f'kv_transfer_config.kv_load_failure_policy: is "{transfer.kv_load_failure_policy}"'
                 ', which fails a request whose KV was lost; give "recompute"'
             )
+        if role == KVConnectorRole.WORKER and vllm_config.device_config.device_type == "cuda":
+            place_worker(torch.cuda.current_device())
         self._opened = opened = OpenedArena.of(vllm_config, role, kv_cache_config)
         self._settings, self._arena = opened.settings, opened.arena
         self._num_blocks = kv_cache_config.num_blocks
@@ -201,12 +204,18 @@ class StoreConnector(KVConnectorBase_V1):
                 if isinstance(sample, StepSample):
                     self._price.computed(*sample)
                 else:
-                    self._price.loaded(*sample)
+                    self._loaded(self._price, sample)
         for job, workers in meta.jobs.items():
             self._ended[job] = self._ended.get(job, 0) + workers
             if self._ended[job] >= self._workers:
                 del self._ended[job]
                 self._half.saved([job])
+
+    def _loaded(self, price: Price, sample: LoadSample) -> None:
+        price.loaded(*sample)
+        more_s = price.more_s(sample.medium)
+        if more_s is not None:
+            self._arena.measured(sample.medium, more_s / self._opened.block_bytes)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.busy

@@ -79,12 +79,19 @@ def lossy_codec(transfer: Any) -> str:
     Args:
         transfer: vLLM's KVTransferConfig, or None.
     """
-    extra = (transfer and transfer.kv_connector_extra_config) or {}
-    settings = [extra] + [
-        child.get("kv_connector_extra_config") or {} for child in extra.get("connectors", ())
-    ]
-    names = [str(each.get("codec", "raw")) for each in settings]
+    names = [str(each.get("codec", "raw")) for each in connector_settings(transfer)]
     return next((name for name in names if name in CODECS and CODECS[name].lossy), "")
+
+
+def connector_settings(transfer: Any) -> list[dict[str, Any]]:
+    """Settings of an engine's connector, and of those within it.
+
+    Args:
+        transfer: vLLM's KVTransferConfig, or None.
+    """
+    extra = (transfer and transfer.kv_connector_extra_config) or {}
+    children = extra.get("connectors", ())
+    return [extra] + [child.get("kv_connector_extra_config") or {} for child in children]
 
 
 def model_identity(model: Any) -> tuple[str, str]:

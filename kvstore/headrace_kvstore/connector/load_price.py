@@ -121,6 +121,10 @@ class Price:
         """Predicted seconds of a load; None for a medium that nobody measured."""
         return self._loads[medium].seconds(blocks) if medium in self._loads else None
 
+    def more_s(self, medium: str) -> float | None:
+        """Predicted seconds of one block more in a load; None for a medium that nobody measured."""
+        return self._loads[medium].each_s if medium in self._loads else None
+
     def compute_s(self, first_token: int, last_token: int) -> float | None:
         """Predicted seconds that tokens add to a step, `last_token` not included."""
         if not self._step.samples:

@@ -102,6 +102,11 @@ class OpenedArena:
         return self.layers * self.parts.parts
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a stored block."""
+        return self.pieces * self.part_bytes
+
+    @property
     def whole_block_bytes(self) -> int:
         """Bytes of a block in the caches of all workers, those that several have counted once."""
         return self.engine_block_bytes * self.parts.writers

@@ -17,7 +17,7 @@ from headrace_kvstore.nvme.catalog import use_per_second
 from headrace_kvstore.nvme.nvme_tier import NvmeTier
 from headrace_kvstore.nvme.record import padded
 from headrace_kvstore.objects.object_tier import ObjectTier
-from headrace_kvstore.policy.base import DISK_BYTES_S, saved_s
+from headrace_kvstore.policy.base import saved_s
 
 REMEMBERED_USES = 1 << 16
 """How many blocks are remembered as read from NVMe by one request."""
@@ -38,7 +38,7 @@ class Worth:
         dram = self._dram()
         if dram is None:
             return use_per_second(digest, rows, now_s)
-        return dram.arena.rates(digest, rows) * saved_s(rows, DISK_BYTES_S)
+        return dram.arena.rates(digest, rows) * saved_s(rows, dram.arena.load_byte_s("nvme"))
 
     def best(
         self, contents: Sequence[tuple[bytes, np.ndarray]], room_bytes: int

@@ -27,11 +27,6 @@ Keys = NDArray[np.uint64]
 """Block keys as policies use them: `block_keys`."""
 
 AGED_S = 600.0
-DRAM_BYTES_S, DISK_BYTES_S = 8e9, 1.5e9
-"""What a reader is taken to get of each tier in a second."""
-UNKNOWN_RATIO = 16.0
-"""compute_s of a block of which nobody told, in units of its load from the tier: a 512-token block
-of an 8B model takes one A100 52 ms to compute, and 3.4 ms over PCIe 4.0 x16."""
 
 _HASH_OFFSET = SLOT.fields["hash"][1]  # type: ignore[index]
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no two namespaces share an addend
@@ -96,6 +91,13 @@ class Policy:
             AGED_S + np.maximum(0.0, now_s - rows["used_s"].astype(np.float64))
         )
 
+    def measured(self, medium: str, byte_s: float) -> None:
+        """Engines need so many seconds to load a byte more from "dram" or "nvme". Takes no lock."""
+
+    def byte_s(self, medium: str) -> float:
+        """What `measured` told last; 0 where nobody has measured."""
+        return 0.0
+
     def forget(self) -> None:
         """Begin anew, whatever bytes the policy's own arrays hold."""
 
@@ -106,11 +108,22 @@ def proven_rate(rows: Table, now_s: float) -> NDArray[np.float64]:
     return np.asarray(rows["hits"] / (AGED_S + age_s), np.float64)
 
 
-def saved_s(rows: Table, tier_bytes_s: float) -> NDArray[np.float64]:
-    """Seconds that loading each block from a tier saves against computing it, (n,), at least 0."""
-    load_s = rows["bytes"].astype(np.float64) / tier_bytes_s
-    compute_s = np.where(rows["compute_s"] > 0.0, rows["compute_s"], UNKNOWN_RATIO * load_s)
-    return np.asarray(np.maximum(compute_s - load_s, 0.0), np.float64)
+def saved_s(rows: Table, byte_s: float) -> NDArray[np.float64]:
+    """Seconds that loading each block from a tier saves against computing it, (n,), at least 0.
+
+    A block of which nobody told what computing it takes is taken to cost as much a byte as the
+    others do together. Where nobody told of any, all cost the same a byte, and only their order
+    means anything.
+
+    Args:
+        byte_s: of a load from the tier; 0 while it is not known.
+    """
+    size, told_s = rows["bytes"].astype(np.float64), rows["compute_s"].astype(np.float64)
+    told = told_s > 0.0
+    told_bytes = size[told].sum()
+    usual_s = told_s[told].sum() / told_bytes if told_bytes > 0.0 else 1.0
+    compute_s = np.where(told, told_s, usual_s * size)
+    return np.asarray(np.maximum(compute_s - byte_s * size, 0.0), np.float64)
 
 
 def candidates(table: Table, now_s: float, among: Mask | None) -> Mask:

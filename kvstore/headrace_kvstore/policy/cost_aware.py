@@ -4,7 +4,8 @@ For a block b at time t,
 
     worth(b) = rate(b, t) * (compute_s - load_s) / bytes      saved seconds per byte-second
 
-- ``compute_s - load_s``: what one hit saves (`base.saved_s`)
+- ``compute_s - load_s``: what one hit saves (`base.saved_s`); ``load_s`` by the loads that this
+  machine's engines have measured
 - ``rate(b, t)``: hits per second to expect while it is held: the sum of the rates of all
   conversations whose prompts pass through b and are still waiting (`hazard.best_rate` of what
   `history` knows of each)
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 
 from headrace_kvstore.compiled import jit
 from headrace_kvstore.policy.base import (
-    DRAM_BYTES_S,
     Keys,
     Mask,
     Policy,
@@ -57,6 +57,10 @@ HISTORY_BLOCKS = 1 << 10, 1 << 22
 """Share of a store's bytes that remembers blocks, and how many blocks at least and at most."""
 
 
+MEDIA = "dram", "nvme"
+"""Whose loads are measured."""
+
+
 def history_blocks(size_bytes: int) -> int:
     """Blocks to remember beside a store of this size, a power of two."""
     wanted = max(1, int(size_bytes * HISTORY_SHARE) // BLOCK.itemsize)
@@ -82,6 +86,7 @@ def state_dtype(prompts: int = 1 << 16, blocks: int = 1 << 18) -> np.dtype:
             ("next_serial", "i8", (1,)),
             ("fitted_serials", "i8", (2,)),  # prompts seen now, and at the last fit
             ("fitted_s", "f8", (1,)),
+            ("byte_s", "f8", (len(MEDIA),)),  # of loads; 0: not measured
         ],
         align=True,
     )
@@ -105,7 +110,7 @@ class CostAware(Policy):
         self._events, self._exposure_s = s["events"], s["exposure_s"]
         self._best_rate = s["best_rate"]
         self._next_serial, self._seen = s["next_serial"], s["fitted_serials"]
-        self._fitted_s = s["fitted_s"]
+        self._fitted_s, self._byte_s = s["fitted_s"], s["byte_s"]
         self._bytes = state.view(np.uint8)
         if self._next_serial[0] == 0:
             self.forget()
@@ -145,7 +150,7 @@ class CostAware(Policy):
             *(forest.parents, forest.order), *self._waiting(slot_keys(table), table, now_s)
         )
         return forest.density(
-            rate * saved_s(table, DRAM_BYTES_S), table["bytes"].astype(np.float64)
+            rate * saved_s(table, self.byte_s("dram")), table["bytes"].astype(np.float64)
         )
 
     def _waiting(
@@ -155,6 +160,14 @@ class CostAware(Policy):
         serials, rate = waiting(keys, used_s, self._blocks, self._prompts, self._best_rate, now_s)
         rate[~np.isfinite(rate)] = 0.0
         return serials, rate
+
+    def measured(self, medium: str, byte_s: float) -> None:
+        if medium in MEDIA and 0.0 <= byte_s < np.inf:
+            self._byte_s[MEDIA.index(medium)] = byte_s
+
+    def byte_s(self, medium: str) -> float:
+        byte_s = float(self._byte_s[MEDIA.index(medium)])  # others may write it meanwhile
+        return byte_s if 0.0 <= byte_s < np.inf else 0.0
 
     def forget(self) -> None:
         self._bytes[:] = 0

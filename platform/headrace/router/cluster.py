@@ -32,6 +32,7 @@ from headrace.router.place import NobodyAnswersError, PlaceRequest, place
 from headrace.router.plan import Plan, RouterSettings
 from headrace.router.tokens import acceptance
 from headrace.router.view import ELSEWHERE, WITHIN, View
+from headrace_engine.exchange import refusal
 from headrace_engine.reporting.report import Report
 from headrace_engine.steptime import StepTime, pairs_of
 from headrace_kvstore.supply import Supply
@@ -305,18 +306,18 @@ class Cluster:
 
     def _one_kind_at_a_time(self) -> Iterator[None]:
         """While replicas with other weights, settings or versions take the place of those there
-        are: the view shows those that can exchange KV, for each kind whose decode replicas may
-        answer."""
+        are, or prefill and decode replicas have other sizes: the view shows those that can
+        exchange KV, for each kind whose decode replicas may answer."""
         view = self._seen
         roles = {role: view.engines[role].copy() for role in ("prefill", "decode")}
         for kind in sorted(self._kinds):
-            like = np.zeros(len(view.engines), np.bool_)
-            like[[view.row(name) for name, of in self._reports.items() if of.kv in (kind, "")]] = (
-                True
-            )
-            if (roles["decode"] & like).any():
+            like = {role: np.zeros(len(view.engines), np.bool_) for role in roles}
+            for name, of in self._reports.items():
+                like["decode"][view.row(name)] = of.kv in (kind, "")
+                like["prefill"][view.row(name)] = not refusal(of.kv, kind)
+            if (roles["decode"] & like["decode"]).any():
                 for role, may in roles.items():
-                    view.engines[role] = may & like
+                    view.engines[role] = may & like[role]
                 yield
         for role, may in roles.items():
             view.engines[role] = may

@@ -15,6 +15,7 @@ from headrace.cli.doctor import agreement, hardware, machine, storage, surroundi
 from headrace.cli.doctor.finding import Check, Finding
 from headrace.config import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
+from headrace_kvstore.device import topology
 
 Role = Literal["prefill", "decode", "gateway", "head"]
 
@@ -115,7 +116,9 @@ def checks(pod: Pod, env: Mapping[str, str] = os.environ) -> list[Check]:
     if pod.gpus:
         out += [
             ("driver", lambda: [hardware.driver(probes.torch_cuda(), probes.cuda_driver())]),
+            ("NVMe to GPU", lambda: _nvme_to_gpu(pod)),
             ("GPUs", lambda: hardware.gpus(*probes.nvidia_smi(), probes.gpu_nodes(), pod.gpus)),
+            ("topology", lambda: [hardware.topology(topology.read(), env.get("UCX_NET_DEVICES"))]),
         ]
     return out
 
@@ -149,6 +152,15 @@ def _nvme(pod: Pod) -> list[Finding]:
     if not store.enabled or store.nvme_folder is None:
         return []
     return [storage.nvme(probes.folder(Path(store.nvme_folder)), int(store.nvme_gb * GIB))]
+
+
+def _nvme_to_gpu(pod: Pod) -> list[Finding]:
+    store = pod.config.store
+    if not store.enabled or store.nvme_folder is None:
+        return []
+    plugins, _ = probes.nixl_plugins()
+    file_system = probes.folder(Path(store.nvme_folder)).file_system
+    return [storage.to_gpu(plugins, probes.gds_driver(), file_system)]
 
 
 def _rdma(pod: Pod, env: Mapping[str, str]) -> list[Finding]:

@@ -9,6 +9,7 @@ from headrace.cli.console import human_bytes
 from headrace.cli.doctor.finding import Finding
 
 SPARE_SHM_BYTES = 256 * 2**20  # the engines' queues and semaphores
+GDS_FILE_SYSTEMS = "ext4", "xfs"  # on a local disk; NVIDIA's GPUDirect Storage guide
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "ceph", "lustre", "fuse.s3fs", "9p")
 
 
@@ -82,6 +83,30 @@ def nvme(folder: probes.Folder, wanted_bytes: int) -> Finding:
         remedy = "use ext4 or xfs on a local disk; without O_DIRECT, reads compete for page cache"
         return Finding("NVMe", "WARN", f"{found}; no direct I/O", remedy)
     return Finding("NVMe", "OK", f"{found}, direct I/O")
+
+
+def to_gpu(plugins: list[str], gds_driver: bool, file_system: str) -> Finding:
+    """How blocks get from the NVMe tier into GPU memory, and whether a shorter way would work here.
+
+    Args:
+        plugins: of NIXL.
+        gds_driver: whether the kernel module nvidia_fs is loaded.
+        file_system: of the tier's folder.
+    """
+    lacking = []
+    if "GDS_MT" not in plugins:
+        lacking.append("NIXL has no plugin GDS_MT")
+    if not gds_driver:
+        lacking.append("the kernel module nvidia_fs is not loaded")
+    if file_system not in GDS_FILE_SYSTEMS:
+        lacking.append(f"{file_system} is not {' or '.join(GDS_FILE_SYSTEMS)}")
+    works = f"would not work here: {'; '.join(lacking)}" if lacking else "would work here"
+    return Finding(
+        "NVMe to GPU",
+        "OK",
+        "through registered host memory, the only way that the store has; GPUDirect Storage "
+        + works,
+    )
 
 
 def writable(errors: Mapping[str, str]) -> list[Finding]:

@@ -84,6 +84,11 @@ def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
     return sorted(f.name for f in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name))
 
 
+def gds_driver(modules: Path = Path("/sys/module")) -> bool:
+    """Whether GPUDirect Storage's kernel module is loaded."""
+    return (modules / "nvidia_fs").is_dir()
+
+
 def cuda_driver() -> Driver:
     """The driver that this container sees."""
     version = driver_version()
