@@ -337,7 +337,7 @@ WAYS = {"vnni": (*VNNI, *AVX2), "avx2": AVX2, "any": ()}
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def dotted(context: Any, way: Any, codes: Any, query: Any, out: Any) -> Any:
-    """Of 64 codes and 64 bytes of a query, 16 dot products of four, as a CPU of this way does it."""
+    """Of 64 codes and 64 bytes of a query, 16 dot products of four, as such a CPU does it."""
     if not isinstance(way, types.IntegerLiteral):
         return None
     features = list(WAYS.values())[way.literal_value]
