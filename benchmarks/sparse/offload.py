@@ -10,17 +10,19 @@ left out. Then eight requests at once, whose contexts are four times the cache.
     itl_with_offload_vs_all_in_memory   medians
     itl.in_memory_ms                    of the latter
     hit_rate                            chosen units that were in the cache already, of those whose
-                                        KV had left it
+                                        KV had left it, in all offloaded answers, one at a time
     blocks_vs_all_in_memory             of the cache that an answer holds
     kl.in_memory, kl.offloaded          KL(exact || sparse) in nats by token of greedy answers, as
                                         far as both have the same tokens
     kl.offloaded_vs_in_memory           of the two to each other
     kl.tokens                           that these are means of
     at_once.contexts_vs_cache           of the eight
-    at_once.running                     most of them whose answers grew in one step
     at_once.offloaded                   of them
+    at_once.running                     most of them whose answers grew in one step
     at_once.tokens_vs_alone             tokens a second of a step of that many, over those of a step
                                         of one with offload
+    at_once.no_prompt.running, .tokens_vs_alone  the same of steps that compute no piece of a prompt
+    at_once.prompt_piece_vs_alone       seconds of a step with such a piece, over those of one alone
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ ANSWER, TURNS, SHARE = 64, 2, 0.1
 KL_PROMPTS, KL_ANSWER = 3, 48
 AT_ONCE = 8
 BLOCKS, BATCH_TOKENS = 125, 256
+LEAST_STEPS = 5
+"""That a median is of."""
 
 
 class OffloadEngine(Engine):
@@ -130,7 +134,6 @@ def times(engine: OffloadEngine, prompt: list[int]) -> dict[str, float]:
     return {
         "itl_with_offload_vs_all_in_memory": statistics.median(seconds[True]) / memory,
         "itl.in_memory_ms": memory * 1e3,
-        "hit_rate": engine.hit_rate(),
         "blocks_vs_all_in_memory": blocks[True] / blocks[False],
     }
 
@@ -148,8 +151,9 @@ def errors(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]:
         for one, other in pairs:
             name = other if one == "exact" else "offloaded_vs_in_memory"
             found.setdefault(name, []).extend(divergences(answers[one], answers[other]))
+    answered(engine, prompts[0][:64], None, False)
     means = {f"kl.{name}": float(np.mean(each)) for name, each in found.items()}
-    return means | {"kl.tokens": float(len(found["offloaded"]))}
+    return means | {"kl.tokens": float(len(found["offloaded"])), "hit_rate": engine.hit_rate()}
 
 
 def divergences(exact: Answer, other: Answer) -> list[float]:
@@ -163,25 +167,34 @@ def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> 
     """Figures of requests that come together, which the scheduler serves as it decides."""
     engine.scheduler.offload = None
     names = [engine.add(prompt, ANSWER, SHARE) for prompt in prompts]
-    lengths, running = dict.fromkeys(names, 0), 0
-    seconds: list[float] = []
-    offloaded = 0
+    lengths, offloaded = dict.fromkeys(names, 0), 0
+    pieces: dict[int, list[float]] = {}
+    pure: dict[int, list[float]] = {}
     for step in engine.steps():
+        begun = any(lengths[name] == 0 for name in step.outputs)
         for name, each in step.outputs.items():
             lengths[name] += len(each.token_ids)
         offloaded = max(offloaded, len(engine.offloading))
-        if step.sparse > running:
-            running, seconds = step.sparse, []
-        if step.sparse == running:
-            seconds.append(step.seconds)
+        prompts_left = any(one.num_output_tokens == 0 for one in engine.scheduler.running)
+        kind = pieces if begun or prompts_left else pure
+        kind.setdefault(step.sparse, []).append(step.seconds)
     assert all(length == ANSWER for length in lengths.values()), lengths
     tokens = sum(len(prompt) + ANSWER for prompt in prompts)
     cache = (BLOCKS - 1) * engine.scheduler.block_size
+    running = max(*pieces, *pure)
+    seconds = pieces.get(running, []) + pure.get(running, [])
+    alone = max(count for count, each in pure.items() if len(each) >= LEAST_STEPS)
     return {
         "at_once.contexts_vs_cache": tokens / cache,
-        "at_once.running": float(running),
         "at_once.offloaded": float(offloaded),
+        "at_once.running": float(running),
         "at_once.tokens_vs_alone": running * alone_s / statistics.median(seconds),
+        "at_once.no_prompt.running": float(alone),
+        "at_once.no_prompt.tokens_vs_alone": alone * alone_s / statistics.median(pure[alone]),
+        "at_once.prompt_piece_vs_alone": statistics.median(
+            [each for some in pieces.values() for each in some]
+        )
+        / alone_s,
     }
 
 

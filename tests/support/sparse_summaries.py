@@ -22,21 +22,35 @@ def unpacked(
         codes: [layout.code_bytes], of one unit of `head`.
         scales: [layout.scales].
     """
-    tokens, dim, rank = layout.unit_tokens, layout.head_dim, layout.rank
+    mean, coordinates, own = parts(layout, codes, scales)
+    shared = coordinates @ torch.from_numpy(basis.back[head]).double()
+    return mean.float(), (shared + own).float()
 
-    def row(first_byte: int, length: int) -> Rows:
+
+def parts(layout: Layout, codes: NDArray[np.uint8], scales: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean [dim], coordinates [tokens, coordinates], and what own directions add [tokens, dim],
+    in float64.
+
+    Args:
+        codes, scales: as of `unpacked`.
+    """
+    tokens, dim = layout.unit_tokens, layout.head_dim
+
+    def row(first_byte: int, length: int) -> NDArray[np.float64]:
         part = codes[first_byte : first_byte + length // 2]
-        return np.concatenate([part & 15, part >> 4]).astype(np.float32) - 8
+        return np.concatenate([part & 15, part >> 4]).astype(np.float64) - 8
 
-    rest = np.zeros((tokens, dim), np.float32)
-    if count := layout.coordinates:
-        coordinates = row(dim // 2, count * tokens).reshape(count, tokens)
-        rest += coordinates.T @ basis.back[head] * scales[1]
-    directions = row(layout.directions_at, rank * dim).reshape(dim // 4, rank, 4)
+    coordinates, own = np.zeros((tokens, layout.coordinates)), np.zeros((tokens, dim))
+    for first in range(0, layout.coordinates, 8):
+        here = slice(first, min(first + 8, layout.coordinates))
+        at = layout.coordinates_at + first * tokens // 2
+        fours = row(at, (here.stop - first) * tokens).reshape(-1, tokens, 4)
+        coordinates[:, here] = fours.swapaxes(0, 1).reshape(tokens, -1) * scales[1]
     for j, scale in enumerate(scales[layout.first_own :]):
         coefficients = row(layout.coefficients_at + j * tokens // 2, tokens)
-        rest += np.outer(coefficients, directions[:, j].ravel()) * scale
-    return torch.from_numpy(row(0, dim) * scales[0]), torch.from_numpy(rest)
+        own += np.outer(coefficients, row((1 + j) * dim // 2, dim)) * scale
+    mean = row(0, dim) * scales[0]
+    return torch.from_numpy(mean), torch.from_numpy(coordinates), torch.from_numpy(own)
 
 
 def logits(
@@ -55,7 +69,18 @@ def logits(
         queries: [m, dim], times the scale of logits.
     """
     found = []
+    weights = queries.float() @ torch.from_numpy(basis.back[head]).T
     for code, scale in zip(codes, scales, strict=True):
-        mean, rest = (part.double() for part in unpacked(layout, basis, code, scale, head))
-        found.append(queries.double() @ mean + (queries.double() @ rest.T).logsumexp(-1))
+        mean, coordinates, directions = parts(layout, code, scale)
+        rest = rounded(queries) @ directions.T
+        if layout.coordinates:
+            rest += rounded(weights) @ coordinates.T
+        found.append(rounded(queries) @ mean + rest.logsumexp(-1))
     return torch.stack(found, -1)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """In 8 bits and back, each row with a step of its own; in float64."""
+    step = rows.float().abs().amax(-1, keepdim=True) / 127
+    whole = (rows.float() / step.clamp(min=1e-30) + 0.5).floor()
+    return whole.double() * step.double()

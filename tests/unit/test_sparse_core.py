@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from headrace_decode.sparse.basis import Basis, Moments
 from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.lanes import AVX2, VNNI, Dot
 from headrace_decode.sparse.layout import Layout
 from headrace_decode.sparse.reference import Coordinates, Form
 from headrace_decode.sparse.scoring import score
@@ -130,8 +137,8 @@ class TestSummaries:
             (16, 60, 4, 0),
             (16, 64, 0, 20),
             (16, 64, 16, 0),
-            (16, 64, 1, 23),
-            (16, 64, 1, 66),
+            (16, 64, 1, 22),
+            (16, 64, 1, 68),
         ],
     )
     def test_have_no_layout_for_some_shapes(self, shape: tuple[int, int, int, int]) -> None:
@@ -282,7 +289,7 @@ class TestScores:
 
     @given(
         seed=st.integers(0, 1000),
-        shape=st.sampled_from([(16, 64, 24), (32, 64, 24), (16, 128, 24), (6, 24, 10)]),
+        shape=st.sampled_from([(16, 64, 24), (32, 64, 24), (16, 128, 20), (6, 24, 12), (8, 32, 4)]),
         size=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
     )
     @settings(max_examples=15)
@@ -323,6 +330,53 @@ class TestScores:
         summaries = Summaries(4, HEADS, 16, 64)
         none = np.empty(0, np.int64)
         assert score(summaries, none, np.zeros((HEADS, 3, 64), np.float32), 1.0).shape == (HEADS, 0)
+
+
+WAYS = {"vnni": (*VNNI, *AVX2), "avx2": AVX2, "any": ()}
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def dotted(context: Any, way: Any, codes: Any, query: Any, out: Any) -> Any:
+    """Of 64 codes and 64 bytes of a query, 16 dot products of four, as such a CPU does it."""
+    if not isinstance(way, types.IntegerLiteral):
+        return None
+    features = list(WAYS.values())[way.literal_value]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(32), 16)
+        places = [
+            builder.bitcast(
+                context.make_array(signature.args[n])(context, builder, args[n]).data,
+                kind.as_pointer(),
+            )
+            for n in (1, 2, 3)
+        ]
+        total, *both = (builder.load(place, align=1) for place in (places[2], *places[:2]))
+        found = Dot(builder, frozenset(features)).add(total, *both)
+        builder.store(found, places[2], align=1)
+        return context.get_dummy_value()
+
+    return types.none(way, codes, query, out), generate
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dot_products_are_the_same_on_all_cpus(way: str) -> None:
+    here, number = get_host_cpu_features(), list(WAYS).index(way)
+    if not all(here.get(name) for name in WAYS[way]):
+        pytest.skip("this CPU has no such instructions")
+
+    @njit
+    def kernel(codes: Any, query: Any, out: Any) -> None:
+        dotted(number, codes, query, out)
+
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 16, 64, np.uint8)
+    query = draw.integers(-127, 128, 64, np.int8)
+    codes[:4], query[:4] = 15, (-127, 127, 127, 127)
+    out = np.arange(16, dtype=np.int32)
+    kernel(codes, query, out)
+    wanted = (codes.astype(int) * query).reshape(16, 4).sum(1) + np.arange(16)
+    assert out.tolist() == wanted.tolist()
 
 
 class TestTheChoice:

@@ -43,8 +43,8 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
 def test_kernels_compile_for_cards() -> None:
     from headrace_decode.sparse.kernels import choosing, summaries
 
-    of_unit = {"TOKENS": 16, "DIM": 128, "HALF": 10}
-    scoring = of_unit | {"GROUP": 4, "GROUP_PADDED": 16, "HALF_PADDED": 16, "UNITS": 16}
+    of_unit = {"TOKENS": 16, "DIM": 128, "COORDINATES": 20}
+    scoring = of_unit | {"GROUP": 4, "GROUP_PADDED": 16, "PADDED": 32, "UNITS": 16}
     making = {"PADDED": 16, "WIDE": False, "ROUNDS": 3, "PRODUCTS": 4}
     _compile(summaries._bring_up, of_unit | making)
     _compile(choosing._score, scoring)

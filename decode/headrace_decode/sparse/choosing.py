@@ -2,19 +2,26 @@
 
 The first unit holds the text's attention sink (StreamingLLM, arXiv 2309.17453), and the newest
 tokens draw attention whatever they are; neither is left to an estimate.
+
+The k-th highest score is built bit by bit, as `kernels.choosing` does it: floats that are not
+negative are ordered as their bits are.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace_decode.sparse.layout import jit
 
 
 def choose(scores: NDArray[np.float32], count: int, sinks: int, recent: int) -> NDArray[np.int64]:
     """Choose `count` units for each KV head.
 
     Args:
-        scores: float32 [kv_heads, n], higher is better; not NaN.
+        scores: float32 [kv_heads, n], higher is better; 0 or more.
         count: of units, those of `sinks` and `recent` included; raised to these, at most n.
         sinks: first units that are always chosen.
         recent: last units that are always chosen.
@@ -27,11 +34,47 @@ def choose(scores: NDArray[np.float32], count: int, sinks: int, recent: int) -> 
     recent = min(recent, n - sinks)
     count = min(max(count, sinks + recent), n)
     free = count - sinks - recent
-    middle = scores[:, sinks : n - recent]
     chosen = np.empty((kv_heads, count), np.int64)
-    chosen[:, :sinks] = np.arange(sinks)
-    chosen[:, count - recent :] = np.arange(n - recent, n)
-    if free:
-        best = np.argsort(-middle, axis=1, kind="stable")[:, :free]
-        chosen[:, sinks : sinks + free] = np.sort(best, axis=1) + sinks
+    bits = np.ascontiguousarray(scores, np.float32).view(np.int32)
+    _choose(bits, free, sinks, recent, chosen)
     return chosen
+
+
+@jit
+def _choose(bits: Any, free: int, sinks: int, recent: int, chosen: Any) -> None:
+    n, count = bits.shape[1], chosen.shape[1]
+    for head in range(len(bits)):
+        row, into = bits[head], chosen[head]
+        middle = row[sinks : n - recent]
+        for i in range(sinks):
+            into[i] = i
+        for i in range(recent):
+            into[count - recent + i] = n - recent + i
+        if free == 0:
+            continue
+        lowest, above = np.int32(0), 0
+        for shift in range(31):
+            tried = np.int32(lowest | np.int32(1 << (30 - shift)))
+            found = _reaching(middle, tried)
+            if found >= free:
+                lowest = tried
+            else:
+                above = max(above, found)
+        equals, at = free - above, sinks
+        for i in range(middle.size):
+            if middle[i] < lowest or at == sinks + free:
+                continue
+            if middle[i] == lowest:
+                if equals == 0:
+                    continue
+                equals -= 1
+            into[at] = sinks + i
+            at += 1
+
+
+@jit
+def _reaching(bits: Any, least: Any) -> int:
+    found = np.int32(0)
+    for i in range(bits.size):
+        found += np.int32(bits[i] >= least)
+    return found

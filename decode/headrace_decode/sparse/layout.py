@@ -5,12 +5,14 @@ units share (`basis`), and for the rest coefficients u_j of directions V_j of th
 are 4 bits, stored as 1 to 15, that is value / scale + 8:
 
     mean           [dim]
-    coordinates    [coordinates][tokens]
-    directions     [dim / 4][rank][4], so that dot products with all of them run side by side
+    directions     [rank][dim], each row packed by itself
+    coordinates    by eights, each packed by itself: [2][tokens][4]; at the end perhaps a four,
+                   [tokens][4]
     coefficients   [rank][tokens], each row packed by itself
 
-A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together, so
-that the halves unpack into neighbouring lanes.
+A byte holds elements i (low half) and i + n/2 (high half) of the n that are packed together. So
+one mask and one shift unpack a register, and the four bytes that stand side by side, of one token
+or one direction, are what CPUs multiply with four bytes of a query and add up in one instruction.
 
 There is a scale of the mean; then, where there are coordinates, one by which the unit's steps are
 wider than the basis's; then one of each own direction, of V_j times u_j, which only ever meet as a
@@ -39,7 +41,7 @@ class Layout:
         unit_tokens: of a unit; even.
         head_dim: of a key; a multiple of 8.
         rank: own directions, 1 to `unit_tokens` - 1.
-        coordinates: in a basis; even, 0 to `head_dim`.
+        coordinates: in a basis; a multiple of 4, 0 to `head_dim`.
     """
 
     unit_tokens: int
@@ -50,8 +52,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.unit_tokens % 2 or self.head_dim % 8 or self.head_dim <= 0:
             raise ValueError(f"{self}: unit_tokens must be even, head_dim a multiple of 8")
-        if self.coordinates % 2 or not 0 <= self.coordinates <= self.head_dim:
-            raise ValueError(f"{self}: coordinates must be even, 0 to head_dim")
+        if self.coordinates % 4 or not 0 <= self.coordinates <= self.head_dim:
+            raise ValueError(f"{self}: coordinates must be a multiple of 4, 0 to head_dim")
         if not 1 <= self.rank < self.unit_tokens:
             raise ValueError(f"{self}: rank must be 1 to unit_tokens - 1")
 
@@ -65,13 +67,13 @@ class Layout:
         return self.first_own + self.rank
 
     @property
-    def directions_at(self) -> int:
-        """Byte at which own directions begin; coordinates begin at `head_dim` / 2."""
-        return (self.head_dim + self.coordinates * self.unit_tokens) // 2
+    def coordinates_at(self) -> int:
+        """Byte at which coordinates begin; own directions begin at `head_dim` / 2."""
+        return (1 + self.rank) * self.head_dim // 2
 
     @property
     def coefficients_at(self) -> int:
-        return self.directions_at + self.rank * self.head_dim // 2
+        return self.coordinates_at + self.coordinates * self.unit_tokens // 2
 
     @property
     def code_bytes(self) -> int:

@@ -37,7 +37,7 @@ class Form:
 
     Attributes:
         rank: directions beside the mean.
-        bits: of each number; None for fp32.
+        bits: of each number; None for fp32. Queries then have 8, or fp32.
         largest: estimate a unit by its largest logit, not by the sum of its exponentials.
         kept: keys of each unit that are kept whole.
         by_norm: those of largest norm; else those farthest from the mean.
@@ -101,8 +101,9 @@ class Form:
         Returns:
             fp32 [H, m, n].
         """
-        mean = torch.einsum("hmd,hnd->hmn", queries, summary.mean)
-        along = torch.einsum("hmd,hnrd->hmnr", queries, summary.directions)
+        asked = queries if self.bits is None else rounded(queries)
+        mean = torch.einsum("hmd,hnd->hmn", asked, summary.mean)
+        along = torch.einsum("hmd,hnrd->hmnr", asked, summary.directions)
         each = torch.einsum("hmnr,hntr->hmnt", along, summary.coefficients) + mean[..., None]
         if summary.kept.shape[2]:
             whole = torch.einsum("hmd,hnkd->hmnk", queries, summary.kept)
@@ -116,7 +117,7 @@ class Coordinates:
 
     Attributes:
         basis: of the layer.
-        bits: of a coordinate; None for fp32.
+        bits: of a coordinate; None for fp32. Queries then have 8, or fp32.
         largest: as in `Form`.
         own: directions of the unit's own, for what the coordinates leave out.
     """
@@ -143,8 +144,10 @@ class Coordinates:
             finer = (2 ** (self.bits - 1) - 1) / 7
             wider = (coordinates.abs().amax((2, 3), keepdim=True) / 7).clamp(min=1)
             coordinates = (coordinates / wider * finer).round() / finer * wider
-        mean = queries @ Form(bits=4).quantised(means - origin[:, None]).mT
         weights = torch.einsum("hmd,hrd->hmr", queries, back)
+        if self.bits is not None:
+            queries, weights = rounded(queries), rounded(weights)
+        mean = queries @ Form(bits=4).quantised(means - origin[:, None]).mT
         each = torch.einsum("hmr,hntr->hmnt", weights, coordinates) + mean[..., None]
         if self.own:
             left = deviations - torch.einsum("hntr,hrd->hntd", coordinates, back)
@@ -152,3 +155,9 @@ class Coordinates:
             along = torch.einsum("hmd,hnjd->hmnj", queries, directions)
             each += torch.einsum("hmnj,hntj->hmnt", along, coefficients)
         return each.amax(-1) if self.largest else each.logsumexp(-1)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """In 8 bits and back, each last dimension with a step of its own."""
+    step = (rows.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    return (rows / step + 0.5).floor() * step

@@ -9,7 +9,8 @@ which is exact attention mass, in logarithm, but for what a summary leaves out o
     q.c_i ~ sum_j w_j z_ij + sum_j u_ij (q.V_j)
 
 with coordinates z in a shared basis, whose weights w = B q are the same for all units, and
-directions V of the unit's own.
+directions V of the unit's own. q and w are rounded to 8 bits: that errs a tenth of what the 4 bits
+of summaries do, and products are of whole numbers (`lanes`).
 
 The softmax over units per query head is summed over the query heads that share a KV head.
 
@@ -26,11 +27,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.sparse.lanes import LOG2E, POWERS, unit_mass
+from headrace_decode.sparse.lanes import LOG2E, POWERS, query_bytes, rows_at_once, unit_mass
 from headrace_decode.sparse.layout import Layout, jit
 from headrace_decode.sparse.summaries import Summaries
 from headrace_kvstore.codec.lanes import as_float
 
+TINY = np.float32(1e-30)
 C0, C1, C2, C3, C4, C5 = (np.float32(power) for power in POWERS)
 
 
@@ -55,31 +57,17 @@ def score(
         ValueError: queries of another shape.
         IndexError: a unit outside the capacity.
     """
-    layout, (kv_heads, capacity, _) = summaries.layout, summaries.codes.shape
+    layout, kv_heads = summaries.layout, len(summaries.codes)
     if queries.ndim != 3 or (queries.shape[0], queries.shape[2]) != (kv_heads, layout.head_dim):
         raise ValueError(f"queries are {queries.shape}, must be [{kv_heads}, group, dim]")
-    if len(units) and not 0 <= units.min() <= units.max() < capacity:
-        raise IndexError(f"units {units.min()} to {units.max()}: must be 0 to {capacity - 1}")
     found = np.zeros((kv_heads, len(units)), np.float32)
-    scaled = np.ascontiguousarray(queries, np.float32) * np.float32(scale)
-    prepared = _prepared(scaled, summaries)
-    kernel = _kernel(layout, queries.shape[1])
-    kernel(summaries.codes, summaries.scales, np.asarray(units, np.int64), prepared, found)
+    kernel, back = _kernel(layout, queries.shape[1]), summaries.basis.back
+    arrays = summaries.codes, summaries.scales, np.asarray(units, np.int64)
+    asked = np.ascontiguousarray(queries, np.float32), np.float32(scale), back
+    if not kernel(*arrays, *asked, found):
+        capacity = summaries.codes.shape[1]
+        raise IndexError(f"units {units.min()} to {units.max()}: must be 0 to {capacity - 1}")
     return found
-
-
-def _prepared(queries: NDArray[np.float32], summaries: Summaries) -> NDArray[np.float32]:
-    """Queries as `unit_mass` reads them: float32 [kv_heads, group, query_floats].
-
-    -8 times what a code is multiplied with stands at the end, since codes are 8 more than what
-    they stand for.
-    """
-    lanes = queries.reshape(*queries.shape[:2], -1, 1, 4)
-    beside = np.broadcast_to(lanes, (*lanes.shape[:3], summaries.layout.rank, 4))
-    beside = beside.reshape(*queries.shape[:2], -1)
-    weights = (queries @ summaries.basis.back.swapaxes(1, 2)) * np.float32(LOG2E)
-    starts = (-8 * one.sum(-1, keepdims=True) for one in (weights, queries))
-    return np.concatenate([queries, weights, beside, *starts], -1)
 
 
 @cache
@@ -88,16 +76,35 @@ def _kernel(layout: Layout, group: int) -> Any:
     tokens, dim, rank = layout.unit_tokens, layout.head_dim, layout.rank
     coordinates = layout.coordinates
     code_bytes, scale_count = layout.code_bytes, layout.scales
+    at_once, per_query = rows_at_once(layout), query_bytes(layout)
 
     @jit
-    def kernel(codes: Any, scales: Any, units: Any, queries: Any, out: Any) -> None:
+    def kernel(
+        codes: Any, scales: Any, units: Any, queries: Any, scale: Any, back: Any, out: Any
+    ) -> bool:
         kv_heads, capacity, _ = codes.shape
+        for n in range(units.size):
+            if units[n] < 0 or units[n] >= capacity:
+                return False
         flat_codes, flat_scales = codes.reshape(-1), scales.reshape(-1)
         means = np.empty((group, units.size), np.float32)
         sums = np.empty((group, units.size), np.float32)
         flat_means, flat_sums = means.reshape(-1), sums.reshape(-1)
+        prepared = np.empty(group * per_query, np.int8)
+        starts = np.empty(2 * group, np.int32)
+        factors = np.empty(2 * group, np.float32)
+        weights = np.empty(coordinates, np.float32)
         for head in range(kv_heads):
-            prepared = queries[head].reshape(-1)
+            for g in range(group):
+                query, mine = queries[head, g], prepared[g * per_query : (g + 1) * per_query]
+                factors[2 * g], starts[2 * g] = _rounded(query, mine, 0, dim // 2, at_once)
+                factors[2 * g] *= scale
+                if coordinates:
+                    _weights(query, back[head], weights)
+                    factors[2 * g + 1], starts[2 * g + 1] = _rounded(
+                        weights, mine, at_once * dim, coordinates, 1
+                    )
+                    factors[2 * g + 1] *= scale
             for n in range(units.size):
                 slot = head * capacity + units[n]
                 unit_mass(
@@ -111,6 +118,8 @@ def _kernel(layout: Layout, group: int) -> Any:
                     flat_scales,
                     slot * scale_count,
                     prepared,
+                    starts,
+                    factors,
                     flat_means,
                     flat_sums,
                     n,
@@ -118,8 +127,36 @@ def _kernel(layout: Layout, group: int) -> Any:
                 )
             for g in range(group):
                 _add_softmax(means[g], sums[g], out[head])
+        return True
 
     return kernel
+
+
+@jit
+def _weights(query: Any, back: Any, weights: Any) -> None:
+    for j in range(weights.size):
+        total = np.float32(0)
+        for d in range(query.size):
+            total += back[j, d] * query[d]
+        weights[j] = total
+
+
+@jit
+def _rounded(row: Any, into: Any, at: int, length: int, times: int) -> Any:
+    """Write a row in 8 bits, each `length` of it so many times; log2(e) times its step, and what
+    sums of products with codes begin with, since codes are 8 more than what they stand for."""
+    largest = np.float32(0)
+    for d in range(row.size):
+        largest = max(largest, abs(row[d]))
+    inverse = np.float32(127) / largest if largest > TINY else np.float32(0)
+    total = np.int32(0)
+    for first in range(0, row.size, length):
+        for d in range(length):
+            value = np.int32(np.floor(row[first + d] * inverse + np.float32(0.5)))
+            total += value
+            for n in range(times):
+                into[at + first * times + n * length + d] = value
+    return largest * np.float32(LOG2E / 127), np.int32(-8) * total
 
 
 @jit

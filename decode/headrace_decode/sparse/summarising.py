@@ -45,10 +45,10 @@ def summarise(
     basis = np.empty((rank, tokens), np.float32)
     image = np.empty((rank, tokens), np.float32)
     directions = np.empty((rank, dim), np.float32)
-    beside = np.empty(max(rank * dim, coordinates * tokens), np.float32)
-    first_own, directions_at = 1, dim // 2
-    if coordinates:
-        first_own, directions_at = 2, (dim + coordinates * tokens) // 2
+    eight = np.empty(8 * tokens, np.float32)
+    first_own = 2 if coordinates else 1
+    coordinates_at = (1 + rank) * dim // 2
+    coefficients_at = coordinates_at + coordinates * tokens // 2
     for n in range(units.size):
         for head in range(codes.shape[0]):
             code, scale = codes[head, units[n]], scales[head, units[n]]
@@ -59,10 +59,12 @@ def summarise(
             _pack(mean, code, 0)
             if coordinates:
                 scale[1] = _placed(centred, into[head], back[head], placed)
-                for i in range(tokens):
-                    for j in range(coordinates):
-                        beside[j * tokens + i] = placed[i, j]
-                _pack(beside[: coordinates * tokens], code, dim // 2)
+                for first in range(0, coordinates, 8):
+                    count = min(8, coordinates - first)
+                    for j in range(count):
+                        for i in range(tokens):
+                            eight[(j // 4 * tokens + i) * 4 + j % 4] = placed[i, first + j]
+                    _pack(eight[: count * tokens], code, coordinates_at + first * tokens // 2)
             _gram(centred, gram)
             _start(gram, basis)
             for _ in range(STEPS):
@@ -74,10 +76,8 @@ def summarise(
             _multiplied(basis, centred, directions)
             for j in range(rank):
                 scale[first_own + j] = _scaled(directions[j]) * _scaled(basis[j])
-                for d in range(dim):
-                    beside[(d // 4) * 4 * rank + 4 * j + d % 4] = directions[j, d]
-                _pack(basis[j], code, directions_at + (rank * dim + j * tokens) // 2)
-            _pack(beside[: rank * dim], code, directions_at)
+                _pack(directions[j], code, (1 + j) * dim // 2)
+                _pack(basis[j], code, coefficients_at + j * tokens // 2)
 
 
 @jit

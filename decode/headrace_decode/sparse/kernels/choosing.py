@@ -95,7 +95,7 @@ def scores(
     """
     rows, heads, dim = query.shape
     layout, (kv_heads, capacity, code_bytes) = summaries.layout, summaries.codes.shape
-    group, n, half = heads // kv_heads, units.shape[1], layout.coordinates // 2
+    group, n = heads // kv_heads, units.shape[1]
     grouped = query.view(rows, kv_heads, group, dim)
     weights = torch.einsum("rhgd,hjd->rhgj", grouped.float(), summaries.back).contiguous()
     found = torch.empty((rows, kv_heads, group, n), device=query.device)
@@ -118,8 +118,8 @@ def scores(
         GROUP_PADDED=max(LEAST, triton.next_power_of_2(group)),
         TOKENS=layout.unit_tokens,
         DIM=dim,
-        HALF=half,
-        HALF_PADDED=max(LEAST, triton.next_power_of_2(half)),
+        COORDINATES=layout.coordinates,
+        PADDED=max(LEAST, triton.next_power_of_2(layout.coordinates)),
         UNITS=AT_ONCE,
     )
     return found
@@ -145,19 +145,19 @@ def _score(
     GROUP_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
+    COORDINATES: tl.constexpr,
+    PADDED: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Some units of one row and KV head. Codes are whole numbers, so products with the query in its
-    own precision lose nothing."""
+    """Some units of one row and KV head. Queries are rounded to 8 bits and codes are whole numbers,
+    so products in the query's own precision lose nothing."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.program_id(2) * UNITS
     count = tl.load(counts + row)
     if first >= count:
         return
     g, b = tl.arange(0, GROUP_PADDED), first + tl.arange(0, UNITS)
-    d, j = tl.arange(0, DIM // 2), tl.arange(0, HALF_PADDED)
+    d, j = tl.arange(0, DIM // 2), tl.arange(0, PADDED)
     asked, there = g < GROUP, b < count
     unit = tl.load(units + row * units_row + b, there, 0).to(tl.int64)
     slot = head * capacity.to(tl.int64) + unit
@@ -166,13 +166,15 @@ def _score(
     heads = row * query_row + (head * GROUP + g)[:, None] * query_head + d[None, :]
     low = tl.load(query + heads, asked[:, None], 0.0)
     high = tl.load(query + heads + DIM // 2, asked[:, None], 0.0)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1)).to(tl.float32)
+    low, high = _rounded(low, largest), _rounded(high, largest)
+    of_query = largest / 127
     mean = _along(low, high, start[None, :] + d[:, None], there[None, :])
-    mean *= tl.load(scales + SCALES * slot, there, 0.0)[None, :]
-    directions = start + DIM // 2 + HALF * TOKENS
-    own = _along(low, high, directions[None, :] + d[:, None], there[None, :])
-    own *= tl.load(scales + SCALES * slot + 2, there, 0.0)[None, :] * scale
+    mean *= tl.load(scales + SCALES * slot, there, 0.0)[None, :] * of_query[:, None]
+    own = _along(low, high, start[None, :] + DIM // 2 + d[:, None], there[None, :])
+    own *= tl.load(scales + SCALES * slot + 2, there, 0.0)[None, :] * of_query[:, None] * scale
     t = tl.arange(0, TOKENS)
-    of_tokens = directions[:, None] + DIM // 2 + (t % (TOKENS // 2))[None, :]
+    of_tokens = start[:, None] + DIM + COORDINATES * TOKENS // 2 + (t % (TOKENS // 2))[None, :]
     both = tl.load(of_tokens, there[:, None], 0x88).to(tl.int32)
     coefficients = ((both >> (t // (TOKENS // 2) * 4)[None, :]) & 15) - 8
 
@@ -181,25 +183,38 @@ def _score(
     here = first + column // TOKENS
     inside = here < count
     of_column = tl.load(units + row * units_row + here, inside, 0).to(tl.int64)
-    bytes_ = codes + (head * capacity.to(tl.int64) + of_column) * code_bytes + DIM // 2 + token
-    kept = (j < HALF)[:, None] & inside[None, :]
-    both = tl.load(bytes_[None, :] + j[:, None] * TOKENS, kept, 0x88).to(tl.int32)
+    bytes_ = codes + (head * capacity.to(tl.int64) + of_column) * code_bytes + DIM
+    # Of eight coordinates a byte holds one of each four, of a last four two tokens'.
+    eight = (j // 8 * 4 * TOKENS + j % 4)[:, None]
+    alone = (j // 8 * 8 + 4 >= COORDINATES)[:, None]
+    at = eight + 4 * tl.where(alone, (token % (TOKENS // 2))[None, :], token[None, :])
+    shift = 4 * tl.where(alone, (token // (TOKENS // 2))[None, :], (j // 4 % 2)[:, None])
+    kept = (j < COORDINATES)[:, None] & inside[None, :]
+    code = ((tl.load(bytes_[None, :] + at, kept, 0x88).to(tl.int32) >> shift) & 15) - 8
     row_of = (row * tl.num_programs(1) + head) * GROUP + g
-    weighing = weights + row_of[:, None] * (2 * HALF) + j[None, :]
-    some = asked[:, None] & (j < HALF)[None, :]
-    low_weights, high_weights = (
-        tl.load(weighing, some, 0.0).to(low.dtype),
-        tl.load(weighing + HALF, some, 0.0).to(low.dtype),
-    )
-    each = _dot(low_weights, high_weights, both)
+    weighing = weights + row_of[:, None] * COORDINATES + j[None, :]
+    mine = tl.load(weighing, asked[:, None] & (j < COORDINATES)[None, :], 0.0)
+    largest = tl.max(tl.abs(mine), 1)
+    mine = _rounded(mine, largest).to(low.dtype)
+    each = tl.dot(mine, code.to(low.dtype), input_precision="ieee")
     each = tl.reshape(each, (GROUP_PADDED, UNITS, TOKENS))
     wider = tl.load(scales + SCALES * slot + 1, there, 1.0)
-    each *= (wider * scale)[None, :, None]
+    each *= (wider * scale)[None, :, None] * (largest / 127)[:, None, None]
     each += own[:, :, None] * coefficients.to(tl.float32)[None, :, :]
     highest = tl.max(each, 2)
     mass = tl.sum(tl.exp2(each - highest[:, :, None]), 2)
     logits = mean * scale + highest + tl.log2(mass)
     tl.store(found + row_of[:, None] * n + b[None, :], logits, asked[:, None] & there[None, :])
+
+
+@triton.jit
+def _rounded(
+    rows,
+    largest,
+):
+    """Whole numbers from -127 to 127."""
+    inverse = 127 / tl.maximum(largest, 1e-30)
+    return tl.floor(rows.to(tl.float32) * inverse[:, None] + 0.5).to(rows.dtype)
 
 
 @triton.jit
@@ -209,17 +224,8 @@ def _along(
     bytes_,
     there,
 ):
-    """Products of queries with packed rows."""
-    return _dot(low, high, tl.load(bytes_, there, 0x88).to(tl.int32))
-
-
-@triton.jit
-def _dot(
-    low,
-    high,
-    both,
-):
-    """Of two halves with codes, low and high ones of a byte."""
+    """Products of queries with packed rows, whose bytes hold a number of each half."""
+    both = tl.load(bytes_, there, 0x88).to(tl.int32)
     found = tl.dot(low, ((both & 15) - 8).to(low.dtype), input_precision="ieee")
     return tl.dot(high, ((both >> 4) - 8).to(low.dtype), found, input_precision="ieee")
 

@@ -72,7 +72,6 @@ class DeviceSummaries:
         if not len(units):
             return
         layout, kv_heads = self.layout, self.codes.shape[0]
-        half = layout.coordinates // 2
         _bring_up[len(units), kv_heads](
             cache.keys,
             units,
@@ -89,8 +88,8 @@ class DeviceSummaries:
             layout.code_bytes,
             TOKENS=layout.unit_tokens,
             DIM=layout.head_dim,
-            HALF=half,
-            PADDED=max(LEAST, triton.next_power_of_2(half)),
+            COORDINATES=layout.coordinates,
+            PADDED=max(LEAST, triton.next_power_of_2(-(-layout.coordinates // 8) * 4)),
             WIDE=cache.keys.element_size() == 4,
             ROUNDS=STEPS,
             PRODUCTS=PRODUCTS,
@@ -114,13 +113,14 @@ def _bring_up(
     code_bytes,
     TOKENS: tl.constexpr,
     DIM: tl.constexpr,
-    HALF: tl.constexpr,
+    COORDINATES: tl.constexpr,
     PADDED: tl.constexpr,
     WIDE: tl.constexpr,
     ROUNDS: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """One unit of one head. HALF: of the coordinates. A byte holds elements i and i + n / 2."""
+    """One unit of one head. A byte holds elements i and i + n / 2 of those packed together: of
+    eight coordinates the fours, of a last four the tokens' halves. PADDED: one four of each."""
     unit, head = tl.load(units + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     if unit < 0:
         return
@@ -140,19 +140,26 @@ def _bring_up(
     low, high = low.to(tl.float32), high.to(tl.float32)
     low_mean, high_mean = tl.sum(low, 0) / TOKENS, tl.sum(high, 0) / TOKENS
     low, high = low - low_mean[None, :], high - high_mean[None, :]
-    first = into + head * DIM * 2 * HALF + d[:, None] * 2 * HALF + j[None, :]
-    kept = (j < HALF)[None, :]
-    second = first + DIM // 2 * 2 * HALF
-    a = tl.dot(low, tl.load(first, kept, 0.0), input_precision="ieee")
-    a = tl.dot(high, tl.load(second, kept, 0.0), a, input_precision="ieee")
-    b = tl.dot(low, tl.load(first + HALF, kept, 0.0), input_precision="ieee")
-    b = tl.dot(high, tl.load(second + HALF, kept, 0.0), b, input_precision="ieee")
+    first, second = j // 4 * 8 + j % 4, j // 4 * 8 + 4 + j % 4
+    paired, alone = second < COORDINATES, (first < COORDINATES) & (second >= COORDINATES)
+    there = first < COORDINATES
+    column = into + head * DIM * COORDINATES + d[:, None] * COORDINATES
+    below = column + DIM // 2 * COORDINATES
+    a = _product(low, column + first[None, :], there[None, :])
+    a += _product(high, below + first[None, :], there[None, :])
+    b = _product(low, column + second[None, :], paired[None, :])
+    b += _product(high, below + second[None, :], paired[None, :])
     largest = tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b)))
     # Coarser steps where a coordinate lies beyond the codes.
     wider = tl.maximum(1.0, largest / 7)
     a, b = a / wider, b / wider
     start = codes + slot * code_bytes
-    tl.store(start + DIM // 2 + j[None, :] * TOKENS + i[:, None], _packed(a, b), kept)
+    fours = start + DIM + (j // 4 * 4 * TOKENS + j % 4)[None, :]
+    tl.store(fours + 4 * i[:, None], _packed(a, b), paired[None, :])
+    tokens = tl.reshape(_code(a), (2, TOKENS // 2, PADDED))
+    both = tl.sum(tokens << (4 * tl.arange(0, 2))[:, None, None], 0)
+    half = tl.arange(0, TOKENS // 2)
+    tl.store(fours + 4 * half[:, None], both.to(tl.uint8), alone[None, :])
     tl.store(scales + SCALES * slot + 1, wider)
 
     low_mean -= tl.load(origin + head * DIM + d)
@@ -163,25 +170,31 @@ def _bring_up(
     tl.store(scales + SCALES * slot, scale)
 
     a, b = (_code(a) - 8).to(tl.float32) * wider, (_code(b) - 8).to(tl.float32) * wider
-    first = back + head * DIM * 2 * HALF + j[:, None] * DIM + d[None, :]
-    kept = (j < HALF)[:, None]
-    second = first + HALF * DIM
-    low -= tl.dot(a, tl.load(first, kept, 0.0), input_precision="ieee")
-    low -= tl.dot(b, tl.load(second, kept, 0.0), input_precision="ieee")
-    high -= tl.dot(a, tl.load(first + DIM // 2, kept, 0.0), input_precision="ieee")
-    high -= tl.dot(b, tl.load(second + DIM // 2, kept, 0.0), input_precision="ieee")
+    row = back + head * DIM * COORDINATES + d[None, :]
+    low -= _product(a, row + first[:, None] * DIM, there[:, None])
+    low -= _product(b, row + second[:, None] * DIM, paired[:, None])
+    high -= _product(a, row + first[:, None] * DIM + DIM // 2, there[:, None])
+    high -= _product(b, row + second[:, None] * DIM + DIM // 2, paired[:, None])
     u = _leading(low, high, ROUNDS, PRODUCTS)
     low_own, high_own = tl.sum(u[:, None] * low, 0), tl.sum(u[:, None] * high, 0)
     scale = tl.maximum(tl.max(tl.abs(low_own)), tl.max(tl.abs(high_own))) / 7
     of_u = tl.max(tl.abs(u)) / 7
     inverse = _inverse(scale)
-    start += DIM // 2 + HALF * TOKENS
-    tl.store(start + d, _packed(low_own * inverse, high_own * inverse))
+    tl.store(start + DIM // 2 + d, _packed(low_own * inverse, high_own * inverse))
     halves = tl.reshape(_code(u * _inverse(of_u)), (2, TOKENS // 2))
     both = tl.sum(halves << (4 * tl.arange(0, 2))[:, None], 0)
-    tl.store(start + DIM // 2 + tl.arange(0, TOKENS // 2), both.to(tl.uint8))
+    tl.store(start + DIM + COORDINATES * TOKENS // 2 + half, both.to(tl.uint8))
     tl.store(scales + SCALES * slot + 2, scale * of_u)
     tl.store(sums + slot, found)
+
+
+@triton.jit
+def _product(
+    rows,
+    columns,
+    there,
+):
+    return tl.dot(rows, tl.load(columns, there, 0.0), input_precision="ieee")
 
 
 @triton.jit
