@@ -73,7 +73,7 @@ def _choose(bits: Any, free: int, sinks: int, recent: int, chosen: Any) -> None:
 
 
 @jit
-def _reaching(bits: Any, least: Any) -> int:
+def _reaching(bits: Any, least: Any) -> Any:
     found = np.int32(0)
     for i in range(bits.size):
         found += np.int32(bits[i] >= least)

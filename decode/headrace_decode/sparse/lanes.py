@@ -252,9 +252,9 @@ class _Unit:
         for four in range(0, layout.coordinates // 4, 2):
             at = layout.coordinates_at + 2 * tokens * four
             if 4 * four + 8 <= layout.coordinates:
-                fours = self._halves(codes, at, 4 * tokens)
+                fours = [*self._halves(codes, at, 4 * tokens)]
             else:
-                fours = (joined(b, self._halves(codes, at, 2 * tokens)),)
+                fours = [joined(b, self._halves(codes, at, 2 * tokens))]
             for number, values in enumerate(fours, four):
                 for g in range(self.group):
                     weights = self._all(self._weights(g, number), tokens)
