@@ -1,7 +1,7 @@
 """`build_app(args)`: the whole serving graph, in place of `ray.serve.llm:build_pd_openai_app`.
 
     relay   (default)  client -> gateway -> decode replica's own port
-    direct             client -> HAProxy -> decode replica: Ray's fast path, nobody can replay
+    direct             client -> HAProxy -> decode replica: Ray's fast path, where clients resume
     classic            client -> Serve proxy -> ingress -> actor call: Ray's default
 
 and behind each of them decode -> prefill, as planned per request, both over one KV store.
