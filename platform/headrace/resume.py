@@ -6,9 +6,9 @@
 
 `Resuming` and `AsyncResuming` are transports of httpx, which OpenAI's client is built on. They keep
 what has come of each stream. When its connection breaks, they send the request once more with that,
-and the stream goes on from whichever gateway answers (`headrace.gateway.relay.resume`). On the token
-path `direct`, where no gateway is, any replica does (`headrace_decode.replay.resumed`). The caller
-sees a pause. Servers that know nothing of this are asked as ever.
+and the stream goes on from whichever gateway answers (`headrace.gateway.relay.resume`). On the path
+`direct`, where no gateway is, any replica does (`headrace_decode.replay.resumed`). The caller sees
+a pause. Servers that know nothing of this are asked as ever.
 
 What a stream has grown beyond `MOST_BYTES` cannot be resumed; its break is the caller's then.
 """
