@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 STOP_S = 15.0
 
@@ -84,9 +86,16 @@ class Child:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it with SIGKILL, if it has not ended."""
+        """End it and its own children with SIGKILL, if it has not ended. A rank of an engine that
+        waits for another one in a collective does not see that its parent has gone."""
+        family = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self._process.pid).children(recursive=True)
         self._process.kill()
         self._process.wait()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def end(self) -> None:
         """Close it; kill it if it does not go."""
