@@ -18,9 +18,6 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
     ttft_nvme_vs_cold_N                 the same from a StoreNode's disk
     ttft_peer_vs_cold_N                 the same from a second StoreNode's DRAM, on this machine
     itl_p99_beside_loads_vs_none        latencies of running requests while others' KV is loaded
-    handoff_itl_p99_vs_one,             a prefill and a decode engine that share the card, over one
-    handoff_ttft_vs_one                 engine that has all of it: latencies of running requests and
-                                        times to first tokens of long prompts that come meanwhile
     drafting_N_at_once                  tokens per second of N requests with drafts, over without
 
 Each part runs in a process of its own; one that fails is named and left out.
@@ -43,7 +40,6 @@ import torch
 PARTS = {
     "copies": "Copies of the KV store",
     "engine": "An engine with the KV store",
-    "handoff": "Prefill and decode engines on one card",
     "drafting": "Drafting",
     "sparse": "Sparse decode attention",
 }

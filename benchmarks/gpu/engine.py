@@ -164,26 +164,27 @@ def _from_peer(engine: Engine, tokens: int, store: dict[str, Any]) -> dict[str, 
     address = f"127.0.0.1:{free_port_block(1, '127.0.0.1')}"
     own = {**store, "secret": SECRET, "peers": address, "pull_limit_s": 60.0, "peer_lease_s": 90.0}
     other = {**store, "name": f"{store['name']}-peer", "secret": SECRET, "listen": address}
-    with node(other, None):
-        blocks = move_blocks(store["name"], other["name"])
-        with node(own, None) as tool:
+    blocks = move_blocks(store["name"], other["name"])
 
-            def knows(stats: dict[str, Any]) -> bool:
-                peers = stats["remote"]["peers"].values()
-                return sum(peer["blocks"]["CPU"] for peer in peers) >= blocks
+    def knows(stats: dict[str, Any]) -> bool:
+        peers = stats.get("remote", {}).get("peers", {}).values()
+        return sum(sum(peer["blocks"].values()) for peer in peers) >= blocks
 
-            tool.wait_for(knows, WRITE_S)
-            hits, cold = _in_turns(engine, tokens, prompts, 4_000_000)
+    with node(other, None), node(own, None) as tool:
+        tool.wait_for(knows, WRITE_S)
+        hits, cold = _in_turns(engine, tokens, prompts, 4_000_000)
     (Path("/dev/shm") / other["name"]).unlink(missing_ok=True)
     return {"peer": statistics.median(hits), "cold_beside_peer": statistics.median(cold)}
 
 
 def move_blocks(here: str, there: str) -> int:
-    """Move all blocks of one arena into another one; how many."""
+    """Move all blocks of one arena into another one, which is made; how many."""
     count = 0
-    with Arena.attach(here) as source, Arena.attach(there) as target:
-        table = source.table
-        for row, space in enumerate(source.spaces()):
+    with Arena.attach(here) as source:
+        spaces, table = source.spaces(), source.table
+        cut = {"block_bytes": spaces[0].block_bytes, "layers": spaces[0].layers}
+        target = Arena.create_or_attach(there, source.geometry.size_bytes, **cut)
+        for row, space in enumerate(spaces):
             ready = (table["state"] == READY) & (table["namespace"] == row)
             slots = np.flatnonzero(ready).astype(np.int64)
             names = [table["hash"][slot].tobytes() for slot in slots]
@@ -196,6 +197,7 @@ def move_blocks(here: str, there: str) -> int:
             target.publish(places, source.sums(slots))
             count += len(slots)
         source.clear()
+        target.close()
     return count
 
 
