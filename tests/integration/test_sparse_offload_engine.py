@@ -86,7 +86,7 @@ def test_eight_at_once_are_served_and_exact_ones_among_them_are_as_ever(
 def test_requests_that_are_preempted_are_right_and_end(
     engine: SparseEngine, exact: list[list[int]]
 ) -> None:
-    requests = [asking(SHORT, tokens=450), asking(PROMPTS[0], 0.05, 400), asking(LONG)]
+    requests = [asking(SHORT, tokens=450), asking(PROMPTS[0], 0.03, 400), asking(LONG)]
     found = engine.do("answers", requests=requests)
     assert found["preemptions"] > 0
     assert found["tokens"][0][:150] == exact[1] and found["tokens"][2] == exact[0]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.clock import Clock
-from tests.support.kvworker import Node
+
+if TYPE_CHECKING:
+    from tests.support.kvworker import Node
 
 
 @pytest.fixture
@@ -20,6 +23,10 @@ def clock() -> Clock:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     """An arena, for worker halves of engines."""
+    # Not above: what imports torch or numba has to wait for `pytest_configure`, which says how many
+    # threads they may have and where compiled code is kept.
+    from tests.support.kvworker import Node
+
     node = Node(tmp_path)
     yield node
     for worker in node.workers:

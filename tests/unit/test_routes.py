@@ -148,8 +148,12 @@ def test_vllms_store_of_responses_stays_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert not envs.VLLM_ENABLE_RESPONSES_API_STORE
 
 
-async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route() -> None:
+@pytest.mark.parametrize("has_port", [True, False], ids=["relay", "direct"])
+async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
+    has_port: bool,
+) -> None:
     from headrace_decode._vllm_compat import application_without_engine
+    from headrace_decode.replay.resumed import Resumed
     from headrace_decode.server import DecodeServer
 
     async def build_asgi_app() -> FastAPI:
@@ -158,7 +162,9 @@ async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
     replica = DecodeServer.__new__(DecodeServer)
     replica.engine = SimpleNamespace(build_asgi_app=build_asgi_app)
     replica._llm_config = LLMConfig(model_loading_config={"model_id": "m", "model_source": "m"})
+    replica._wiring = SimpleNamespace(listen=build_asgi_app if has_port else None)
     app = await replica.__serve_build_asgi_app__()
+    assert any(each.cls is Resumed for each in app.user_middleware) == (not has_port)
     assert {f"{route.method} {route.path}" for route in public_routes(app)} == set(VLLM_OFFERS)
     paths = {getattr(route, "path", "") for route in app.routes}
     assert "/v1/models/{model:path}" in paths
