@@ -182,8 +182,12 @@ def move_blocks(here: str, there: str) -> int:
     count = 0
     with Arena.attach(here) as source:
         spaces, table = source.spaces(), source.table
-        cut = {"block_bytes": spaces[0].block_bytes, "layers": spaces[0].layers}
-        target = Arena.create_or_attach(there, source.geometry.size_bytes, **cut)
+        target = Arena.create_or_attach(
+            there,
+            source.geometry.size_bytes,
+            block_bytes=spaces[0].block_bytes,
+            layers=spaces[0].layers,
+        )
         for row, space in enumerate(spaces):
             ready = (table["state"] == READY) & (table["namespace"] == row)
             slots = np.flatnonzero(ready).astype(np.int64)
