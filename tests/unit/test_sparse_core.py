@@ -411,3 +411,12 @@ class TestTheChoice:
         wanted = sorted(always | set(rest[: max(0, min(count, n) - len(always))]))
         found = choose(np.array([scores], np.float32), count, sinks, recent)
         assert found.tolist() == [wanted]
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, -np.inf, -1.0, -0.0])
+def test_whatever_scores_are_as_many_units_are_chosen_as_asked_for(value: float) -> None:
+    scores = np.full((2, 50), value, np.float32)
+    scores[1, 20:30] = 1.0
+    chosen = choose(scores, 20, 1, 2)
+    assert all(len(set(head)) == 20 and 0 <= head[0] <= head[-1] < 50 for head in chosen.tolist())
+    assert np.isnan(value) or set(range(20, 30)) <= set(chosen[1].tolist())

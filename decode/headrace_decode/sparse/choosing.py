@@ -3,8 +3,9 @@
 The first unit holds the text's attention sink (StreamingLLM, arXiv 2309.17453), and the newest
 tokens draw attention whatever they are; neither is left to an estimate.
 
-The k-th highest score is built bit by bit, as `kernels.choosing` does it: floats that are not
-negative are ordered as their bits are.
+The k-th highest score is built bit by bit, as `kernels.choosing` does it: floats are ordered as
+their bits are, those below 0 with all bits but the sign turned. So any bits have a place, and as
+many units are chosen as were asked for, whatever the scores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def choose(scores: NDArray[np.float32], count: int, sinks: int, recent: int) -> 
     """Choose `count` units for each KV head.
 
     Args:
-        scores: float32 [kv_heads, n], higher is better; 0 or more.
+        scores: float32 [kv_heads, n], higher is better.
         count: of units, those of `sinks` and `recent` included; raised to these, at most n.
         sinks: first units that are always chosen.
         recent: last units that are always chosen.
@@ -45,16 +46,18 @@ def _choose(bits: Any, free: int, sinks: int, recent: int, chosen: Any) -> None:
     n, count = bits.shape[1], chosen.shape[1]
     for head in range(len(bits)):
         row, into = bits[head], chosen[head]
-        middle = row[sinks : n - recent]
+        middle = row[sinks : n - recent].copy()
+        for i in range(middle.size):
+            middle[i] ^= (middle[i] >> np.int32(31)) & np.int32(0x7FFFFFFF)
         for i in range(sinks):
             into[i] = i
         for i in range(recent):
             into[count - recent + i] = n - recent + i
         if free == 0:
             continue
-        lowest, above = np.int32(0), 0
-        for shift in range(31):
-            tried = np.int32(lowest | np.int32(1 << (30 - shift)))
+        lowest, above = np.int32(-(2**31)), 0
+        for shift in range(32):
+            tried = np.int32(lowest | np.int32(1 << (31 - shift))) if shift else np.int32(0)
             found = _reaching(middle, tried)
             if found >= free:
                 lowest = tried
