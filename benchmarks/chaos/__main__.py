@@ -2,16 +2,19 @@
 
     python -m benchmarks.chaos [--rounds 3] [--json FILE]
     python -m benchmarks.chaos --cluster
+    python -m benchmarks.chaos --direct
 
 Starts the laptop's app, or a cluster of two gateways, two prefill and three decode replicas of a
-tiny model, and streams greedy answers without pause, by clients that resume their streams. Every
-fault of `faults` happens `--rounds` times, in an order drawn by `--seed`; the next one when all
-processes are there again. Each answer is compared with that of the undisturbed app.
+tiny model, or one prefill and two decode replicas of that model without a gateway, and streams
+greedy answers without pause, by clients that resume their streams. Every fault of `faults` happens
+`--rounds` times, in an order drawn by `--seed`; the next one when all processes are there again.
+Each answer is compared with that of the undisturbed app.
 
     lost                        answers that ended with an error, or not at all
     wrong_or_repeated_tokens    answers whose tokens are not those of the undisturbed app
     hung                        of the lost ones: those that took longer than four minutes
-    replay.streams              streams that were cut and went on
+    replay.streams              streams that were cut and went on; with --direct all at that
+                                moment, since no answer tells its replica
     replay.gap_ms_p50, _max     the longest silence that the client of such a stream saw
     FAULT.gap_ms_p50, _max      the same by fault; of faults that cut none, of all streams meanwhile
     throughput_vs_before        events a second over ten seconds, 30 s after all are there again, to
@@ -30,11 +33,12 @@ import statistics
 import sys
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.chaos.apps import App, cluster, laptop
-from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS
+from benchmarks.chaos.apps import App, cluster, direct, laptop
+from benchmarks.chaos.faults import BY_REPLICA, FAULTS, OF_CLUSTERS, WITHOUT_GATEWAY
 from benchmarks.chaos.streams import Load, Seen, ask, tokens_per_s
 from benchmarks.serving.environment import machine
 
@@ -52,19 +56,30 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6, help="streams at once")
     parser.add_argument("--tokens", type=int, default=300, help="of each answer")
     parser.add_argument("--faults", help="which ones; all that the app can have by default")
-    parser.add_argument("--cluster", action="store_true", help="see above")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--cluster", action="store_true", help="see above")
+    which.add_argument("--direct", action="store_true", help="see above")
     parser.add_argument("--model", help="of the laptop's app: a folder, a known name or a hub id")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     options = parser.parse_args()
     possible = [fault for fault in FAULTS if options.cluster or fault not in OF_CLUSTERS]
+    if options.direct:
+        possible = [fault for fault in FAULTS if fault in WITHOUT_GATEWAY]
     chosen = options.faults.split(",") if options.faults else possible
     if unknown := set(chosen) - set(possible):
         parser.error(f"--faults: {', '.join(sorted(unknown))}; there are {', '.join(possible)}")
-    with cluster() if options.cluster else laptop(options.model) as app:
+    with broken_app(options) as app:
         figures = run(app, chosen, options)
     print(json.dumps(figures, indent=2))
     return 1 if figures["lost"] or figures["wrong_or_repeated_tokens"] else 0
+
+
+def broken_app(options: argparse.Namespace) -> AbstractContextManager[App]:
+    """The one that the command line names."""
+    if options.direct:
+        return direct()
+    return cluster() if options.cluster else laptop(options.model)
 
 
 def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +90,7 @@ def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, A
     truth = [ask(*asked, n, options.tokens) for n in range(options.clients)]
     drawn = faults * options.rounds
     rng.shuffle(drawn)
-    load = Load(*asked, options.clients, options.tokens)
+    load = Load(*asked, options.clients, options.tokens, app.tries)
     recovered: list[float] = []
     hit: list[Hit] = []
     about = machine()
@@ -124,7 +139,7 @@ def gaps_by_fault(seen: list[Seen], hit: list[Hit]) -> dict[str, list[float]]:
         gaps[fault] += [
             one.silence_s()
             for one in seen
-            if (one.around(broken_s) and one.replica == victim)
+            if (one.around(broken_s) and one.replica in (victim, ""))
             or (not by_replica and one.during(broken_s, whole_s))
         ]
     return gaps

@@ -1,4 +1,5 @@
-"""The apps that are broken: the laptop's, or a cluster's as Serve deploys it."""
+"""The apps that are broken: the laptop's, one without a gateway, or a cluster's as Serve deploys
+it."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks.instance import headrace
 from headrace.cli import state
 from tests.support import compiled, run
 from tests.support.served import MODEL, ServedApp, free_port, tiny_args
+from tests.support.tiny import tiny_llama
 
 BACK_S = 240.0
+HARD_STOP_S = 5
+"""Of HAProxy on the path `direct`, when replicas come or go: streams take longer."""
 
 Status = Mapping[str, Any]
 
@@ -29,6 +34,9 @@ class App:
         url: of the gateways. model: its name.
         replicas: how many there should be of each role. gateways: likewise.
         served: changes what Serve has deployed; None where nobody does.
+
+    Attributes:
+        tries: of a request that has no answer yet.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class App:
     ) -> None:
         self.url, self.model, self.replicas, self.gateways = url, model, replicas, gateways
         self.served = served
+        self.tries = 1
 
     def status(self) -> Status:
         """The status document; asked again while processes come and go."""
@@ -80,6 +89,68 @@ class App:
             f"gateways of {self.gateways}, {len(told[-1]['store'])} StoreNodes, decode replicas "
             f"listen: {ready}"
         )
+
+
+class DirectApp(App):
+    """An app without a gateway: what runs is read off the machine's processes.
+
+    Args:
+        app: its name in Serve.
+    """
+
+    def __init__(self, url: str, model: str, replicas: dict[str, int], app: str) -> None:
+        super().__init__(url, model, replicas, 0)
+        self.tries = 3  # as OpenAI's client, while there is no answer
+        self._prefix = f"ray::ServeReplica:{app}:"
+
+    def status(self) -> Status:
+        """`replicas` alone. One that is still starting is not among them."""
+        replicas = []
+        for process in psutil.process_iter(["name"]):
+            name = str(process.info["name"])
+            role, _, busy_with = name.removeprefix(self._prefix).partition(".")
+            started = name.startswith(self._prefix) and not busy_with.startswith("initialize")
+            if started and role in self.replicas:
+                told = {"role": role, "pid": process.pid, "replica_id": str(process.pid)}
+                replicas.append(told)
+        return {"replicas": replicas}
+
+    def wait_whole(self, gone: str) -> float:
+        """As `App.wait_whole`."""
+        began = time.monotonic()
+        while time.monotonic() - began < BACK_S:
+            time.sleep(1.0)
+            there = [each for each in self.status()["replicas"] if each["replica_id"] != gone]
+            if dict(Counter(str(each["role"]) for each in there)) == self.replicas:
+                return time.monotonic() - began
+        raise RuntimeError(f"not all came back within {BACK_S:g} s: {self.status()}")
+
+
+@contextlib.contextmanager
+def direct() -> Iterator[App]:
+    """One prefill and two decode replicas of a random tiny model behind HAProxy."""
+    name = f"chaos-{uuid.uuid4().hex[:6]}"
+    sets = {
+        "token_path": "direct",
+        "model.id": MODEL,
+        "model.source": tiny_llama(),
+        "model.max_model_len": 4096,
+        "decode.replicas": 2,
+        "decode.engine.dtype": "float32",
+        "prefill.engine.dtype": "float32",
+        "gateway.port": 0,
+        "gateway.insecure": "true",  # HAProxy listens on all interfaces
+        "gateway.request_timeout_s": HARD_STOP_S,
+    }
+    try:
+        headrace("up", "--detach", "--name", name, *(f"--set={k}={v}" for k, v in sets.items()))
+        instance = state.load(name)
+        if instance is None:
+            raise RuntimeError("headrace up left no state file")
+        replicas = {"prefill": 1, "decode": 2}
+        yield DirectApp(instance.endpoint, instance.model, replicas, instance.app)
+    finally:
+        headrace("down", "--name", name, check=False)
 
 
 @contextlib.contextmanager

@@ -184,5 +184,7 @@ FAULTS: dict[str, Callable[[App, int], str]] = {
 one. The number picks which."""
 BY_REPLICA = frozenset({"kill_decode", "kill_engine", "stop_decode"})
 """Those that cut the streams of the replica that they hit."""
+WITHOUT_GATEWAY = BY_REPLICA | {"kill_prefill"}
+"""Those that ask no gateway what runs."""
 OF_CLUSTERS = frozenset({"kill_gateway", "drain", "redeploy"})
 """Those that need several replicas and gateways."""

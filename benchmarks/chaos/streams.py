@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -15,6 +16,9 @@ from headrace.resume import Resuming
 
 LIMIT_S = 240.0
 """An answer that takes longer hangs."""
+BREAKS = "RemoteProtocolError", "ReadError", "ConnectError"
+PAUSE_S = 1.0
+"""Between two tries of a request."""
 
 
 @dataclass
@@ -57,8 +61,14 @@ def ask(
     which: int,
     tokens: int,
     into: list[Seen] | None = None,
+    tries: int = 1,
 ) -> Seen:
-    """Stream one answer to its end, over as many gateways as it takes. `into` gets it at once."""
+    """Stream one answer to its end, over as many gateways as it takes.
+
+    Args:
+        into: gets it at once.
+        tries: of a request that breaks, or is answered 500 and more, while it has no answer.
+    """
     seen = Seen(which, time.monotonic())
     if into is not None:
         into.append(seen)
@@ -72,16 +82,26 @@ def ask(
         "return_token_ids": True,
     }
     headers = {"x-request-id": f"chaos-{uuid.uuid4().hex}", "connection": "close"}
+    for left in reversed(range(tries)):
+        _stream(seen, f"{url}/v1/completions", body, headers)
+        if not left or seen.came_s or not seen.why.startswith(("5", *BREAKS)):
+            break
+        time.sleep(PAUSE_S)
+    seen.over = True
+    return seen
+
+
+def _stream(seen: Seen, url: str, body: dict[str, Any], headers: dict[str, str]) -> None:
     seen.why = "no end"
     try:
         with (
             httpx.Client(transport=Resuming(), timeout=LIMIT_S) as client,
-            client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer,
+            client.stream("POST", url, json=body, headers=headers) as answer,
         ):
             seen.replica = answer.headers.get("x-headrace-replica", "")
             if answer.status_code != 200:
                 seen.why = f"{answer.status_code}: {answer.read()[:300]!r}"
-                return seen
+                return
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
                     seen.why = ""
@@ -97,19 +117,22 @@ def ask(
         seen.why = "hung"
     except httpx.HTTPError as error:
         seen.why = repr(error)
-    finally:
-        seen.over = True
-    return seen
 
 
 class Load:
     """So many clients, each asking again as soon as it is answered, until `stop`."""
 
     def __init__(
-        self, url: str, model: str, prompts: Sequence[str], clients: int, tokens: int
+        self,
+        url: str,
+        model: str,
+        prompts: Sequence[str],
+        clients: int,
+        tokens: int,
+        tries: int = 1,
     ) -> None:
         self.seen: list[Seen] = []
-        self._ask = lambda which: ask(url, model, prompts, which, tokens, self.seen)
+        self._ask = lambda which: ask(url, model, prompts, which, tokens, self.seen, tries)
         self._prompts, self._over = len(prompts), threading.Event()
         self._threads = [
             threading.Thread(target=self._client, args=(number,), daemon=True)

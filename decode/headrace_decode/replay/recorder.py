@@ -7,6 +7,7 @@ that are event streams.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -75,14 +76,11 @@ class Recorded:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer one request."""
-        told = None
-        if scope["type"] == "http":
-            told = next((value for name, value in scope["headers"] if name == HEADER), None)
-        if told is None:
+        size = size_told(scope, HEADER)
+        if size is None:
             await self._app(scope, receive, send)
             return
         recorder = Recorder()
-        size = int(told) if told.isdigit() and len(told) < 10 else MOST_BYTES + 1
         if size > MOST_BYTES:
             await _refuse(send, f"{HEADER.decode()}: must be 0 to {MOST_BYTES}")
             return
@@ -118,6 +116,17 @@ def _with_lines(send: Any, recorder: Recorder) -> Callable[[Message], Awaitable[
         await send(message)
 
     return sending
+
+
+def size_told(scope: Message, header: bytes) -> int | None:
+    """How many bytes of the body a request's header speaks of: None without the header, more than
+    any body has for what is no such number."""
+    if scope["type"] != "http":
+        return None
+    told = next((value for name, value in scope["headers"] if name == header), None)
+    if told is None:
+        return None
+    return int(told) if told.isdigit() and len(told) < 10 else sys.maxsize
 
 
 async def split(receive: Any, size: int) -> tuple[bytes, Any]:

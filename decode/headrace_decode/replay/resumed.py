@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_decode.replay.journal import EVENTS, Diverged, Events, Journal
-from headrace_decode.replay.recorder import ASGIApp, Message, Recorded, shorter, split
+from headrace_decode.replay.recorder import ASGIApp, Message, Recorded, shorter, size_told, split
 from headrace_decode.replay.said import END, HEADER, MOST_BYTES, RESUME
 
 MOST_HAD_BYTES = 2 * MOST_BYTES
@@ -42,15 +42,12 @@ class Resumed:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer one request."""
-        told = None
-        if scope["type"] == "http":
-            told = next((value for name, value in scope["headers"] if name == RESUME), None)
-        if told is None:
+        size = size_told(scope, RESUME)
+        if size is None:
             await self._app(scope, receive, send)
             return
         events = EVENTS.get(self._apis.get(scope["path"], ""), EVENTS["openai"])
         journal = Journal(events, tells=True)
-        size = int(told) if told.isdigit() and len(told) < 10 else MOST_HAD_BYTES + 1
         if size > MOST_HAD_BYTES:
             why = f"{RESUME.decode()}: must be a number of bytes, 0 to {MOST_HAD_BYTES}"
             await _refuse(send, 400, why, "invalid_value")
