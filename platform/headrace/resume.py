@@ -1,14 +1,16 @@
 """Lets a client's streams outlive the gateway that passes them on.
 
     client = openai.OpenAI(
-        base_url=..., http_client=openai.DefaultHttpxClient(transport=Resuming())
+        base_url=..., http_client=httpx.Client(transport=Resuming(), timeout=600)
     )
 
-`Resuming` and `AsyncResuming` are transports of httpx, which OpenAI's client is built on. They keep
-what has come of each stream. When its connection breaks, they send the request once more with that,
-and the stream goes on from whichever gateway answers (`headrace.gateway.relay.resume`). On the path
-`direct`, where no gateway is, any replica does (`headrace_decode.replay.resumed`). The caller sees
-a pause. Servers that know nothing of this are asked as ever.
+`Resuming` and `AsyncResuming` are transports of httpx. OpenAI's client takes clients of httpx, but
+since version 3 it is built on httpx2, so its `DefaultHttpxClient` does not take these transports.
+They keep what has come of each stream. When its connection breaks, they send the request
+once more with that, and the stream goes on from whichever gateway answers
+(`headrace.gateway.relay.resume`). On the path `direct`, where no gateway is, any replica does
+(`headrace_decode.replay.resumed`). The caller sees a pause. Servers that know nothing of this are
+asked as ever.
 
 What a stream has grown beyond `MOST_BYTES` cannot be resumed; its break is the caller's then.
 """

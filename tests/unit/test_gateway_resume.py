@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from aiohttp import web
 
@@ -98,15 +99,20 @@ async def test_a_gateway_that_stops_is_no_event_of_the_stream() -> None:
         assert await streamed(old.url, Moving()) == b"".join(EVENTS)
 
 
+class SyncCutting(httpx.HTTPTransport):
+    """Breaks the first connection behind the first event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = [len(WHOLE[0]) + len(WHOLE[1])]
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        response.stream = Cut(response.stream, self.sizes.pop() if self.sizes else 10**9)
+        return response
+
+
 async def test_threads_may_stream_likewise() -> None:
-    class SyncCutting(httpx.HTTPTransport):
-        sizes = [len(WHOLE[0]) + len(WHOLE[1])]
-
-        def handle_request(self, request: httpx.Request) -> httpx.Response:
-            response = super().handle_request(request)
-            response.stream = Cut(response.stream, self.sizes.pop() if self.sizes else 10**9)
-            return response
-
     async with gateway_over(tells(*WHOLE)) as bench:
         got = list[bytes]()
 
@@ -119,6 +125,24 @@ async def test_threads_may_stream_likewise() -> None:
 
         await asyncio.to_thread(ask)
         assert got == [b"".join(EVENTS)]
+
+
+async def test_openais_client_streams_over_a_break_as_the_docs_say() -> None:
+    async with gateway_over(tells(*WHOLE)) as bench:
+
+        def numbers() -> list[int]:
+            http = httpx.Client(transport=Resuming(SyncCutting()), timeout=600)
+            with openai.OpenAI(base_url=bench.url + "/v1", api_key="none", http_client=http) as api:
+                return [chunk.i for chunk in api.chat.completions.create(**ASKED)]
+
+        assert await asyncio.to_thread(numbers) == [0, 1]
+        transport = AsyncResuming(Cutting(len(WHOLE[0]) + len(WHOLE[1])))
+        http = httpx.AsyncClient(transport=transport, timeout=600)
+        async with openai.AsyncOpenAI(
+            base_url=bench.url + "/v1", api_key="none", http_client=http
+        ) as api:
+            stream = await api.chat.completions.create(**ASKED)
+            assert [chunk.i async for chunk in stream] == [0, 1]
 
 
 async def test_who_does_not_ask_for_it_sees_no_line() -> None:
