@@ -73,7 +73,7 @@ class OffloadEngine(Engine):
 
     def hit_rate(self) -> float:
         """Of all requests that ended, as far as the worker knows."""
-        return 1 - self.offloading.fetched / max(self.offloading.asked, 1)
+        return 1 - self.offloading.missed / max(self.offloading.asked, 1)
 
 
 Row = NDArray[np.float64]

@@ -96,6 +96,15 @@ def test_units_of_most_worth_come_ahead_and_only_they_move() -> None:
     assert len(one.ahead(0, UNITS, 4).units) == 0, "all fade alike"
 
 
+def test_there_is_room_until_each_slot_has_a_unit() -> None:
+    one = WorkingSet(2, HEADS, 4, UNITS)
+    one.see(0, scores_of(1))
+    one.demand(0, np.array([[0], [0]]), UNITS)
+    assert one.has_room(0) and one.has_room(1)
+    one.ahead(0, UNITS, 4)
+    assert (one.has_room(0), one.has_room(1)) == (False, True)
+
+
 def test_no_more_move_ahead_than_may() -> None:
     one = WorkingSet(1, HEADS, 4, UNITS)
     one.see(0, scores_of(1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SLOTS = 1.75
+SLOTS = 1.5
 """Over the units that a step chooses (`python -m benchmarks.sparse.prefetch`)."""
 
 

@@ -10,9 +10,10 @@ the slots of the units of least worth that it did not choose. Units that every s
 theirs. Units of high worth may come ahead of the next step (`ahead`). In both, only the difference
 to what is there moves.
 
-Coming ahead finds 0.6 to 1.5 % more of the chosen units there, and moves three times as many units.
-That pays where copies run beside the computation. On a CPU they take the time of the core that
-computes, so the engine there fetches on demand alone.
+Empty slots are filled ahead: an answer's first step chooses fewer units than there are slots.
+Coming ahead in later steps, too, finds 0.6 to 1.5 % more of the chosen units there, and moves three
+times as many units. That pays where copies run beside the computation. On a CPU they take the time
+of the core that computes, so the engine there fetches on demand alone once slots are full.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class WorkingSet:
     def units_in(self, layer: int) -> Ints:
         """The unit in each slot, int32 [kv_heads, slots]; -1 where there is none."""
         return self._unit_in[layer].copy()
+
+    def has_room(self, layer: int) -> bool:
+        """Whether a slot is empty."""
+        return bool((self._unit_in[layer] < 0).any())
 
     def see(self, layer: int, scores: NDArray[np.float32]) -> None:
         """Count a step's scores: float32 [kv_heads, n] of the first n units."""

@@ -93,8 +93,9 @@ class Held:
         self._working = WorkingSet(*shape, SINKS) if len(self._slots) else None
         self.seen = False
         """Whether a step with it has been."""
-        self.fetched = self.asked = 0
-        """Units of single heads in single layers that steps chose, and that they waited for."""
+        self.asked = self.missed = 0
+        """Units of single heads in single layers that had left the cache when steps chose them, and
+        those of them that had no slot."""
 
     @property
     def copied(self) -> int:
@@ -167,15 +168,20 @@ class Held:
         """
         assert self._working is not None
         heads, gone = np.arange(self._memory.kv_heads)[:, None], self.gone
+        left = chosen < gone
+        self.asked += int(left.sum())
+        self.missed += int((left & (self._working.slots_of(layer, chosen) < 0)).sum())
         self._working.see(layer, scores[:, :gone])
-        moves = self._working.demand(layer, chosen, gone)
-        kv_heads, at = self._memory.kv_heads, moves.heads.astype(np.int64)
-        from_ = self.units[moves.units] * kv_heads + at
-        self._memory.fetch(layer, from_, self._slots[moves.slots] * kv_heads + at)
-        self.asked += int((chosen < gone).sum())
-        self.fetched += len(moves.units)
+        if self._working.has_room(layer):
+            self._fetch(layer, self._working.ahead(layer, gone, self.slots))
+        self._fetch(layer, self._working.demand(layer, chosen, gone))
         slots = self._slots[self._working.slots_of(layer, chosen)]
-        return np.where(chosen < gone, slots, table[chosen]) * kv_heads + heads
+        return np.where(left, slots, table[chosen]) * self._memory.kv_heads + heads
+
+    def _fetch(self, layer: int, moves: Moves) -> None:
+        kv_heads, heads = self._memory.kv_heads, moves.heads.astype(np.int64)
+        from_ = self.units[moves.units] * kv_heads + heads
+        self._memory.fetch(layer, from_, self._slots[moves.slots] * kv_heads + heads)
 
     def stage(self, layer: int, table: Ids) -> None:
         """Line up all its units of one layer.

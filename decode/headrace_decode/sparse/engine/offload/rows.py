@@ -123,8 +123,9 @@ class Offloading:
         self.memory, self._block_tokens = memory, block_tokens
         self._unit_tokens = memory.layers[0].unit_tokens
         self._held: dict[str, Held] = {}
-        self.sparse = self.staged = self.asked = self.fetched = 0
-        """Of all steps so far: rows, and chosen units that were gone and that were waited for."""
+        self.sparse = self.staged = self.asked = self.missed = 0
+        """Rows of all steps so far. Of requests that ended: chosen units that had left the cache,
+        and those of them that had no slot."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
@@ -147,7 +148,7 @@ class Offloading:
             held = self._held.pop(name, None)
             if held is not None:
                 self.asked += held.asked
-                self.fetched += held.fetched
+                self.missed += held.missed
                 held.end()
         for name, slots in new.items():
             self._held[name] = Held(self.memory, slots)
