@@ -10,7 +10,9 @@ left out. Then eight requests at once, whose contexts are four times the cache.
     itl_with_offload_vs_all_in_memory   medians
     itl.in_memory_ms                    of the latter
     hit_rate                            chosen units that were in the cache already, of those whose
-                                        KV had left it, in all offloaded answers, one at a time
+                                        KV had left it, in all offloaded answers, one at a time;
+                                        steps that find empty slots, the first ones, left out
+    hit_rate.with_first_steps           the same of all steps
     blocks_vs_all_in_memory             of the cache that an answer holds
     kl.in_memory, kl.offloaded          KL(exact || sparse) in nats by token of greedy answers, as
                                         far as both have the same tokens
@@ -71,9 +73,11 @@ class OffloadEngine(Engine):
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
-    def hit_rate(self) -> float:
+    def hit_rates(self) -> dict[str, float]:
         """Of all requests that ended, as far as the worker knows."""
-        return 1 - self.offloading.missed / max(self.offloading.asked, 1)
+        seen = self.offloading
+        warm = 1 - (seen.missed - seen.cold) / max(seen.asked - seen.cold, 1)
+        return {"hit_rate": warm, "hit_rate.with_first_steps": 1 - seen.missed / max(seen.asked, 1)}
 
 
 Row = NDArray[np.float64]
@@ -153,7 +157,7 @@ def errors(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]:
             found.setdefault(name, []).extend(divergences(answers[one], answers[other]))
     answered(engine, prompts[0][:64], None, False)
     means = {f"kl.{name}": float(np.mean(each)) for name, each in found.items()}
-    return means | {"kl.tokens": float(len(found["offloaded"])), "hit_rate": engine.hit_rate()}
+    return means | {"kl.tokens": float(len(found["offloaded"])), **engine.hit_rates()}
 
 
 def divergences(exact: Answer, other: Answer) -> list[float]:

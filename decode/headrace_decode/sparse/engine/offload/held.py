@@ -93,9 +93,9 @@ class Held:
         self._working = WorkingSet(*shape, SINKS) if len(self._slots) else None
         self.seen = False
         """Whether a step with it has been."""
-        self.asked = self.missed = 0
-        """Units of single heads in single layers that had left the cache when steps chose them, and
-        those of them that had no slot."""
+        self.asked = self.missed = self.cold = 0
+        """Units of single heads in single layers that had left the cache when steps chose them,
+        those of them that had no slot, and those of these while slots were empty still."""
 
     @property
     def copied(self) -> int:
@@ -170,9 +170,11 @@ class Held:
         heads, gone = np.arange(self._memory.kv_heads)[:, None], self.gone
         left = chosen < gone
         self.asked += int(left.sum())
-        self.missed += int((left & (self._working.slots_of(layer, chosen) < 0)).sum())
+        missed = int((left & (self._working.slots_of(layer, chosen) < 0)).sum())
+        self.missed += missed
         self._working.see(layer, scores[:, :gone])
         if self._working.has_room(layer):
+            self.cold += missed
             self._fetch(layer, self._working.ahead(layer, gone, self.slots))
         self._fetch(layer, self._working.demand(layer, chosen, gone))
         slots = self._slots[self._working.slots_of(layer, chosen)]

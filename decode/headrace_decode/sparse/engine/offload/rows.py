@@ -123,9 +123,8 @@ class Offloading:
         self.memory, self._block_tokens = memory, block_tokens
         self._unit_tokens = memory.layers[0].unit_tokens
         self._held: dict[str, Held] = {}
-        self.sparse = self.staged = self.asked = self.missed = 0
-        """Rows of all steps so far. Of requests that ended: chosen units that had left the cache,
-        and those of them that had no slot."""
+        self.sparse = self.staged = self.asked = self.missed = self.cold = 0
+        """Rows of all steps so far; the last three are `Held`'s, of requests that ended."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
@@ -149,6 +148,7 @@ class Offloading:
             if held is not None:
                 self.asked += held.asked
                 self.missed += held.missed
+                self.cold += held.cold
                 held.end()
         for name, slots in new.items():
             self._held[name] = Held(self.memory, slots)
