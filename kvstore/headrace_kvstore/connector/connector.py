@@ -34,7 +34,7 @@ from headrace_kvstore._vllm_compat import runs_layer_hooks
 from headrace_kvstore.arena.arena import LockBusyError
 from headrace_kvstore.connector.cache import EngineCache
 from headrace_kvstore.connector.coded import CodedCache
-from headrace_kvstore.connector.files import FileTier
+from headrace_kvstore.connector.files import DIRECT_BACKEND, FileTier
 from headrace_kvstore.connector.learning import PromptLearner
 from headrace_kvstore.connector.load_price import Price, StepTime
 from headrace_kvstore.connector.node_tiers import NodeTiers
@@ -258,7 +258,11 @@ class StoreConnector(KVConnectorBase_V1):
             cache = CodedCache(layout, opened.codec, opened.shape, held)
         else:
             cache = EngineCache(layout, self._settings.copy_threads)
-        files = partial(FileTier, staging_bytes=self._settings.staging_bytes)
+        files = partial(
+            FileTier,
+            staging_bytes=self._settings.staging_bytes,
+            backend="" if device.type == "cpu" else DIRECT_BACKEND,
+        )
         self._worker = WorkerHalf(
             *(self._arena, opened.row, cache, opened.seeds, self._settings, files),
             writes=opened.writes,

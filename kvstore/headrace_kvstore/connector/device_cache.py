@@ -44,6 +44,9 @@ class DeviceCache(EngineCache):
         staging_bytes: as `STAGING_BYTES`; 0 for a cache that is only summed.
         saves: whether blocks are saved, too.
 
+    Attributes:
+        device: where the cache is.
+
     Raises:
         ValueError: no kernel takes such layers.
     """
@@ -63,7 +66,7 @@ class DeviceCache(EngineCache):
         self.held, self.part_bytes = held or layout.held, layout.part_bytes
         self._made_of = caches, codec, shape, held
         first = caches[layout.names[0]]
-        self._device, self._registered = first.device, Registered(first.device)
+        self.device, self._registered = first.device, Registered(first.device)
         self._coder: DeviceCoder | None = None
         if codec is not None and shape is not None:
             strides = layer_strides(first, layout, shape)
@@ -72,10 +75,10 @@ class DeviceCache(EngineCache):
         least = self.stored_layer_bytes + layout.layer_bytes
         room = max(staging_bytes, least) if staging_bytes else 0
         self._at_once = room // self.stored_layer_bytes
-        self._in, self._out = Lane(self._device, room), Lane(self._device, room * saves)
+        self._in, self._out = Lane(self.device, room), Lane(self.device, room * saves)
         self.load_clock = self._in.clock
-        if self._device.type == "cuda":
-            self.step_clock = CudaClock(self._device)
+        if self.device.type == "cuda":
+            self.step_clock = CudaClock(self.device)
 
     def beside(self) -> DeviceCache:
         """The same cache with a lane of its own: its loads wait for no others. It saves nothing."""
@@ -88,7 +91,7 @@ class DeviceCache(EngineCache):
         with lane.alone():
             rows = self._rows(lane, slice(0, 1))
             seeds = lane.upload(np.zeros((1, self.held.count), np.uint64))
-            unfit = torch.zeros(1, dtype=torch.int32, device=self._device)
+            unfit = torch.zeros(1, dtype=torch.int32, device=self.device)
             self._pack(lane, 0, one, rows, seeds, unfit)
             if self._coder is not None:
                 # Into memory of the lane, not into a block.
@@ -96,7 +99,7 @@ class DeviceCache(EngineCache):
         lane.drain()
 
     def register(self, address: int, size_bytes: int) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._registered.add(address, size_bytes)
 
     def close(self) -> None:
@@ -133,6 +136,18 @@ class DeviceCache(EngineCache):
             found = lane.fetch(torch.cat(sums)) if sums else (lambda: none)
         return lambda: found().view(np.uint64)
 
+    def take(self, layer: int, blocks: np.ndarray, rows: Tensor, seeds: np.ndarray) -> np.ndarray:
+        """Move one layer of n blocks in whose stored bytes are in device memory already; the rest
+        as `EngineCache.load`.
+
+        Args:
+            rows: uint8 [n, stored bytes of a layer], free again on return.
+        """
+        lane = self._in
+        with lane.alone():
+            found = lane.fetch(self._unpack(lane, layer, blocks, rows, lane.upload(seeds)))
+        return found().view(np.uint64)
+
     def save(self, blocks: np.ndarray, payloads: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """As `EngineCache.save`.
 
@@ -142,8 +157,8 @@ class DeviceCache(EngineCache):
         lane, size = self._out, self.stored_layer_bytes
         count = self.held.count
         with lane.alone():
-            sums = torch.empty(seeds.shape, dtype=torch.int64, device=self._device)
-            unfit = torch.zeros(len(blocks), dtype=torch.int32, device=self._device)
+            sums = torch.empty(seeds.shape, dtype=torch.int64, device=self.device)
+            unfit = torch.zeros(len(blocks), dtype=torch.int32, device=self.device)
             for layer in range(len(self.layer_names)):
                 stored = self._stored(layer, payloads)
                 mine = slice(layer * count, (layer + 1) * count)

@@ -1,69 +1,66 @@
 """Loading KV blocks straight from the NVMe tier's files, a layer at a time.
 
-A layer of all blocks is read with O_DIRECT into staging memory, then copied into the engine's cache
-and summed on the way, so that a byte is touched twice and no other process handles it. Staging
-holds `depth` layers; the pipeline asks for layer l + depth once layer l is in place.
+A layer of all blocks is read with O_DIRECT into memory where it lands (`ways`), then moved into the
+engine's cache and summed on the way, so that a byte is touched twice and no other process handles
+it. There is room for `depth` layers; the pipeline asks for layer l + depth once layer l is in
+place.
 
 A load has a time limit: what has not come by then is computed. Reads that are still in flight keep
-the staging memory, and no other load begins before they have landed.
+the memory, and no other load begins before they have landed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace_kvstore.connector.cache import EngineCache
+from headrace_kvstore.connector.ways import DirectWay, HostWay, Way, tried
 from headrace_kvstore.nvme.mover import Mover
-from headrace_kvstore.nvme.record import PAGE_BYTES
-from headrace_kvstore.nvme.segment import BlockReader, Location, Read, page_memory
+from headrace_kvstore.nvme.segment import Location, Read
+
+if TYPE_CHECKING:  # needs Triton, which is there where a GPU is
+    from headrace_kvstore.connector.device_cache import DeviceCache
 
 logger = logging.getLogger("headrace.kvstore")
 
-_LEFT_BEHIND: list[FileTier] = []
-"""A disk that hangs may still write to their staging memory."""
-
-
-class Staging:
-    """Page-aligned memory that reads land in."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._memory, self.address = page_memory(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-        self.size_bytes = len(self._memory)
-
-    def layers(self, blocks: int, layer_bytes: int, depth: int) -> np.ndarray:
-        """Room for as many layers of some blocks as fit, `depth` at most: addresses
-        u64 [layers, blocks].
-
-        Raises:
-            ValueError: not one layer fits.
-        """
-        stride = -(-layer_bytes // PAGE_BYTES) * PAGE_BYTES
-        fitting = min(depth, self.size_bytes // max(1, blocks * stride))
-        if not fitting:
-            raise ValueError(f"{blocks} blocks of {layer_bytes} bytes a layer: staging too small")
-        offsets = np.arange(fitting * blocks, dtype=np.uint64) * np.uint64(stride)
-        return np.uint64(self.address) + offsets.reshape(fitting, blocks)
+_LEFT_BEHIND: list[Any] = []
+"""A disk that hangs may still write to their memory."""
+TRIAL_END_S = 30.0
+DIRECT_BACKEND = "GDS_MT"
+"""NIXL's plugin for GPUDirect Storage, by several threads."""
 
 
 class FileTier:
     """Reads of this process from the tier's files. Their threads start with the first of them.
 
+    Blocks go through host memory until a trial, which the first load starts, has found that they
+    come faster directly. A direct load with wrong blocks is no proof against the files: the next
+    loads go through host memory, which tells, until another trial is over.
+
     Args:
         cache: the engine's.
-        staging_bytes: memory that layers pass through.
+        staging_bytes: of host memory that layers pass through.
+        backend: of NIXL for direct reads, where `cache` is a DeviceCache; "" for none.
+
+    Attributes:
+        why: the way that is taken, and why, in words; "" before the first load.
     """
 
-    def __init__(self, cache: EngineCache, staging_bytes: int) -> None:
-        self._cache, self._staging_bytes = cache, staging_bytes
+    def __init__(self, cache: EngineCache, staging_bytes: int, backend: str = "") -> None:
+        self._cache, self._staging_bytes, self._backend = cache, staging_bytes, backend
         self._mover = Mover()
-        self._reader = BlockReader(self._mover)
-        self._staging: Staging | None = None
-        self._unsettled: FileSource | None = None
+        self._host: HostWay | None = None
+        self._direct: DirectWay | None = None
+        self._trial: threading.Thread | None = None
+        self._unsettled: dict[Way, FileSource] = {}
+        self.why = ""
 
     def source(
         self,
@@ -78,36 +75,76 @@ class FileTier:
         Raises:
             ValueError: there is no room, or an earlier load still reads.
         """
-        if self._unsettled is not None:
-            if not self._unsettled.quiet():
-                raise ValueError("reads that were given up are still in flight")
-            self._unsettled = None
-        if self._staging is None:
-            self._staging = Staging(self._staging_bytes)
-            self._cache.register(self._staging.address, self._staging.size_bytes)
-        return FileSource(
-            *(self._reader, self._staging, self._cache, places, blocks, seeds, depth, limit_s)
-        )
+        way = self._way(places)
+        earlier = self._unsettled.pop(way, None)
+        if earlier is not None and not earlier.quiet():
+            self._unsettled[way] = earlier
+            raise ValueError("reads that were given up are still in flight")
+        return FileSource(way, self._cache, places, blocks, seeds, depth, limit_s)
 
     def settle(self, source: FileSource) -> None:
         """The source's load is over."""
         if not source.quiet():
-            self._unsettled = source
+            self._unsettled[source.way] = source
+        whole = source.layers_read == len(self._cache.layer_names) and not source.bad.any()
+        if source.way is self._direct and not (whole or source.late):
+            logger.warning("direct reads of KV failed: the next ones go through host memory")
+            _end(self._direct)
+            self._direct = self._trial = None
 
     def close(self) -> None:
         """End all reads."""
-        if self._mover.close():
-            self._reader.close()
-        else:
+        if self._trial is not None:
+            self._trial.join(TRIAL_END_S)
+        hung = self._trial is not None and self._trial.is_alive()
+        for way in (self._direct, self._host or self._mover):
+            hung |= way is not None and not way.close()
+        if hung:
             _LEFT_BEHIND.append(self)
+
+    def _way(self, places: Sequence[Location]) -> Way:
+        """For the next load. It may start a trial, with blocks of this load."""
+        if self._trial is None:
+            self._trial = threading.Thread(
+                target=self._try_direct, args=(places,), name="kv-file-trial", daemon=True
+            )
+            self._trial.start()
+        if self._host is None:
+            self._host = HostWay(self._cache, self._staging_bytes, self._mover)
+        direct = self._direct
+        return direct if direct is not None and direct.holds(len(places)) else self._host
+
+    def _try_direct(self, places: Sequence[Location]) -> None:
+        """In the trial's thread."""
+        if not self._backend:
+            self.why = "through host memory: the cache is there"
+            return
+        cache: DeviceCache = self._cache  # type: ignore[assignment]
+        try:
+            direct = DirectWay(cache, self._backend)
+        except Exception as error:
+            self.why = f"through host memory: {error}"
+            logger.info("KV is read from files %s", self.why)
+            return
+        name, why = tried(cache, direct, places, self._mover).choice()
+        self.why = f"{'directly' if name == 'direct' else 'through host memory'}: {why}"
+        logger.info("KV is read from files %s", self.why)
+        if name == "direct":
+            self._direct = direct
+        else:
+            _end(direct)
+
+
+def _end(way: DirectWay) -> None:
+    if not way.close():
+        _LEFT_BEHIND.append(way)
 
 
 class FileSource:
     """One step's load of some blocks from files; a `LayerSource`.
 
     Args:
-        reader: of the tier's files.
-        staging: memory that nothing else uses meanwhile.
+        way: that no other load takes meanwhile.
         cache: the engine's.
         places: where the blocks lie.
         blocks: int64 [n], their ids in the engine's cache.
@@ -116,6 +153,7 @@ class FileSource:
         limit_s: seconds from the first layer's asking on; what has not come by then is bad.
 
     Attributes:
+        way: as given.
         bad: bool [n]: blocks that could not be read, or did not match their checksums.
         late: whether the limit ended it.
         layers_read: how many came before that.
@@ -126,8 +164,7 @@ class FileSource:
 
     def __init__(
         self,
-        reader: BlockReader,
-        staging: Staging,
+        way: Way,
         cache: EngineCache,
         places: Sequence[Location],
         blocks: np.ndarray,
@@ -135,14 +172,14 @@ class FileSource:
         depth: int,
         limit_s: float = math.inf,
     ) -> None:
-        self._reader, self._cache, self._places = reader, cache, places
+        self.way, self._cache, self._places = way, cache, places
         self._limit_s, self._began_s = limit_s, math.nan
         self.read_s = 0.0
         self.late, self.layers_read = False, 0
         self._unreadable = False
         self._blocks, self._seeds = blocks, seeds
         self._parts = np.arange(cache.held.count, dtype=np.uint64) * np.uint64(cache.part_bytes)
-        self._room = staging.layers(len(blocks), cache.stored_layer_bytes, depth)
+        self._room = way.room(len(blocks), depth)
         self._expected = np.array([place.sums for place in places], np.uint64)
         self._reads: dict[int, Read] = {}
         self.bad = np.zeros(len(blocks), np.bool_)
@@ -159,7 +196,7 @@ class FileSource:
             self._began_s = time.monotonic()
         room = np.add.outer(self._room[layer % len(self._room)], self._parts)
         first = self._cache.columns(layer).start
-        self._reads[layer] = self._reader.read(self._places, room, first_layer=first)
+        self._reads[layer] = self.way.reader.read(self._places, room, first_layer=first)
 
     def end(self, layer: int) -> None:
         if self.late:
@@ -177,13 +214,16 @@ class FileSource:
             self.read_s = time.monotonic() - self._began_s
         del self._reads[layer]
         mine = self._cache.columns(layer)
-        # `load` adds the layer's place in a payload to what it is given.
-        before = np.uint64(mine.start * self._cache.part_bytes)
-        payloads = self._room[layer % len(self._room)] - before
-        sums = self._cache.load(layer, self._blocks, payloads, self._seeds[:, mine])
+        room = self._room[layer % len(self._room)]
+        sums = self.way.put(layer, room, self._blocks, self._seeds[:, mine])
         self._unreadable |= not arrived.all()
         self.bad |= ~arrived | (sums != self._expected[:, mine]).any(axis=1)
         self.layers_read += 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether it reads straight into the device. Bad blocks are no proof against files then."""
+        return isinstance(self.way, DirectWay)
 
     def cause(self) -> str:
         """Why blocks are bad: "slow", "unreadable" or "corrupt"."""
@@ -192,7 +232,7 @@ class FileSource:
         return "unreadable" if self._unreadable else "corrupt"
 
     def quiet(self) -> bool:
-        """Call off what is in flight; whether the staging memory is nobody else's now."""
+        """Call off what is in flight; whether the way's memory is nobody else's now."""
         for read in self._reads.values():
             read.call_off()
         self._reads = {layer: read for layer, read in self._reads.items() if not read.done()}

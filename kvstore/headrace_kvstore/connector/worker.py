@@ -292,13 +292,15 @@ class WorkerHalf:
                     medium = source.files.medium
                     if wrong:
                         cause = source.files.cause()
-                    if cause != "slow":
+                    if cause != "slow" and not source.files.direct:
                         self._bad_in_files += wrong
                 else:
                     corrupt += wrong
                 lost["gone"] -= len(indices)
                 lost[f"{cause}_{medium}"] += len(wrong)
                 self.counts[f"loaded_{medium}"] += len(indices) - len(wrong)
+                if part is source.files and source.files.direct:
+                    self.counts[f"direct_{medium}"] += len(indices) - len(wrong)
         seconds = pipeline.seconds
         if files is not None and source.files is not None:
             files.settle(source.files)

@@ -19,13 +19,14 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from headrace_kvstore.nvme.mover import Move, MoveError, Mover
+from headrace_kvstore.nvme.mover import MoveError
 from headrace_kvstore.nvme.record import PAGE_BYTES, Shape
 
 OPEN_FILES = 128
@@ -79,10 +80,21 @@ class File:
 
 
 class SegmentFiles:
-    """Open files by path, the least recently used closed first."""
+    """Open files by path, the least recently used closed first.
 
-    def __init__(self, writable: bool = False, sync: bool = False) -> None:
+    Args:
+        writable, sync: how they are opened.
+        before_close: called with each descriptor that is about to be closed.
+    """
+
+    def __init__(
+        self,
+        writable: bool = False,
+        sync: bool = False,
+        before_close: Callable[[int], None] | None = None,
+    ) -> None:
         self._flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_DSYNC if sync else 0)
+        self._before_close = before_close
         self._lock = threading.Lock()
         self._files: OrderedDict[str, File] = OrderedDict()
 
@@ -110,7 +122,13 @@ class SegmentFiles:
             found = [self._files[path] for path in chosen if path in self._files]
             unused = self._taken([file for file in found if not file.users])
         for file in unused:
-            file.close()
+            self._close(file)
+
+    def _close(self, file: File) -> None:
+        if self._before_close is not None:
+            for fd in {file.fd, file.direct_fd} - {-1}:
+                self._before_close(fd)
+        file.close()
 
     def _open(self, path: str) -> File:
         fd = os.open(path, self._flags | os.O_CLOEXEC)
@@ -130,7 +148,7 @@ class SegmentFiles:
             file.users += 1
             unused = self._taken([f for f in self._files.values() if not f.users][:-OPEN_FILES])
         for each in unused:
-            each.close()
+            self._close(each)
         return file
 
     def _taken(self, files: list[File]) -> list[File]:
@@ -139,12 +157,32 @@ class SegmentFiles:
         return files
 
 
+class Moving(Protocol):
+    """A scatter list on its way; as `mover.Move`."""
+
+    def done(self) -> bool: ...
+
+    def call_off(self) -> None: ...
+
+    def result(self, timeout: float | None = None) -> None: ...
+
+    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+
+    def add_done_callback(self, call: Callable[[Any], None], /) -> None: ...
+
+
+class Reads(Protocol):
+    """Starts filling memory from files; as `mover.Mover`."""
+
+    def read(self, addresses: Any, fds: Any, offsets: Any, lengths: Any) -> Moving: ...
+
+
 class Read:
     """Blocks on their way into memory."""
 
     def __init__(
         self,
-        move: Move,
+        move: Moving,
         locations: Sequence[Location],
         addresses: np.ndarray,
         first_layer: int,
@@ -202,7 +240,7 @@ class Read:
 class BlockReader:
     """Reads blocks where a Location tells, in any process."""
 
-    def __init__(self, mover: Mover, files: SegmentFiles | None = None) -> None:
+    def __init__(self, mover: Reads, files: SegmentFiles | None = None) -> None:
         self._mover = mover
         self._files = SegmentFiles() if files is None else files
 
@@ -253,7 +291,7 @@ class BlockReader:
             fds[mine] = file.choose_fds(targets[mine], offsets[mine], lengths[mine])
         move = self._mover.read(targets, fds, offsets, lengths)
 
-        def landed(done: Future[None]) -> None:
+        def landed(done: Moving) -> None:
             for file in files.values():
                 self._files.release(file)
             if on_done is not None:
