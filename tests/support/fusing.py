@@ -57,10 +57,16 @@ def config(
     }
 
 
-def write_model(folder: Path, described: dict[str, Any], seed: int = 0) -> Path:
-    """Write config.json and random weights, under which attention is peaked and matters."""
+def write_model(
+    folder: Path, described: dict[str, Any], seed: int = 0, served: dict[str, Any] | None = None
+) -> Path:
+    """Write config.json and random weights, under which attention is peaked and matters.
+
+    Args:
+        served: config.json in place of `described`, if engines are to see another.
+    """
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "config.json").write_text(json.dumps(served or described))
     torch.manual_seed(seed)
     model = Decoder(described)
     for name, weight in model.named_parameters():
