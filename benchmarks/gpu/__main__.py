@@ -18,6 +18,11 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
     ttft_nvme_vs_cold_N                 the same from a StoreNode's disk
     ttft_peer_vs_cold_N                 the same from a second StoreNode's DRAM, on this machine
     itl_p99_beside_loads_vs_none        latencies of running requests while others' KV is loaded
+    nvme_direct_vs_host                 loads from disk straight into the card's memory, over those
+                                        through host memory; left out where the node cannot
+    split_ttft_pN_vs_one,               two engines on the card, one for prefill and one for decode,
+    split_itl_pN_vs_one                 over one engine that does both: first tokens of prompts, and
+                                        latencies of the requests that decode meanwhile
     drafting_N_at_once                  tokens per second of N requests with drafts, over without
 
 Each part runs in a process of its own; one that fails is named and left out.
@@ -39,7 +44,9 @@ import torch
 
 PARTS = {
     "copies": "Copies of the KV store",
+    "files": "Loads from disk",
     "engine": "An engine with the KV store",
+    "split": "Prefill and decode apart on one card",
     "drafting": "Drafting",
     "sparse": "Sparse decode attention",
 }

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import expected
+from benchmarks.gpu import expected, files, split
 
 ROOT = Path(__file__).parents[2]
+SPLIT = ["ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "itl_mean"]
 
 
 def test_the_page_has_the_programs_table() -> None:
@@ -51,3 +52,19 @@ def test_without_a_gpu_the_tests_for_one_end_with_one_line() -> None:
     assert "there is no GPU" in done.stdout
     wanted = int(done.stdout.partition("there is no GPU, and ")[2].split()[0])
     assert wanted >= 60
+
+
+def test_the_split_is_told_as_two_engines_over_one() -> None:
+    times = {f"one.{name}_s": 0.1 for name in SPLIT} | {f"two.{name}_s": 0.2 for name in SPLIT}
+    found = {"running": 8, "prompt_tokens": 4096, "every_s": 0.5, "alone_s": 0.25, **times}
+    assert set(split.figures(found).values()) == {2.0}
+    assert "| two | 200.0 | 200.0 | 200.0 | 200.0 | 200.0 |" in split.markdown(found)
+
+
+def test_loads_from_disk_are_told_with_what_the_direct_way_lacks() -> None:
+    found = {"blocks": 512, "host": 4.0, "direct": 6.0, "lacking": ""}
+    assert files.figures(found) == {"nvme_direct_vs_host": 1.5}
+    assert "| 512 | 4.00 | 6.00 |" in files.markdown(found)
+    one = {"blocks": 512, "host": 4.0, "lacking": "no plugin"}
+    assert files.figures(one) == {}
+    assert "No direct reads: no plugin." in files.markdown(one)
