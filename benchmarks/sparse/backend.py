@@ -127,7 +127,7 @@ class Rig:
         keys = LayerKeys(self.cache)
         self.book = Book([keys], None if basis is None else [basis])
         self.impl.sparse = SparseLayer(keys, self.book.summaries[0])
-        self.rows = SparseRows(self.book, 1, self.block_tokens)
+        self.rows = SparseRows(1, self.block_tokens)
 
     def write(self, keys: Tensor, values: Tensor) -> Tensor:
         """Put a request's KV into fresh blocks; its table, int32 [blocks]."""
@@ -174,6 +174,7 @@ class Rig:
         BOUND.bind(
             self.rows,
             lambda: [BatchRow(str(n), s.share, s.prompt_tokens) for n, s in enumerate(batch)],
+            self.book,
         )
         BOUND.unit_tokens, BOUND.offloading = self.block_tokens, self.offloading
         BOUND.under_way = True

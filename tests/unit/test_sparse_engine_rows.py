@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_decode.sparse.engine.attention import SparseRow
 from headrace_decode.sparse.engine.bound import Bound
 from headrace_decode.sparse.engine.counts import LEAST_TOKENS, RECENT, SINKS, chosen_units
 from headrace_decode.sparse.engine.rows import (
     STEP_WORK,
     BatchRow,
-    SparseRow,
+    RowPlan,
     SparseRows,
     share_of,
 )
@@ -25,39 +26,38 @@ FULL = (KV - 1) // UNIT
 
 
 class Fake:
-    """A book that does what the budget allows, at so much a unit."""
+    """Does what the budget allows, at so much a unit."""
 
     def __init__(self, cost: int = 0) -> None:
         self.cost, self.asked = cost, []
 
-    def bring_up(self, units: np.ndarray, budget: int) -> tuple[int, int]:
-        done = min(len(units), -(-budget // self.cost) if self.cost else len(units))
-        self.asked.append((len(units), budget))
+    def bring_up(self, row: int, first: int, last: int, budget: int) -> tuple[int, int]:
+        units = last - first
+        done = min(units, -(-budget // self.cost) if self.cost else units)
+        self.asked.append((units, budget))
         return done, done * self.cost
 
 
 class Batch:
-    """Rows of requests, each with blocks of its own."""
+    """Rows of requests."""
 
     def __init__(self, cost: int = 0) -> None:
         self.book = Fake(cost)
-        self.rows = SparseRows(self.book, LAYERS, UNIT)
+        self.rows = SparseRows(LAYERS, UNIT)
 
-    def step(self, *rows: tuple[str, Any, int, int, int]) -> list[SparseRow]:
+    def step(self, *rows: tuple[str, Any, int, int, int]) -> list[RowPlan]:
         """Rows of (request, share, prompt's tokens, queries, KV)."""
-        tables = np.stack([1000 * n + np.arange(4096, dtype=np.int32) for n in range(len(rows))])
         return self.rows.of_step(
             [BatchRow(name, share, prompt) for name, share, prompt, _, _ in rows],
             np.array([row[3] for row in rows]),
             np.array([row[4] for row in rows]),
-            tables,
+            self.book.bring_up,
         )
 
 
 def test_a_decode_row_of_a_request_that_asks_is_sparse() -> None:
     [row] = Batch().step(("a", 0.1, 100, 1, KV))
-    assert row.units.tolist() == list(range(FULL)) and row.newest == FULL
-    assert row.fill == KV - FULL * UNIT and row.chosen == -(-(FULL + 1) // 10)
+    assert row == RowPlan(0, FULL, KV - FULL * UNIT, -(-(FULL + 1) // 10))
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,17 @@ def test_other_rows_are_dense(row: tuple[str, Any, int, int, int], why: str) -> 
     assert Batch().step(row) == [], why
 
 
-def test_only_the_rows_that_ask_are_sparse_and_have_their_own_blocks() -> None:
+def test_only_the_rows_that_ask_are_sparse() -> None:
     found = Batch().step(
         ("a", None, 9, 1, KV), ("b", 0.1, 9, 1, KV), ("c", 0.2, 9, 3, KV), ("d", 0.5, 9, 1, KV)
     )
-    assert [(row.row, row.newest) for row in found] == [(1, 1000 + FULL), (3, 3000 + FULL)]
+    assert [row.row for row in found] == [1, 3]
+
+
+def test_a_row_on_a_cpu_takes_its_blocks_from_its_table() -> None:
+    row = SparseRow.of(RowPlan(1, 2, 5, 3), np.array([7, 4, 9, 8], np.int32))
+    assert row.units.tolist() == [7, 4] and (row.row, row.newest) == (1, 9)
+    assert (row.fill, row.chosen) == (5, 3)
 
 
 def test_a_row_is_dense_until_its_units_are_done_and_nobody_waits() -> None:
@@ -152,9 +158,9 @@ def test_a_share_asks() -> None:
 
 
 def test_outside_the_schedulers_steps_no_row_is_sparse() -> None:
-    bound, arguments = Bound(), (1, np.array([0, 1]), np.array([KV]), np.zeros((1, 99), np.int32))
+    bound, arguments = Bound(), (1, np.array([0, 1]), np.array([KV]), Fake().bring_up)
     assert bound.sparse_rows(*arguments) == []
-    bound.bind(SparseRows(Fake(), LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
+    bound.bind(SparseRows(LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
     assert bound.sparse_rows(*arguments) == [], "a dummy run"
     bound.step_begins(set())
     assert len(bound.sparse_rows(*arguments)) == bound.found == 1
@@ -164,15 +170,14 @@ def test_outside_the_schedulers_steps_no_row_is_sparse() -> None:
 
 
 def test_a_bug_in_it_leaves_the_engine_dense_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Fake):
-        def bring_up(self, units: np.ndarray, budget: int) -> tuple[int, int]:
-            raise RuntimeError("a bug")
+    def broken(*given: int) -> tuple[int, int]:
+        raise RuntimeError("a bug")
 
     bound = Bound()
-    bound.bind(SparseRows(Broken(), LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
+    bound.bind(SparseRows(LAYERS, UNIT), lambda: [BatchRow("a", 0.1, 9)])
     for _ in range(2):
         bound.step_begins(set())
-        arguments = 1, np.array([0, 1]), np.array([KV]), np.zeros((1, 99), np.int32)
+        arguments = 1, np.array([0, 1]), np.array([KV]), broken
         assert bound.sparse_rows(*arguments) == []
     assert caplog.text.count("attends densely from now on") == 1
 

@@ -16,7 +16,6 @@ from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.offload.held import Memory
 from headrace_decode.sparse.engine.offload.host import HostPool
 from headrace_decode.sparse.engine.offload.rows import Offloading
-from headrace_decode.sparse.engine.rows import SparseRows
 
 BF16 = Shape()
 UNIT, PER = 32, 4
@@ -37,7 +36,6 @@ class OffloadingRig(Rig):
         keys = self.impl.sparse.keys  # type: ignore[attr-defined]
         self.book = Book([keys], None, host_blocks * PER)
         self.impl.sparse = SparseLayer(keys, self.book.summaries[0])  # type: ignore[attr-defined]
-        self.rows = SparseRows(self.book, 1, UNIT)
         self.host = HostPool([keys], host_blocks, PER)
         self.offloading = Offloading(Memory([keys], self.host, self.book, host_blocks * PER), 128)
         if slots:

@@ -12,6 +12,7 @@ Keys are rotated by their true positions already, so the places of units in a ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace_decode.sparse.choosing import choose
+from headrace_decode.sparse.engine.counts import RECENT, SINKS
 from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.rows import RowPlan
 from headrace_decode.sparse.scoring import score
 from headrace_decode.sparse.summaries import Summaries
 from headrace_kvstore.checksum import prepare
@@ -43,6 +47,46 @@ class Row(Protocol):
     def pick(
         self, layer: Any, queries: NDArray[np.float32], scale: float
     ) -> NDArray[np.integer[Any]]: ...
+
+
+@dataclass(frozen=True)
+class SparseRow:
+    """A row whose KV is all in the cache.
+
+    Attributes:
+        row: in the batch.
+        units: int64 [n], blocks of its full units before the newest.
+        newest: block of the newest.
+        fill, chosen: as of `RowPlan`.
+    """
+
+    row: int
+    units: NDArray[np.int64]
+    newest: int
+    fill: int
+    chosen: int
+
+    @classmethod
+    def of(cls, plan: RowPlan, table: NDArray[np.integer]) -> SparseRow:
+        """
+        Args:
+            table: int [n], the row's blocks.
+        """
+        units = table[: plan.full].astype(np.int64)
+        return cls(plan.row, units, int(table[plan.full]), plan.fill, plan.chosen)
+
+    def pick(self, layer: Any, queries: NDArray[np.float32], scale: float) -> NDArray[np.int64]:
+        """Choose units; where they lie in the cache: int64 [kv_heads, chosen - 1], each
+        `block * kv_heads + head`.
+
+        Args:
+            layer: `SparseLayer`.
+            queries: float32 [kv_heads, group, head_dim]. scale: of the logits.
+        """
+        scores = score(layer.summaries, self.units, queries, scale)
+        kv_heads = len(scores)
+        chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
+        return self.units[chosen] * kv_heads + np.arange(kv_heads)[:, None]
 
 
 class SparseLayer:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from headrace_decode.sparse.engine._vllm_compat import (
@@ -26,7 +27,7 @@ from headrace_decode.sparse.engine._vllm_compat import (
     attention,
     schedule,
 )
-from headrace_decode.sparse.engine.attention import Row, SparseLayer, SparseStep
+from headrace_decode.sparse.engine.attention import Row, SparseLayer, SparseRow, SparseStep
 from headrace_decode.sparse.engine.bound import BOUND
 from headrace_decode.sparse.engine.offload.rows import StagedRow, StagedStep
 
@@ -99,14 +100,16 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
         return made
 
     def _rows(self, common: CommonAttentionMetadata) -> tuple[list[Row], list[StagedRow]]:
-        step = (
-            common.num_reqs,
-            common.query_start_loc.numpy(),
-            common.seq_lens.numpy(),
-            common.block_table_tensor.numpy(),
-        )
-        sparse, staged = BOUND.offloaded_rows(*step)
-        rows: list[Row] = [*BOUND.sparse_rows(*step), *sparse]
+        tables = common.block_table_tensor.numpy()
+
+        def bring_up(row: int, first: int, last: int, budget: int) -> tuple[int, int]:
+            assert BOUND.book is not None
+            return BOUND.book.bring_up(tables[row, first:last].astype(np.int64), budget)
+
+        step = common.num_reqs, common.query_start_loc.numpy(), common.seq_lens.numpy()
+        sparse, staged = BOUND.offloaded_rows(*step, tables)
+        plans = BOUND.sparse_rows(*step, bring_up)
+        rows: list[Row] = [*(SparseRow.of(plan, tables[plan.row]) for plan in plans), *sparse]
         return sorted(rows, key=lambda each: each.row), staged
 
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.offload.rows import OffloadedRow, Offloading, StagedRow
-from headrace_decode.sparse.engine.rows import BatchRow, SparseRow, SparseRows
+from headrace_decode.sparse.engine.rows import BatchRow, BringUp, RowPlan, SparseRows
 
 logger = logging.getLogger("headrace.sparse")
 
@@ -26,6 +27,7 @@ class Bound:
         unit_tokens: of a unit.
         under_way: whether a step of the scheduler is. Dummy runs are none.
         found: sparse rows of all steps so far.
+        book: summaries of an engine on a CPU.
         offloading: of an engine that offloads.
     """
 
@@ -33,17 +35,23 @@ class Bound:
         self.unit_tokens = 32
         self.under_way = False
         self.found = 0
+        self.book: Book | None = None
         self.offloading: Offloading | None = None
         self._rows: SparseRows | None = None
         self._batch: Callable[[], Sequence[BatchRow]] | None = None
 
-    def bind(self, rows: SparseRows, batch: Callable[[], Sequence[BatchRow]]) -> None:
+    def bind(
+        self,
+        rows: SparseRows,
+        batch: Callable[[], Sequence[BatchRow]],
+        book: Book | None = None,
+    ) -> None:
         """From now on rows may be sparse.
 
         Args:
             batch: tells the rows of the step that is under way.
         """
-        self._rows, self._batch = rows, batch
+        self._rows, self._batch, self.book = rows, batch, book
 
     def step_begins(self, moved: set[str]) -> None:
         """As `SparseRows.step_begins`; `step_ends` follows."""
@@ -60,14 +68,14 @@ class Bound:
         count: int,
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
-        tables: NDArray[np.integer],
-    ) -> list[SparseRow]:
+        bring_up: BringUp,
+    ) -> list[RowPlan]:
         """The sparse rows of the step that is under way; none otherwise.
 
         Args:
             count: rows of the step.
             starts: int [rows + 1], first token of each.
-            kv_tokens, tables: as `SparseRows.of_step`.
+            kv_tokens, bring_up: as of `SparseRows.of_step`.
         """
         if self._rows is None or self._batch is None or not self.under_way:
             return []
@@ -80,7 +88,7 @@ class Bound:
                 for row in batch
             ]
         try:
-            rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, tables)
+            rows = self._rows.of_step(batch, np.diff(starts), kv_tokens, bring_up)
         except Exception:
             logger.exception("this engine attends densely from now on")
             self._rows = None
@@ -100,7 +108,8 @@ class Bound:
         Nothing but these knows where their KV is. So what goes wrong here ends the engine.
 
         Args:
-            As `sparse_rows`.
+            count, starts: as of `sparse_rows`.
+            kv_tokens, tables: as of `Offloading.of_step`.
 
         Raises:
             RuntimeError: the batch is not the step's.

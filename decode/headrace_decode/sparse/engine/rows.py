@@ -1,4 +1,4 @@
-"""Which rows of a step attend sparsely, and which blocks hold what they attend to.
+"""Which rows of a step attend sparsely, on any device.
 
 A row is sparse if its request asks for it, it computes one token and not of the prompt, it has
 many units, and their summaries are right. Rows of prompts, of drafts, of exact requests and short
@@ -7,21 +7,22 @@ ones are dense, as is a row whose summaries are still being made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
-from headrace_decode.sparse.scoring import score
+from headrace_decode.sparse.engine.counts import chosen_units
 
 FIELD = "sparse"
 """In a request's extra arguments: its share of units, above 0 and at most 1."""
 STEP_WORK = 256
 """Of `Book.bring_up`, in a step: 10 ms at units of 32 tokens, 3 KV heads of 64."""
+BringUp = Callable[[int, int, int, int], tuple[int, int]]
+"""(row, first, last, budget) -> (done, cost): make the summaries of a row's units from `first` to
+before `last` right, in order; how many are, and what that cost. The last may exceed the budget."""
 
 
 @dataclass(frozen=True)
@@ -40,54 +41,51 @@ class BatchRow:
 
 
 @dataclass(frozen=True)
-class SparseRow:
-    """A row that attends sparsely.
+class RowPlan:
+    """How many units a sparse row attends to.
 
     Attributes:
         row: in the batch.
-        units: int64 [n], blocks of its full units before the newest.
-        newest: block of the newest.
+        full: its full units before the newest.
         fill: tokens in the newest, this step's included.
         chosen: units that it attends to, the newest included.
     """
 
     row: int
-    units: NDArray[np.int64]
-    newest: int
+    full: int
     fill: int
     chosen: int
 
-    def pick(self, layer: Any, queries: NDArray[np.float32], scale: float) -> NDArray[np.int64]:
-        """Choose units; where they lie in the cache: int64 [kv_heads, chosen - 1], each
-        `block * kv_heads + head`.
 
-        Args:
-            layer: `attention.SparseLayer`.
-            queries: float32 [kv_heads, group, head_dim]. scale: of the logits.
-        """
-        scores = score(layer.summaries, self.units, queries, scale)
-        kv_heads = len(scores)
-        chosen = choose(scores, self.chosen - 1, SINKS, RECENT - 1)
-        return self.units[chosen] * kv_heads + np.arange(kv_heads)[:, None]
+def plan_of(
+    row: BatchRow, number: int, queries: int, kv_tokens: int, unit_tokens: int
+) -> RowPlan | None:
+    """A row's plan, if the summaries of its full units are right; None if it is dense even then.
 
-
-class BringsUp(Protocol):
-    """As `Book`."""
-
-    def bring_up(self, units: NDArray[np.int64], budget: int) -> tuple[int, int]: ...
+    Args:
+        number: of the row in the batch.
+        queries, kv_tokens: as of `SparseRows.of_step`.
+    """
+    if row.share is None or queries != 1 or kv_tokens <= row.prompt_tokens:
+        return None
+    chosen = chosen_units(kv_tokens, unit_tokens, row.share)
+    if chosen is None:
+        return None
+    full = (kv_tokens - 1) // unit_tokens
+    return RowPlan(number, full, kv_tokens - full * unit_tokens, chosen)
 
 
 class SparseRows:
     """Follows the requests of an engine.
 
     Args:
-        book: of its cache.
         layers: that a unit has summaries in.
         unit_tokens: of a unit.
+        step_work: that a step may do beside what its own tokens make necessary.
     """
 
-    def __init__(self, book: BringsUp, layers: int, unit_tokens: int) -> None:
-        self._book, self._layers, self._unit_tokens = book, layers, unit_tokens
+    def __init__(self, layers: int, unit_tokens: int, step_work: int = STEP_WORK) -> None:
+        self._layers, self._unit_tokens, self._step_work = layers, unit_tokens, step_work
         self._right: dict[str, int] = {}
         """By request: its first units whose summaries are right."""
         self._moved: frozenset[str] = frozenset()
@@ -108,15 +106,14 @@ class SparseRows:
         rows: Sequence[BatchRow],
         queries: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
-        tables: NDArray[np.integer],
-    ) -> list[SparseRow]:
-        """The sparse rows of a step; makes summaries within the step's work.
+        bring_up: BringUp,
+    ) -> list[RowPlan]:
+        """The sparse rows of a step; has summaries made within the step's work.
 
         Args:
             rows: the batch.
             queries: int [rows], tokens that each computes.
             kv_tokens: int [rows], KV of each when it has.
-            tables: int [rows, most units], blocks of the kernel.
         """
         wanting: list[tuple[int, int, int]] = []
         for number, row in enumerate(rows):
@@ -129,33 +126,21 @@ class SparseRows:
                 right = 0
             wanting.append((full - right, number, full))
         # Those that lack least come first: a row that only filled a unit up stays sparse.
-        budget = STEP_WORK + self._layers * (int(queries.sum()) // self._unit_tokens)
+        budget = self._step_work + self._layers * (int(queries.sum()) // self._unit_tokens)
         found = []
         for lacking, number, full in sorted(wanting):
             row = rows[number]
             right = full - lacking
             if lacking > 0 and budget > 0:
-                units = tables[number, right:full].astype(np.int64)
-                done, cost = self._book.bring_up(units, budget)
+                done, cost = bring_up(number, right, full, budget)
                 self._right[row.request_id] = right = right + done
                 budget -= cost
-            if right >= full and queries[number] == 1:
-                sparse = self._sparse(row, number, int(kv_tokens[number]), full, tables[number])
-                found.extend([] if sparse is None else [sparse])
+            if right >= full:
+                plan = plan_of(
+                    row, number, int(queries[number]), int(kv_tokens[number]), self._unit_tokens
+                )
+                found.extend([] if plan is None else [plan])
         return sorted(found, key=lambda each: each.row)
-
-    def _sparse(
-        self, row: BatchRow, number: int, kv_tokens: int, full: int, table: NDArray[np.integer]
-    ) -> SparseRow | None:
-        assert row.share is not None
-        if kv_tokens <= row.prompt_tokens:
-            return None
-        chosen = chosen_units(kv_tokens, self._unit_tokens, row.share)
-        if chosen is None:
-            return None
-        units = table[:full].astype(np.int64)
-        fill = kv_tokens - full * self._unit_tokens
-        return SparseRow(number, units, int(table[full]), fill, chosen)
 
 
 def share_of(extra_args: Mapping[str, Any] | None) -> float | None:

@@ -112,9 +112,9 @@ class SparseInReach:
         for number, (module, of_layer, summaries) in enumerate(parts):
             module.impl.sparse = SparseLayer(of_layer, summaries, number)
         modules[0].impl.sparse.warm(modules[0].num_heads)
-        rows = SparseRows(book, len(modules), BOUND.unit_tokens)
+        rows = SparseRows(len(modules), BOUND.unit_tokens)
         self._runner_rows = RunnerRows(self.model_runner)  # type: ignore[attr-defined]
-        BOUND.bind(rows, self._runner_rows.rows)
+        BOUND.bind(rows, self._runner_rows.rows, book)
         if self._host_blocks:
             host = HostPool(keys, self._host_blocks, block_units)
             longest = self.vllm_config.model_config.max_model_len  # type: ignore[attr-defined]

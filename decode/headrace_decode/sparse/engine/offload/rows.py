@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.sparse.choosing import choose
-from headrace_decode.sparse.engine.counts import RECENT, SINKS, chosen_units
+from headrace_decode.sparse.engine.counts import RECENT, SINKS
 from headrace_decode.sparse.engine.offload.held import Held, Ids, Memory
-from headrace_decode.sparse.engine.rows import STEP_WORK, BatchRow
+from headrace_decode.sparse.engine.rows import STEP_WORK, BatchRow, plan_of
 from headrace_decode.sparse.scoring import score
 
 
@@ -176,7 +176,8 @@ class Offloading:
         Args:
             rows: the batch.
             starts: int [rows + 1], first token of each.
-            kv_tokens, tables: as of `SparseRows.of_step`.
+            kv_tokens: as of `SparseRows.of_step`.
+            tables: int [rows, most units], blocks of the kernel.
         """
         sparse, staged = [], []
         units = self._unit_tokens
@@ -209,16 +210,12 @@ class Offloading:
         starts: NDArray[np.integer],
         table: Ids,
     ) -> OffloadedRow | None:
-        if row.share is None or held.summarised < held.copied:
+        queries = int(starts[number + 1] - starts[number])
+        plan = plan_of(row, number, queries, kv_tokens, self._unit_tokens)
+        if plan is None or held.summarised < held.copied or plan.chosen - 1 > held.slots:
             return None
-        if starts[number + 1] - starts[number] != 1 or kv_tokens <= row.prompt_tokens:
-            return None
-        chosen = chosen_units(kv_tokens, self._unit_tokens, row.share)
-        if chosen is None or chosen - 1 > held.slots:
-            return None
-        newest = table[-1]
         window = table[held.copied : -1]
         if self.memory.book.bring_up(window, STEP_WORK)[0] < len(window):
             return None
-        fill = kv_tokens - (len(table) - 1) * self._unit_tokens
-        return OffloadedRow(number, int(newest), fill, chosen, held, table[:-1])
+        newest = int(table[plan.full])
+        return OffloadedRow(number, newest, plan.fill, plan.chosen, held, table[: plan.full])
