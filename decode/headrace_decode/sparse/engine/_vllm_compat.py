@@ -51,11 +51,14 @@ def use_backend(path: str) -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 
-def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
-    """Why an engine cannot attend sparsely, as far as its configuration tells; None if it can."""
+def runs_on_cuda() -> bool:
+    """Whether this process's engine runs on a CUDA GPU."""
+    return bool(current_platform.is_cuda())
+
+
+def why_model_dense(config: VllmConfig) -> str | None:
+    """Why an engine cannot attend sparsely on any device; None if nothing speaks against it."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    if not current_platform.is_cpu():
-        return "it does not run on a CPU"
     for kind in ("tensor", "pipeline", "prefill_context", "decode_context"):
         if getattr(parallel, f"{kind}_parallel_size", 1) > 1:
             return f"{kind}_parallel_size is above 1"
@@ -65,6 +68,17 @@ def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
         return "the model has a sliding window"
     if is_quantized_kv_cache(cache.cache_dtype):
         return f"KV is quantised ({cache.cache_dtype})"
+    return None
+
+
+def why_dense(config: VllmConfig, unit_tokens: int) -> str | None:
+    """Why an engine that runs on no GPU cannot attend sparsely, as far as its configuration tells;
+    None if it can."""
+    if not current_platform.is_cpu():
+        return "it runs neither on a CPU nor on a CUDA GPU"
+    if (why := why_model_dense(config)) is not None:
+        return why
+    model, cache = config.model_config, config.cache_config
     if config.use_v2_model_runner:
         return "the second model runner does not show its rows"
     if cache.block_size % unit_tokens:
@@ -128,6 +142,9 @@ class RunnerRows:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
 
+    def step_begins(self, step: Any) -> None:
+        """The runner follows steps itself."""
+
     def rows(self) -> list[BatchRow]:
         """The batch of the step that is under way."""
         return [self._row(name) for name in self._runner.input_batch.req_ids]
@@ -142,6 +159,32 @@ class RunnerRows:
         params = request.sampling_params
         share = share_of(None if params is None else params.extra_args)
         return BatchRow(name, share, request.num_prompt_tokens)
+
+
+class FollowedRows:
+    """The rows of vLLM's second model runner, which keeps no sampling parameters: told from the
+    scheduler's steps. Of engines without drafts."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, BatchRow] = {}
+        self._rows: list[BatchRow] = []
+
+    def step_begins(self, step: Any) -> None:
+        """Follow a step of the scheduler. Requests that come back are told as new ones."""
+        from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+        for name in requests_gone(step):
+            self._known.pop(name, None)
+        for new in step.scheduled_new_reqs:
+            params = new.sampling_params
+            share = share_of(None if params is None else params.extra_args)
+            self._known[new.req_id] = BatchRow(new.req_id, share, new.prompt_len)
+        order = sort_batch_req_ids(step.num_scheduled_tokens, {}, 1)
+        self._rows = [self._known[name] for name in order]
+
+    def rows(self) -> list[BatchRow]:
+        """The batch of the step that is under way."""
+        return self._rows
 
 
 def requests_moved(step: Any) -> set[str]:

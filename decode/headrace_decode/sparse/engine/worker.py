@@ -6,13 +6,14 @@ An engine in which it cannot be done starts as ever, says why in its log, and at
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace_decode.replay.worker import TakingUpWorker
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine._vllm_compat import (
+    FollowedRows,
     FullAttentionSpec,
     RunnerRows,
     attention_layers,
@@ -22,6 +23,7 @@ from headrace_decode.sparse.engine._vllm_compat import (
     replace_as,
     requests_gone,
     requests_moved,
+    runs_on_cuda,
     use_backend,
     why_dense,
     why_layers_dense,
@@ -46,6 +48,9 @@ from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
 from headrace_decode.speculation.drafting_worker import SpeculatingWorker
 
+if TYPE_CHECKING:
+    from headrace_decode.sparse.engine.device.card import Card
+
 logger = logging.getLogger("headrace.sparse")
 
 BACKEND = "headrace_decode.sparse.engine.backend.SparseBackend"
@@ -58,20 +63,43 @@ class SparseInReach:
     _settings = SparseSettings()
     _host_blocks = 0
     """In host memory; 0 where nothing leaves the cache."""
+    _card: Card | None = None
+    """Of an engine on a CUDA GPU."""
+    _batch: RunnerRows | FollowedRows
+    _blocks: Callable[[str], Sequence[int]]
 
     def load_model(self, **kwargs: Any) -> None:
         """As vLLM's, with our attention backend where it can stand."""
         config: Any = self.vllm_config  # type: ignore[attr-defined]
         settings = settings_of(config.additional_config)
         if settings is not None:
-            why = why_dense(config, settings.unit_tokens)
+            BOUND.unit_tokens, self._settings = settings.unit_tokens, settings
+            why = self._use_backend(config)
             if why is None:
-                BOUND.unit_tokens, self._sparse = settings.unit_tokens, True
-                self._settings = settings
-                use_backend(BACKEND)
+                self._sparse = True
             else:
                 _say_dense(why)
         super().load_model(**kwargs)  # type: ignore[misc]
+
+    def _use_backend(self, config: Any) -> str | None:
+        """Have vLLM's attention be the backend of the device; or why the engine attends densely."""
+        if runs_on_cuda():
+            from headrace_decode.sparse.engine.device.card import Card
+
+            self._card, why = Card.of(config, self._settings)
+            return why
+        why = why_dense(config, self._settings.unit_tokens)
+        if why is None:
+            use_backend(BACKEND)
+        return why
+
+    def determine_available_memory(self) -> int:
+        """As vLLM's, less what sparse attention takes of a card."""
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        if self._card is None:
+            return available
+        specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
+        return self._card.cache_bytes(available, next(iter(specs.values())))
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """As vLLM's; of layers whose blocks may leave the cache, where that is told."""
@@ -99,11 +127,34 @@ class SparseInReach:
             self._sparse = False
             _say_dense(why)
             return
-        self._bind(attention_layers(self.vllm_config, kv_cache_config))  # type: ignore[attr-defined]
-
-    def _bind(self, modules: list[Any]) -> None:
+        modules = attention_layers(self.vllm_config, kv_cache_config)  # type: ignore[attr-defined]
         if not all(hasattr(module.impl, "sparse") for module in modules):
             raise RuntimeError("vLLM made its layers with another attention backend than ours")
+        if self._card is not None:
+            self._bind_card(self._card, modules)
+        else:
+            self._bind(modules)
+
+    def _bind_card(self, card: Card, modules: list[Any]) -> None:
+        try:
+            taken = card.bind(modules)
+        except Exception as error:
+            logger.debug("sparse attention cannot be bound", exc_info=True)
+            self._sparse = False
+            _say_dense(f"{type(error).__name__}: {error}")
+            return
+        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
+        self._batch = FollowedRows() if second else RunnerRows(self.model_runner)  # type: ignore[attr-defined]
+        BOUND.bind(card.rows(), self._batch.rows)
+        logger.info(
+            "sparse attention over units of %d tokens on this GPU; of the KV cache's memory "
+            "summaries take %.0f MB, and %.0f MB are left to a step",
+            card.unit_tokens,
+            taken / 1e6,
+            card.scratch_bytes / 1e6,
+        )
+
+    def _bind(self, modules: list[Any]) -> None:
         keys = [LayerKeys(module.kv_cache) for module in modules]
         block_tokens = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
         block_units = block_tokens // BOUND.unit_tokens
@@ -113,8 +164,9 @@ class SparseInReach:
             module.impl.sparse = SparseLayer(of_layer, summaries, number)
         modules[0].impl.sparse.warm(modules[0].num_heads)
         rows = SparseRows(len(modules), BOUND.unit_tokens)
-        self._runner_rows = RunnerRows(self.model_runner)  # type: ignore[attr-defined]
-        BOUND.bind(rows, self._runner_rows.rows, book)
+        self._batch = runner = RunnerRows(self.model_runner)  # type: ignore[attr-defined]
+        self._blocks = runner.blocks
+        BOUND.bind(rows, runner.rows, book)
         if self._host_blocks:
             host = HostPool(keys, self._host_blocks, block_units)
             longest = self.vllm_config.model_config.max_model_len  # type: ignore[attr-defined]
@@ -143,13 +195,14 @@ class SparseInReach:
         if not self._sparse:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         BOUND.step_begins(requests_moved(scheduler_output))
+        self._batch.step_begins(scheduler_output)
         final = self._offload_begins(scheduler_output)
         try:
             found = super().execute_model(scheduler_output)  # type: ignore[misc]
         finally:
             BOUND.step_ends()
         if BOUND.offloading:
-            BOUND.offloading.save(final, self._runner_rows.blocks)
+            BOUND.offloading.save(final, self._blocks)
         return found
 
     def _offload_begins(self, step: Any) -> dict[str, int]:
@@ -162,7 +215,7 @@ class SparseInReach:
             return {}
         final = final_tokens(step)
         known = {name: before for name, (before, _) in final.items() if offloading.follows(name)}
-        offloading.save(known, self._runner_rows.blocks)
+        offloading.save(known, self._blocks)
         return {name: behind for name, (_, behind) in final.items()}
 
 
@@ -183,6 +236,8 @@ def offloadable(
         specs: vLLM's, by layer.
         config: of the engine.
     """
+    if runs_on_cuda():
+        return specs, 0, "this engine does not run on a CPU"
     kinds = {type(spec).__name__ for spec in specs.values()}
     if kinds != {FullAttentionSpec.__name__}:
         return specs, 0, f"its layers are {sorted(kinds)}"

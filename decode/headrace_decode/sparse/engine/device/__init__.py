@@ -1,0 +1,1 @@
+"""Sparse attention at decode inside a vLLM engine on a CUDA GPU (docs/sparse.md)."""

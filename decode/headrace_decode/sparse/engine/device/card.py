@@ -1,0 +1,142 @@
+"""What sparse attention of an engine takes of a CUDA GPU: a file, memory, and kernels to compile.
+
+Its memory is a part of what vLLM found for the KV cache:
+
+    summaries   of all units of the cache, used or not
+    scratch     of the rows that are computed together, with the longest KV
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.engine._vllm_compat import model_fields
+from headrace_decode.sparse.engine.calibration import (
+    COMMAND,
+    CalibrationError,
+    Shape,
+    read_bases,
+)
+from headrace_decode.sparse.engine.counts import RECENT, SINKS, units_of
+from headrace_decode.sparse.engine.device._vllm_compat import use_backend, why_dense
+from headrace_decode.sparse.engine.device.step import ROWS_AT_ONCE, DeviceLayer, padded
+from headrace_decode.sparse.engine.rows import SparseRows
+from headrace_decode.sparse.engine.settings import SparseSettings
+from headrace_decode.sparse.kernels._vllm_compat import SEGMENTS, triton_attention
+from headrace_decode.sparse.kernels.attention import DecodeRows, attend
+from headrace_decode.sparse.kernels.cache import HeadCache
+from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+from headrace_decode.sparse.layout import Layout
+from headrace_decode.sparse.summaries import RANK_BESIDE
+
+BACKEND = "headrace_decode.sparse.engine.device.backend.SparseBackend"
+STEP_UNITS = 4096
+"""Units that a step summarises in all layers, beside those that its own tokens make."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Of one engine.
+
+    Attributes:
+        bases: of each layer.
+        unit_tokens: of a unit.
+        heads: of the queries.
+        most_units: of a request.
+    """
+
+    bases: list[Basis]
+    unit_tokens: int
+    heads: int
+    most_units: int
+
+    @classmethod
+    def of(cls, config: Any, settings: SparseSettings) -> tuple[Card | None, str | None]:
+        """For an engine whose model is not loaded yet; or why it attends densely."""
+        if (why := why_dense(config, settings.unit_tokens)) is not None:
+            return None, why
+        if settings.calibration is None:
+            return None, (
+                "kernels for GPUs need a basis: set techniques.sparse.calibration, the file that "
+                f"`{COMMAND}` makes"
+            )
+        try:
+            shape = Shape.of(model_fields(config))
+            bases = read_bases(Path(settings.calibration), shape, settings.unit_tokens)
+        except CalibrationError as error:
+            return None, f"techniques.sparse.calibration: {settings.calibration}: {error}"
+        use_backend(config, BACKEND)
+        most = units_of(config.model_config.max_model_len, settings.unit_tokens)
+        return cls(bases, settings.unit_tokens, shape.heads, most), None
+
+    def rows(self) -> SparseRows:
+        """The decision which rows are sparse, for a budget of units."""
+        return SparseRows(1, self.unit_tokens, STEP_UNITS)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of scores, and of parts of attention that are put together at the end, in fp32."""
+        dim = self.bases[0].into.shape[1]
+        return 4 * ROWS_AT_ONCE * self.heads * (padded(self.most_units) + SEGMENTS * (dim + 2))
+
+    def cache_bytes(self, available: int, spec: Any) -> int:
+        """What is left to the KV cache of the memory that vLLM found for it.
+
+        Args:
+            spec: vLLM's of a layer's cache.
+        """
+        kv_heads, dim, rank = self.bases[0].into.shape
+        summary = Layout(self.unit_tokens, dim, RANK_BESIDE, rank).nbytes + 8
+        ours = kv_heads * summary * spec.block_size // self.unit_tokens
+        page = spec.page_size_bytes
+        return max(available - self.scratch_bytes, 0) * page // (page + ours)
+
+    def bind(self, modules: list[Any]) -> int:
+        """Give each layer's attention its summaries, and compile the kernels; bytes of summaries.
+
+        Args:
+            modules: vLLM's attention of each layer, with its KV cache.
+
+        Raises:
+            ValueError: a KV cache in an order that the kernels do not read.
+        """
+        taken = 0
+        for module, basis in zip(modules, self.bases, strict=True):
+            kv = module.kv_cache
+            cache = HeadCache.of(kv)
+            if cache.unit_tokens != self.unit_tokens:
+                raise ValueError(f"its blocks have {cache.unit_tokens} tokens")
+            summaries = DeviceSummaries(len(kv), self.unit_tokens, basis, str(kv.device))
+            module.impl.sparse = DeviceLayer(summaries, cache)
+            taken += summaries.nbytes
+        self._compile(modules[0].impl.sparse, modules[0].kv_cache)
+        return taken
+
+    def _compile(self, layer: DeviceLayer, kv: torch.Tensor) -> None:
+        """Run each kernel once, the choice with each size that a request may have.
+
+        Block 0 is vLLM's null block, which is no request's.
+        """
+        ints = {"dtype": torch.int32, "device": kv.device}
+        layer.summaries.bring_up(layer.cache, torch.zeros(1, dtype=torch.int64, device=kv.device))
+        query = torch.zeros((1, self.heads, layer.cache.head_dim), dtype=kv.dtype, device=kv.device)
+        width = 16
+        while True:
+            width = min(width, padded(self.most_units))
+            rows = DecodeRows(
+                units=torch.zeros((1, width), **ints),
+                counts=torch.full((1,), SINKS + RECENT, **ints),
+                chosen=torch.full((1,), SINKS + RECENT, **ints),
+                newest=torch.zeros(1, **ints),
+                fill=torch.ones(1, **ints),
+                most=16,
+            )
+            attend(layer.summaries, layer.cache, query, rows, 1.0, triton_attention)
+            if width == padded(self.most_units):
+                return
+            width *= 2

@@ -1,0 +1,131 @@
+"""A step's sparse rows on a device, and the units whose summaries it makes.
+
+Which rows these are is decided on the host, by counts (`engine.rows`). Block tables stay on the
+device: all that goes there is a few numbers of each row, once a step. Nothing is read back.
+
+Triton compiles a kernel again for numbers and addresses that are no multiples of 16. So sizes and
+places are padded to such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_decode.sparse.engine.rows import RowPlan
+from headrace_decode.sparse.kernels.attention import DecodeRows, Kernel, attend
+from headrace_decode.sparse.kernels.cache import HeadCache
+from headrace_decode.sparse.kernels.summaries import DeviceSummaries
+
+ROWS_AT_ONCE = 64
+"""That bounds the memory of scores and of parts of attention."""
+
+
+@dataclass(frozen=True)
+class DeviceLayer:
+    """What one layer attends over."""
+
+    summaries: DeviceSummaries
+    cache: HeadCache
+
+
+class Due:
+    """Units whose summaries a step makes right."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.units: list[int] = []
+
+    def bring_up(self, row: int, first: int, last: int, budget: int) -> tuple[int, int]:
+        """As `rows.BringUp`. A unit costs 1, in all layers together."""
+        last = min(last, first + budget)
+        self.rows += [row] * (last - first)
+        self.units += range(first, last)
+        return last - first, last - first
+
+
+class DeviceStep:
+    """For all layers.
+
+    Args:
+        plans, due: of the step.
+        starts: int [rows + 1], first token of each row, on the host.
+        table: int32 [rows, most units], blocks of each row, on the device.
+        kernel: as `Kernel`.
+
+    Attributes:
+        count: of sparse rows.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[RowPlan],
+        due: Due,
+        starts: NDArray[np.integer],
+        table: Tensor,
+        kernel: Kernel,
+    ) -> None:
+        self.count, self._kernel = len(plans), kernel
+        at = _put(np.array([due.rows, due.units], np.int64), table.device)
+        self._due = table[at[0], at[1]].long()
+        self._rows = _put(np.array([plan.row for plan in plans], np.int64), table.device)
+        self._parts = [
+            _part(plans[first : first + ROWS_AT_ONCE], starts, table)
+            for first in range(0, len(plans), ROWS_AT_ONCE)
+        ]
+
+    def lengths_of_others(self, lengths: Tensor) -> Tensor:
+        """KV of each row for the dense kernel, in which sparse rows cost nothing: int32 [rows]."""
+        return lengths.index_fill(0, self._rows, 1)
+
+    def attend(self, layer: DeviceLayer, query: Tensor, output: Tensor, scale: float) -> None:
+        """Make summaries, and write the sparse rows' attention, in one layer.
+
+        Args:
+            query, output: [tokens, heads, head_dim], of all rows of the step.
+            scale: of the logits.
+        """
+        layer.summaries.bring_up(layer.cache, self._due)
+        for tokens, rows in self._parts:
+            mine = query.index_select(0, tokens)
+            found = attend(layer.summaries, layer.cache, mine, rows, scale, self._kernel)
+            output.index_copy_(0, tokens, found)
+
+
+def padded(count: int) -> int:
+    """The next multiple of 16."""
+    return -(-count // 16) * 16
+
+
+def _part(
+    plans: Sequence[RowPlan], starts: NDArray[np.integer], table: Tensor
+) -> tuple[Tensor, DecodeRows]:
+    """The rows' tokens in the step's, and the rows."""
+    told = np.zeros((5, ROWS_AT_ONCE), np.int32)
+    told[:, : len(plans)] = np.array(
+        [(plan.row, starts[plan.row], plan.full, plan.fill, plan.chosen) for plan in plans]
+    ).T
+    row, token, full, fill, chosen = _put(told, table.device)[:, : len(plans)]
+    width = min(padded(max(plan.full for plan in plans)), table.shape[1])
+    rows = DecodeRows(
+        units=table[:, :width].index_select(0, row),
+        counts=full,
+        chosen=chosen,
+        newest=table[row.long(), full.long()],
+        fill=fill,
+        most=padded(max(plan.chosen for plan in plans)),
+    )
+    return token.long(), rows
+
+
+def _put(numbers: NDArray[np.integer], device: torch.device) -> Tensor:
+    """Copied to a device, and not waited for."""
+    here = torch.from_numpy(numbers)
+    if device.type == "cuda":
+        here = here.pin_memory()
+    return here.to(device, non_blocking=True)
