@@ -41,29 +41,39 @@ def store_connector(name: str, dram_bytes: str = "8GiB") -> dict[str, Any]:
     }
 
 
-def make_llm(connector: dict[str, Any], positions: int = 8192, memory: float = 0.8) -> Any:
+def make_llm(
+    connector: dict[str, Any] | None, positions: int = 8192, memory: float = 0.8, **also: Any
+) -> Any:
     """vLLM in this process, with its own graphs.
 
     Args:
-        connector: what moves its KV.
+        connector: what moves its KV; None: nothing does.
         positions: most tokens of a request.
         memory: share of the card's.
+        also: vLLM's arguments.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    from headrace.model import resolve
-
+    if connector is not None:
+        also["kv_transfer_config"] = KVTransferConfig(
+            **connector, kv_role="kv_both", kv_load_failure_policy="recompute"
+        )
     return LLM(
-        os.environ.get("HEADRACE_GPU_MODEL") or str(resolve(None)),
+        the_model(),
         dtype="bfloat16",
         max_model_len=positions,
         gpu_memory_utilization=memory,
-        kv_transfer_config=KVTransferConfig(
-            **connector, kv_role="kv_both", kv_load_failure_policy="recompute"
-        ),
+        **also,
     )
+
+
+def the_model() -> str:
+    """Its folder, or its name on the hub."""
+    from headrace.model import resolve
+
+    return os.environ.get("HEADRACE_GPU_MODEL") or str(resolve(None))
 
 
 class Engine:

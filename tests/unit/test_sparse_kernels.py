@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 
 if INTERPRETED:
     from tests.support import sparse_kernels as kernels
+    from tests.support.seen_triton import have_vllm_see_triton
 
 
 @pytest.mark.slow
@@ -114,19 +114,9 @@ def test_of_equal_units_the_earlier_ones_are_taken() -> None:
 
 @inside
 def test_vllms_kernel_attends_to_the_chosen_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    _have_vllm_see_triton()
+    have_vllm_see_triton()
     from headrace_decode.sparse.kernels import _vllm_compat
 
     monkeypatch.setattr(_vllm_compat, "SEGMENTS", 4)
     one = kernels.case("cpu", torch.float32, order=NHD)
     kernels.check_attention(one, "cpu", _vllm_compat.triton_attention, 1e-4)
-
-
-def _have_vllm_see_triton() -> None:
-    """vLLM for CPUs hides Triton from its own kernels, unless it has a CPU backend."""
-    import triton
-    import triton.language as tl
-
-    seen = ModuleType("vllm.triton_utils")
-    seen.HAS_TRITON, seen.triton, seen.tl = True, triton, tl  # type: ignore[attr-defined]
-    sys.modules["vllm.triton_utils"] = seen

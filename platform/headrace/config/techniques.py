@@ -35,7 +35,8 @@ class ReuseSection(Section):
 
 
 class SparseSection(Section):
-    """Answer tokens attend to a part of the KV (docs/sparse.md). Engines on CPUs only."""
+    """Answer tokens attend to a part of the KV (docs/sparse.md). Engines on GPUs need
+    `calibration`, and no GPU has run it."""
 
     mode: Literal["off", "request", "auto"] = Field(
         default="off",
@@ -68,7 +69,7 @@ class SparseSection(Section):
         default=0,
         ge=0,
         description="Host memory of each engine, in GiB, for KV that leaves its cache. Requests "
-        "too long for the cache are served so. 0: no KV leaves the cache.",
+        "too long for the cache are served so. 0: no KV leaves the cache. Engines on CPUs only.",
     )
 
 

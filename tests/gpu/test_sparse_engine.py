@@ -1,0 +1,120 @@
+"""Sparse attention in engines on a GPU; `unit/test_sparse_device.py` has the backend in Triton's
+interpreter.
+
+One engine for each of vLLM's model runners. Its basis knows nothing of the model: what is tested is
+that rows are sparse and others are not touched, not how good the choice is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks.gpu.engine import make_llm, the_model
+
+pytestmark = pytest.mark.gpu
+
+UNIT, TOKENS, ANSWER = 32, 3000, 24
+WORKER = "headrace_decode.sparse.engine.worker.SparseTakingUpWorker"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["HND", "NHD"])
+def test_the_backend_holds(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace_decode.sparse.engine import counts
+    from tests.support import sparse_device as device
+
+    monkeypatch.setattr(counts, "LEAST_TOKENS", device.LEAST)
+    within = 5e-3  # the kernel multiplies in tf32
+    device.check_mixed("cuda", order, within, prompts=True)
+    device.check_mixed("cuda", order, within, prompts=False)
+    device.check_shared_blocks("cuda", within)
+    device.check_overwritten_blocks("cuda", within)
+
+
+def any_calibration(path: Path) -> Path:
+    """A file of the model, of a basis that was learned from noise."""
+    import numpy as np
+    from transformers import AutoConfig
+
+    from headrace_decode.sparse.basis import Moments
+    from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+
+    shape = Shape.of(AutoConfig.from_pretrained(the_model()).to_dict())
+    rng, bases = np.random.default_rng(0), []
+    queries, units = (shape.kv_heads, 300, shape.head_dim), (20, shape.kv_heads, UNIT)
+    for _ in range(shape.layers):
+        moments = Moments(shape.kv_heads, shape.head_dim)
+        moments.add_queries(rng.normal(size=queries).astype(np.float32))
+        moments.add_units(rng.normal(size=(*units, shape.head_dim)).astype(np.float32))
+        bases.append(moments.basis())
+    write(path, Calibration("noise", shape, UNIT, {0.3: 0.1}, 0.1, 0.3), bases)
+    return path
+
+
+@pytest.fixture(scope="module", params=["0", "1"], ids=["first runner", "second runner"])
+def llm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from headrace_decode.sparse.engine.settings import SparseSettings
+
+    file = any_calibration(tmp_path_factory.mktemp("sparse") / "noise.safetensors")
+    settings = SparseSettings(unit_tokens=UNIT, calibration=str(file))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+    made = make_llm(
+        *(None, 4096, 0.3),
+        worker_cls=WORKER,
+        additional_config=settings.additional_config(),
+        enable_prefix_caching=False,
+    )
+    yield made
+    patch.undo()
+    del made
+
+
+def answers(llm: Any, *shares: float | None) -> tuple[list[list[int]], int]:
+    """To one prompt for each share, and how many rows were sparse."""
+    from vllm import SamplingParams
+
+    from headrace_decode.sparse.engine.bound import BOUND
+
+    before = BOUND.found
+    prompts = [[20 + (i * 7 + n) % 4000 for i in range(TOKENS)] for n in range(len(shares))]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    sampling = [
+        SamplingParams(
+            max_tokens=ANSWER,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args=None if share is None else {"sparse": share},
+        )
+        for share in shares
+    ]
+    found = llm.generate(given, sampling, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in found], BOUND.found - before
+
+
+def test_the_schedulers_block_is_the_unit_and_graphs_are_piecewise(llm: Any) -> None:
+    config = llm.llm_engine.vllm_config
+    assert config.cache_config.block_size == UNIT
+    assert not config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    assert config.use_v2_model_runner == (os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1")
+
+
+def test_rows_that_ask_are_sparse_and_their_first_token_is_the_models(llm: Any) -> None:
+    [exact], none = answers(llm, None)
+    [sparse], rows = answers(llm, 0.1)
+    assert none == 0
+    assert ANSWER // 2 < rows < ANSWER, "dense until the units are summarised"
+    assert sparse[0] == exact[0] and len(sparse) == ANSWER
+
+
+def test_exact_requests_beside_sparse_ones_get_their_own_answer(llm: Any) -> None:
+    exact, none = answers(llm, None, None, None)
+    beside, rows = answers(llm, None, 0.1, None)
+    assert none == 0 and rows > 0
+    assert [beside[0], beside[2]] == [exact[0], exact[2]]
