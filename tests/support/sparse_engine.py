@@ -34,6 +34,7 @@ class SparseEngine:
     Args:
         calibrated: on these tokens; None for an engine without a basis.
         offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
+        runner: as on a card (`as_card`), with this model runner of vLLM's; None: as on a CPU.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SparseEngine:
         blocks: int = BLOCKS,
         longest: int = 4096,
         batch: int = 1024,
+        runner: str | None = None,
     ) -> None:
         self._folder = TemporaryDirectory()
         self.log = Path(self._folder.name) / "log"
@@ -52,12 +54,17 @@ class SparseEngine:
         if calibrated is not None:
             calibrate(model, calibrated, calibration)
         environment = engine_environment(**IN_ONE_PROCESS)
+        if runner is not None:
+            environment |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": runner}
         run.engine_started()
         options: dict[str, Any] = {"model": model, "sparse": int(sparse), "blocks": blocks}
         options |= {"offload": offload_gib, "longest": longest, "batch": batch}
+        if runner is not None:
+            options["block"] = SparseSettings.unit_tokens
         if calibrated is not None:
             options["calibration"] = calibration
-        self._child = Child("sparse_engine", options, environment, self.log, "tests.support.")
+        module = "sparse_engine" if runner is None else "card_engine"
+        self._child = Child(module, options, environment, self.log, "tests.support.")
         self._child.answer()
 
     def do(self, action: str, **parameters: Any) -> Any:
@@ -85,7 +92,7 @@ class Engine:
 
     Args:
         offload_gib: of host memory. blocks: of the cache. longest: tokens of a request.
-        batch: tokens of a step.
+        batch: tokens of a step. block: tokens of a block.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class Engine:
         blocks: int,
         longest: int,
         batch: int,
+        block: int,
     ) -> None:
         from vllm import LLM
 
@@ -114,6 +122,7 @@ class Engine:
             model,
             dtype="float32",
             enforce_eager=True,
+            block_size=block,
             max_model_len=longest,
             max_num_batched_tokens=batch,
             num_gpu_blocks_override=blocks,
@@ -191,7 +200,8 @@ class Engine:
 
     def bases(self) -> list[int]:
         """Coordinates of each layer's basis; none without bases."""
-        layouts = [each.layout for each in self._bound._rows._book.summaries]  # type: ignore
+        assert self._bound.book is not None
+        layouts = [each.layout for each in self._bound.book.summaries]
         return [one.coordinates for one in layouts if one.coordinates]
 
     def forget(self) -> None:
@@ -209,8 +219,8 @@ class Engine:
         return bool((mine >= best - NEAR).all())
 
     def _made(self) -> int:
-        rows = self._bound._rows
-        return 0 if rows is None else rows._book.made  # type: ignore[attr-defined]
+        book = self._bound.book
+        return 0 if book is None else book.made
 
     def _preemptions(self) -> int:
         metrics = self._llm.get_metrics()
@@ -223,11 +233,12 @@ def main() -> None:
     parser.add_argument("--sparse", type=int, default=1)
     parser.add_argument("--calibration")
     parser.add_argument("--offload", type=float, default=0)
-    for name, default in (("blocks", BLOCKS), ("longest", 4096), ("batch", 1024)):
+    sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    sizes = args.offload, args.blocks, args.longest, args.batch
-    serve(lambda: Engine(args.model, bool(args.sparse), args.calibration, *sizes))
+    told = [getattr(args, name) for name in sizes]
+    serve(lambda: Engine(args.model, bool(args.sparse), args.calibration, args.offload, *told))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""Has vLLM for CPUs attend sparsely as on a GPU, in Triton's interpreter.
+
+The kernels, the backend, the worker, vLLM's scheduler and its model runner are those of a GPU. What
+is not: the platform's answers, and that the backend takes the place of vLLM's CPU attention, since
+vLLM for CPUs knows no `CUSTOM`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+LEAST_TOKENS = 100
+"""Rows with less KV are dense. The interpreter is slow."""
+
+
+def take_for_card() -> None:
+    """With `TRITON_INTERPRET=1`, before vLLM's kernels are imported."""
+    from tests.support.seen_triton import have_vllm_see_triton
+
+    have_vllm_see_triton()
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from headrace_decode.sparse.engine import counts, worker
+    from headrace_decode.sparse.engine.device import _vllm_compat as compat
+    from headrace_decode.sparse.engine.device import card
+    from headrace_decode.sparse.kernels import _vllm_compat as kernels
+
+    def use_backend(config: Any, path: str) -> None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, path)
+
+    compat.current_platform = SimpleNamespace(has_device_capability=lambda least: True)
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    worker.runs_on_cuda = lambda: True
+    card.use_backend = use_backend
+    counts.LEAST_TOKENS = LEAST_TOKENS
+    kernels.SEGMENTS = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS = 2
