@@ -39,7 +39,6 @@ from headrace_decode.sparse.scoring import score
 
 KV_TOKENS, UNITS, BLOCK_TOKENS = (8192, 32768, 131072), (16, 32), 128
 CANDIDATES = 3
-"""Times the units that are chosen."""
 
 
 def times() -> dict[str, float]:
@@ -106,16 +105,18 @@ def of_attention(layer: Layer) -> Tensor:
     return torch.einsum("hqd,hbutd->hqbut", _asked(layer), _blocks(layer)).logsumexp((-2, -1))
 
 
-COARSE: dict[str, tuple[Coarse, float]] = {
-    "block means": (of_block_means, 1 / 61),
-    "least and largest of a block's keys": (of_bounds, 2 / 61),
-    "unit means": (of_unit_means, 8 / 61),
-    "the attention itself": (of_attention, float("nan")),
+BOUNDS = "least and largest"
+COARSE: dict[str, tuple[Coarse, int]] = {
+    "block means": (of_block_means, CANDIDATES),
+    BOUNDS: (of_bounds, CANDIDATES),
+    f"{BOUNDS}, five times": (of_bounds, 5),
+    "unit means": (of_unit_means, CANDIDATES),
+    "the attention itself": (of_attention, CANDIDATES),
 }
-"""With bytes that are read, in 4 bits, over those of the units' summaries (244 each of 16)."""
+"""Rules, and how many candidates, over the units that are chosen."""
 
 
-def two_levels(fine: Tensor, layer: Layer, coarse: Coarse) -> Tensor:
+def two_levels(fine: Tensor, layer: Layer, coarse: Coarse, candidates: int) -> Tensor:
     """Scores, with those outside of the best blocks below all others."""
     per = BLOCK_TOKENS // layer.unit_tokens
     blocks = coarse(layer).unflatten(1, layer.queries.shape[1:3])
@@ -123,7 +124,7 @@ def two_levels(fine: Tensor, layer: Layer, coarse: Coarse) -> Tensor:
     blocks = blocks.masked_fill(at > last[:, None, None], -torch.inf).softmax(-1).sum(2)
     blocks = blocks.masked_fill((at == 0) | (at == last[:, None]), torch.inf)
     rank = blocks.argsort(-1, descending=True).argsort(-1)
-    wanted = (CANDIDATES * (TENTH.share * layer.counts).round() / per).ceil()
+    wanted = (candidates * (TENTH.share * layer.counts).round() / per).ceil()
     there = (rank < wanted[:, None]).repeat_interleave(per, -1)[..., : fine.shape[-1]]
     return torch.where(there, fine, fine - 1e3)
 
@@ -147,7 +148,7 @@ def masses(number: int, bases: Path) -> dict[str, float]:
         layer = Layer.of(number_, q, rows, kv.keys[number_], kv.values[number_], 16)
         mass = layer.attention().mean(2).unflatten(-1, (-1, 16)).sum(-1)
         fine = ours(layer)
-        ways = {name: two_levels(fine, layer, coarse) for name, (coarse, _) in COARSE.items()}
+        ways = {name: two_levels(fine, layer, *told) for name, told in COARSE.items()}
         for name, scores in {"one level": fine, **ways}.items():
             found[name].append(float((mass * TENTH(scores, layer)).sum(-1).mean()))
     return {name: sum(each) / len(each) for name, each in found.items()}
