@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from headrace_prefill.fusion import reference
 from headrace_prefill.fusion.config import FusionError
 from headrace_prefill.fusion.reference import Decoder
 from tests.support.fusing import config
@@ -129,3 +130,10 @@ def test_fused_with_the_weights_of_yoco_is_yoco() -> None:
             torch.nn.init.constant_(weight, float(name.startswith("last")))
     tokens = torch.tensor([TOKENS])
     torch.testing.assert_close(fused(tokens), yoco(tokens))
+
+
+def test_short_texts_are_attended_to_as_long_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = made("fused"), torch.tensor([TOKENS])
+    short = model(tokens)
+    monkeypatch.setattr(reference, "SHORT", 0)
+    torch.testing.assert_close(model(tokens), short)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import shutil
 from pathlib import Path
@@ -11,11 +12,18 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
-from headrace_prefill.fusion.offline.comparison import Comparison, SettingsError, compare
+from headrace_prefill.fusion.offline.comparison import (
+    Comparison,
+    SettingsError,
+    compare,
+    read_losses,
+)
 from headrace_prefill.fusion.offline.corpus import CorpusError, learn_vocabulary, sides, stream
+from headrace_prefill.fusion.offline.head_loss import head_loss
 from headrace_prefill.fusion.offline.train import Order, Recipe, begin, windows_of
 from headrace_prefill.fusion.reference import Decoder
 from tests.support.fusing import config, reference
@@ -46,7 +54,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asked(texts: Path) -> Comparison:
-    return Comparison(SIZES, 2, ("vanilla", "fused"), 1, RECIPE, texts)
+    return Comparison(SIZES, 2, ("vanilla", "fused"), (0,), RECIPE, texts)
 
 
 class Stopper:
@@ -132,10 +140,64 @@ def test_what_ended_is_not_trained_again_and_more_can_be_asked_for(
     asked: Comparison, tmp_path: Path
 ) -> None:
     compare(asked, tmp_path / "out")
-    more = Comparison(**{**vars(asked), "kinds": ("vanilla", "lite"), "seeds": 2})
+    more = Comparison(**{**vars(asked), "kinds": ("vanilla", "lite"), "seeds": (0, 1)})
     trained: list[str] = []
     compare(more, tmp_path / "out", report=lambda name, losses: trained.append(name))
     assert set(trained) == {"lite-0", "vanilla-1", "lite-1"}
+
+
+def test_two_processes_share_the_runs(asked: Comparison, tmp_path: Path) -> None:
+    out, trained = tmp_path / "out", list[str]()
+
+    def other(name: str, losses: object) -> None:
+        if name == "vanilla-0" and not trained:  # another call, while this one trains vanilla
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                trained.extend(pool.apply(compare, (asked, out)))
+
+    compare(asked, out, report=other)
+    assert trained == ["vanilla-0", "fused-0"]
+    assert all(one.final is not None for one in read_losses(out).values())
+
+
+def test_a_run_whose_losses_are_kept_is_not_trained_again(
+    asked: Comparison, tmp_path: Path
+) -> None:
+    compare(asked, tmp_path / "out")
+    kept = tmp_path / "other" / "losses"
+    kept.mkdir(parents=True)
+    shutil.copy(tmp_path / "out" / "losses" / "fused-0.json", kept)
+    trained: list[str] = []
+    both = compare(asked, kept.parent, report=lambda name, losses: trained.append(name))
+    assert set(trained) == {"vanilla-0"} and set(both) == {"vanilla-0", "fused-0"}
+    (asked.texts or tmp_path).joinpath("0.txt").write_text("other words " * 400)
+    (tmp_path / "other" / "valid.npy").unlink()
+    with pytest.raises(SettingsError, match="is of other settings or texts"):
+        compare(asked, kept.parent)
+
+
+class TestHeadLoss:
+    @pytest.mark.parametrize("rows", [7, 256, 600])
+    def test_it_is_the_cross_entropy_with_its_gradients(self, rows: int) -> None:
+        torch.manual_seed(0)
+        hidden = torch.randn(rows, 16, requires_grad=True)
+        weight = torch.randn(50, 16, requires_grad=True)
+        targets = torch.randint(50, (rows,))
+        plain = cross_entropy(hidden @ weight.T, targets)
+        wanted = torch.autograd.grad(2 * plain, (hidden, weight))
+        loss = head_loss(hidden, weight, targets, torch.float32)
+        found = torch.autograd.grad(2 * loss, (hidden, weight))
+        assert loss.item() == pytest.approx(plain.item(), abs=1e-5)
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)
+
+    def test_products_in_bfloat16_are_close(self) -> None:
+        torch.manual_seed(0)
+        hidden, weight = torch.randn(300, 16), torch.randn(50, 16)
+        targets = torch.randint(50, (300,))
+        exact = head_loss(hidden, weight, targets, torch.float32)
+        assert head_loss(hidden, weight, targets, torch.bfloat16).item() == pytest.approx(
+            exact.item(), abs=0.01
+        )
 
 
 def test_other_settings_in_the_same_folder_are_refused(asked: Comparison, tmp_path: Path) -> None:
@@ -160,13 +222,13 @@ def test_the_model_that_is_written_has_the_loss_that_is_told(
 def test_the_command_prints_the_losses_and_plots_them(texts: Path, tmp_path: Path) -> None:
     sizes, out = tmp_path / "config.json", tmp_path / "out"
     sizes.write_text(json.dumps(SIZES))
-    options = f"--texts {texts} --config {sizes} --kind fused --kind vanilla --seeds 1"
+    options = f"--texts {texts} --config {sizes} --kind fused --kind vanilla --seed 0"
     shape = "--tokens 64 --context 16 --batch 2"
     found = run(f"fuse train {out} {options} {shape}")
     assert found.exit_code == 0, found.output
     assert "fused-0, of the energy:" in found.stdout and "vanilla-0: 64 tokens" in found.stderr
     assert (out / "losses.png").stat().st_size > 1000
-    assert json.loads((out / "losses.json").read_text())["fused-0"]["final"] > 0
+    assert json.loads((out / "losses" / "fused-0.json").read_text())["final"] > 0
 
 
 def test_wrong_options_are_refused_with_what_is_known(texts: Path, tmp_path: Path) -> None:
@@ -174,7 +236,7 @@ def test_wrong_options_are_refused_with_what_is_known(texts: Path, tmp_path: Pat
         ("--kind fuzed", "vanilla, cla, yoco, lite, fused"),
         ("--tokens 100", "less than a step's 2048"),
         ("--kind cla --storage-layers 3", "takes a divisor of the 8 layers"),
-        (f"--texts {texts} --seeds 1", "5000001 are needed: give more texts"),
+        (f"--texts {texts} --seed 0", "5000001 are needed: give more texts"),
     ):
         found = run(f"fuse train {tmp_path / 'out'} {options}")
         assert message in str(found.exception), found.output

@@ -25,11 +25,14 @@ def fuse_train(
         list[str] | None,
         typer.Option(help="vanilla, cla, yoco, lite or fused. Can be repeated. Default: all."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 2,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Of a run of each kind. Can be repeated. Default: 0 and 1."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="To train each run on.")] = 5_000_000,
     config: Annotated[
         Path | None,
-        typer.Option(help="A config.json with the models' sizes. Default: 6 million parameters."),
+        typer.Option(help="A config.json with the models' sizes. Default: 5 million parameters."),
     ] = None,
     storage_layers: Annotated[
         int | None, typer.Option(min=1, help="Layers that keep KV. Default: half.")
@@ -44,14 +47,15 @@ def fuse_train(
 ) -> None:
     """Train models from scratch, and compare their losses.
 
-    A call with the same folder goes on where the one before ended, however that ended."""
+    A call with the same folder goes on where the one before ended, however that ended. Several may
+    run at once; each takes models that no other trains."""
     from headrace.cli.fuse import train as command
 
     command.train(
         out,
         texts=texts,
         kinds=kind,
-        seeds=seeds,
+        seeds=seed,
         tokens=tokens,
         config=config,
         storage_layers=storage_layers,

@@ -24,7 +24,7 @@ def train(
     *,
     texts: Path | None,
     kinds: list[str] | None,
-    seeds: int,
+    seeds: list[int] | None,
     tokens: int,
     config: Path | None,
     storage_layers: int | None,
@@ -58,7 +58,7 @@ def train(
     shape = SMALL if config is None else _read(config)
     stored = storage_layers or shape["num_hidden_layers"] // 2
     chosen = cast("tuple[Kind, ...]", tuple(kinds or KINDS))
-    asked = Comparison(shape, stored, chosen, seeds, recipe, texts)
+    asked = Comparison(shape, stored, chosen, tuple(seeds or (0, 1)), recipe, texts)
 
     def report(name: str, found: Losses) -> None:
         seen, loss = found.valid[-1]
@@ -109,11 +109,12 @@ def table(losses: dict[str, Losses]) -> Table:
 def _print_drawn(out: Path, losses: dict[str, Losses]) -> None:
     """Where the readers of each `fused` model that is trained draw keys and values from."""
     from headrace_prefill.fusion.offline.asymmetry import learned
-    from headrace_prefill.fusion.offline.checkpoint import read
+    from headrace_prefill.fusion.offline.checkpoint import WEIGHTS, read
     from headrace_prefill.fusion.offline.comparison import validation
 
     for name, found in losses.items():
-        if not name.startswith("fused-") or found.final is None:
+        trained = (out / name / WEIGHTS).exists()
+        if not name.startswith("fused-") or found.final is None or not trained:
             continue
         _, model = read(out / name)
         drawn = learned(model, validation(out, DRAWN_WINDOWS))

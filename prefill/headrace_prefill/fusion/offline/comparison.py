@@ -1,20 +1,25 @@
 """Trains several kinds of models at equal tokens, in a folder from which it can go on.
 
-    settings.json     what is trained; another call must ask for the same
-    tokenizer.json    learned from the training texts
+    settings.json           what is trained; another call must ask for the same
+    tokenizer.json          learned from the training texts
     train.npy, valid.npy
-    losses.json       of all runs so far
+    losses/KIND-SEED.json   of each run so far
     losses.png
-    KIND-SEED/        a run: its checkpoint, then config.json, weights and tokenizer for vLLM
+    KIND-SEED/              a run: its checkpoint, then config.json, weights and tokenizer for vLLM
 
-All kinds are trained with one seed before the next seed begins.
+All kinds are trained with one seed before the next seed begins. Several processes may work in one
+folder: each takes runs that no other has. A run whose file of losses says that it ended is not
+trained again, also if that file is all there is of it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,31 +29,32 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from headrace_prefill.fusion.config import Kind
+from headrace_prefill.fusion.config import KINDS, Kind
 from headrace_prefill.fusion.offline.checkpoint import write
 from headrace_prefill.fusion.offline.corpus import END, Tokens, learn_vocabulary, sides, stream
 from headrace_prefill.fusion.offline.train import STATE, Losses, Recipe, Run, windows_of
 
-SETTINGS, LOSSES, PLOT = "settings.json", "losses.json", "losses.png"
+SETTINGS, LOSSES, PLOT = "settings.json", "losses", "losses.png"
 SMALL: dict[str, Any] = {
     "model_type": "llama",
     "dtype": "float32",
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 448,
+    "vocab_size": 6144,
+    "hidden_size": 192,
+    "intermediate_size": 384,
     "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
     "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-"""A model of 5 to 6 million parameters. A core trains it on 5 million tokens in about an hour."""
+"""A model of 5.0 to 5.3 million parameters. A core trains it on 5 million tokens in less than half
+an hour."""
 
 
 class SettingsError(ValueError):
@@ -68,7 +74,7 @@ class Comparison:
     config: Mapping[str, Any]
     storage_layers: int
     kinds: tuple[Kind, ...]
-    seeds: int
+    seeds: tuple[int, ...]
     recipe: Recipe
     texts: Path | None = None
 
@@ -89,7 +95,7 @@ class Comparison:
 
     def runs(self) -> Iterator[tuple[Kind, int]]:
         """(kind, seed), in the order in which they are trained."""
-        for seed in range(self.seeds):
+        for seed in self.seeds:
             for kind in self.kinds:
                 yield kind, seed
 
@@ -101,7 +107,7 @@ def compare(
     report: Callable[[str, Losses], None] = lambda name, losses: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Losses]:
-    """Train what is not trained yet. Returns the losses by KIND-SEED.
+    """Train what is neither trained yet nor in work elsewhere. Returns the losses by KIND-SEED.
 
     Args:
         report: called with a run's name at each of its validations.
@@ -111,37 +117,51 @@ def compare(
         SettingsError, CorpusError, FusionError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _agree(asked, folder)
-    tokenizer, train, valid = _data(asked, folder)
-    losses = read_losses(folder)
+    with _only_one(folder, wait=True):
+        _agree(asked, folder)
+        tokenizer, train, valid = _data(asked, folder)
+    settings = digest(asked, folder)
+    for name, known in read_losses(folder).items():
+        if known.settings != settings:
+            raise SettingsError(f"{folder / LOSSES / name}.json is of other settings or texts")
     for kind, seed in asked.runs():
         name = f"{kind}-{seed}"
-        if name in losses and losses[name].final is not None:
-            continue
-        run = Run(asked.described(kind), asked.recipe, seed, folder / name)
+        with _only_one(folder / name) as mine:
+            known = read_losses(folder).get(name, Losses())
+            if not mine or known.final is not None:
+                continue
+            run = Run(asked.described(kind), asked.recipe, seed, settings, folder / name)
 
-        def tell(found: Losses, name: str = name) -> None:
-            losses[name] = found
-            _write(folder / LOSSES, {each: asdict(one) for each, one in losses.items()})
-            report(name, found)
+            def tell(found: Losses, name: str = name) -> None:
+                _write(folder / LOSSES / f"{name}.json", asdict(found))
+                report(name, found)
 
-        if not run.go(train, valid, report=tell, stop=stop):
-            break
-        write(folder / name, asked.described(kind), run.model)
-        _write(
-            folder / name / "tokenizer_config.json",
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END},
-        )
-        tokenizer.save(str(folder / name / "tokenizer.json"))
-        (folder / name / STATE).unlink(missing_ok=True)
-    return losses
+            if not run.go(train, valid, report=tell, stop=stop):
+                break
+            write(folder / name, asked.described(kind), run.model)
+            _write(
+                folder / name / "tokenizer_config.json",
+                {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END},
+            )
+            tokenizer.save(str(folder / name / "tokenizer.json"))
+            (folder / name / STATE).unlink(missing_ok=True)
+    return read_losses(folder)
 
 
 def read_losses(folder: Path) -> dict[str, Losses]:
-    """Of all runs so far, by KIND-SEED."""
-    file = folder / LOSSES
-    found = json.loads(file.read_text()) if file.exists() else {}
-    return {name: Losses(**one) for name, one in found.items()}
+    """Of all runs so far, by KIND-SEED; kinds in the order of `KINDS`."""
+    files = (folder / LOSSES / f"{kind}-*.json" for kind in KINDS)
+    found = [file for each in files for file in sorted(each.parent.glob(each.name))]
+    return {file.stem: Losses(**json.loads(file.read_text())) for file in found}
+
+
+def digest(asked: Comparison, folder: Path) -> str:
+    """Of the settings and the tokens: losses with the same one can be compared."""
+    settings = [dict(asked.config), asked.storage_layers, asdict(asked.recipe)]
+    found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name in ("train.npy", "valid.npy"):
+        found.update((folder / name).read_bytes())
+    return found.hexdigest()[:16]
 
 
 def validation(folder: Path, windows: int) -> Tensor:
@@ -219,8 +239,22 @@ def _data(asked: Comparison, folder: Path) -> tuple[Tokenizer, Tokens, Tokens]:
     return tokenizer, np.load(cut[0], mmap_mode="r"), np.load(cut[1], mmap_mode="r")
 
 
+@contextmanager
+def _only_one(folder: Path, wait: bool = False) -> Iterator[bool]:
+    """Whether this process alone may write to a folder. The kernel ends the right of a dead one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
 def _write(file: Path, content: Any) -> None:
     """Replace a JSON file; a reader finds the old one or the new one, whole."""
+    file.parent.mkdir(exist_ok=True)
     beside = file.with_suffix(".new")
     beside.write_text(json.dumps(content, indent=1))
     os.replace(beside, file)

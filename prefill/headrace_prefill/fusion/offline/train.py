@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from headrace_prefill.fusion.offline.corpus import Tokens
+from headrace_prefill.fusion.offline.head_loss import head_loss
 from headrace_prefill.fusion.reference import Decoder
 
 STATE = "state.pt"
@@ -82,6 +83,7 @@ class Losses:
     """Of one run, in nats a token.
 
     Attributes:
+        settings: digest of what all runs that are compared have in common.
         parameters: of the model.
         train: (tokens so far, mean loss since the point before).
         valid: (tokens so far, loss on the first windows of validation).
@@ -89,6 +91,7 @@ class Losses:
         compute_s: seconds that steps took.
     """
 
+    settings: str = ""
     parameters: int = 0
     train: list[tuple[int, float]] = field(default_factory=list)
     valid: list[tuple[int, float]] = field(default_factory=list)
@@ -102,16 +105,19 @@ class Run:
     Args:
         config: a parsed config.json with `kv_fusion`.
         seed: of the first weights and of the order of windows.
+        settings: to be kept with the losses.
         folder: for the checkpoint; made if it does not exist.
     """
 
-    def __init__(self, config: Mapping[str, Any], recipe: Recipe, seed: int, folder: Path) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], recipe: Recipe, seed: int, settings: str, folder: Path
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._recipe, self._seed, self._state = recipe, seed, folder / STATE
         self.model = Decoder(config)
         begin(self.model, seed)
         self._optimizer = _optimizer(self.model)
-        self.losses = Losses(sum(weight.numel() for weight in self.model.parameters()))
+        self.losses = Losses(settings, sum(weight.numel() for weight in self.model.parameters()))
         self._step, self._since_look = 0, [0.0, 0.0]
         if self._state.exists():
             self._restore()
@@ -163,10 +169,8 @@ class Run:
         """One step of the optimizer."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.rate(self._step)
-        narrow = torch.autocast("cpu", torch.bfloat16, enabled=self._recipe.bfloat16)
         with torch.enable_grad():
-            with narrow:
-                loss = _loss(self.model, windows)
+            loss = _loss_to_learn(self.model, windows, self._recipe.bfloat16)
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._optimizer.step()
@@ -249,6 +253,15 @@ def _loss(model: Decoder, windows: Tokens) -> Tensor:
     tokens = torch.from_numpy(windows.astype(np.int64))
     logits = model(tokens[:, :-1])
     return cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _loss_to_learn(model: Decoder, windows: Tokens, bfloat16: bool) -> Tensor:
+    """As `_loss`, quicker where gradients are wanted."""
+    tokens = torch.from_numpy(windows.astype(np.int64))
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        hidden = model.model.norm(model.states(tokens[:, :-1]))
+    dtype = torch.bfloat16 if bfloat16 else hidden.dtype
+    return head_loss(hidden.flatten(0, 1), model.lm_head.weight, tokens[:, 1:].flatten(), dtype)
 
 
 def _optimizer(model: Decoder) -> torch.optim.AdamW:
