@@ -62,9 +62,8 @@ def train(
 
     def report(name: str, found: Losses) -> None:
         seen, loss = found.valid[-1]
-        stderr().print(
-            f"{name}: {seen} tokens, loss {loss:.4f}, {found.compute_s:.0f} s", markup=False
-        )
+        spent = f"{found.compute_s:.0f} s, {seen / max(found.compute_s, 1e-9):.0f} tokens/s"
+        stderr().print(f"{name}: {seen} tokens, loss {loss:.4f}, {spent}", markup=False)
 
     try:
         for one in chosen:
