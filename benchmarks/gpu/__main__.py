@@ -23,6 +23,9 @@ Needs one NVIDIA card of 80 GB and `headrace[gpu]`; takes some minutes.
     split_ttft_pN_vs_one,               two engines on the card, one for prefill and one for decode,
     split_itl_pN_vs_one                 over one engine that does both: first tokens of prompts, and
                                         latencies of the requests that decode meanwhile
+    fused_decode_triton_vs_torch        decode attention of a layer that mixes two layers' KV, 8
+                                        rows of 32K tokens: mixed by our Triton kernel / by torch
+    fused_decode_triton_vs_one_layer    the same / attention to one layer's KV without mixing
     drafting_N_at_once                  tokens per second of N requests with drafts, over without
 
 Each part runs in a process of its own; one that fails is named and left out.
@@ -49,6 +52,7 @@ PARTS = {
     "split": "Prefill and decode apart on one card",
     "drafting": "Drafting",
     "sparse": "Sparse decode attention",
+    "fusion": "Layers that mix two layers' KV",
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.timing import graph, milliseconds
 from headrace_decode.sparse.basis import COORDINATES, Basis
 from headrace_decode.sparse.engine.counts import chosen_units, units_of
 from headrace_decode.sparse.kernels._vllm_compat import flash_attention, triton_attention
@@ -50,7 +51,7 @@ def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
     blocks = torch.randperm(rows * n, generator=draw).view(rows, n).int().cuda()
     for summaries, cache in zip(made, caches, strict=True):
         summaries.bring_up(cache, blocks.flatten().long())
-    bring_up_ms = _ms(lambda: made[0].bring_up(caches[0], blocks.flatten().long()))
+    bring_up_ms = milliseconds(lambda: made[0].bring_up(caches[0], blocks.flatten().long()))
     made[0].sums.zero_()
     query = torch.randn((rows, HEADS, DIM), dtype=torch.bfloat16, device="cuda")
     chosen = chosen_units(context, unit, SHARE)
@@ -78,13 +79,13 @@ def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
     arms: dict[str, Callable[[], None]] = {}
     for name, kernel in KERNELS.items():
         for kind, function in (("dense", dense), ("sparse", sparse)):
-            replay = _graph(partial(function, kernel))
+            replay = graph(partial(function, kernel))
             if replay is not None:
                 arms[f"{kind}, {name}"] = replay
     times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(TURNS):
         for name, arm in arms.items():
-            times[name].append(_ms(arm))
+            times[name].append(milliseconds(arm))
     ms = {name: statistics.median(each) / LAYERS for name, each in times.items()}
     best = {
         kind: min((value for name, value in ms.items() if name.startswith(kind)), default=None)
@@ -100,31 +101,6 @@ def _of(context: int, rows: int, unit: int) -> dict[str, Any]:
 
 def _basis_shapes() -> tuple[tuple[int, ...], ...]:
     return (KV_HEADS, DIM), (KV_HEADS, DIM, COORDINATES), (KV_HEADS, COORDINATES, DIM)
-
-
-def _graph(function: Callable[[], None]) -> Callable[[], None] | None:
-    """A CUDA graph of a function; None, and the reason printed, if its kernel is not here."""
-    try:
-        for _ in range(3):
-            function()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-    except (ImportError, NotImplementedError) as error:
-        print(f"left out: {error}")
-        return None
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
-def _ms(function: Callable[[], None]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end))
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:

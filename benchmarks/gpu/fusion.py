@@ -1,0 +1,98 @@
+"""What a layer that mixes two layers' KV costs in decoding: mixing it first, then attending to it.
+
+Each arm computes some layers, one after another, as one CUDA graph. All rows have blocks of their
+own, so nothing is mixed twice. `triton` is `headrace_prefill.fusion.engine.triton_mixing`, `torch`
+the same with torch's operations. No engine has either on a GPU yet: `fused` is refused there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.timing import graph, milliseconds
+from headrace_decode.sparse.kernels._vllm_compat import triton_attention
+from headrace_prefill.fusion.engine.triton_mixing import mix_blocks
+from headrace_prefill.fusion.mixing import mix
+
+HEADS, KV_HEADS, DIM, LAYERS, BLOCK = 32, 8, 128, 4, 16
+"""Llama 3 8B, some of its layers."""
+CONTEXTS, ROWS = (2048, 8192, 32768), (1, 8)
+TURNS = 30
+ONE, TRITON, TORCH = "attention to one layer's KV", "mixed by Triton", "mixed by torch"
+
+Mixing = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def mixed_by_torch(first: Tensor, last: Tensor, blocks: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """As `mix_blocks`, but for the rounding."""
+    return mix(first[blocks], last[blocks], a, b)
+
+
+def measured() -> dict[str, Any]:
+    """Milliseconds a layer, by context, rows and arm."""
+    return {f"{context}.{rows}": _of(context, rows) for context in CONTEXTS for rows in ROWS}
+
+
+def _of(context: int, rows: int) -> dict[str, float]:
+    made = {"dtype": torch.bfloat16, "device": "cuda"}
+    blocks = rows * context // BLOCK
+    layers = [torch.randn((blocks, BLOCK, KV_HEADS, 2 * DIM), **made) for _ in range(LAYERS + 1)]
+    weights = [torch.randn((KV_HEADS, 2 * DIM), **made) for _ in range(2)]
+    query = torch.randn((rows, HEADS, DIM), **made)
+    output = torch.empty_like(query)
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    numbers = torch.randperm(blocks, device="cuda").int()
+    starts, lengths = torch.arange(rows + 1, **ints), torch.full((rows,), context, **ints)
+    own = torch.arange(blocks, **ints).view(rows, -1)
+
+    def attend(kv: Tensor, table: Tensor) -> None:
+        given = (query, *kv.split(DIM, -1), output, starts, lengths, table, context, DIM**-0.5)
+        triton_attention(*given)
+
+    def one() -> None:
+        for kv in layers[1:]:
+            attend(kv, numbers.view(rows, -1))
+
+    def mixed(mixing: Mixing) -> None:
+        for kv in layers[1:]:
+            attend(mixing(layers[0], kv, numbers, *weights), own)
+
+    functions: dict[str, Callable[[], None]] = {
+        ONE: one,
+        TRITON: partial(mixed, mix_blocks),
+        TORCH: partial(mixed, mixed_by_torch),
+    }
+    arms = {name: graph(function) for name, function in functions.items()}
+    times: dict[str, list[float]] = {name: [] for name, arm in arms.items() if arm is not None}
+    for _ in range(TURNS):
+        for name, each in times.items():
+            each.append(milliseconds(arms[name]))  # type: ignore[arg-type]
+    return {name: statistics.median(each) / LAYERS for name, each in times.items()}
+
+
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    """At the longest context with most rows."""
+    ms = found[f"{max(CONTEXTS)}.{max(ROWS)}"]
+    pairs = {"torch": (TRITON, TORCH), "one_layer": (TRITON, ONE)}
+    return {
+        f"fused_decode_triton_vs_{name}": ms[mine] / ms[other]
+        for name, (mine, other) in pairs.items()
+        if mine in ms and other in ms
+    }
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """A table of what was measured."""
+    names = [ONE, TRITON, TORCH]
+    head = ["KV", "rows", *(f"{name}, ms" for name in names)]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+    for key, ms in found.items():
+        shown = [f"{ms[name]:.3f}" if name in ms else "-" for name in names]
+        lines.append("| " + " | ".join([*key.split("."), *shown]) + " |")
+    return "\n".join(lines)
