@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.kvstore.child import ROOT, Child, serve
+from headrace_engine.handoff import PARAMS_KEY
 from headrace_prefill.fusion.reference import Decoder
 from tests.support import run
 from tests.support.program import IN_ONE_PROCESS, engine_environment
+from tests.support.stored import checked_nixl_connector, side_channel, store_connector
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 6, 4, 2, 32, 128, 512
 BLOCK = 32
@@ -99,11 +101,17 @@ def true_logprobs(model: Decoder, prompt: list[int], answer: list[int]) -> list[
 
 
 class FusingEngines:
-    """A process for engines, one at a time."""
+    """A process for engines, one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        hands_over: whether they may hand KV to engines of other processes over NIXL.
+    """
+
+    def __init__(self, hands_over: bool = False) -> None:
         self._folder = TemporaryDirectory()
         environment = engine_environment(**IN_ONE_PROCESS)
+        if hands_over:
+            environment |= side_channel()
         environment["PYTHONPATH"] = f"{ROOT / 'prefill'}:{environment['PYTHONPATH']}"
         run.engine_started()
         log = Path(self._folder.name) / "log"
@@ -129,11 +137,18 @@ class Engines:
         register()
         self._llm: Any = None
 
-    def open(self, model: str, store: dict[str, Any] | None = None, **options: Any) -> int:
+    def open(
+        self,
+        model: str,
+        store: dict[str, Any] | None = None,
+        hands_over: bool = False,
+        **options: Any,
+    ) -> int:
         """Start an engine in place of the one before; returns its number of KV blocks.
 
         Args:
             store: the store connector's `kv_connector_extra_config`.
+            hands_over: whether it hands KV to other engines over NIXL, and pulls theirs.
             options: of vLLM's.
         """
         from vllm import LLM
@@ -141,13 +156,9 @@ class Engines:
 
         self.close()
         if store is not None:
-            options["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="HeadraceConnector",
-                kv_connector_module_path="headrace_engine.store_connector",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=store,
-            )
+            options["kv_transfer_config"] = KVTransferConfig(**store_connector(store))
+        if hands_over:
+            options["kv_transfer_config"] = KVTransferConfig(**checked_nixl_connector())
         self._llm = LLM(
             model,
             dtype="float32",
@@ -161,19 +172,32 @@ class Engines:
         return self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
 
     def answers(
-        self, prompts: list[list[int]], max_tokens: int, prompt_logprobs: bool = False
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        prompt_logprobs: bool = False,
+        transfers: list[dict[str, Any]] | None = None,
     ) -> list[dict[str, Any]]:
-        """Greedy answers to prompts of token ids, all at once."""
+        """Greedy answers to prompts of token ids, all at once.
+
+        Args:
+            transfers: for each prompt, what another engine said of the KV that it keeps, or
+                `produce_params()` to keep it for another engine.
+        """
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            logprobs=0,
-            prompt_logprobs=0 if prompt_logprobs else None,
-            ignore_eos=True,
-            detokenize=False,
-        )
+        params = [
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                logprobs=0,
+                prompt_logprobs=0 if prompt_logprobs else None,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=None if transfer is None else {PARAMS_KEY: transfer},
+            )
+            for transfer in transfers or [None] * len(prompts)
+        ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         found = []
         for result in self._llm.generate(inputs, params, use_tqdm=False):
@@ -183,6 +207,7 @@ class Engines:
                     "tokens": list(output.token_ids),
                     "logprobs": _chosen(output.logprobs, output.token_ids),
                     "cached": result.num_cached_tokens,
+                    "transfer": result.kv_transfer_params,
                     "prompt": _chosen(
                         (result.prompt_logprobs or [None])[1:], result.prompt_token_ids[1:]
                     ),
@@ -197,6 +222,11 @@ class Engines:
     def counted(self, name: str) -> float:
         """A counter of vLLM's metrics."""
         return sum(metric.value for metric in self._llm.get_metrics() if metric.name == name)
+
+    def transfers(self) -> dict[str, float]:
+        """Pulls by what became of them (`integrity.stats`)."""
+        found = [m for m in self._llm.get_metrics() if m.name == "vllm:headrace_transfers"]
+        return {metric.labels["event"]: metric.value for metric in found}
 
     def count_rows(self) -> None:
         """Have `rows` count from now on."""

@@ -62,11 +62,7 @@ class StoredEngine:
         self._log = Path(self._folder.name) / "log"
         environment = engine_environment(**IN_ONE_PROCESS)
         if hands_over:
-            port = free_port_block(1 + ranks, "127.0.0.1")
-            environment |= {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-            }
+            environment |= side_channel(ranks)
         options = {
             "model": model,
             "store": json.dumps(store),
@@ -194,16 +190,14 @@ class Engine:
         files.Mover = SlowMover  # type: ignore[misc]
         transfer = None
         if store is not None:
-            connector = _connector("HeadraceConnector", "headrace_engine.store_connector", store)
+            connector = store_connector(store)
             if hands_over:
                 # MultiConnector takes statistics for mappings, as they are between two processes.
                 KVConnectorStats.__getitem__ = lambda stats, name: getattr(stats, name)
-                checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
-                nixl = _connector("NixlConnector", "headrace_engine.integrity.connector", checks)
                 connector = _connector(
                     "HeadracePDConnector",
                     "headrace_kvstore.connector.composite",
-                    {"connectors": [nixl, connector]},
+                    {"connectors": [checked_nixl_connector(), connector]},
                 )
             transfer = KVTransferConfig(**connector)
         self._llm = LLM(
@@ -308,6 +302,25 @@ class Engine:
     def close(self) -> None:
         time.sleep(0.5)  # for saves under way
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def side_channel(ranks: int = 1) -> dict[str, str]:
+    """Environment of an engine that hands KV to others over NIXL: where they ask for it."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port_block(1 + ranks, "127.0.0.1")),
+    }
+
+
+def store_connector(store: dict[str, Any]) -> dict[str, Any]:
+    """A transfer configuration with a KV store of these settings."""
+    return _connector("HeadraceConnector", "headrace_engine.store_connector", store)
+
+
+def checked_nixl_connector() -> dict[str, Any]:
+    """A transfer configuration with NIXL, and a fingerprint of all KV."""
+    checks = {CHECKS_KEY: {"check": "sampled", "rate": 1.0}}
+    return _connector("NixlConnector", "headrace_engine.integrity.connector", checks)
 
 
 def _connector(name: str, module: str, settings: dict[str, Any]) -> dict[str, Any]:
