@@ -2,7 +2,7 @@
 
 Each arm computes some layers, one after another, as one CUDA graph. All rows have blocks of their
 own, so nothing is mixed twice. `triton` is `headrace_prefill.fusion.engine.triton_mixing`, `torch`
-the same with torch's operations. No engine has either on a GPU yet: `fused` is refused there.
+the same with torch's operations. An engine on CUDA has the former.
 """
 
 from __future__ import annotations

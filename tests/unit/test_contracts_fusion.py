@@ -19,6 +19,8 @@ COMPAT = "prefill/headrace_prefill/fusion/engine/_vllm_compat.py"
 MODEL = "prefill/headrace_prefill/fusion/engine/model.py"
 ATTENTION = "prefill/headrace_prefill/fusion/engine/attention.py"
 PLUGIN = "prefill/headrace_prefill/fusion/engine/plugin.py"
+DEVICE = "prefill/headrace_prefill/fusion/engine/device/_vllm_compat.py"
+TRITON = "vllm.v1.attention.backends.triton_attn"
 CPU = "vllm.v1.attention.backends.cpu_attn"
 RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
@@ -41,7 +43,7 @@ def test_layers_that_share_are_told_which_rows_have_logits() -> None:
     protocol = find(
         "vllm.v1.attention.backends.utils:KVSharingFastPrefillMetadata", COMPAT
     ).__annotations__
-    assert "logits_indices_padded" in protocol, f"mend {COMPAT}"
+    assert {"logits_indices_padded", "num_logits_indices"} <= set(protocol), f"mend {COMPAT}"
     groups = inspect.getsource(find(f"{RUNNER}.initialize_attn_backend", COMPAT))
     assert "create_fast_prefill_custom_backend" in groups, f"mend {COMPAT}"
     wrapped = inspect.getsource(
@@ -74,6 +76,53 @@ def test_the_cpu_kernel_takes_keys_and_values_apart() -> None:
     )
     builder = inspect.getsource(find(f"{CPU}:CPUAttentionMetadataBuilder", COMPAT))
     assert "layer.isa = self.isa" in builder, f"mend {ATTENTION}"
+
+
+def test_the_gpus_kernel_takes_keys_and_values_apart() -> None:
+    pytest.importorskip("triton")
+    assert_takes(
+        *("vllm.v1.attention.ops.triton_unified_attention:unified_attention", DEVICE, "q", "k"),
+        *("v", "out", "cu_seqlens_q", "max_seqlen_q", "seqused_k", "max_seqlen_k"),
+        *("softmax_scale", "causal", "window_size", "block_table", "softcap", "q_descale"),
+        *("k_descale", "v_descale", "seq_threshold_3D", "num_par_softmax_segments"),
+        *("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum"),
+    )
+    assert_fields(
+        *(f"{TRITON}:TritonAttentionMetadata", DEVICE, "num_actual_tokens", "query_start_loc"),
+        *("max_query_len", "seq_lens", "max_seq_len", "block_table", "causal"),
+        *("seq_threshold_3D", "num_par_softmax_segments", "softmax_segm_output"),
+        *("softmax_segm_max", "softmax_segm_expsum"),
+    )
+    builder = inspect.getsource(find(f"{TRITON}:TritonAttentionMetadataBuilder", DEVICE))
+    assert "self.block_size = kv_cache_spec.block_size" in builder, f"mend {DEVICE}"
+    for name in ("TritonAttentionBackend", "TritonAttentionImpl"):
+        find(f"{TRITON}:{name}", DEVICE)
+    assert find("vllm.platforms:current_platform", COMPAT).is_cuda_alike() in (True, False)
+
+
+@pytest.mark.parametrize("backend", ["triton_attn:Triton", "flash_attn:Flash"])
+def test_backends_for_gpus_keep_k_and_v_side_by_side_in_one_order(backend: str) -> None:
+    """Storage layers may have another backend than the layers that read their caches."""
+    pytest.importorskip("triton")
+    path = f"vllm.v1.attention.backends.{backend}AttentionImpl.do_kv_cache_update"
+    text = inspect.getsource(find(path, DEVICE))
+    split = "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"
+    assert f"key_cache, value_cache = {split}" in text, f"mend {DEVICE}"
+
+
+def test_layers_without_kv_have_attention_on_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from headrace_prefill.fusion.config import FusionError
+    from headrace_prefill.fusion.engine import attention, model
+    from headrace_prefill.fusion.engine.device import attention as on_device
+
+    for cpu, gpu, found in ((True, False, attention), (False, True, on_device)):
+        monkeypatch.setattr(model, "on_cpu", lambda cpu=cpu: cpu)
+        monkeypatch.setattr(model, "on_gpu", lambda gpu=gpu: gpu)
+        assert model.backends("lite") == (found.LiteBackend, found.FusedBackend)
+    monkeypatch.setattr(model, "on_gpu", lambda: False)
+    with pytest.raises(FusionError, match="kind lite has attention for CPUs"):
+        model.backends("lite")
 
 
 def test_a_packed_block_has_each_weight_at_its_channel() -> None:

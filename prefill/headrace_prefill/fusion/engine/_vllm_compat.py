@@ -24,6 +24,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
+from headrace_prefill.fusion.engine.renumber import renumbered
+
 __all__ = [
     "Attention",
     "CPUAttentionBackend",
@@ -34,6 +36,7 @@ __all__ = [
     "attend",
     "halves",
     "on_cpu",
+    "on_gpu",
     "packed",
     "rows_with_logits",
 ]
@@ -44,11 +47,16 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def on_gpu() -> bool:
+    """Whether it computes on a GPU for which vLLM has its Triton attention."""
+    return bool(current_platform.is_cuda_alike())
+
+
 def rows_with_logits(layer_name: str) -> Tensor | None:
     """The rows of this step's batch whose logits are needed, int64 [r].
 
     None if all rows are to be run: the engine was not started with `kv_sharing_fast_prefill`, the
-    layer has a KV cache of its own, or this is a dummy run.
+    layer has a KV cache of its own, or this is a dummy run, such as one that records a CUDA graph.
     """
     by_layer = get_forward_context().attn_metadata
     if not isinstance(by_layer, dict):
@@ -56,8 +64,8 @@ def rows_with_logits(layer_name: str) -> Tensor | None:
     metadata = by_layer.get(layer_name)
     if not isinstance(metadata, KVSharingFastPrefillMetadata):
         return None
-    assert metadata.logits_indices_padded is not None
-    return metadata.logits_indices_padded.long()
+    rows = metadata.logits_indices_padded
+    return None if rows is None else rows[: metadata.num_logits_indices].long()
 
 
 def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,11 +161,6 @@ class MixedMetadataBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> MixedMetadata:
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        table = found.block_table
-        used = (found.seq_lens + self.block_size - 1) // self.block_size
-        read = torch.arange(table.shape[1]) < used[:, None]
-        blocks, numbers = torch.unique(table[read], return_inverse=True)
-        own = torch.zeros_like(table)
-        own[read] = numbers.to(own.dtype)
+        blocks, own = renumbered(found.block_table, found.seq_lens, self.block_size)
         taken: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
-        return MixedMetadata(**{**taken, "block_table": own, "blocks": blocks.long().numpy()})
+        return MixedMetadata(**{**taken, "block_table": own, "blocks": blocks.numpy()})

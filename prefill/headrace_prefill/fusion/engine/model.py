@@ -38,8 +38,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.sequence import IntermediateTensors
 
 from headrace_prefill.fusion.config import FusionError
-from headrace_prefill.fusion.engine._vllm_compat import on_cpu, rows_with_logits
-from headrace_prefill.fusion.engine.attention import FusedBackend, LiteBackend
+from headrace_prefill.fusion.engine._vllm_compat import on_cpu, on_gpu, rows_with_logits
 from headrace_prefill.fusion.engine.blocks import Mixer
 from headrace_prefill.fusion.engine.mixture import Mixture
 from headrace_prefill.fusion.reference import Shape
@@ -128,19 +127,18 @@ class FusionAttention(nn.Module):
         shared: dict[str, Any] = {"kv_sharing_target_layer_name": keys[-1].layer_name}
         if keys == values and len(keys) == 1:
             return shared
-        if not on_cpu():
+        lite, fused = backends(shape.fusion.kind)
+        rounded = keys[0].kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32")
+        if rounded and not (on_cpu() and len(keys) == 1):
             raise FusionError(
-                f"kv_fusion.kind {shape.fusion.kind} has attention for vLLM's CPU engine only: on "
-                "a GPU serve cla or yoco"
+                f"kv_fusion.kind {shape.fusion.kind} cannot read KV kept as "
+                f"{keys[0].kv_cache_dtype} here"
             )
         if len(keys) == 1:
-            return {**shared, "attn_backend": LiteBackend, "keys": keys[0], "values": values[0]}
-        if keys[0].kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-            raise FusionError(
-                f"kv_fusion.kind fused cannot mix KV kept as {keys[0].kv_cache_dtype}"
-            )
-        sources = {"first": keys[0], "last": keys[1], "mixture": self.mix, "mixer": mixer}
-        return {**shared, "attn_backend": FusedBackend, **sources}
+            return {**shared, "attn_backend": lite, "keys": keys[0], "values": values[0]}
+        sources = {"first": keys[0], "last": keys[1], "mixture": self.mix}
+        sources |= {"mixer": mixer} if on_cpu() else {}
+        return {**shared, "attn_backend": fused, **sources}
 
     def forward(self, positions: Tensor, hidden: Tensor) -> Tensor:
         if self.stores:
@@ -162,6 +160,26 @@ class FusionAttention(nn.Module):
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
         return norm(x.unflatten(-1, (-1, self.dim))).flatten(-2)
+
+
+def backends(kind: str) -> tuple[type[Any], type[Any]]:
+    """Attention of `lite` and of `fused` layers on this engine's device.
+
+    Raises:
+        FusionError: there is none.
+    """
+    if on_cpu():
+        from headrace_prefill.fusion.engine.attention import FusedBackend, LiteBackend
+
+        return LiteBackend, FusedBackend
+    if on_gpu():
+        from headrace_prefill.fusion.engine.device import attention
+
+        return attention.LiteBackend, attention.FusedBackend
+    raise FusionError(
+        f"kv_fusion.kind {kind} has attention for CPUs and for GPUs of CUDA and ROCm: serve cla or "
+        "yoco here"
+    )
 
 
 class FusionLayer(nn.Module):

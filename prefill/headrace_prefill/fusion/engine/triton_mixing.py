@@ -2,8 +2,8 @@
 
     output[i] = first[blocks[i]] * first_weight + last[blocks[i]] * last_weight
 
-What `blocks.Mixer` does on the CPU. Sums are float32. No engine calls it yet: `lite` and `fused`
-have attention for vLLM's CPU engine only. It has run in Triton's interpreter, never on a GPU.
+What `blocks.Mixer` does on the CPU. Sums are float32. It has run in Triton's interpreter, never on
+a GPU.
 """
 
 from __future__ import annotations

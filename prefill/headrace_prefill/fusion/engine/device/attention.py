@@ -1,0 +1,145 @@
+"""Attention of layers without KV to the KV of two storage layers, on vLLM's Triton kernel for GPUs.
+
+As `engine.attention` on the CPU: Lite reads K and V where they are, in two layers' caches; Fused
+mixes the blocks that this step's rows attend to, then calls the kernel on them. It has run in
+Triton's interpreter, never on a GPU. What mixing costs there, `benchmarks.gpu` measures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
+
+from headrace_prefill.fusion.engine.device._vllm_compat import (
+    MixedMetadata,
+    MixedMetadataBuilder,
+    TritonAttentionBackend,
+    TritonAttentionImpl,
+    TritonAttentionMetadata,
+    attend,
+)
+from headrace_prefill.fusion.engine.mixture import Mixture
+from headrace_prefill.fusion.engine.triton_mixing import mix_blocks
+from headrace_prefill.fusion.mixing import by_channel
+
+
+class LiteImpl(TritonAttentionImpl):
+    """K of one layer, V of another.
+
+    Args:
+        keys, values: the attention of these layers.
+    """
+
+    def __init__(self, *args: Any, keys: Attention, values: Attention, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._keys, self._values = keys, values
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: TritonAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # a dummy run
+            return output.fill_(0)
+        keys, _ = halves(self._keys.kv_cache)
+        _, values = halves(self._values.kv_cache)
+        return attend(self, query, keys, values, attn_metadata, output)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No."""
+        return False
+
+
+class LiteBackend(TritonAttentionBackend):
+    """vLLM's Triton attention with `LiteImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[LiteImpl]:
+        return LiteImpl
+
+
+class FusedImpl(TritonAttentionImpl):
+    """K and V mixed of two layers.
+
+    Args:
+        first, last: the attention of these layers.
+        mixture: its weights.
+    """
+
+    def __init__(
+        self, *args: Any, first: Attention, last: Attention, mixture: Mixture, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self._first, self._last, self._mixture = first, last, mixture
+        self._weights: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: TritonAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # a dummy run
+            return output.fill_(0)
+        assert isinstance(attn_metadata, MixedMetadata) and attn_metadata.blocks is not None
+        first, last = self._first.kv_cache, self._last.kv_cache
+        by_token = not first[0].is_contiguous()  # a block's tokens lie before its heads
+        if self._weights is None:
+            self._weights = weights_of(self._mixture, first, by_token)
+        if by_token:
+            first, last = first.transpose(1, 2), last.transpose(1, 2)
+        mixed = mix_blocks(first, last, attn_metadata.blocks, *self._weights)
+        keys, values = halves(mixed.transpose(1, 2) if by_token else mixed)
+        return attend(self, query, keys, values, attn_metadata, output)
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No."""
+        return False
+
+
+class FusedBackend(TritonAttentionBackend):
+    """vLLM's Triton attention with `FusedImpl`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FusedImpl]:
+        return FusedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MixedMetadataBuilder]:
+        return MixedMetadataBuilder
+
+
+def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of a cache [blocks, kv_heads, block, 2 * D], each [blocks, block, kv_heads, D]."""
+    keys, values = kv_cache.transpose(1, 2).chunk(2, -1)
+    return keys, values
+
+
+def weights_of(mixture: Mixture, kv_cache: Tensor, by_token: bool) -> tuple[Tensor, Tensor]:
+    """Weights of the first and of the last layer, in the order and dtype of a block: [kv_heads,
+    2 * D] if its tokens lie before its heads, else [kv_heads, block, 2 * D]."""
+    found = []
+    for keys, values in (
+        (mixture.first_keys, mixture.first_values),
+        (mixture.last_keys, mixture.last_values),
+    ):
+        weight = torch.cat([by_channel(keys), values], -1).to(kv_cache.dtype)
+        tokens = kv_cache.shape[2]
+        found.append(weight if by_token else weight[:, None].expand(-1, tokens, -1).contiguous())
+    return found[0], found[1]
