@@ -1,14 +1,7 @@
-"""Attention of `lite` and `fused` layers for GPUs, on tensors of a CPU in Triton's interpreter.
-
-Triton interprets only what it is told to before it is imported, so a process of its own runs this
-file again.
-"""
+"""Attention of `lite` and `fused` layers for GPUs, on tensors of a CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 32, 16, 12
 HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 TABLE = [[3, 7, 1], [3, 9, 0], [11, 0, 0]]
@@ -41,16 +34,9 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@outside
 def test_the_attention_for_gpus_holds_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    passes_in_the_interpreter(__file__)
 
 
 def noise(seed: int, *shape: int) -> Tensor:

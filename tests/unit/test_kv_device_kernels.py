@@ -1,14 +1,7 @@
-"""The store's kernels for GPUs give the CPU's bytes, in Triton's interpreter.
-
-Triton interprets only what it is told to before it is imported, so a process of its own runs this
-file again.
-"""
+"""The store's kernels for GPUs give the CPU's bytes, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+
 pytest.importorskip("triton")
 
 from headrace_kvstore.codec import LayerShape, Order
 from headrace_kvstore.parts import Held
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 DTYPES = ["float32", "bfloat16", "float16"]
 CACHES = [
     "moves_the_same_bytes_as_the_host_cache",
@@ -39,19 +32,12 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@outside
 def test_kernels_equal_the_cpu_in_the_interpreter() -> None:
     layouts = Path(__file__).with_name("test_kv_layout_vllm.py")
     also = [f"{layouts}::test_the_device_cache_{what}" for what in CACHES]
     also.append(str(Path(__file__).with_name("test_kv_ways.py")))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *also],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    passes_in_the_interpreter(__file__, *also)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

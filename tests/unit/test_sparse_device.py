@@ -1,14 +1,7 @@
-"""The sparse backend for GPUs on tensors of a CPU, in Triton's interpreter.
-
-Triton interprets only what it is told to before it is imported, so a process of its own runs this
-file again.
-"""
+"""The sparse backend for GPUs on tensors of a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 WITHIN = 1e-5
 
 if INTERPRETED:
@@ -46,16 +39,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@outside
 def test_the_backend_for_gpus_holds_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    passes_in_the_interpreter(__file__)
 
 
 @inside

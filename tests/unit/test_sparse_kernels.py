@@ -1,23 +1,16 @@
-"""Sparse attention's kernels equal the reference, in Triton's interpreter.
-
-Triton interprets only what it is told to before it is imported, so a process of its own runs this
-file again.
-"""
+"""Sparse attention's kernels equal the reference, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.interpreted import INTERPRETED, inside, outside, passes_in_the_interpreter
+
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that interprets")
 HND, NHD = (0, 1, 2, 3), (0, 2, 1, 3)
 
 if INTERPRETED:
@@ -27,16 +20,9 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@outside
 def test_kernels_equal_the_reference_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    passes_in_the_interpreter(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
