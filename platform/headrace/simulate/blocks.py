@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from headrace_kvstore.compiled import jit
 
-inner = jit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""For what only compiled code calls: without the way in from Python, which compiles slowly."""
+inner = jit(no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=False)
+"""For what only compiled code calls: without the way in from Python, and without numba's counts of
+references to each array of the state at each call. Both compile slowly. So no such function may
+make an array."""
 
 _SPREAD = np.int64(0x1E3779B97F4A7C15)  # odd: neighbouring keys go to cells far apart
 
