@@ -255,6 +255,18 @@ def test_promised_parts_never_exceed_the_rate_and_nobody_has_less_than_an_equal_
         assert rates.rate / (count + 2) * 0.9 <= part <= rates.rate
 
 
+def test_what_a_byte_takes_is_learned_for_each_size() -> None:
+    costs = Costs()
+    for _ in range(100):
+        costs.prefilled("one", 1000, 0.01)
+        costs.prefilled("one", 50_000, 2.0)
+    assert costs.expect("one", 900, 1.0).prefill_s == pytest.approx(0.009, rel=0.01)
+    assert costs.expect("one", 60_000, 1.0).prefill_s == pytest.approx(2.4, rel=0.01)
+    # A size that was not seen yet: as the next smaller one.
+    assert costs.expect("one", 10_000, 1.0).prefill_s == pytest.approx(0.1, rel=0.01)
+    assert costs.expect("one", 200_000, 1.0).prefill_s == pytest.approx(8.0, rel=0.01)
+
+
 def test_costs_follow_each_tenant_s_own_requests() -> None:
     costs = Costs()
     for _ in range(100):
