@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.elastic.day import Day
+from headrace.advice import Load
 from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Counts, Prices, decide
 from headrace.elastic.forecast import BIN_S, Ahead, Forecast
@@ -66,9 +67,7 @@ class Ours:
         if not self._learn(look) and self.told:
             return self.told[-1].prefill, self.told[-1].decode
         now = tuple(role.ready + role.starting for role in (look.prefill, look.decode))
-        decode = self.hardware.decode
-        kv_tokens = decode.kv_blocks * self.hardware.block_tokens
-        load = self.traffic.load(decode.steps, kv_tokens, self._move_s(), self.hardware.lost_share)
+        load = self._load()
         if load is None:
             return now[0], now[1]
         if not self.joint:
@@ -76,6 +75,16 @@ class Ours:
         counts = decide((now[0], now[1]), load, self._ahead, self.slo, self.prices, self.bounds)
         self.told.append(counts)
         return counts.prefill, counts.decode
+
+    def load_of(self, look: Look) -> Load | None:
+        """Means of requests with those that ended; None while there are too few."""
+        self._learn(look)
+        return self._load()
+
+    def _load(self) -> Load | None:
+        decode = self.hardware.decode
+        kv_tokens = decode.kv_blocks * self.hardware.block_tokens
+        return self.traffic.load(decode.steps, kv_tokens, self._move_s(), self.hardware.lost_share)
 
     def _ahead(self, ahead_s: float) -> Ahead:
         if self.certain:

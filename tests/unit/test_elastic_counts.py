@@ -13,7 +13,7 @@ from headrace.advice import Load
 from headrace.elastic.capacity import Bounds, Slo, expected_in_time, in_time, need
 from headrace.elastic.decide import Counts, Prices, decide
 from headrace.elastic.forecast import Ahead
-from headrace.elastic.traffic import KEPT, LEAST, Traffic
+from headrace.elastic.traffic import KEPT, LEAST, Traffic, averaged
 from headrace.simulate.hardware import default_steps
 
 SLO = Slo(ttft_s=2.0, itl_s=0.05, share=0.95)
@@ -176,3 +176,19 @@ def test_little_traffic_says_nothing_and_old_traffic_is_forgotten() -> None:
     assert told is not None
     assert (told.prompt_tokens, told.answer_tokens, told.most_running) == (200.0, 20.0, 10)
     assert told.remote_square == pytest.approx(0.16)
+
+
+def test_means_are_averaged_with_forgetting() -> None:
+    import numpy as np
+
+    row = np.array([[1000.0, 200.0, 0.5, 0.4]])
+    traffic, other = Traffic(), Traffic()
+    traffic.ended(np.repeat(row, LEAST, axis=0))
+    other.ended(np.repeat(3 * row, LEAST, axis=0))
+    one, three = (each.load(default_steps(), 330_000, 0.1) for each in (traffic, other))
+    assert one is not None and three is not None
+    assert averaged(None, one, 0.01) == one
+    two = averaged(one, three, 0.5)
+    assert (two.prompt_tokens, two.local_s, two.move_s) == (2000.0, 1.0, 0.1)
+    assert two.most_running == pytest.approx(150, abs=1)
+    assert averaged(one, three, 1.0) == three

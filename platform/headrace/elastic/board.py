@@ -19,10 +19,13 @@ from headrace.elastic.capacity import Bounds, Slo
 from headrace.elastic.decide import Counts, Prices, decide
 from headrace.elastic.forecast import BIN_S, Forecast
 from headrace.elastic.published import CAME, router_of
+from headrace.elastic.traffic import averaged
 
 ROLES = ("prefill", "decode")
 LOOK_S = 5.0
 """Between two looks at what replicas publish."""
+AVERAGED_S = 3600.0
+"""Over so long, means of requests are averaged: of fewer, they waver with the longest prompts."""
 LEARN_START = 0.3
 """Part of a measured start that the expected one takes over."""
 MOST_STARTS = 256
@@ -50,6 +53,7 @@ class Board:
     counts: Counts | None = None
     _forecast: Forecast = field(default_factory=Forecast)
     _load: Load | None = None
+    _loads: int = 0
     _seen: dict[str, Seen] = field(default_factory=dict)
     _came: dict[str, float] = field(default_factory=dict)
     _count: float = 0.0
@@ -101,7 +105,10 @@ class Board:
             self._forecast.observe(self._count, self._bin_end_s)
             self._count, self._bin_end_s = 0.0, self._bin_end_s + BIN_S
         routers = [router for one in told.values() if (router := router_of(one)) is not None]
-        self._load = load_of(routers) or self._load
+        if (load := load_of(routers)) is not None:
+            self._loads += 1
+            part = max(1.0 / self._loads, LOOK_S / AVERAGED_S)
+            self._load = averaged(self._load, load, part)
 
     def decide(self) -> Counts | None:
         """The counts to have; None while too little is known."""

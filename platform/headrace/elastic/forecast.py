@@ -1,11 +1,12 @@
 """Forecasts how many requests come a second, minutes to an hour ahead, from counts a minute.
 
-Four simple forecasts are averaged: the level of the last minutes; the mean of the last half hour;
-the level and its trend; the level times the change that this time of the day had on the days
-before. Which is best depends on the traffic and on how far ahead one looks. So for each of
-`AHEAD_S` the squared error of each is measured, and weighs it::
+Four simple forecasts are averaged: the level of the last minutes (Holt's: a tenth of each new
+minute, or more where many come, and the trend goes on); the mean of the last half hour; the level
+and its trend; the level times the change that this time of the day had on the days before. Which is
+best depends on the traffic and on how far ahead one looks. So for each of `AHEAD_S` the squared
+error of each is measured, and weighs it::
 
-    weight = 1 / error^2,   error = mean of (forecast - count)^2 over about the last three hours
+    weight = 1 / error^8,   error = mean of (forecast - count)^2 over about the last three hours
 
 Errors are kept of the square roots of counts. There the noise of independent arrivals is 1/2 at any
 load, so what was learned at night holds by day. `Forecast.ahead` answers the rate that is expected,
@@ -28,13 +29,19 @@ AHEAD_S = (60.0, 120.0, 300.0, 600.0, 1200.0, 2400.0, 3600.0)
 DAY_S = 86_400.0
 SEASONS = 288
 """Parts of a day whose traffic is remembered."""
-_LEVEL, _MEAN, _TREND = 0.5, 1 / 30, 1 / 15
+_LEAST_LEVEL, _MOST_LEVEL, _DRIFT = 0.1, 0.5, 0.005
+"""Part of a new minute in the level: as much as a level that drifts by this part of itself a minute
+deserves, whose counts' square roots have a noise of 1/2 (the steady gain of a Kalman filter)."""
+_MEAN, _TREND = 1 / 30, 0.2
 _DAMP = 0.97
 """What is left of a trend after a minute: none has gone on for an hour."""
 _LEARN, _LEARN_DAY = 1 / 180, 0.5
 _SMOOTH = np.array([1, 2, 3, 4, 3, 2, 1]) / 16
 _AHEAD_S = np.array(AHEAD_S)
 _MOST_RATIO = 10.0
+_SHARP = 8
+"""Power of the errors in the weights. Most of an error is the noise of the counts, which all have;
+so the error of a forecast that is clearly worse is only a tenth larger."""
 _LEAST = 0.05
 """Of a squared error of square roots, in place of less: independent arrivals have 0.25."""
 
@@ -93,9 +100,11 @@ class Forecast:
         if self._bins == 1:
             self._level = self._mean = count
         before = self._level
-        self._level += _LEVEL * (count - self._level)
+        gain = min(_MOST_LEVEL, max(_LEAST_LEVEL, _DRIFT * math.sqrt(self._level)))
+        self._level += self._trend
+        self._level = max(0.0, self._level + gain * (count - self._level))
         self._mean += max(_MEAN, 1.0 / self._bins) * (count - self._mean)
-        self._trend += _TREND * (self._level - before - self._trend)
+        self._trend += _TREND * gain * (self._level - before - self._trend)
         self._learn_day(count, at_s)
         found = self._each(_AHEAD_S, at_s)
         mixed = (self._weights() * found).sum(axis=1, keepdims=True)
@@ -128,7 +137,7 @@ class Forecast:
 
     def _weights(self) -> NDArray[np.float64]:
         """Of the four forecasts, for each of `AHEAD_S`; each row's sum is 1."""
-        weights = 1.0 / np.maximum(self._errors[:, :4], _LEAST) ** 2
+        weights = 1.0 / np.maximum(self._errors[:, :4], _LEAST) ** _SHARP
         normed: NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
         return normed
 
