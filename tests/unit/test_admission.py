@@ -212,11 +212,11 @@ def test_the_rate_is_what_was_sent_while_somebody_waited() -> None:
     assert rates.rate == before
 
 
-def taking(**rates_of: float) -> tuple[Rates, float]:
+def taking(turns: int = 400, **rates_of: float) -> tuple[Rates, float]:
     """Rates after tenants have taken so much a second, while somebody waited."""
     rates, now_s = Rates(), 0.0
     rates.waits(now_s, somebody=True)
-    for _ in range(400):
+    for _ in range(turns):
         now_s += 0.05
         for tenant, each in rates_of.items():
             rates.sent(tenant, 0.05 * each, now_s)
@@ -237,6 +237,11 @@ def test_a_tenant_can_count_on_what_others_leave() -> None:
     assert alone.of("a", now_s) == pytest.approx(alone.rate / 2, rel=0.1)
 
 
+def test_tenants_that_have_just_begun_count_in_full() -> None:
+    rates, now_s = taking(10, a=1.0, b=1.0, c=1.0)
+    assert rates.of("a", now_s) <= 1.1 * rates.rate / 3
+
+
 def test_one_tenant_can_count_on_all() -> None:
     rates = Rates(one=True)
     rates.prior = 4.0
@@ -248,7 +253,7 @@ def test_one_tenant_can_count_on_all() -> None:
 def test_promised_parts_never_exceed_the_rate_and_nobody_has_less_than_an_equal_one(
     taken: list[float],
 ) -> None:
-    rates, now_s = taking(**{f"t{at}": each for at, each in enumerate(taken)})
+    rates, now_s = taking(400, **{f"t{at}": each for at, each in enumerate(taken)})
     count = len(taken)
     for at in range(count):
         part = rates.of(f"t{at}", now_s)

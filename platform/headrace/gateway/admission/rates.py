@@ -32,7 +32,8 @@ class Rates:
         self._one = one
         self._sent_s, self._time_s = 0.0, 0.0
         self._waiting_since_s: float | None = None
-        self._taken: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._taken: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
+        """Of each tenant: what it has taken, forgotten up to a time; and since when it has."""
         self._look_s = -math.inf
         self._count, self._equal, self._others = 0, 0.0, 0.0
         self.prior = 1.0
@@ -64,8 +65,9 @@ class Rates:
             self._sent_s += cost_s
         if self._one:
             return
-        taken_s, at_s = self._taken.get(tenant, (0.0, now_s))
-        self._taken[tenant] = taken_s * math.exp((at_s - now_s) / MEMORY_S) + cost_s, now_s
+        taken_s, at_s, since_s = self._taken.get(tenant, (0.0, now_s, now_s))
+        taken_s = taken_s * math.exp((at_s - now_s) / MEMORY_S) + cost_s
+        self._taken[tenant] = taken_s, now_s, since_s
         self._taken.move_to_end(tenant)
         if len(self._taken) > MOST_TENANTS:
             self._taken.popitem(last=False)
@@ -84,8 +86,10 @@ class Rates:
         return (rate - max(0.0, others)) * count / (count + 1)
 
     def _rate_of(self, tenant: str, now_s: float) -> float:
-        taken_s, at_s = self._taken.get(tenant, (0.0, now_s))
-        return taken_s * math.exp((at_s - now_s) / MEMORY_S) / MEMORY_S
+        """Of a tenant that began within `MEMORY_S`, over the time since then."""
+        taken_s, at_s, since_s = self._taken.get(tenant, (0.0, now_s, now_s))
+        seen_s = MEMORY_S * -math.expm1(min(since_s - now_s, -LOOK_S) / MEMORY_S)
+        return taken_s * math.exp((at_s - now_s) / MEMORY_S) / seen_s
 
     def _look(self, rate: float, now_s: float) -> None:
         """Sum up the tenants; at most every `LOOK_S`, since there may be thousands."""
