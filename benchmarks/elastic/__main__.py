@@ -46,7 +46,7 @@ BOUNDS = Bounds((0, MOST), (1, MOST))
 SERVE_BOUNDS = Bounds((1, MOST), (1, MOST))
 """Serve's policy never starts the first prefill replica: decode replicas prefill without one."""
 DRAIN_S = 20.0
-MORE_MISSES, FEWER_MISSES = (1.5, 2.0, 3.0, 3.8, 4.2, 5.0), (0.8, 0.6, 0.4, 0.2)
+MORE_MISSES, FEWER_MISSES = (2.0, 3.0, 3.8, 4.2), (0.8, 0.6, 0.4, 0.2)
 """Of the misses that are allowed, those that ours is asked for instead."""
 TARGETS = {"decode": (10.0, 12.0, 14.0, 16.0), "prefill": (0.0, 1.0, 2.0, 4.0)}
 """Ongoing requests of a replica; 0 for prefill: no prefill replicas."""

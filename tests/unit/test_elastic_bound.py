@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.elastic import causes
 from benchmarks.elastic.bound import EACH, best_of, bound, cheapest, late_of
 
 START_S = 120.0
@@ -72,3 +73,13 @@ def test_a_share_is_read_off_the_best_split_and_falls_with_the_load() -> None:
     assert best == {2: pytest.approx(np.maximum(falls, 0.9).tolist())}
     late = late_of(best, np.array([0.0, 2 * EACH[0], 1000.0]))
     assert late[:, 0] == pytest.approx([0.0, 0.0, 1000.0])
+
+
+def test_a_day_s_causes_are_read_off_the_same_table() -> None:
+    table = {"0 + 1": [0.9] * len(EACH), "0 + 2": [0.99] * 4 + [0.8, 0.85] + [0.5] * 2}
+    share = causes.measured(table)
+    assert share(2 * EACH[5], 0, 2) == pytest.approx(0.8)  # never more at a higher load
+    assert share(2 * EACH[0], 1, 1) == share(2 * EACH[0], 0, 2)  # a split that was not measured
+    assert share(4 * EACH[0], 0, 4) == share(2 * EACH[0], 0, 2)  # more than it has
+    found, asked = causes.least(lambda one: causes.Played(one, 100.0 * one, 1.0), 0.94)
+    assert (found.in_time, found.gpu_hours, asked) == pytest.approx((0.94, 94.0, 0.94))
