@@ -182,10 +182,11 @@ class TestHeadLoss:
         hidden = torch.randn(rows, 16, requires_grad=True)
         weight = torch.randn(50, 16, requires_grad=True)
         targets = torch.randint(50, (rows,))
-        plain = cross_entropy(hidden @ weight.T, targets)
-        wanted = torch.autograd.grad(2 * plain, (hidden, weight))
-        loss = head_loss(hidden, weight, targets, torch.float32)
-        found = torch.autograd.grad(2 * loss, (hidden, weight))
+        with torch.enable_grad():  # other tests of this process may have left it off
+            plain = cross_entropy(hidden @ weight.T, targets)
+            wanted = torch.autograd.grad(2 * plain, (hidden, weight))
+            loss = head_loss(hidden, weight, targets, torch.float32)
+            found = torch.autograd.grad(2 * loss, (hidden, weight))
         assert loss.item() == pytest.approx(plain.item(), abs=1e-5)
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-4)

@@ -48,6 +48,9 @@ time.sleep(600)
         )
         assert process.stdout is not None
         mark = process.stdout.readline().strip()
+        # A program that has just begun has no environment to read for a moment.
+        while process.poll() is None and not run.marked(run.MARK, mark):
+            time.sleep(0.05)
         yield process, mark
         process.kill()
         process.wait()
