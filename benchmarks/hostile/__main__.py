@@ -356,7 +356,7 @@ def _ask(target: Target, request: Request, under_way: Attacks) -> str | None:
                 target.url + request.path,
                 content=request.body,
                 headers=headers,
-                timeout=ANSWER_LIMIT_S,
+                timeout=request.limit_s,
             )
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         return None  # refused while the body or head was still coming

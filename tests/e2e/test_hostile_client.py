@@ -33,7 +33,7 @@ from tests.support.prompts import noise
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("same_replicas"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(400),
 ]
 
 AT_ONCE = 4
@@ -64,7 +64,7 @@ def wrong(app: App, request: Request) -> str | None:
             app.url + request.path,
             content=request.body,
             headers={"content-type": "application/json", **request.headers},
-            timeout=ANSWER_LIMIT_S,
+            timeout=request.limit_s,
         )
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         return None  # refused while the body or head was still coming
