@@ -1,10 +1,11 @@
-"""First step times, before an engine serves: a text's beginnings, each computed three times.
+"""First step times, before an engine serves: a text's beginnings, each computed up to three times.
 
 Without them the first plans would rest on a prior that knows neither machine nor model. Of each
 step the fastest of the three times is learned. A new engine makes kernels, imports modules and
 touches memory for the first time then, and other engines start on the same cores: steps took up to
 25 times as long as they do later. An engine that looks so dear is not chosen, so it does not learn
-better for a minute.
+better for a minute. Where all of them take seconds, the long ones are computed once: on a laptop
+three times would be a quarter of the start, and what disturbs is short beside a step of a second.
 
 The engine has the beginnings that came before in its cache. So the last 384 tokens stand behind
 1,536 others, where the first 384 had none: the difference is what attention costs. Without it a
@@ -13,6 +14,7 @@ prompt of 4,100 tokens was predicted to take six times its time.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -24,6 +26,8 @@ PROMPT_TOKENS = (16, 96, 384, 1536, 1920)
 """Lengths that spread the step-time model's features; cut to what the model and engine take."""
 ANSWER_TOKENS = 4
 TIMES = 3
+SHORT_TOKENS, LONG_S = 384, 2.0
+"""If all prompts together take longer than `LONG_S`, only the short ones are repeated."""
 
 Generate = Callable[[list[int], int, str, str], AsyncGenerator[Any, None]]
 """(prompt, tokens to answer, request id, salt) -> the engine's outputs."""
@@ -36,13 +40,18 @@ def rehearsal_prompts(max_model_len: int, vocabulary: int) -> list[list[int]]:
     return [[7919 * i % vocabulary for i in range(length)] for length in lengths]
 
 
-async def rehearse(generate: Generate, meter: EngineMeter, prompts: list[list[int]]) -> None:
-    """Compute each prompt `TIMES` times; `meter` learns the fastest of each step."""
+async def rehearse(
+    generate: Generate,
+    meter: EngineMeter,
+    prompts: list[list[int]],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Compute each prompt up to `TIMES` times; `meter` learns the fastest of each step."""
     start = uuid.uuid4().hex  # of this start's own: a store may remember the last one
     fastest: dict[tuple[int, int], Step] = {}
     meter.learns = False
     for number in range(TIMES):
-        salt = f"rehearsal-{start}-{number}"
+        salt, began_s = f"rehearsal-{start}-{number}", clock()
         for ids in prompts:
             steps: list[Step] = []
             meter.on_step.append(steps.append)
@@ -56,6 +65,8 @@ async def rehearse(generate: Generate, meter: EngineMeter, prompts: list[list[in
                 same = fastest.setdefault((len(ids), at), step)
                 if step.seconds < same.seconds:
                     fastest[len(ids), at] = step
+        if clock() - began_s > LONG_S:
+            prompts = [ids for ids in prompts if len(ids) <= SHORT_TOKENS]
     for step in fastest.values():
         meter.step_time.observe(*step)
     meter.learns = True

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 
 from headrace_engine.meter import EngineMeter, Step
 from headrace_engine.rehearsal import rehearsal_prompts, rehearse
+from tests.support.clock import Clock
 
 
 def test_of_each_step_the_fastest_time_is_learned() -> None:
@@ -30,6 +31,20 @@ def test_of_each_step_the_fastest_time_is_learned() -> None:
     meter.step(Step(50, 0, 0, 0, 0, 0.06))
     assert meter.step_time.samples == 6, "behind the rehearsal every step is learned"
     assert len(meter.on_step) == 0
+
+
+def test_on_a_slow_machine_long_prompts_are_computed_once(clock: Clock) -> None:
+    lengths: list[int] = []
+
+    async def generate(
+        ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[None, None]:
+        lengths.append(len(ids))
+        clock.now_s += len(ids) / 1000
+        yield
+
+    asyncio.run(rehearse(generate, EngineMeter(), rehearsal_prompts(8192, 100), clock))
+    assert lengths == [16, 96, 384, 1536, 1920, 16, 96, 384, 16, 96, 384]
 
 
 def test_prompts_fit_the_model() -> None:
