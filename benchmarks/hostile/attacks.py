@@ -16,8 +16,8 @@ from typing import Any
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 MEGABYTE = 1_000_000
-ANSWER_LIMIT_S = 90.0
-"""Four grammars may stand in a queue, and each may be tried for 20 s."""
+ANSWER_LIMIT_S = 120.0
+"""Four grammars may stand in a queue, and each may be tried for 30 s."""
 REFUSED = range(400, 500)
 ANSWERED = range(200, 500)
 

@@ -256,7 +256,7 @@ def _yield_to_engines() -> None:
 
 
 class _Pace:
-    """Lets a child compute freely for `FREE_S`, and from then on half of the time.
+    """Lets a child compute freely for `FREE_S`, and from then on a quarter of the time.
 
     A compiler that fills memory makes engines on other cores slower, however low its priority.
 
