@@ -52,6 +52,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -63,6 +64,7 @@ from benchmarks.hostile.attacks import (
     COMPLETE,
     Request,
     SlowHeads,
+    answer,
     requests,
     wires,
     wrong_answer,
@@ -345,24 +347,12 @@ def _attack(target: Target, sent: Sequence[Request], under_way: Attacks) -> list
 
 
 def _ask(target: Target, request: Request, under_way: Attacks) -> str | None:
-    headers = {
-        "content-type": "application/json",
-        **target.bearer("bad"),
-        **request.headers,
-    }
     try:
         with under_way.during(request.name):
-            answer = httpx.post(
-                target.url + request.path,
-                content=request.body,
-                headers=headers,
-                timeout=request.limit_s,
-            )
-    except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-        return None  # refused while the body or head was still coming
-    except httpx.HTTPError as error:
+            found = answer(target.url, request, target.bearer("bad"))
+    except (OSError, HTTPException) as error:
         return f"{request.name}: {error!r}"
-    return None if answer.status_code < 500 else f"{request.name}: {answer.status_code}"
+    return None if found is None or found[0] < 500 else f"{request.name}: {found[0]}"
 
 
 def wrong_tenant_hits(target: Target) -> int:

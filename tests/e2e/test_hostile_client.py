@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 import pytest
 
@@ -22,6 +22,7 @@ from benchmarks.hostile.attacks import (
     ANSWER_LIMIT_S,
     Request,
     SlowHeads,
+    answer,
     requests,
     wires,
     wrong_answer,
@@ -60,19 +61,12 @@ def neighbour(app: App) -> Iterator[Neighbour]:
 def wrong(app: App, request: Request) -> str | None:
     """What is wrong with the answer to a request; None if nothing is."""
     try:
-        answer = httpx.post(
-            app.url + request.path,
-            content=request.body,
-            headers={"content-type": "application/json", **request.headers},
-            timeout=request.limit_s,
-        )
-    except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-        return None  # refused while the body or head was still coming
-    except httpx.HTTPError as error:
+        found = answer(app.url, request, {})
+    except (OSError, HTTPException) as error:
         return f"{request.name}: {error!r}"
-    if answer.status_code in request.statuses:
+    if found is None or found[0] in request.statuses:
         return None
-    return f"{request.name}: {answer.status_code} {answer.text[:200]}"
+    return f"{request.name}: {found[0]} {found[1][:200]}"
 
 
 def resident(app: App) -> dict[str, int]:
