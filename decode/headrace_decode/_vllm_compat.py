@@ -46,7 +46,7 @@ from headrace_decode.reusing import Reusing
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
 from headrace_decode.techniques import TechniqueError, offered, reuse_share, sparse_share
 from headrace_decode.tenants import ALL_ALIKE, Tenants
-from headrace_decode.turns import PROMPTS, Prompts, Turns, rows_beside
+from headrace_decode.turns import PROMPTS, Turns, rows_beside
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
@@ -126,21 +126,14 @@ class PlannedLLM(TakingUpLLM):
             Rendered: the prompt is wanted and not the answer.
         """
         async with (
-            self.turns.turn() as prompts,
-            aclosing(
-                self._planned(prompts, prompt, sampling_params, request_id, kwargs)
-            ) as outputs,
+            self.turns.turn(),
+            aclosing(self._planned(prompt, sampling_params, request_id, kwargs)) as outputs,
         ):
             async for output in outputs:
                 yield output
 
     async def _planned(
-        self,
-        prompts: Prompts,
-        prompt: Any,
-        sampling_params: SamplingParams,
-        request_id: str,
-        kwargs: dict[str, Any],
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, kwargs: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         sampling_params = without_reserved(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
@@ -153,8 +146,7 @@ class PlannedLLM(TakingUpLLM):
         share = self._reuse_share(prompt, sampling_params, kwargs) if sparse is None else None
         sampling_params = with_sparse(sampling_params, sparse)
         if sampling_params.structured_outputs is not None:
-            with self.turns.aside(prompts):
-                sampling_params = await self._with_grammar(sampling_params)
+            sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
             planning = self.planning
             policy = (planning.tenants if planning else ALL_ALIKE).of(tenant_of(salt or ""))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -37,7 +37,6 @@ class Prompts:
         turn: held by the one that begins.
         job: their place in the queue for the engine.
         answered: how many are being answered.
-        aside: how many of these wait for what is not the engine.
         left: set when one of them ends.
         others, others_s: how many of others were being answered when there last were any; when.
     """
@@ -45,7 +44,6 @@ class Prompts:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     job: Job = field(default_factory=Job)
     answered: int = 0
-    aside: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
     others: int = 0
     others_s: float = -math.inf
@@ -70,10 +68,10 @@ class Turns:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rows_beside, self._clock = rows_beside, clock
-        self._answered = self._aside = 0
+        self._answered = 0
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Prompts]:
+    async def turn(self) -> AsyncIterator[None]:
         """Held while a prompt is answered; begins in a turn of the loop that no other prompt of
         the same request has, and when there is room."""
         prompts = PROMPTS.get() or Prompts()
@@ -85,27 +83,15 @@ class Turns:
             prompts.answered += 1
             self._answered += 1
         try:
-            yield prompts
+            yield
         finally:
             prompts.answered -= 1
             self._answered -= 1
             prompts.left.set()
 
-    @contextmanager
-    def aside(self, prompts: Prompts) -> Iterator[None]:
-        """Held while a prompt that has its turn is not in the engine, and lengthens no step."""
-        prompts.aside += 1
-        self._aside += 1
-        try:
-            yield
-        finally:
-            prompts.aside -= 1
-            self._aside -= 1
-
     def _room(self, prompts: Prompts) -> float:
         """How many prompts of a request may be answered at once."""
-        in_engine = self._answered - self._aside
-        others, now_s = in_engine - (prompts.answered - prompts.aside), self._clock()
+        others, now_s = self._answered - prompts.answered, self._clock()
         if others > 0:
             prompts.others, prompts.others_s = others, now_s
         elif now_s - prompts.others_s > ALONE_S:

@@ -121,20 +121,3 @@ def test_beside_others_the_steps_get_longer_by_the_stated_share(others: int) -> 
     alone_s = base_s + row_s * others
     added_s = rows_beside(step_time, others) * row_s
     assert added_s == pytest.approx(LONGER * alone_s, abs=1.5 * row_s, rel=0.3)
-
-
-async def test_a_request_that_waits_for_what_is_not_the_engine_lengthens_nobody_s_steps() -> None:
-    beside: list[int] = []
-
-    def room(others: int) -> int:
-        beside.append(others)
-        return 5
-
-    turns = Turns(room)
-    async with turns.turn() as waiting, turns.turn():
-        with turns.aside(waiting):
-            PROMPTS.set(Prompts())
-            async with turns.turn():
-                assert beside[-1] == 1
-        async with turns.turn():
-            assert beside[-1] == 2
