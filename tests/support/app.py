@@ -88,7 +88,7 @@ class App:
             found[:] = [r for r in self.status()["replicas"] if r["role"] == role]
             return len(found) == 1
 
-        until(one, 20.0, f"one {role} replica in the status", lambda: found)
+        until(one, 60.0, f"one {role} replica in the status", lambda: found)
         return found[0]
 
     def plan(self, request_id: str) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class App:
     def _set_drafting(self, mode: str) -> None:
         answer = self.client.put("/headrace/v1/speculation", json={"mode": mode})
         assert answer.status_code == 200, f"{answer.status_code} {answer.text[:300]}"
-        until(lambda: self.drafting_mode() == mode.partition(":")[0], 10.0, f"mode {mode}")
+        until(lambda: self.drafting_mode() == mode.partition(":")[0], 60.0, f"mode {mode}")
 
     def drafting_mode(self) -> str:
         """As the decode replica reports it."""

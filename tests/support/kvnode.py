@@ -153,7 +153,7 @@ def answers(client: NodeClient) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for it; fails the test if it does not come about."""
     deadline = time.monotonic() + timeout_s
     while not condition():

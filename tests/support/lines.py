@@ -31,7 +31,7 @@ def keys(*numbers: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.array([key_of(block(number)) for number in numbers], np.uint64)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it does not come about"
