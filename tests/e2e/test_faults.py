@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 def remote(app: App) -> Iterator[App]:
     """The app with all prefill remote, and proof that it is."""
     with app.policy("remote"):
-        wait_for_remote(app, 30)
+        wait_for_remote(app)
         yield app
 
 
@@ -52,11 +52,11 @@ def test_prefill_dies_under_load(remote: App, victim: str) -> None:
         Load(app.url, PROMPTS, clients=CLIENTS, max_tokens=ANSWER_TOKENS) as load,
         ThreadPoolExecutor(4) as pool,
     ):
-        until(lambda: len(load.answers) >= CLIENTS, 60, "the load runs", app.status)
+        until(lambda: len(load.answers) >= CLIENTS, 120, "the load runs", app.status)
         before, reused_before = app.plans(), reused(app)
         prompts = [[f"Reader {n}.", SECOND, FIRST] for n in range(4)]
         reusing = [pool.submit(ask, app, texts, salt, reuse="auto") for texts in prompts]
-        until(lambda: reused(app) > reused_before, 30, "requests reuse KV", app.status)
+        until(lambda: reused(app) > reused_before, 120, "requests reuse KV", app.status)
         if victim == "replica":
             orphans = kill(pid)
         else:

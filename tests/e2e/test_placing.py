@@ -83,7 +83,7 @@ class Conversation:
             temperature=0,
             extra_headers={"x-request-id": name},
         )
-        plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=20).json()
+        plan = httpx.get(f"{self._served.url}/headrace/v1/plans/{name}", timeout=60).json()
         self.plans.append({**plan, "prompt": len(self._tokens)})
 
     def hits(self) -> list[bool]:
@@ -131,7 +131,7 @@ def gateways(served: ServedApp) -> dict[int, dict[str, object]]:
     """What each gateway knows of the replicas, by its process; asked until both have answered."""
     found: dict[int, dict[str, object]] = {}
     for _ in range(60):
-        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["gateway"]
+        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["gateway"]
         found[status["pid"]] = status["router"]
     return found
 
@@ -163,7 +163,7 @@ def test_gateways_admit_by_what_replicas_told_and_tell_each_other(
 
     def queues() -> list[dict[str, object]]:
         every = (
-            httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["gateway"]
+            httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["gateway"]
             for _ in range(20)
         )
         return list({status["pid"]: status["queue"] for status in every}.values())
@@ -215,7 +215,7 @@ def test_a_prefill_replica_that_becomes_slow_gets_no_more_work(
     with ordered(served, "remote"):
         went = asked()
         slow = next(went)
-        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
+        status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()
         pid = next(each["pid"] for each in status["replicas"] if each["replica_id"] == slow)
         with slowed(engine_core(pid).pid):
             last = deque(islice(went, 10), maxlen=10)
@@ -265,7 +265,7 @@ def test_a_replica_that_is_silent_for_ten_seconds_loses_nothing_and_blocks_are_f
     served: ServedApp, client: openai.OpenAI
 ) -> None:
     """Neither reports nor what happens to its blocks come from it for ten seconds."""
-    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()
+    status = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()
     silent = next(each for each in status["replicas"] if each["role"] == "decode")
     talks = [Conversation(served, client, 300 + seed) for seed in range(CONVERSATIONS)]
     for talk in talks:
@@ -356,7 +356,7 @@ def test_streams_go_on_when_their_replica_stops_or_dies(
     for stream in whole:
         stream.join()
     streams = streams_of(served)
-    replicas = httpx.get(f"{served.url}/headrace/v1/status", timeout=20).json()["replicas"]
+    replicas = httpx.get(f"{served.url}/headrace/v1/status", timeout=60).json()["replicas"]
     victim = Counter(stream.replica for stream in streams).most_common(1)[0][0]
     pid = next(one["pid"] for one in replicas if one["replica_id"] == victim)
     stopped = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

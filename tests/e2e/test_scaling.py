@@ -84,7 +84,7 @@ def test_scaling_by_hand_loses_no_stream(served: ServedApp, client: httpx.Client
         served.deploy({"decode": {"max_ongoing_requests": 50, "num_replicas": 1}})
         until(lambda: ready(client) == 1, 20, "one replica is asked", there)
         until(lambda: served.count("decode", "STOPPING") == 0, 90, "it has gone", there)
-        until(lambda: served.count("decode") == 1, 30, "the other one runs", there)
+        until(lambda: served.count("decode") == 1, 120, "the other one runs", there)
     assert_none_lost(load.stop())
 
 
@@ -99,14 +99,14 @@ def test_a_redeploy_loses_no_stream_and_keeps_the_orders(
     for role in ("prefill", "decode"):
         served.args[role]["replicas"] = 1
     with streams(served) as load:
-        until(lambda: len(load.answers) >= STREAMS, 60, "streams run")
+        until(lambda: len(load.answers) >= STREAMS, 120, "streams run")
         before = {each["replica_id"] for each in replicas(client)}
         # Where autoscaling is switched on, Serve redeploys everything: here it does so anyway.
         served.deploy(autoscaled(upscale_delay_s=NEVER_S, downscale_delay_s=NEVER_S), fresh=True)
-        until(lambda: served.status()["status"] == "DEPLOYING", 30, "the redeploy begins")
+        until(lambda: served.status()["status"] == "DEPLOYING", 120, "the redeploy begins")
         with load.eased(PAUSE_S):
             served.wait_running(START_S)
-            until(lambda: replicas(client) != [], 20, "replicas answer")
+            until(lambda: replicas(client) != [], 120, "replicas answer")
             until(
                 lambda: not before & {each["replica_id"] for each in replicas(client)},
                 90,
@@ -129,7 +129,7 @@ def test_scaling_by_load_loses_no_stream(served: ServedApp, client: httpx.Client
         until(lambda: len(load.answers) >= STREAMS, 120, "streams run", there)
         # The load eases off while the second replica starts, and must not end it by that.
         served.deploy(autoscaled(upscale_delay_s=1.0, downscale_delay_s=NEVER_S))
-        until(lambda: served.count("decode", "STARTING") == 1, 60, "a second one starts", there)
+        until(lambda: served.count("decode", "STARTING") == 1, 120, "a second one starts", there)
         with load.eased(PAUSE_S):
             until(lambda: ready(client) == 2, START_S, "a second one under load", there)
         answered = len(load.answers)
