@@ -64,8 +64,8 @@ from benchmarks.hostile.attacks import (
     COMPLETE,
     Request,
     SlowHeads,
-    answer,
     requests,
+    send,
     wires,
     wrong_answer,
 )
@@ -349,7 +349,7 @@ def _attack(target: Target, sent: Sequence[Request], under_way: Attacks) -> list
 def _ask(target: Target, request: Request, under_way: Attacks) -> str | None:
     try:
         with under_way.during(request.name):
-            found = answer(target.url, request, target.bearer("bad"))
+            found = send(target.url, request, target.bearer("bad"))
     except (OSError, HTTPException) as error:
         return f"{request.name}: {error!r}"
     return None if found is None or found[0] < 500 else f"{request.name}: {found[0]}"

@@ -274,25 +274,22 @@ class SlowHeads:
             sock.close()
 
 
-def answer(url: str, request: Request, headers: dict[str, str]) -> tuple[int, str] | None:
-    """Send a request; the answer's status and text. None where the connection was ended while the
-    request was still coming.
+def send(url: str, request: Request, headers: dict[str, str]) -> tuple[int, str] | None:
+    """The status and text of the answer; None where the connection was ended without one, as a
+    request may be that is refused while it is still coming.
 
     By `http.client`, which only joins what it sends: a client that computes takes memory bandwidth
     from the app, if it runs on the same machine.
 
     Raises:
-        OSError, HTTPException: no answer, or none in time.
+        OSError, HTTPException: half an answer, or none within `limit_s`.
     """
     at = urlsplit(url)
     made = HTTPConnection(at.hostname or "", at.port, timeout=request.limit_s)
+    everything = {"content-type": "application/json", **headers, **request.headers}
     with contextlib.closing(made) as connection:
         try:
-            everything = {"content-type": "application/json", **headers, **request.headers}
             connection.request("POST", request.path, request.body, everything)
-        except ConnectionError:
-            return None
-        try:
             got = connection.getresponse()
             return got.status, got.read().decode(errors="replace")
         except ConnectionError:

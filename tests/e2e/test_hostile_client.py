@@ -22,8 +22,8 @@ from benchmarks.hostile.attacks import (
     ANSWER_LIMIT_S,
     Request,
     SlowHeads,
-    answer,
     requests,
+    send,
     wires,
     wrong_answer,
 )
@@ -61,7 +61,7 @@ def neighbour(app: App) -> Iterator[Neighbour]:
 def wrong(app: App, request: Request) -> str | None:
     """What is wrong with the answer to a request; None if nothing is."""
     try:
-        found = answer(app.url, request, {})
+        found = send(app.url, request, {})
     except (OSError, HTTPException) as error:
         return f"{request.name}: {error!r}"
     if found is None or found[0] in request.statuses:

@@ -47,6 +47,21 @@ def test_on_a_slow_machine_long_prompts_are_computed_once(clock: Clock) -> None:
     assert lengths == [16, 96, 384, 1536, 1920, 16, 96, 384, 16, 96, 384]
 
 
+def test_a_slow_first_time_says_nothing_of_the_machine(clock: Clock) -> None:
+    """A card makes its kernels then."""
+    lengths: list[int] = []
+
+    async def generate(
+        ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[None, None]:
+        lengths.append(len(ids))
+        clock.now_s += 10.0 if salt.endswith("-0") else 0.01
+        yield
+
+    asyncio.run(rehearse(generate, EngineMeter(), rehearsal_prompts(8192, 100), clock))
+    assert lengths == 3 * [16, 96, 384, 1536, 1920]
+
+
 def test_prompts_fit_the_model() -> None:
     assert [len(ids) for ids in rehearsal_prompts(8192, 49152)] == [16, 96, 384, 1536, 1920]
     assert [len(ids) for ids in rehearsal_prompts(64, 100)] == [16, 59]
