@@ -9,6 +9,7 @@ import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.observability.dashboards import alerts, boards
+from headrace.observability.dashboards.grafana import built
 
 ROOM = {"$__rate_interval": "5m", "$SessionName": ".*"}
 """What stands for Grafana's variables."""
@@ -33,7 +34,7 @@ class Asked(NamedTuple):
 
 def queries() -> Iterator[tuple[str, str]]:
     """Where, and PromQL: of all panels and alerts, with Grafana's variables filled in."""
-    for board in boards.boards():
+    for board in map(built, boards.boards()):
         for panel in board.panels or ():
             for target in panel.targets:
                 text = target.expr

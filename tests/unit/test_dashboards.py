@@ -118,7 +118,7 @@ def test_narrowing_a_query_reaches_each_of_its_series() -> None:
 
 
 def test_a_board_has_no_more_panels_than_one_reads() -> None:
-    assert all(len(board.panels) <= 10 for board in boards.described())
+    assert all(len(board.panels) <= 10 for board in boards.boards())
 
 
 def test_the_runbook_names_commands_and_settings_that_exist() -> None:

@@ -9,6 +9,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from headrace.observability.dashboards.alerts import groups
 from headrace.observability.dashboards.boards import boards
+from headrace.observability.dashboards.grafana import built
 
 CHART_FILES = Path(__file__).parents[4] / "helm" / "headrace" / "files"
 WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the Python there."
@@ -17,6 +18,8 @@ WRITTEN = "Written by `python -m headrace.observability.dashboards`; change the 
 def files() -> dict[str, str]:
     """Their texts, by path below `CHART_FILES`."""
     encoder = JSONEncoder(sort_keys=True, indent=1)
-    found = {f"dashboards/{board.uid}.json": encoder.encode(board) + "\n" for board in boards()}
+    found = {
+        f"dashboards/{board.uid}.json": encoder.encode(built(board)) + "\n" for board in boards()
+    }
     rules = yaml.safe_dump(groups(), sort_keys=False, width=100)
     return {**found, "alerts.yaml": f"# {WRITTEN}\n{rules}"}
