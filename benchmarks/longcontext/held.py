@@ -36,6 +36,17 @@ class Held:
         """(layer, head, token) pairs that are held."""
         return sum(len(head) for layer in self.keys for head in layer)
 
+    def joined(self, other: Held) -> Held:
+        """With what another holds behind what this one does."""
+        keys, values = (
+            [
+                [torch.cat(heads) for heads in zip(*layers, strict=True)]
+                for layers in zip(*both, strict=True)
+            ]
+            for both in ((self.keys, other.keys), (self.values, other.values))
+        )
+        return Held(keys, values)
+
     def attend(self, first: int) -> Attend:
         """Attention of rows from position `first` on: to all that is held, and among themselves."""
 

@@ -14,8 +14,14 @@ from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import Row, judge, judged_rows
 from benchmarks.longcontext.peers import pressed
+from benchmarks.longcontext.streaming import Streaming
 from benchmarks.longcontext.texts import Case, case
 from headrace_prefill.reuse.offline.lm import LM
+
+STREAMING = {
+    "streamed in four blocks": Streaming(4),
+    "streamed in four blocks, values as they were": Streaming(4, None),
+}
 
 
 def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
@@ -38,7 +44,19 @@ def ours(folder: str, number: int, tokens: int, held_out: bool, ablated: bool) -
             f"after {time.monotonic() - begun:.0f} s",
             flush=True,
         )
+    for name, one in STREAMING.items():
+        rows.append(streamed(lm, found, name, one, MAIN_SHARE))
+        print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
     return rows
+
+
+def streamed(lm: LM, context: Context, name: str, one: Streaming, share: float) -> Row:
+    """With the most that was ever held, as a share of the context's KV."""
+    case = context.case
+    pairs = lm.layers * lm.kv_heads * case.first
+    held, most = one.held(lm, torch.tensor(case.tokens[: case.first]), int(share * pairs))
+    row = judged(lm, case, name, share, held, context.exact)
+    return row | {"most_held": most / pairs}
 
 
 def plan(ablated: bool) -> Iterator[tuple[Arm, float]]:

@@ -12,8 +12,12 @@ OUTPUT_FOLDER gets `NAME at SHARE.npz` for each press: `logp` fp32 [judged, voca
 the share of (layer, KV head, token) that stayed. `exact at 1.npz` is the model without a press.
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +30,12 @@ from kvpress import (
     StreamingLLMPress,
 )
 from kvpress.presses.base_press import BasePress
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-PRESSES = {
+PRESSES: dict[str, Callable[[float], Any]] = {
     "window": lambda ratio: StreamingLLMPress(ratio, n_sink=0),
     "StreamingLLM": lambda ratio: StreamingLLMPress(ratio),
     "SnapKV": lambda ratio: SnapKVPress(ratio),
@@ -45,55 +50,67 @@ PRESSES = {
 class Pressed:
     """What one press kept: keys and values of each layer, and (head, token) pairs to leave out."""
 
-    def __init__(self):
-        self.keys, self.values, self.masked = [], [], []
+    def __init__(self) -> None:
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+        self.masked: list[tuple[Tensor, ...] | None] = []
 
-    def add(self, keys, values, masked):
+    def add(self, keys: Tensor, values: Tensor, masked: tuple[Tensor, ...] | None) -> None:
         self.keys.append(keys)
         self.values.append(values)
         self.masked.append(masked)
 
-    def kept(self, tokens):
+    def kept(self, tokens: int) -> float:
         heads = self.keys[0].shape[1]
         held = sum(one.shape[1] * one.shape[2] for one in self.keys)
         left = sum(0 if one is None else len(one[1]) for one in self.masked)
         return (held - left) / (len(self.keys) * heads * tokens)
 
 
-class Every(BasePress):
+class Every(BasePress):  # type: ignore[misc]
     """Hands each layer to every press, and leaves the cache as it is."""
 
-    def __init__(self, presses):
+    def __init__(self, presses: dict[tuple[str, float], Any]) -> None:
         self.presses = presses
         self.found = {name: Pressed() for name in presses}
 
-    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+    def compress(
+        self,
+        module: Any,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
         for name, press in self.presses.items():
             module.masked_key_indices = None
             kept = press.compress(module, hidden_states, keys, values, attentions, kwargs)
-            self.found[name].add(*kept, module.masked_key_indices)
+            self.found[name].add(kept[0], kept[1], module.masked_key_indices)
         module.masked_key_indices = None
         return keys, values
 
 
-class Zip(KVzipPress):
+class Zip(KVzipPress):  # type: ignore[misc]
     """KVzip and KVzip+ in one reconstruction, at several ratios.
 
     kvpress takes the chat template's prefix for the context's beginning, scores it 0 and drops it.
     These contexts begin without it, so here the prefix is empty: nothing is dropped unscored.
     """
 
-    def __init__(self, ratios):
-        super().__init__(0.5)
-        self.ratios, self.found = ratios, {}
+    score_val: Tensor
+    kvzip_plus_normalization: bool = False
 
-    def prepare(self, *arguments, **options):
+    def __init__(self, ratios: list[float]) -> None:
+        super().__init__(0.5)
+        self.ratios, self.found = ratios, dict[tuple[str, float], Pressed]()
+
+    def prepare(self, *arguments: Any, **options: Any) -> Any:
         self.prefix_length = 0
         prepared = super().prepare(*arguments, **options)
         self.plus = torch.zeros_like(self.score_val)
         return prepared
 
-    def score_kvzip(self, *arguments):
+    def score_kvzip(self, *arguments: Any) -> Any:
         kept = super().score_kvzip(*arguments)
         for _ in range(2):
             self.score_val, self.plus = self.plus, self.score_val
@@ -102,7 +119,7 @@ class Zip(KVzipPress):
                 super().score_kvzip(*arguments)
         return kept
 
-    def compress_post(self, model):
+    def compress_post(self, model: Any) -> None:
         for name, scores in {"KVzip": self.score_val, "KVzip+": self.plus}.items():
             for ratio in self.ratios:
                 self.score_val, self.compression_ratio = scores.clone(), ratio
@@ -113,7 +130,15 @@ class Zip(KVzipPress):
                     layer.self_attn.masked_key_indices = None
 
 
-def tail_attention(module, query, key, value, attention_mask, scaling, **_):
+def tail_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Attention of the tail: causal, and blind to the pairs that a press left out.
 
     kvpress puts keys there whose weight underflows to 0. Left out outright, the weight is 0.
@@ -133,7 +158,7 @@ def tail_attention(module, query, key, value, attention_mask, scaling, **_):
 ALL_ATTENTION_FUNCTIONS.register("tail", tail_attention)
 
 
-def tail(model, tokens, first, judged, pressed):
+def tail(model: Any, tokens: Tensor, first: int, judged: Tensor, pressed: Pressed) -> Tensor:
     """Log-probabilities behind the judged rows, over what was kept."""
     cache = DynamicCache(config=model.config)
     for number, (keys, values) in enumerate(zip(pressed.keys, pressed.values, strict=True)):
@@ -145,18 +170,19 @@ def tail(model, tokens, first, judged, pressed):
     model.config._attn_implementation = "sdpa"
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
-    return found.logits[0, judged].float().log_softmax(-1)
+    logits: Tensor = found.logits[0, judged]
+    return logits.float().log_softmax(-1)
 
 
 @torch.no_grad()
-def main(folder, source, target):
+def main(folder: str, source: str, target: str) -> None:
     with np.load(source) as given:
         tokens, judged = (torch.from_numpy(given[name]) for name in ("tokens", "judged"))
         first, shares = int(given["first"]), given["shares"].tolist()
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.config._attn_implementation = "sdpa"
 
-    def write(name, share, pressed):
+    def write(name: str, share: float, pressed: Pressed) -> None:
         logp = tail(model, tokens, first, judged, pressed).numpy()
         kept = pressed.kept(first)
         np.savez(Path(target) / f"{name} at {share}.npz", logp=logp, kept=kept)

@@ -1,4 +1,4 @@
-"""Which pairs of a context stay in a budget, against a model that sorts one pair after the other."""
+"""Which pairs of a context stay in a budget, against a model that sorts them one by one."""
 
 from __future__ import annotations
 
