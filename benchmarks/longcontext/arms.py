@@ -13,7 +13,7 @@ from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
 from headrace_decode.bounded.keeping import Always, keep
 from headrace_decode.bounded.refit import RIDGE, refitted
-from headrace_decode.bounded.scores import Received
+from headrace_decode.bounded.scores import Received, pooled
 from headrace_prefill.reuse.offline.lm import LM
 
 OURS = "ours"
@@ -25,16 +25,18 @@ Scores = Callable[[LM, Context], Tensor]
 """fp32 [layers, heads, tokens]."""
 
 
+def both(lm: LM, context: Context) -> Tensor:
+    """From queries that repeat the context, and from its own as if they came later."""
+    parts = zip(context.repeated, context.expected, strict=True)
+    return torch.stack([pooled(one) for one in parts])
+
+
 def repeated(lm: LM, context: Context) -> Tensor:
     return torch.stack([one.root_mean_square() for one in context.repeated])
 
 
 def largest(lm: LM, context: Context) -> Tensor:
     return torch.stack([one.largest() for one in context.repeated])
-
-
-def mean(lm: LM, context: Context) -> Tensor:
-    return torch.stack([one.mean() for one in context.repeated])
 
 
 def expected(lm: LM, context: Context) -> Tensor:
@@ -79,11 +81,11 @@ class Arm:
     """
 
     name: str
-    scores: Scores = repeated
+    scores: Scores = both
     refit: float | None = RIDGE
     budgets: str = "all"
     always: Always = field(default_factory=Always)
-    queries: str = "sampled"
+    queries: str = "both"
     main: bool = False
 
     def held(self, lm: LM, context: Context, share: float) -> Held:
@@ -127,9 +129,9 @@ class Arm:
         return keep(scores, total, self.always, budgets)
 
     def _asked(self, context: Context, layer: int) -> Tensor:
-        both = {"sampled": [context.sampled], "earlier": [context.earlier]}
-        both["both"] = [context.sampled, context.earlier]
-        return torch.cat([one[layer] for one in both[self.queries]])
+        kinds = {"sampled": [context.sampled], "earlier": [context.earlier]}
+        kinds["both"] = [context.sampled, context.earlier]
+        return torch.cat([one[layer] for one in kinds[self.queries]])
 
 
 def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
@@ -143,15 +145,16 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 ARMS = (
     Arm(OURS, main=True),
     Arm(f"{OURS}, values as they were", refit=None, main=True),
-    Arm(f"{OURS}, largest weight", scores=largest),
-    Arm(f"{OURS}, mean weight", scores=mean),
-    Arm(f"{OURS}, times values", scores=times_values(repeated)),
+    Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
+    Arm(f"{OURS}, repetition alone, values as they were", repeated, None),
+    Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),
+    Arm(f"{OURS}, no repetition", expected, queries="earlier", main=True),
+    Arm(f"{OURS}, no repetition, values as they were", expected, None),
+    Arm(f"{OURS}, times values", times_values(both)),
     Arm(f"{OURS}, a budget for each layer", budgets="layer"),
     Arm(f"{OURS}, a budget for each head", budgets="head"),
     Arm(f"{OURS}, two layers whole", always=Always(whole_layers=2)),
     Arm(f"{OURS}, budgets by entropy", budgets="entropy"),
-    Arm(f"{OURS}, no repetition", scores=expected, queries="earlier", main=True),
-    Arm("no repetition, values as they were", scores=expected, refit=None),
     Arm("entropy, two layers whole", window, None, "entropy", Always(whole_layers=2), main=True),
     Arm("entropy", window, None, "entropy"),
     Arm("window scores, one budget", window, None),

@@ -14,7 +14,7 @@ from headrace_prefill.reuse.offline.lm import KV, LM
 
 BLOCK_TOKENS = 2048
 WINDOW_TOKENS = 64
-SAMPLED_ROWS = 1024
+SAMPLED_ROWS = 512
 """Of each layer, whose queries values are fitted to."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.longcontext.context import SAMPLED_ROWS
+from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.keeping import Always, keep
 from headrace_decode.bounded.refit import RIDGE, refitted
@@ -44,7 +44,17 @@ class Streaming:
         for begin in range(0, len(tokens), size):
             end = min(len(tokens), begin + size)
             kv = lm.empty(end)
-            lm.compute(tokens, kv, torch.arange(begin, end), attend=held.attend(begin))
+            own: list[Tensor] = []
+
+            def watch(
+                layer: int, rows: Tensor, q: Tensor, own: list[Tensor] = own, end: int = end
+            ) -> None:
+                step = max(1, -(-len(rows) // SAMPLED_ROWS))
+                later = torch.arange(len(rows[::step])) % WINDOW_TOKENS
+                own.append(lm.rope.shift(q[::step], end + later - rows[::step]))
+
+            rows = torch.arange(begin, end)
+            lm.compute(tokens, kv, rows, attend=held.attend(begin), watch=watch)
             held = held.joined(Held.whole(kv, begin, end))
             fresh = torch.arange(begin, end)
             at = [[torch.cat([one, fresh]) for one in layer] for layer in at]
@@ -52,8 +62,13 @@ class Streaming:
             most = max(most, held.pairs)
             asked = self._repeated(lm, tokens[:end], held, at, squares, begin)
             if held.pairs > total:
-                kept = keep(squares[..., :end], total, Always())
-                held, at = self._dropped(lm, held, at, kept, asked)
+                scores = squares[..., :end] / end
+                for layer, queries in enumerate(own):
+                    for head, one in enumerate(_mean_squares(held.keys[layer], queries)):
+                        scores[layer, head, at[layer][head]] += one
+                kept = keep(scores, total, Always())
+                both = [torch.cat(pair) for pair in zip(asked, own, strict=True)]
+                held, at = self._dropped(lm, held, at, kept, both)
                 squares[..., :end].masked_fill_(~kept, ABSENT)
         return held, most
 
@@ -72,12 +87,8 @@ class Streaming:
 
         def watch(layer: int, rows: Tensor, q: Tensor) -> None:
             asked.append(q[begin - lead :])
-            by_head = asked[-1].unflatten(1, (lm.kv_heads, -1)).unbind(1)
-            for head, queries in enumerate(by_head):
-                received = Received(held.keys[layer][head][None], lm.dim**-0.5)
-                received.add(queries)
-                found = received.root_mean_square()[0].square() * len(queries)
-                squares[layer, head, at[layer][head]] += found
+            for head, one in enumerate(_mean_squares(held.keys[layer], asked[-1])):
+                squares[layer, head, at[layer][head]] += one * len(asked[-1])
 
         rows = torch.arange(end, len(again))
         lm.compute(again, lm.empty(len(again)), rows, watch=watch, attend=held.attend(end))
@@ -103,3 +114,13 @@ class Streaming:
                     asks = one.flatten(0, 1) * lm.dim**-0.5
                     values[layer].append(refitted(k, v, stays, asks, self.refit))
         return Held(keys, values), left
+
+
+def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:
+    """Of the attention that each head's keys get from queries [rows, heads, head_dim]."""
+    found = []
+    for one, asked in zip(keys, queries.unflatten(1, (len(keys), -1)).unbind(1), strict=True):
+        received = Received(one[None], one.shape[-1] ** -0.5)
+        received.add(asked)
+        found.append(received.root_mean_square()[0].square())
+    return found

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace_decode.bounded.refit import refitted
-from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, repeats
+from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
 
 DIM = 8
 
@@ -35,6 +35,16 @@ def test_received_attention_is_that_of_all_queries_of_the_group() -> None:
         }
         for name, one in expected.items():
             assert torch.allclose(getattr(received, name)()[head], one, atol=1e-5), name
+
+
+def test_kinds_of_queries_count_alike_however_many_there_are() -> None:
+    keys = torch.randn(1, 6, DIM, generator=rng())
+    kinds = [torch.randn(rows, 1, DIM, generator=rng(rows)) for rows in (3, 50)]
+    parts = [Received(keys, 1.0) for _ in kinds]
+    for part, queries in zip(parts, kinds, strict=True):
+        part.add(queries)
+    squares = [(one[:, 0] @ keys[0].T).softmax(-1).square().mean(0) for one in kinds]
+    assert torch.allclose(pooled(parts)[0], (squares[0] + squares[1]).sqrt(), atol=1e-6)
 
 
 def test_without_queries_nothing_is_known() -> None:

@@ -23,17 +23,15 @@ class Always:
     Attributes:
         sinks: first tokens.
         newest: last tokens.
-        floor: tokens of each layer and head, the best by its own scores.
         whole_layers: first layers that keep all tokens.
     """
 
     sinks: int = 4
     newest: int = 16
-    floor: int = 0
     whole_layers: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.sinks, self.newest, self.floor, self.whole_layers) < 0:
+        if min(self.sinks, self.newest, self.whole_layers) < 0:
             raise ValueError(f"counts are 0 or more: {self}")
 
     def pairs(self, scores: Tensor) -> Tensor:
@@ -43,9 +41,6 @@ class Always:
         ends = (at < self.sinks) | (at >= tokens - self.newest)
         found = ends.expand(scores.shape).clone()
         found[: min(self.whole_layers, layers)] = True
-        if floor := min(self.floor, tokens):
-            first = scores.masked_fill(ends, torch.inf).topk(floor, -1).indices
-            found.scatter_(-1, first, True)
         return found
 
 

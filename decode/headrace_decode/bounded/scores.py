@@ -1,16 +1,21 @@
 """How much each token's key will be attended to: from queries that stand for later ones.
 
-Which questions come is not known when KV is dropped. What a model asks its context when it repeats
-it is a good stand-in: every token is looked up once, by the heads that look up (KVzip, arXiv
-2505.23416). `repeats` plans those rows. `Received` gathers the attention that they pay.
+Which questions come is not known when KV is dropped. Two kinds of queries stand for them:
 
-KVzip keeps the largest weight that a key gets. The root of the mean square is better here: a key
-that many queries need a little counts, too, and noise of a single query counts less.
+    repeating   of rows that repeat the context behind itself. Every token is looked up once, by
+                the heads that look up (KVzip, arXiv 2505.23416). `repeats` plans those rows.
+    earlier     of the context's own rows, turned to positions behind it: what its text asks for as
+                it goes on (the queries that Expected Attention, arXiv 2510.00636, takes for normal)
+
+Facts are lost without the first, and the thread of a text without the second. `Received` gathers
+the attention that queries pay; `pooled` adds both. KVzip keeps the largest weight that a key gets.
+The root of the mean square is better here: a key that many queries need a little counts, too, and
+a single query counts less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,3 +78,13 @@ class Received:
         """fp32 [heads, tokens], over queries and the heads of the group."""
         self._seen()
         return self._largest
+
+
+def pooled(parts: Sequence[Received]) -> Tensor:
+    """Scores of one layer from kinds of queries that count alike, however many each has.
+
+    Returns:
+        fp32 [heads, tokens]: the root of the sum of their mean squares.
+    """
+    squares = [one.root_mean_square().square() for one in parts]
+    return torch.stack(squares).sum(0).sqrt()
