@@ -45,6 +45,8 @@ def ours(folder: str, number: int, tokens: int, held_out: bool, ablated: bool) -
             flush=True,
         )
     for name, one in STREAMING.items():
+        if one.refit is None and not ablated:
+            continue
         rows.append(streamed(lm, found, name, one, MAIN_SHARE))
         print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
     return rows
@@ -62,7 +64,7 @@ def streamed(lm: LM, context: Context, name: str, one: Streaming, share: float) 
 def plan(ablated: bool) -> Iterator[tuple[Arm, float]]:
     for arm in ARMS:
         for share in SHARES:
-            if (share == MAIN_SHARE and (ablated or arm.main)) or arm.main:
+            if arm.main or (ablated and share == MAIN_SHARE):
                 yield arm, share
 
 

@@ -25,6 +25,7 @@ from headrace_prefill.reuse.offline.prompts import Encode, documents, passage
 
 KINDS = ("needle", "turns", "source", "prose", "dialogue", "copy")
 FACTS, TURNS = 12, 5
+FEWEST_TOKENS = sparse.PIECE_TOKENS + sparse.COPY_TOKENS + 1
 END = "<|im_end|>\n"
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_start|>assistant\n"
 Rng = np.random.Generator
@@ -51,7 +52,13 @@ class Case:
 
 
 def case(number: int, encode: Encode, tokens: int, *, held_out: bool) -> Case:
-    """Context `number`, of about so many tokens; every number has other files of its side."""
+    """Context `number`, of about so many tokens; every number has other files of its side.
+
+    Raises:
+        ValueError: a context is too short for a passage and a part of its copy.
+    """
+    if tokens < FEWEST_TOKENS:
+        raise ValueError(f"a context has {FEWEST_TOKENS} tokens or more, not {tokens}")
     kind = KINDS[number % len(KINDS)]
     name = f"{number} {kind}"
     rng = np.random.default_rng([number, held_out, 19])

@@ -64,6 +64,11 @@ def test_what_is_judged_stands_behind_the_context(number: int) -> None:
     assert {at for each in one.facts.values() for at in each} <= set(one.judged)
 
 
+def test_a_context_without_room_for_a_copy_is_refused() -> None:
+    with pytest.raises(ValueError, match="1361 tokens or more, not 1000"):
+        case(5, encode, 1000, held_out=False)
+
+
 def test_facts_stand_at_even_depths_and_are_all_asked_for() -> None:
     one = case(0, encode, 2000, held_out=False)
     depths = sorted(one.facts)
