@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.longcontext.texts import KINDS
 
-TOKENS, QUICK_TOKENS = 3000, 1500
+TOKENS, QUICK_TOKENS = 3000, 1000
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from headrace_prefill.reuse.offline.prompts import Encode, documents, passage
 
 KINDS = ("needle", "turns", "source", "prose", "dialogue", "copy")
 FACTS, TURNS = 12, 5
-FEWEST_TOKENS = sparse.PIECE_TOKENS + sparse.COPY_TOKENS + 1
+FEWEST_COPY_TOKENS = sparse.PIECE_TOKENS + sparse.COPY_TOKENS + 1
 END = "<|im_end|>\n"
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_start|>assistant\n"
 Rng = np.random.Generator
@@ -57,10 +57,10 @@ def case(number: int, encode: Encode, tokens: int, *, held_out: bool) -> Case:
     Raises:
         ValueError: a context is too short for a passage and a part of its copy.
     """
-    if tokens < FEWEST_TOKENS:
-        raise ValueError(f"a context has {FEWEST_TOKENS} tokens or more, not {tokens}")
     kind = KINDS[number % len(KINDS)]
     name = f"{number} {kind}"
+    if kind == "copy" and tokens < FEWEST_COPY_TOKENS:
+        raise ValueError(f"a copy takes {FEWEST_COPY_TOKENS} tokens or more, not {tokens}")
     rng = np.random.default_rng([number, held_out, 19])
     every = documents(held_out)
     source = [file for file in every if file.suffix in sparse.SOURCE]

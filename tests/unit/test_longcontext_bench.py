@@ -65,7 +65,7 @@ def test_what_is_judged_stands_behind_the_context(number: int) -> None:
 
 
 def test_a_context_without_room_for_a_copy_is_refused() -> None:
-    with pytest.raises(ValueError, match="1361 tokens or more, not 1000"):
+    with pytest.raises(ValueError, match="a copy takes 1361 tokens or more, not 1000"):
         case(5, encode, 1000, held_out=False)
 
 
