@@ -194,6 +194,11 @@ class LM:
             mixed.append(found[0].transpose(0, 1).flatten(1))
         return torch.cat(mixed)
 
+    def output(self, layer: int) -> Tensor:
+        """What heads' results are multiplied by: fp32 [hidden, kv_heads, group, head_dim]."""
+        matrix = self._matrix(layer, "self_attn.o_proj")
+        return matrix.unflatten(1, (self.kv_heads, -1, self.dim))
+
     def _matrix(self, layer: int, name: str) -> Tensor:
         return self._weights[f"model.layers.{layer}.{name}.weight"]
 

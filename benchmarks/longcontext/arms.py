@@ -1,0 +1,161 @@
+"""What is compared: a rule for what stays of a context, as held KV. kvpress's are in `peers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.longcontext.context import Context
+from benchmarks.longcontext.held import Held
+from headrace_decode.bounded.budgets import by_entropy, entropies
+from headrace_decode.bounded.keeping import Always, keep
+from headrace_decode.bounded.refit import RIDGE, refitted
+from headrace_decode.bounded.scores import Received, pooled
+from headrace_prefill.reuse.offline.lm import LM
+
+OURS = "ours"
+SHARES = 0.5, 0.25, 0.12
+MAIN_SHARE = 0.25
+HEADS_FLOOR = 0.02
+"""Of a head's tokens, under budgets that follow from entropy."""
+Scores = Callable[[LM, Context], Tensor]
+"""fp32 [layers, heads, tokens]."""
+
+
+def both(lm: LM, context: Context) -> Tensor:
+    """From queries that repeat the context, and from its own as if they came later."""
+    parts = zip(context.repeated, context.expected, strict=True)
+    return torch.stack([pooled(one) for one in parts])
+
+
+def repeated(lm: LM, context: Context) -> Tensor:
+    return torch.stack([one.root_mean_square() for one in context.repeated])
+
+
+def largest(lm: LM, context: Context) -> Tensor:
+    return torch.stack([one.largest() for one in context.repeated])
+
+
+def expected(lm: LM, context: Context) -> Tensor:
+    """From queries of the context itself, as if they came later: no repetition."""
+    return torch.stack([one.root_mean_square() for one in context.expected])
+
+
+def window(lm: LM, context: Context) -> Tensor:
+    """From the last rows' queries (SnapKV)."""
+    found = []
+    for keys, queries in zip(context.kv.keys, context.window, strict=True):
+        received = Received(keys.transpose(0, 1).contiguous(), lm.dim**-0.5)
+        received.add(queries)
+        found.append(received.mean())
+    return torch.stack(found)
+
+
+def times_values(inner: Scores) -> Scores:
+    """Times the size of what a token's value adds to the hidden state: the most of its group."""
+
+    def scores(lm: LM, context: Context) -> Tensor:
+        size = []
+        for layer, values in enumerate(context.kv.values):
+            by_head = lm.output(layer)
+            added = torch.einsum("jhgd,nhd->hgnj", by_head, values).norm(dim=-1)
+            size.append(added.amax(1))
+        return inner(lm, context) * torch.stack(size)
+
+    return scores
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One rule.
+
+    Attributes:
+        scores: what tokens are ranked by.
+        refit: the ridge that values are fitted with; None leaves them.
+        budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
+        queries: that values are fitted to: "sampled" repeating rows, "earlier" ones, or "both".
+        main: whether it is measured at every share.
+    """
+
+    name: str
+    scores: Scores = both
+    refit: float | None = RIDGE
+    budgets: str = "all"
+    always: Always = field(default_factory=Always)
+    queries: str = "both"
+    main: bool = False
+
+    def held(self, lm: LM, context: Context, share: float) -> Held:
+        """What stays under a share of the bytes."""
+        scores = self.scores(lm, context)
+        layers, heads, _ = scores.shape
+        total = int(share * scores.numel())
+        kept = self._kept(lm, context, scores, total)
+        keys, values = (
+            [list[Tensor]() for _ in range(layers)],
+            [list[Tensor]() for _ in range(layers)],
+        )
+        for layer in range(layers):
+            asked = self._asked(context, layer).unflatten(1, (heads, -1)) * lm.dim**-0.5
+            for head in range(heads):
+                k, v = (one[layer, :, head] for one in (context.kv.keys, context.kv.values))
+                at = kept[layer, head].nonzero()[:, 0]
+                keys[layer].append(k[at])
+                if self.refit is None or not len(at):
+                    values[layer].append(v[at])
+                else:
+                    queries = asked[:, head].flatten(0, 1)
+                    values[layer].append(refitted(k, v, at, queries, self.refit))
+        return Held(keys, values)
+
+    def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
+        layers, heads, tokens = scores.shape
+        if self.budgets == "all":
+            return keep(scores, total, self.always)
+        if self.budgets == "layer":
+            each = [keep(one[None], total // layers, self.always) for one in scores]
+            return torch.cat(each)
+        budgets = torch.full((layers, heads), total // (layers * heads))
+        if self.budgets == "entropy":
+            entropy = [_entropy(lm, context, layer) for layer in range(layers)]
+            floor = int(HEADS_FLOOR * tokens) + self.always.sinks + self.always.newest
+            whole = min(self.always.whole_layers, layers)
+            left = total - whole * heads * tokens
+            rest = by_entropy(torch.stack(entropy[whole:]), left, tokens, floor)
+            budgets = torch.cat([torch.full((whole, heads), tokens), rest])
+        return keep(scores, total, self.always, budgets)
+
+    def _asked(self, context: Context, layer: int) -> Tensor:
+        kinds = {"sampled": [context.sampled], "earlier": [context.earlier]}
+        kinds["both"] = [context.sampled, context.earlier]
+        return torch.cat([one[layer] for one in kinds[self.queries]])
+
+
+def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
+    """Of the last rows' attention, meaned over the heads of a group: fp32 [kv_heads]."""
+    queries = context.window[layer].transpose(0, 1) * lm.dim**-0.5
+    group = lm.heads // lm.kv_heads
+    keys = context.kv.keys[layer].transpose(0, 1).repeat_interleave(group, 0)
+    return entropies(queries, keys).unflatten(0, (-1, group)).mean(1)
+
+
+ARMS = (
+    Arm(OURS, main=True),
+    Arm(f"{OURS}, values as they were", refit=None, main=True),
+    Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
+    Arm(f"{OURS}, repetition alone, values as they were", repeated, None),
+    Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),
+    Arm(f"{OURS}, no repetition", expected, queries="earlier", main=True),
+    Arm(f"{OURS}, no repetition, values as they were", expected, None),
+    Arm(f"{OURS}, times values", times_values(both)),
+    Arm(f"{OURS}, a budget for each layer", budgets="layer"),
+    Arm(f"{OURS}, a budget for each head", budgets="head"),
+    Arm(f"{OURS}, two layers whole", always=Always(whole_layers=2)),
+    Arm(f"{OURS}, budgets by entropy", budgets="entropy"),
+    Arm("entropy, two layers whole", window, None, "entropy", Always(whole_layers=2), main=True),
+    Arm("entropy", window, None, "entropy"),
+    Arm("window scores, one budget", window, None),
+)

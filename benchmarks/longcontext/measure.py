@@ -1,0 +1,95 @@
+"""All arms of ours on one context, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+
+from benchmarks.longcontext.arms import ARMS, MAIN_SHARE, SHARES, Arm
+from benchmarks.longcontext.context import Context, computed
+from benchmarks.longcontext.held import Held
+from benchmarks.longcontext.judge import Row, judge, judged_rows
+from benchmarks.longcontext.peers import pressed
+from benchmarks.longcontext.streaming import Streaming
+from benchmarks.longcontext.texts import Case, case
+from headrace_prefill.reuse.offline.lm import LM
+
+STREAMING = {
+    "streamed in four blocks": Streaming(4),
+    "streamed in four blocks, values as they were": Streaming(4, None),
+}
+
+
+def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
+    """kvpress on context `number`."""
+    _, encode = _model(folder)
+    return pressed(folder, case(number, encode, tokens, held_out=held_out), SHARES)
+
+
+def ours(folder: str, number: int, tokens: int, held_out: bool, ablated: bool) -> list[Row]:
+    """Our arms on context `number`, a row of each."""
+    lm, encode = _model(folder)
+    begun = time.monotonic()
+    found = computed(lm, case(number, encode, tokens, held_out=held_out))
+    print(f"  {found.case.name}: computed after {time.monotonic() - begun:.0f} s", flush=True)
+    rows = []
+    for arm, share in plan(ablated):
+        rows.append(measured(lm, found, arm, share))
+        print(
+            f"  {found.case.name}: {arm.name} at {share}: KL {rows[-1]['kl']:.4f} "
+            f"after {time.monotonic() - begun:.0f} s",
+            flush=True,
+        )
+    for name, one in STREAMING.items():
+        if one.refit is None and not ablated:
+            continue
+        rows.append(streamed(lm, found, name, one, MAIN_SHARE))
+        print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
+    return rows
+
+
+def streamed(lm: LM, context: Context, name: str, one: Streaming, share: float) -> Row:
+    """With the most that was ever held, as a share of the context's KV."""
+    case = context.case
+    pairs = lm.layers * lm.kv_heads * case.first
+    held, most = one.held(lm, torch.tensor(case.tokens[: case.first]), int(share * pairs))
+    row = judged(lm, case, name, share, held, context.exact)
+    return row | {"most_held": most / pairs}
+
+
+def plan(ablated: bool) -> Iterator[tuple[Arm, float]]:
+    for arm in ARMS:
+        for share in SHARES:
+            if arm.main or (ablated and share == MAIN_SHARE):
+                yield arm, share
+
+
+def measured(lm: LM, context: Context, arm: Arm, share: float) -> Row:
+    held = arm.held(lm, context, share)
+    return judged(lm, context.case, arm.name, share, held, context.exact)
+
+
+def judged(lm: LM, one: Case, name: str, share: float, held: Held, exact: torch.Tensor) -> Row:
+    """The tail over what is held."""
+    logp = held.follow(lm, torch.tensor(one.tokens), one.first)[judged_rows(one)]
+    kept = held.pairs / (lm.layers * lm.kv_heads * one.first)
+    return judge(one, name, share, kept, exact, logp)
+
+
+@lru_cache
+def _model(folder: str) -> tuple[LM, Callable[[str], list[int]]]:
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_grad_enabled(False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(words: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(words, add_special_tokens=False, verbose=False)
+        return tokens
+
+    return LM(folder), encode

@@ -1,0 +1,126 @@
+"""A context that never is in memory as a whole: prefilled block by block under the budget.
+
+Each block is computed over what is held of those before it. It is repeated once, so that its
+tokens and the older ones are ranked by the same attention. What does not fit leaves, and the values
+that stay are fitted. Never is more held than the budget and one block. Positions stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
+from benchmarks.longcontext.held import Held
+from headrace_decode.bounded.keeping import Always, keep
+from headrace_decode.bounded.refit import RIDGE, refitted
+from headrace_decode.bounded.scores import LEAD_TOKENS, Received
+from headrace_prefill.reuse.offline.lm import LM
+
+ABSENT = -1.0
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """
+    Attributes:
+        blocks: that a context is cut into.
+        refit: the ridge that values are fitted with; None leaves them.
+    """
+
+    blocks: int
+    refit: float | None = RIDGE
+
+    def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
+        """What is held of the context in the end, and the most pairs that were ever held."""
+        shape = lm.layers, lm.kv_heads
+        empty = [[torch.empty(0, lm.dim)] * shape[1] for _ in range(shape[0])]
+        held, most = Held(empty, empty), 0
+        at = [[torch.empty(0, dtype=torch.int64)] * shape[1] for _ in range(shape[0])]
+        squares = torch.full((*shape, len(tokens)), ABSENT)
+        size = -(-len(tokens) // self.blocks)
+        for begin in range(0, len(tokens), size):
+            end = min(len(tokens), begin + size)
+            kv = lm.empty(end)
+            own: list[Tensor] = []
+
+            def watch(
+                layer: int, rows: Tensor, q: Tensor, own: list[Tensor] = own, end: int = end
+            ) -> None:
+                step = max(1, -(-len(rows) // SAMPLED_ROWS))
+                later = torch.arange(len(rows[::step])) % WINDOW_TOKENS
+                own.append(lm.rope.shift(q[::step], end + later - rows[::step]))
+
+            rows = torch.arange(begin, end)
+            lm.compute(tokens, kv, rows, attend=held.attend(begin), watch=watch)
+            held = held.joined(Held.whole(kv, begin, end))
+            fresh = torch.arange(begin, end)
+            at = [[torch.cat([one, fresh]) for one in layer] for layer in at]
+            squares[..., begin:end] = 0.0
+            most = max(most, held.pairs)
+            asked = self._repeated(lm, tokens[:end], held, at, squares, begin)
+            if held.pairs > total:
+                scores = squares[..., :end] / end
+                for layer, queries in enumerate(own):
+                    for head, one in enumerate(_mean_squares(held.keys[layer], queries)):
+                        scores[layer, head, at[layer][head]] += one
+                kept = keep(scores, total, Always())
+                both = [torch.cat(pair) for pair in zip(asked, own, strict=True)]
+                held, at = self._dropped(lm, held, at, kept, both)
+                squares[..., :end].masked_fill_(~kept, ABSENT)
+        return held, most
+
+    def _repeated(
+        self,
+        lm: LM,
+        tokens: Tensor,
+        held: Held,
+        at: list[list[Tensor]],
+        squares: Tensor,
+        begin: int,
+    ) -> list[Tensor]:
+        """Repeat the newest block: adds to `squares`, returns queries by layer."""
+        end, lead = len(tokens), max(0, begin - LEAD_TOKENS)
+        again, asked = torch.cat([tokens, tokens[lead:]]), list[Tensor]()
+
+        def watch(layer: int, rows: Tensor, q: Tensor) -> None:
+            asked.append(q[begin - lead :])
+            for head, one in enumerate(_mean_squares(held.keys[layer], asked[-1])):
+                squares[layer, head, at[layer][head]] += one * len(asked[-1])
+
+        rows = torch.arange(end, len(again))
+        lm.compute(again, lm.empty(len(again)), rows, watch=watch, attend=held.attend(end))
+        step = max(1, -(-len(asked[0]) // SAMPLED_ROWS))
+        return [one[::step] for one in asked]
+
+    def _dropped(
+        self, lm: LM, held: Held, at: list[list[Tensor]], kept: Tensor, asked: list[Tensor]
+    ) -> tuple[Held, list[list[Tensor]]]:
+        keys: list[list[Tensor]] = [[] for _ in asked]
+        values: list[list[Tensor]] = [[] for _ in asked]
+        left: list[list[Tensor]] = [[] for _ in asked]
+        for layer, queries in enumerate(asked):
+            by_head = queries.unflatten(1, (lm.kv_heads, -1)).unbind(1)
+            for head, one in enumerate(by_head):
+                k, v = held.keys[layer][head], held.values[layer][head]
+                stays = kept[layer, head, at[layer][head]].nonzero()[:, 0]
+                keys[layer].append(k[stays])
+                left[layer].append(at[layer][head][stays])
+                if self.refit is None or not len(stays):
+                    values[layer].append(v[stays])
+                else:
+                    asks = one.flatten(0, 1) * lm.dim**-0.5
+                    values[layer].append(refitted(k, v, stays, asks, self.refit))
+        return Held(keys, values), left
+
+
+def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:
+    """Of the attention that each head's keys get from queries [rows, heads, head_dim]."""
+    found = []
+    for one, asked in zip(keys, queries.unflatten(1, (len(keys), -1)).unbind(1), strict=True):
+        received = Received(one[None], one.shape[-1] ** -0.5)
+        received.add(asked)
+        found.append(received.root_mean_square()[0].square())
+    return found

@@ -1,0 +1,133 @@
+"""Which pairs of a context stay in a budget, against a model that sorts them one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace_decode.bounded.budgets import by_entropy, entropies
+from headrace_decode.bounded.keeping import Always, keep, pairs
+
+NOTHING = Always(sinks=0, newest=0)
+
+
+@st.composite
+def scored(draw: st.DrawFn) -> tuple[Tensor, Always, int]:
+    """Scores with ties, what must stay, and a budget that holds it."""
+    shape = [draw(st.integers(1, most)) for most in (3, 3, 12)]
+    count = shape[0] * shape[1] * shape[2]
+    numbers = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
+    scores = torch.tensor(numbers, dtype=torch.float32).view(*shape)
+    always = Always(*(draw(st.integers(0, most)) for most in (3, 3, 2)))
+    least = int(always.pairs(scores).sum())
+    return scores, always, draw(st.integers(least, count + 2))
+
+
+def naive(scores: Tensor, total: int, must: Tensor) -> list[bool]:
+    """Pairs in order of score, those that must stay first, the earlier of two equal ones."""
+    flat, first = scores.flatten().tolist(), must.flatten().tolist()
+    order = sorted(range(len(flat)), key=lambda at: (not first[at], 0 if first[at] else -flat[at]))
+    chosen = set(order[:total])
+    return [at in chosen for at in range(len(flat))]
+
+
+@given(scored())
+def test_the_best_pairs_of_all_layers_and_heads_stay(given_: tuple[Tensor, Always, int]) -> None:
+    scores, always, total = given_
+    kept = keep(scores, total, always)
+    assert kept.flatten().tolist() == naive(scores, total, always.pairs(scores))
+    assert int(kept.sum()) == min(total, scores.numel())
+
+
+@given(scored())
+def test_first_and_newest_tokens_and_whole_layers_stay(given_: tuple[Tensor, Always, int]) -> None:
+    scores, always, total = given_
+    kept = keep(scores, total, always)
+    assert kept[..., : always.sinks].all()
+    assert kept[..., scores.shape[-1] - min(always.newest, scores.shape[-1]) :].all()
+    assert kept[: always.whole_layers].all()
+
+
+@given(scored(), st.data())
+def test_with_budgets_of_their_own_heads_keep_just_that(
+    given_: tuple[Tensor, Always, int], data: st.DataObject
+) -> None:
+    scores, always, _ = given_
+    least = always.pairs(scores).sum(-1)
+    more = [data.draw(st.integers(int(one), scores.shape[-1])) for one in least.flatten()]
+    budgets = torch.tensor(more).view(least.shape)
+    kept = keep(scores, int(budgets.sum()), always, budgets)
+    assert torch.equal(kept.sum(-1), budgets)
+    for layer in range(len(scores)):
+        for head in range(scores.shape[1]):
+            one = scores[layer, head]
+            must = always.pairs(scores)[layer, head]
+            assert kept[layer, head].tolist() == naive(one, int(budgets[layer, head]), must)
+
+
+def test_what_must_stay_and_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="8 pairs must stay and the budget is 7"):
+        keep(torch.ones(2, 2, 9), 7, Always(sinks=1, newest=1))
+
+
+@pytest.mark.parametrize("scores", [torch.ones(2, 3), torch.full((1, 1, 4), torch.nan)])
+def test_scores_that_are_none_are_refused(scores: Tensor) -> None:
+    with pytest.raises(ValueError, match="finite numbers"):
+        keep(scores, 4, NOTHING)
+
+
+@pytest.mark.parametrize("budgets", [torch.ones(3, 1).long(), torch.full((2, 1), 5)])
+def test_budgets_of_another_shape_or_above_the_total_are_refused(budgets: Tensor) -> None:
+    with pytest.raises(ValueError, match="add up to 9 pairs at most"):
+        keep(torch.ones(2, 1, 8), 9, NOTHING, budgets)
+
+
+def test_counts_below_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 or more"):
+        Always(newest=-1)
+
+
+def test_a_budget_in_bytes_holds_whole_pairs() -> None:
+    assert pairs(2 * 64 * 2 * 10 + 255, 64, 2) == 10
+    with pytest.raises(ValueError, match="no budget"):
+        pairs(-1, 64, 2)
+
+
+@given(
+    st.lists(st.floats(0, 12), min_size=6, max_size=6),
+    st.integers(1, 50),
+    st.integers(0, 4),
+    st.integers(0, 400),
+)
+def test_budgets_by_entropy_add_up_and_keep_floor_and_cap(
+    numbers: list[float], tokens: int, floor: int, more: int
+) -> None:
+    entropy = torch.tensor(numbers).view(2, 3)
+    total = 6 * min(floor, tokens) + more
+    found = by_entropy(entropy, total, tokens, floor)
+    assert int(found.sum()) == min(total, 6 * tokens)
+    assert int(found.min()) >= min(floor, tokens) and int(found.max()) <= tokens
+
+
+def test_a_head_of_twice_the_spread_gets_twice_the_tokens() -> None:
+    entropy = torch.tensor([[0.0, 1.0]]) * torch.tensor(2.0).log()
+    assert by_entropy(entropy, 30, 100).tolist() == [[10, 20]]
+
+
+@pytest.mark.parametrize("entropy", [torch.ones(3), torch.full((1, 2), torch.inf)])
+def test_entropies_that_are_none_are_refused(entropy: Tensor) -> None:
+    with pytest.raises(ValueError, match="finite numbers"):
+        by_entropy(entropy, 10, 10)
+
+
+def test_a_floor_above_the_total_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 5 pairs"):
+        by_entropy(torch.ones(2, 2), 5, 10, floor=2)
+
+
+def test_even_attention_has_the_entropy_of_all_tokens() -> None:
+    found = entropies(torch.zeros(2, 3, 4), torch.randn(2, 10, 4))
+    assert torch.allclose(found, torch.tensor(10.0).log().expand(2))

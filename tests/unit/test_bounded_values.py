@@ -1,0 +1,123 @@
+"""Attention that keys get, and values that make up for dropped tokens, against plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace_decode.bounded.refit import refitted
+from headrace_decode.bounded.scores import LEAD_TOKENS, ROWS_AT_ONCE, Received, pooled, repeats
+
+DIM = 8
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_received_attention_is_that_of_all_queries_of_the_group() -> None:
+    heads, group, tokens, rows = 2, 3, 20, ROWS_AT_ONCE + 7
+    keys = torch.randn(heads, tokens, DIM, generator=rng())
+    queries = torch.randn(rows, heads * group, DIM, generator=rng(1))
+    received = Received(keys, 0.5)
+    for part in (queries[:10], queries[10:]):
+        received.add(part)
+    for head in range(heads):
+        asked = queries[:, head * group : (head + 1) * group].reshape(-1, DIM)
+        weights = (0.5 * asked @ keys[head].T).softmax(-1)
+        expected = {
+            "root_mean_square": weights.square().mean(0).sqrt(),
+            "mean": weights.mean(0),
+            "largest": weights.amax(0),
+        }
+        for name, one in expected.items():
+            assert torch.allclose(getattr(received, name)()[head], one, atol=1e-5), name
+
+
+def test_kinds_of_queries_count_alike_however_many_there_are() -> None:
+    keys = torch.randn(1, 6, DIM, generator=rng())
+    kinds = [torch.randn(rows, 1, DIM, generator=rng(rows)) for rows in (3, 50)]
+    parts = [Received(keys, 1.0) for _ in kinds]
+    for part, queries in zip(parts, kinds, strict=True):
+        part.add(queries)
+    squares = [(one[:, 0] @ keys[0].T).softmax(-1).square().mean(0) for one in kinds]
+    assert torch.allclose(pooled(parts)[0], (squares[0] + squares[1]).sqrt(), atol=1e-6)
+
+
+def test_without_queries_nothing_is_known() -> None:
+    with pytest.raises(ValueError, match="no queries"):
+        Received(torch.zeros(1, 4, DIM), 1.0).mean()
+
+
+@given(st.integers(1, 300), st.integers(1, 100))
+def test_each_token_is_repeated_once_behind_what_leads_to_it(tokens: int, block: int) -> None:
+    parts = list(repeats(tokens, block))
+    assert [at for _, begin, end in parts for at in range(begin, end)] == list(range(tokens))
+    assert all(lead == max(0, begin - LEAD_TOKENS) for lead, begin, _ in parts)
+    assert all(end - begin <= block for _, begin, end in parts)
+
+
+def test_nothing_to_repeat_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to repeat"):
+        list(repeats(0))
+
+
+def one_head(tokens: int, rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (tokens, DIM), (tokens, DIM), (rows, DIM)
+    return tuple(torch.randn(shape, generator=rng(seed)) for shape in shapes)  # type: ignore[return-value]
+
+
+def error(keys: Tensor, values: Tensor, kept: Tensor, queries: Tensor, new: Tensor) -> float:
+    """Of attention to what is kept, squared."""
+    logits = queries @ keys.T
+    missing = logits.softmax(-1) @ values - logits[:, kept].softmax(-1) @ new
+    return float(missing.square().sum())
+
+
+@given(st.integers(2, 30), st.integers(1, 60), st.integers(0, 99), st.data())
+def test_refitting_solves_the_ridge_regression(
+    tokens: int, rows: int, seed: int, data: st.DataObject
+) -> None:
+    keys, values, queries = one_head(tokens, rows, seed)
+    count = data.draw(st.integers(1, tokens - 1))
+    kept = torch.arange(count)
+    ridge = 0.1
+    found = refitted(keys, values, kept, queries, ridge)
+    logits = (queries @ keys.T).double()
+    weights = logits[:, kept].softmax(-1)
+    missing = logits.softmax(-1) @ values.double() - weights @ values[kept].double()
+    penalty = ridge * rows / count * torch.eye(count, dtype=torch.float64)
+    change = torch.linalg.solve(weights.T @ weights + penalty, weights.T @ missing)
+    assert torch.allclose(found.double(), values[kept].double() + change, atol=1e-3)
+
+
+def test_refitted_values_err_less_on_queries_that_were_not_seen() -> None:
+    keys, values, queries = one_head(60, 600, 3)
+    kept = torch.arange(0, 60, 4)
+    new = refitted(keys, values, kept, queries[:500])
+    later = queries[500:]
+    assert error(keys, values, kept, later, new) < 0.7 * error(
+        keys, values, kept, later, values[kept]
+    )
+
+
+def test_a_large_ridge_leaves_values_as_they_are() -> None:
+    keys, values, queries = one_head(20, 50, 4)
+    kept = torch.arange(10)
+    assert torch.allclose(refitted(keys, values, kept, queries, 1e9), values[kept], atol=1e-6)
+
+
+def test_where_all_is_kept_or_nothing_is_asked_values_stay() -> None:
+    keys, values, queries = one_head(20, 50, 5)
+    assert torch.equal(refitted(keys, values, torch.arange(20), queries), values)
+    assert torch.equal(refitted(keys, values, torch.arange(9), queries[:0]), values[:9])
+
+
+@pytest.mark.parametrize(("count", "ridge"), [(0, 1.0), (3, 0.0)])
+def test_nothing_kept_and_no_ridge_are_refused(count: int, ridge: float) -> None:
+    keys, values, queries = one_head(20, 50, 6)
+    with pytest.raises(ValueError, match="above 0"):
+        refitted(keys, values, torch.arange(count), queries, ridge)
