@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--card-gb", type=float, default=24.0, metavar="N", help="of 10^9 bytes")
     options = parser.parse_args()
     torch.manual_seed(0)
-    figures = {}
+    figures: dict[str, float] = {}
     print("| line | layers with KV | card, GiB | host, GiB | fits |\n|---|---:|---:|---:|---|")
     for line in lines():
         found = weighed(line, options.tokens, int(options.card_gb * 1e9))
