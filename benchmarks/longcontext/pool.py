@@ -1,0 +1,164 @@
+"""Four long contexts at once in an engine whose KV memory is a quarter of theirs.
+
+    python -m benchmarks.longcontext.pool --json FILE
+
+SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 7,900 tokens.
+One engine has KV memory for all of them. The other has a quarter: its cache, the summaries of all
+units, in the cache and in host memory, and the buffer that KV is lined up in together. It attends
+sparsely, and KV that a step does not attend to lies in host memory (docs/sparse.md). All bytes are
+those of the tensors that the engines made. Each engine is a process of its own.
+
+    kv_bytes_vs_contexts    of the small engine, over those of the four contexts in full
+    itl_vs_unbounded        median seconds of a step in which all four answer and no prompt is
+                            computed, over those of the large engine, sparse in both
+    itl_vs_exact            the same over the large engine's own attention
+    itl.NAME_ms, itl.NAME_steps   of each, and how many steps these are
+    cache_mb, summaries_mb, buffer_mb, host_mb    of the small engine
+    peak_blocks_vs_cache    most blocks of the cache that its requests held
+    serving_s               of the small engine from the first request to the last token, over the
+                            large one's, exact
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.sparse.serving import ENVIRONMENT, LONGEST, Engine
+from headrace_decode.sparse.engine.settings import GIB, SparseSettings
+
+AT_ONCE, PROMPT, ANSWER, SHARE = 4, 7900, 176, 0.08
+BLOCK_TOKENS, BATCH_TOKENS = 128, 256
+PART = 0.25
+"""Of the contexts' KV, that the small engine has memory for."""
+FIRST_CACHE = 0.2
+"""Of the contexts' blocks, in the small engine's cache; the rest of `PART` is for the others."""
+LEAST_STEPS = 20
+
+Figures = dict[str, float]
+
+
+def blocks() -> int:
+    """Of all contexts."""
+    return AT_ONCE * math.ceil((PROMPT + ANSWER) / BLOCK_TOKENS)
+
+
+def engine_of(cache_blocks: int, host_gib: float) -> Engine:
+    """An engine with so many blocks, and host memory for what leaves them."""
+    return Engine(
+        SparseSettings(offload_gib=host_gib),
+        num_gpu_blocks_override=cache_blocks + 1,  # vLLM's null block
+        max_num_batched_tokens=BATCH_TOKENS,
+        max_num_seqs=AT_ONCE,
+        async_scheduling=False,
+        scheduler_cls="headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUp",
+    )
+
+
+def served(engine: Engine, prompts: list[list[int]], share: float | None) -> dict[str, Any]:
+    """All prompts at once: seconds of steps in which all answer, of all, and most blocks held."""
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    names = [engine.add(prompt, ANSWER, share) for prompt in prompts]
+    lengths = dict.fromkeys(names, 0)
+    begun_s, pure, most = time.perf_counter(), [], 0
+    for step in engine.steps():
+        all_answer = all(0 < length < ANSWER for length in lengths.values())
+        if all_answer and step.sparse in (0, AT_ONCE) and (step.sparse > 0) == (share is not None):
+            pure.append(step.seconds)
+        for name, each in step.outputs.items():
+            lengths[name] += len(each.token_ids)
+        most = max(most, pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+    if any(length != ANSWER for length in lengths.values()):
+        raise RuntimeError(f"not all were answered: {lengths}")
+    if len(pure) < LEAST_STEPS:
+        raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {LEAST_STEPS} are needed")
+    return {"steps": pure, "seconds": time.perf_counter() - begun_s, "most_blocks": most}
+
+
+def large() -> dict[str, Any]:
+    """Of the engine that holds all."""
+    os.environ.update(ENVIRONMENT)
+    engine = engine_of(blocks(), 0.0)
+    prompts = engine.prompts(PROMPT, AT_ONCE)
+    exact = served(engine, prompts, None)
+    return {"exact": exact, "sparse": served(engine, prompts, SHARE)}
+
+
+def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
+    """Of the engine that holds a part."""
+    os.environ.update(ENVIRONMENT)
+    engine = engine_of(cache_blocks, host_gib)
+    memory = engine.bound.offloading
+    if memory is None or engine.bound.book is None:
+        raise RuntimeError("this engine does not offload; its log says why")
+    caches = [each.cache for each in memory.memory.layers]
+    bytes_ = {
+        "cache": sum(each.numel() * each.element_size() for each in caches),
+        "summaries": engine.bound.book.nbytes,
+        "buffer": memory.memory.staging_bytes,
+        "host": memory.memory.host.nbytes,
+    }
+    found = served(engine, engine.prompts(PROMPT, AT_ONCE), SHARE)
+    return {"bytes": bytes_, "offloaded": found}
+
+
+def apart(function: Any, *arguments: Any) -> Any:
+    """What it returns, in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def block_bytes() -> int:
+    """Of a block of the model's KV in all layers, bfloat16."""
+    from headrace.model import resolve
+
+    config = json.loads((Path(resolve(None)) / "config.json").read_text())
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_token = 2 * config["num_key_value_heads"] * dim * 2
+    return BLOCK_TOKENS * config["num_hidden_layers"] * per_token
+
+
+def measured() -> Figures:
+    """The figures."""
+    whole, block = blocks(), block_bytes()
+    # Host memory is promised by whole contexts of the longest answer.
+    host_gib = (whole + AT_ONCE) * block / GIB
+    few = apart(small, math.floor(FIRST_CACHE * whole), host_gib)
+    print(few["bytes"], flush=True)
+    many = apart(large)
+    runs = {"offloaded": few["offloaded"], **many}
+    itl = {name: statistics.median(run["steps"]) for name, run in runs.items()}
+    used = sum(few["bytes"][part] for part in ("cache", "summaries", "buffer"))
+    return {
+        "kv_bytes_vs_contexts": used / (whole * block),
+        "itl_vs_unbounded": itl["offloaded"] / itl["sparse"],
+        "itl_vs_exact": itl["offloaded"] / itl["exact"],
+        **{f"itl.{name}_ms": 1e3 * each for name, each in itl.items()},
+        **{f"itl.{name}_steps": float(len(run["steps"])) for name, run in runs.items()},
+        **{f"{part}_mb": each / 1e6 for part, each in few["bytes"].items()},
+        "peak_blocks_vs_cache": few["offloaded"]["most_blocks"] / math.floor(FIRST_CACHE * whole),
+        "serving_s": few["offloaded"]["seconds"] / many["exact"]["seconds"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    if LONGEST < PROMPT + ANSWER:
+        raise SystemExit(f"the engine takes {LONGEST} tokens")
+    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
