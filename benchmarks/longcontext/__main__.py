@@ -22,7 +22,7 @@ import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks.longcontext.texts import KINDS
+from benchmarks.longcontext.texts import FEWEST_COPY_TOKENS, KINDS
 
 TOKENS, QUICK_TOKENS = 3000, 1000
 
@@ -43,6 +43,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.texts, options.tokens, options.ablated = 2, QUICK_TOKENS, 0
+    if options.texts > KINDS.index("copy") and options.tokens < FEWEST_COPY_TOKENS:
+        parser.error(
+            f"--tokens {options.tokens}: a copied passage takes {FEWEST_COPY_TOKENS}; "
+            f"--texts {KINDS.index('copy')} leaves it out"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(json.dumps(measured(options), indent=1))
 

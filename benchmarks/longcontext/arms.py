@@ -12,7 +12,7 @@ from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
 from headrace_decode.bounded.keeping import Always, keep
-from headrace_decode.bounded.refit import RIDGE, refitted
+from headrace_decode.bounded.refit import RIDGE
 from headrace_decode.bounded.scores import Received, pooled
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -91,25 +91,10 @@ class Arm:
     def held(self, lm: LM, context: Context, share: float) -> Held:
         """What stays under a share of the bytes."""
         scores = self.scores(lm, context)
-        layers, heads, _ = scores.shape
-        total = int(share * scores.numel())
-        kept = self._kept(lm, context, scores, total)
-        keys, values = (
-            [list[Tensor]() for _ in range(layers)],
-            [list[Tensor]() for _ in range(layers)],
-        )
-        for layer in range(layers):
-            asked = self._asked(context, layer).unflatten(1, (heads, -1)) * lm.dim**-0.5
-            for head in range(heads):
-                k, v = (one[layer, :, head] for one in (context.kv.keys, context.kv.values))
-                at = kept[layer, head].nonzero()[:, 0]
-                keys[layer].append(k[at])
-                if self.refit is None or not len(at):
-                    values[layer].append(v[at])
-                else:
-                    queries = asked[:, head].flatten(0, 1)
-                    values[layer].append(refitted(k, v, at, queries, self.refit))
-        return Held(keys, values)
+        kept = self._kept(lm, context, scores, int(share * scores.numel()))
+        stays = [[head.nonzero()[:, 0] for head in layer] for layer in kept]
+        whole = Held.whole(context.kv, 0, scores.shape[-1])
+        return whole.kept(stays, self._asked(context), self.refit)
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
@@ -128,10 +113,12 @@ class Arm:
             budgets = torch.cat([torch.full((whole, heads), tokens), rest])
         return keep(scores, total, self.always, budgets)
 
-    def _asked(self, context: Context, layer: int) -> Tensor:
-        kinds = {"sampled": [context.sampled], "earlier": [context.earlier]}
-        kinds["both"] = [context.sampled, context.earlier]
-        return torch.cat([one[layer] for one in kinds[self.queries]])
+    def _asked(self, context: Context) -> list[Tensor]:
+        """Queries that values are fitted to, by layer."""
+        kinds = {"sampled": context.sampled, "earlier": context.earlier}
+        if self.queries != "both":
+            return kinds[self.queries]
+        return [torch.cat(pair) for pair in zip(*kinds.values(), strict=True)]
 
 
 def _entropy(lm: LM, context: Context, layer: int) -> Tensor:

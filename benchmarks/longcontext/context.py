@@ -39,10 +39,6 @@ class Context:
     repeated: list[Received]
     expected: list[Received]
 
-    @property
-    def tokens(self) -> int:
-        return self.case.first
-
 
 def computed(lm: LM, case: Case) -> Context:
     """Prefill, the exact tail, and the repetition."""

@@ -17,16 +17,14 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     both = {row["text"] for row in rows if row["arm"] == OURS}
     both &= {row["text"] for row in rows if row["arm"].startswith(PEER)}
     some = [row for row in rows if row["text"] in both]
-    arms: dict[str, dict[str, Any]] = {}
+    arms: dict[str, list[Row]] = {}
     for row in some:
-        arms.setdefault(f"{row['arm']} at {row['share']:.0%}", {}).setdefault("rows", []).append(
-            row
-        )
+        arms.setdefault(f"{row['arm']} at {row['share']:.0%}", []).append(row)
     found: dict[str, Any] = {"texts": len(both)}
     for share in SHARES:
         at = f" at {share:.0%}"
         mean = {
-            name.removesuffix(at): _mean(one["rows"], "kl")
+            name.removesuffix(at): _mean(one, "kl")
             for name, one in arms.items()
             if name.endswith(at)
         }
@@ -34,18 +32,15 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         if not presses or OURS not in mean:
             continue
         best = min(presses, key=lambda name: mean[name])
-        name = f"kl_vs_best_kvpress_at_{round(share * 100)}pct"
-        found[name], found[f"best_kvpress_at_{round(share * 100)}pct"] = (
-            mean[OURS] / mean[best],
-            best,
-        )
+        place = f"best_kvpress_at_{round(share * 100)}pct"
+        found |= {f"kl_vs_{place}": mean[OURS] / mean[best], place: best}
         if share == MAIN_SHARE:
             by_text = {
                 one: _kl(some, OURS, share, one) / min(_kl(some, p, share, one) for p in presses)
                 for one in sorted(both)
             }
             found["kl_vs_each_texts_own_best_kvpress"] = by_text
-    found["arms"] = {name: _arm(one["rows"]) for name, one in arms.items()}
+    found["arms"] = {name: _arm(one) for name, one in arms.items()}
     return found
 
 

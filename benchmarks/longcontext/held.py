@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headrace_decode.bounded.refit import refitted
 from headrace_prefill.reuse.offline.lm import KV, LM, Attend
 
 
@@ -35,6 +37,34 @@ class Held:
     def pairs(self) -> int:
         """(layer, head, token) pairs that are held."""
         return sum(len(head) for layer in self.keys for head in layer)
+
+    def kept(
+        self, stays: list[list[Tensor]], queries: Sequence[Tensor], ridge: float | None
+    ) -> Held:
+        """What stays of it, with values that make up for what leaves.
+
+        Args:
+            stays: int64 [k] by layer and head, of what the head holds.
+            queries: that values are fitted to, by layer, fp32 [rows, heads, head_dim].
+            ridge: of the fit; None leaves values as they are.
+        """
+        found = Held([], [])
+        for layer, asked in enumerate(queries):
+            here = [
+                (self.keys[layer][head], self.values[layer][head], at)
+                for head, at in enumerate(stays[layer])
+            ]
+            by_head = asked.unflatten(1, (len(here), -1)).unbind(1)
+            found.keys.append([k[at] for k, _, at in here])
+            found.values.append(
+                [
+                    refitted(k, v, at, one.flatten(0, 1) * k.shape[-1] ** -0.5, ridge)
+                    if ridge is not None and len(at)
+                    else v[at]
+                    for (k, v, at), one in zip(here, by_head, strict=True)
+                ]
+            )
+        return found
 
     def joined(self, other: Held) -> Held:
         """With what another holds behind what this one does."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
 
 import torch
 
@@ -16,6 +14,7 @@ from benchmarks.longcontext.judge import Row, judge, judged_rows
 from benchmarks.longcontext.peers import pressed
 from benchmarks.longcontext.streaming import Streaming
 from benchmarks.longcontext.texts import Case, case
+from benchmarks.plain import model
 from headrace_prefill.reuse.offline.lm import LM
 
 STREAMING = {
@@ -26,13 +25,13 @@ STREAMING = {
 
 def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
     """kvpress on context `number`."""
-    _, encode = _model(folder)
+    _, encode = model(folder)
     return pressed(folder, case(number, encode, tokens, held_out=held_out), SHARES)
 
 
 def ours(folder: str, number: int, tokens: int, held_out: bool, ablated: bool) -> list[Row]:
     """Our arms on context `number`, a row of each."""
-    lm, encode = _model(folder)
+    lm, encode = model(folder)
     begun = time.monotonic()
     found = computed(lm, case(number, encode, tokens, held_out=held_out))
     print(f"  {found.case.name}: computed after {time.monotonic() - begun:.0f} s", flush=True)
@@ -78,18 +77,3 @@ def judged(lm: LM, one: Case, name: str, share: float, held: Held, exact: torch.
     logp = held.follow(lm, torch.tensor(one.tokens), one.first)[judged_rows(one)]
     kept = held.pairs / (lm.layers * lm.kv_heads * one.first)
     return judge(one, name, share, kept, exact, logp)
-
-
-@lru_cache
-def _model(folder: str) -> tuple[LM, Callable[[str], list[int]]]:
-    from transformers import AutoTokenizer
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_grad_enabled(False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(words: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(words, add_special_tokens=False, verbose=False)
-        return tokens
-
-    return LM(folder), encode

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.keeping import Always, keep
-from headrace_decode.bounded.refit import RIDGE, refitted
+from headrace_decode.bounded.refit import RIDGE
 from headrace_decode.bounded.scores import LEAD_TOKENS, Received
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -68,7 +68,15 @@ class Streaming:
                         scores[layer, head, at[layer][head]] += one
                 kept = keep(scores, total, Always())
                 both = [torch.cat(pair) for pair in zip(asked, own, strict=True)]
-                held, at = self._dropped(lm, held, at, kept, both)
+                stays = [
+                    [kept[layer, head, one].nonzero()[:, 0] for head, one in enumerate(heads)]
+                    for layer, heads in enumerate(at)
+                ]
+                held = held.kept(stays, both, self.refit)
+                at = [
+                    [one[stay] for one, stay in zip(*pair, strict=True)]
+                    for pair in zip(at, stays, strict=True)
+                ]
                 squares[..., :end].masked_fill_(~kept, ABSENT)
         return held, most
 
@@ -94,26 +102,6 @@ class Streaming:
         lm.compute(again, lm.empty(len(again)), rows, watch=watch, attend=held.attend(end))
         step = max(1, -(-len(asked[0]) // SAMPLED_ROWS))
         return [one[::step] for one in asked]
-
-    def _dropped(
-        self, lm: LM, held: Held, at: list[list[Tensor]], kept: Tensor, asked: list[Tensor]
-    ) -> tuple[Held, list[list[Tensor]]]:
-        keys: list[list[Tensor]] = [[] for _ in asked]
-        values: list[list[Tensor]] = [[] for _ in asked]
-        left: list[list[Tensor]] = [[] for _ in asked]
-        for layer, queries in enumerate(asked):
-            by_head = queries.unflatten(1, (lm.kv_heads, -1)).unbind(1)
-            for head, one in enumerate(by_head):
-                k, v = held.keys[layer][head], held.values[layer][head]
-                stays = kept[layer, head, at[layer][head]].nonzero()[:, 0]
-                keys[layer].append(k[stays])
-                left[layer].append(at[layer][head][stays])
-                if self.refit is None or not len(stays):
-                    values[layer].append(v[stays])
-                else:
-                    asks = one.flatten(0, 1) * lm.dim**-0.5
-                    values[layer].append(refitted(k, v, stays, asks, self.refit))
-        return Held(keys, values), left
 
 
 def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.quality.tasks import FIRST, WORDS
+from benchmarks.quality.tasks import FIRST
 from benchmarks.sparse import texts as sparse
-from headrace_prefill.reuse.offline.prompts import Encode, documents, passage
+from headrace_prefill.reuse.offline.prompts import Encode, passage
 
 KINDS = ("needle", "turns", "source", "prose", "dialogue", "copy")
-FACTS, TURNS = 12, 5
+FACTS, TURNS = sparse.FACTS, 5
 FEWEST_COPY_TOKENS = sparse.PIECE_TOKENS + sparse.COPY_TOKENS + 1
 END = "<|im_end|>\n"
 USER, ASSISTANT = "<|im_start|>user\n", "<|im_start|>assistant\n"
@@ -62,11 +62,7 @@ def case(number: int, encode: Encode, tokens: int, *, held_out: bool) -> Case:
     if kind == "copy" and tokens < FEWEST_COPY_TOKENS:
         raise ValueError(f"a copy takes {FEWEST_COPY_TOKENS} tokens or more, not {tokens}")
     rng = np.random.default_rng([number, held_out, 19])
-    every = documents(held_out)
-    source = [file for file in every if file.suffix in sparse.SOURCE]
-    prose = [file for file in every if file.suffix not in sparse.SOURCE]
-    files = {"source": source, "copy": every}.get(kind, prose)
-    left = itertools.cycle(files[number * 12 % len(files) :] + files)
+    left = sparse.files_of(kind, number, held_out)
     if kind in MAKERS:
         return MAKERS[kind](name, encode, left, rng, tokens)
     made, _ = sparse.MAKERS[kind](encode, left, rng, tokens)
@@ -87,24 +83,10 @@ class _Written:
         return list(range(begin, len(self.tokens)))
 
 
-def _prose(encode: Encode, files: Iterator[Path], rng: Rng, length: int) -> list[int]:
-    pieces: list[int] = []
-    while len(pieces) < length:
-        pieces += encode(passage(files, rng))[: min(sparse.PIECE_TOKENS, length - len(pieces))]
-    return pieces
-
-
 def _needle(name: str, encode: Encode, files: Iterator[Path], rng: Rng, length: int) -> Case:
-    names = rng.choice(FIRST, FACTS, replace=False)
-    codes = rng.choice(np.arange(100, 1000), FACTS, replace=False)
-    towns = rng.choice(WORDS, FACTS, replace=False)
-    said = [
-        (f"The code of {one} is", f" {code}")
-        if n % 2
-        else (f"The street of {one} is named after the", f" {town}")
-        for n, (one, code, town) in enumerate(zip(names, codes, towns, strict=True))
-    ]
-    body, written = _prose(encode, files, rng, length), _Written(encode)
+    said = sparse.facts(rng)
+    body, _ = sparse.MAKERS["prose"](encode, files, rng, length)
+    written = _Written(encode)
     cuts = [200 + n * (length - 400) // (FACTS - 1) for n in range(FACTS)]
     for (question, answer), (start, end) in zip(said, itertools.pairwise([0, *cuts]), strict=True):
         written.tokens += body[start:end]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer
-
+from benchmarks.plain import model
 from benchmarks.quality.arms import ARMS, Arm, exact
 from benchmarks.quality.tasks import tasks
 from headrace_prefill.reuse.offline.correct import Case
@@ -31,14 +28,7 @@ def measured(
         name: "text" or "task", and its number.
         sizes: how many prompts of documents there are, and of each task.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_grad_enabled(False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return found
-
+    lm, encode = model(folder)
     kind, number = name.split()
     every: Iterator[Prompt]
     if kind == "text":
@@ -47,7 +37,6 @@ def measured(
     else:
         every = (prompt for _, prompt in tasks(encode, sizes[1], held_out=True))
     prompt = next(islice(every, int(number), None))
-    lm = LM(folder)
     case = Case.of(lm, prompt, Exact.of(lm, prompt.tokens, len(prompt.answer) or ANSWER_TOKENS))
     rows = []
     for arm, make, budget in _plan(techniques):

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.plain import model
 from benchmarks.reuse.arms import offsets_depths
 from headrace_prefill.reuse.offline.correct import Case
 from headrace_prefill.reuse.offline.exact import Exact
@@ -99,20 +99,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--prompts", type=int, default=9, metavar="N")
     options = parser.parse_args()
-    from transformers import AutoTokenizer
-
     from headrace.model import resolve
     from headrace_prefill.reuse.offline.prompts import documents, prompts
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_grad_enabled(False)
-    folder = resolve(None)
-    lm, tokenizer = LM(folder), AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return tokens
-
+    lm, encode = model(str(resolve(None)))
     shares: dict[str, list[float]] = {}
     files = documents(False)
     for prompt in prompts(encode, options.prompts, files=files, tokens=TOKENS, seed=SEED):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
+from benchmarks.plain import model
 from benchmarks.reuse import arms
 from benchmarks.reuse.figures import BUDGETS, MAIN, OUR_BUDGETS, Row
 
@@ -45,24 +45,12 @@ def measured(
     but: Collection[tuple[str, float]],
 ) -> list[Row]:
     """These groups of arms on one prompt, but for what is done."""
-    import torch
-    from transformers import AutoTokenizer
-
     from headrace_prefill.reuse.offline.exact import Exact, score
-    from headrace_prefill.reuse.offline.lm import LM
     from headrace_prefill.reuse.offline.prompts import documents, prompts
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_grad_enabled(False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return tokens
-
+    lm, encode = model(folder)
     every = prompts(encode, count, files=documents(held_out), tokens=TOKENS, seed=int(held_out))
     prompt = next(each for n, each in enumerate(every) if n == number)
-    lm = LM(folder)
     case = arms.Case.of(lm, prompt, Exact.of(lm, prompt.tokens, answer))
     rows = []
     for arm, rule, budget in plan(groups):

@@ -29,10 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.plain import model
 from benchmarks.sparse.arms import TENTH, kept
 from benchmarks.sparse.attention import Layer
 from benchmarks.sparse.engine import SHAPE, Pair, times_us
-from benchmarks.sparse.measure import _model, learned
+from benchmarks.sparse.measure import learned
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, text
 from headrace_decode.sparse.rivals import quest
 from headrace_decode.sparse.scoring import score
@@ -133,7 +134,7 @@ def masses(number: int, bases: Path) -> dict[str, float]:
     """Of one text for tuning."""
     from headrace.model import resolve
 
-    lm, encode = _model(str(resolve(None)))
+    lm, encode = model(str(resolve(None)))
     ours = kept(learned(lm, encode, bases).ours)
     tokens = torch.tensor(text(number, encode, held_out=False).tokens)
     first, kv, asked = len(tokens) - TAIL_TOKENS, lm.empty(len(tokens)), []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.plain import model
 from benchmarks.sparse.arms import Arm, Bases, arms
 from benchmarks.sparse.attention import Layer, attended
 from benchmarks.sparse.texts import KINDS, TAIL_TOKENS, Text, text
@@ -33,24 +32,9 @@ def measured(folder: str, number: int, held_out: bool, ablated: bool, bases: str
         ablated: with ablations.
         bases: file that bases are kept in.
     """
-    lm, encode = _model(folder)
+    lm, encode = model(folder)
     chosen = list(arms(learned(lm, encode, Path(bases)), ablated))
     return measured_text(lm, text(number, encode, held_out=held_out), chosen)
-
-
-@lru_cache
-def _model(folder: str) -> tuple[LM, Callable[[str], list[int]]]:
-    from transformers import AutoTokenizer
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_grad_enabled(False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(words: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(words, add_special_tokens=False, verbose=False)
-        return tokens
-
-    return LM(folder), encode
 
 
 def learned(lm: LM, encode: Callable[[str], list[int]], file: Path) -> Bases:

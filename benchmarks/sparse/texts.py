@@ -53,14 +53,32 @@ def text(number: int, encode: Encode, *, held_out: bool) -> Text:
     kind = KINDS[number % len(KINDS)]
     rng = np.random.default_rng([number, held_out, 11])
     length = int(rng.integers(FEWEST_TOKENS, MOST_TOKENS + 1))
+    tokens, answers = MAKERS[kind](encode, files_of(kind, number, held_out), rng, length)
+    return Text(f"{number} {kind}", kind, tokens, answers)
+
+
+def files_of(kind: str, number: int, held_out: bool) -> Iterator[Path]:
+    """Files for text `number` of a kind, over and over: sources for "source", all for "copy", else
+    prose."""
     every = documents(held_out)
     source = [file for file in every if file.suffix in SOURCE]
     prose = [file for file in every if file.suffix not in SOURCE]
     files = {"source": source, "copy": every}.get(kind, prose)
     # A text takes at most a dozen files.
-    left = itertools.cycle(files[number * 12 % len(files) :] + files)
-    tokens, answers = MAKERS[kind](encode, left, rng, length)
-    return Text(f"{number} {kind}", kind, tokens, answers)
+    return itertools.cycle(files[number * 12 % len(files) :] + files)
+
+
+def facts(rng: Rng) -> list[tuple[str, str]]:
+    """`FACTS` of them: what asks, and its answer."""
+    names = rng.choice(FIRST, FACTS, replace=False)
+    codes = rng.choice(np.arange(100, 1000), FACTS, replace=False)
+    towns = rng.choice(WORDS, FACTS, replace=False)
+    return [
+        (f"The code of {name} is", f" {code}")
+        if n % 2
+        else (f"The street of {name} is named after the", f" {town}")
+        for n, (name, code, town) in enumerate(zip(names, codes, towns, strict=True))
+    ]
 
 
 Made = tuple[list[int], list[int]]
@@ -107,15 +125,7 @@ def _copy(encode: Encode, files: Iterator[Path], rng: Rng, length: int) -> Made:
 
 
 def _needle(encode: Encode, files: Iterator[Path], rng: Rng, length: int) -> Made:
-    names = rng.choice(FIRST, FACTS, replace=False)
-    codes = rng.choice(np.arange(100, 1000), FACTS, replace=False)
-    towns = rng.choice(WORDS, FACTS, replace=False)
-    said: list[tuple[str, str]] = [
-        (f"The code of {name} is", f" {code}")
-        if n % 2
-        else (f"The street of {name} is named after the", f" {town}")
-        for n, (name, code, town) in enumerate(zip(names, codes, towns, strict=True))
-    ]
+    said = facts(rng)
     order = rng.permutation(FACTS)
     end: list[int] = []
     right: list[bool] = []
