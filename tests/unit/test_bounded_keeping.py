@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace_decode.bounded.budgets import by_entropy, entropies
-from headrace_decode.bounded.keeping import Always, keep, pairs
+from headrace_decode.bounded.keeping import Always, keep
 
 NOTHING = Always(sinks=0, newest=0)
 
@@ -88,12 +88,6 @@ def test_budgets_of_another_shape_or_above_the_total_are_refused(budgets: Tensor
 def test_counts_below_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="0 or more"):
         Always(newest=-1)
-
-
-def test_a_budget_in_bytes_holds_whole_pairs() -> None:
-    assert pairs(2 * 64 * 2 * 10 + 255, 64, 2) == 10
-    with pytest.raises(ValueError, match="no budget"):
-        pairs(-1, 64, 2)
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ PAIRS = LAYERS * HEADS * FIRST
 
 
 @pytest.fixture(scope="module")
-def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
+def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LM]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(
@@ -39,8 +40,8 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> LM:
             initializer_range=0.3,
         )
     ).save_pretrained(folder)
-    torch.set_grad_enabled(False)
-    return LM(str(folder))
+    with torch.no_grad():
+        yield LM(str(folder))
 
 
 @pytest.fixture(scope="module")

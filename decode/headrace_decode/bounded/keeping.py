@@ -44,13 +44,6 @@ class Always:
         return found
 
 
-def pairs(budget_bytes: int, head_dim: int, itemsize: int) -> int:
-    """How many pairs of a key and a value, each of `head_dim` numbers, a budget holds."""
-    if budget_bytes < 0 or head_dim < 1 or itemsize < 1:
-        raise ValueError(f"no budget: {budget_bytes} bytes for {head_dim} numbers of {itemsize}")
-    return budget_bytes // (2 * head_dim * itemsize)
-
-
 def keep(
     scores: Tensor, total: int, always: Always | None = None, budgets: Tensor | None = None
 ) -> Tensor:
