@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headrace_engine.rope import Rope
 from headrace_prefill.fusion.engine.blocks import Mixer
 from headrace_prefill.fusion.mixing import by_channel, fold_query, mix, unfold_output
-from headrace_prefill.reuse.rotate import Rope
 
 CONFIG = {"num_attention_heads": 1, "head_dim": 16, "rope_theta": 10000.0}
 DIM = CONFIG["head_dim"]

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from headrace_engine.rope import Rope
 from headrace_prefill.fusion.config import FusionError, KVFusion
 from headrace_prefill.fusion.mixing import by_channel, mix
-from headrace_prefill.reuse.rotate import Rope
 
 SHORT = 512
 """Tokens up to which attention is computed as two matrix products. On a CPU that takes half the

@@ -24,12 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from headrace_engine.handoff import REUSE_KEY
+from headrace_engine.rope import Rope
 from headrace_kvstore.connector.opened import OpenedArena
 from headrace_kvstore.layout import BlockLayout
 from headrace_prefill.reuse.engine.connector import Begin, Planned, ReuseConnector
 from headrace_prefill.reuse.engine.placing import LostKV, Placer, StoredRun
 from headrace_prefill.reuse.engine.rows import RowEngine
-from headrace_prefill.reuse.rotate import Rope
 from headrace_prefill.reuse.rules import DRAFT_TOKENS, Rule, offsets_of
 
 logger = logging.getLogger("headrace.reuse")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from headrace_prefill.reuse.rotate import Rope
+from headrace_engine.rope import Rope
 
 ROWS_AT_ONCE = 512
 WEIGHTS = re.compile(

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from headrace_prefill.reuse.rotate import Rope, RopeError
+from headrace_engine.rope import Rope, RopeError
 
 LLAMA3 = {
     "rope_type": "llama3",
