@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
-from headrace_decode.bounded.keeping import Always, keep
+from headrace_decode.bounded.keeping import Always, keep, keep_units
 from headrace_decode.bounded.refit import RIDGE
-from headrace_decode.bounded.scores import Received, pooled
+from headrace_decode.bounded.scores import pooled
 from headrace_prefill.reuse.offline.lm import LM
 
 OURS = "ours"
@@ -31,12 +31,18 @@ def both(lm: LM, context: Context) -> Tensor:
     return torch.stack([pooled(one) for one in parts])
 
 
+def latest(lm: LM, context: Context) -> Tensor:
+    """As `both`, the context's own queries being those of its last rows."""
+    parts = zip(context.repeated, context.latest, strict=True)
+    return torch.stack([pooled(one) for one in parts])
+
+
 def repeated(lm: LM, context: Context) -> Tensor:
     return torch.stack([one.root_mean_square() for one in context.repeated])
 
 
 def largest(lm: LM, context: Context) -> Tensor:
-    return torch.stack([one.largest() for one in context.repeated])
+    return torch.stack([one.largest for one in context.repeated])
 
 
 def expected(lm: LM, context: Context) -> Tensor:
@@ -48,9 +54,9 @@ def window(lm: LM, context: Context) -> Tensor:
     """From the last rows' queries (SnapKV)."""
     found = []
     for keys, queries in zip(context.kv.keys, context.window, strict=True):
-        received = Received(keys.transpose(0, 1).contiguous(), lm.dim**-0.5)
-        received.add(queries)
-        found.append(received.mean())
+        by_head = queries.unflatten(1, (lm.kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+        logits = by_head @ keys.permute(1, 2, 0) * lm.dim**-0.5
+        found.append(logits.softmax(-1).mean(1))
     return torch.stack(found)
 
 
@@ -77,6 +83,7 @@ class Arm:
         refit: the ridge that values are fitted with; None leaves them.
         budgets: one for all ("all"), the same for each "layer" or "head", or by "entropy".
         queries: that values are fitted to: "sampled" repeating rows, "earlier" ones, or "both".
+        unit_tokens: heads keep whole units of so many tokens, and all behind the last full one.
         main: whether it is measured at every share.
     """
 
@@ -86,6 +93,7 @@ class Arm:
     budgets: str = "all"
     always: Always = field(default_factory=Always)
     queries: str = "both"
+    unit_tokens: int = 1
     main: bool = False
 
     def held(self, lm: LM, context: Context, share: float) -> Held:
@@ -98,6 +106,8 @@ class Arm:
 
     def _kept(self, lm: LM, context: Context, scores: Tensor, total: int) -> Tensor:
         layers, heads, tokens = scores.shape
+        if self.unit_tokens > 1:
+            return self._in_units(scores, total)
         if self.budgets == "all":
             return keep(scores, total, self.always)
         if self.budgets == "layer":
@@ -112,6 +122,15 @@ class Arm:
             rest = by_entropy(torch.stack(entropy[whole:]), left, tokens, floor)
             budgets = torch.cat([torch.full((whole, heads), tokens), rest])
         return keep(scores, total, self.always, budgets)
+
+    def _in_units(self, scores: Tensor, total: int) -> Tensor:
+        layers, heads, tokens = scores.shape
+        behind = tokens % self.unit_tokens
+        units = (total - layers * heads * behind) // self.unit_tokens
+        kept = torch.ones(scores.shape, dtype=torch.bool)
+        full = slice(tokens - behind)
+        kept[..., full] = keep_units(scores[..., full], units, self.unit_tokens, self.always)
+        return kept
 
     def _asked(self, context: Context) -> list[Tensor]:
         """Queries that values are fitted to, by layer."""
@@ -132,6 +151,7 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 ARMS = (
     Arm(OURS, main=True),
     Arm(f"{OURS}, values as they were", refit=None, main=True),
+    Arm(f"{OURS}, as an engine keeps it", latest, None, unit_tokens=32, main=True),
     Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
     Arm(f"{OURS}, repetition alone, values as they were", repeated, None),
     Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,22 @@ from headrace_decode.bounded.scores import Received, repeats
 from headrace_prefill.reuse.offline.lm import KV, LM
 
 BLOCK_TOKENS = 2048
+LAST_TOKENS = 256
 WINDOW_TOKENS = 64
 SAMPLED_ROWS = 512
 """Of each layer, whose queries values are fitted to."""
+
+
+class Looked(Received):
+    """Keeps the largest weight that each key gets, too, as KVzip does."""
+
+    def __init__(self, heads: int, tokens: int, scale: float) -> None:
+        super().__init__(heads, tokens, scale)
+        self.largest = torch.zeros(heads, tokens)
+
+    def see(self, weights: Tensor) -> None:
+        torch.maximum(self.largest, weights.amax(1), out=self.largest)
+        super().see(weights)
 
 
 @dataclass(frozen=True)
@@ -24,26 +38,33 @@ class Context:
     Attributes:
         kv: of the context, exact.
         exact: log-probabilities behind the judged rows, fp32 [judged, vocabulary].
-        window: queries of the last rows, by layer, fp32 [rows, heads, head_dim].
+        last: queries of the last rows, by layer, fp32 [rows, heads, head_dim].
         sampled: queries of some repeating rows, likewise.
         earlier: queries of some of the context's rows, turned to positions behind it.
-        repeated, expected: attention that keys get from repeating rows, and from `earlier`.
+        repeated, expected, latest: attention that keys get from repeating rows, from `earlier`, and
+            from `last`, turned likewise.
     """
 
     case: Case
     kv: KV
     exact: Tensor
-    window: list[Tensor]
+    last: list[Tensor]
     sampled: list[Tensor]
     earlier: list[Tensor]
-    repeated: list[Received]
+    repeated: list[Looked]
     expected: list[Received]
+    latest: list[Received]
+
+    @property
+    def window(self) -> list[Tensor]:
+        """The last of `last`, as many as presses look at."""
+        return [queries[-WINDOW_TOKENS:] for queries in self.last]
 
 
 def computed(lm: LM, case: Case) -> Context:
     """Prefill, the exact tail, and the repetition."""
     tokens, n = torch.tensor(case.tokens), case.first
-    kv, window = lm.empty(len(tokens)), [lm.rope.speeds.new_empty(0)] * lm.layers
+    kv, last = lm.empty(len(tokens)), [torch.empty(0, lm.heads, lm.dim)] * lm.layers
     rng = torch.Generator().manual_seed(0)
     some = torch.randperm(n, generator=rng)[:SAMPLED_ROWS].sort().values
     later = n + torch.randint(WINDOW_TOKENS, (len(some),), generator=rng)
@@ -53,28 +74,33 @@ def computed(lm: LM, case: Case) -> Context:
         here = (some >= rows[0]) & (some <= rows[-1])
         at = some[here] - int(rows[0])
         parts[layer].append(lm.rope.shift(q[at], later[here] - some[here]))
-        window[layer] = q[-WINDOW_TOKENS:].clone()
+        last[layer] = torch.cat([last[layer], q])[-LAST_TOKENS:]
 
     for begin in range(0, n, BLOCK_TOKENS):
         lm.compute(tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=watch)
     earlier = [torch.cat(each) for each in parts]
     exact = lm.compute(tokens, kv, torch.arange(n, len(tokens))).log_softmax(-1)
-    keys = kv.keys[:, :n].transpose(1, 2).contiguous()
-    repeated, expected = ([Received(one, lm.dim**-0.5) for one in keys] for _ in range(2))
-    for received, queries in zip(expected, earlier, strict=True):
-        received.add(queries)
+    keys = kv.keys[:, :n].transpose(1, 2)
+    shape = lm.kv_heads, n, lm.dim**-0.5
+    repeated = [Looked(*shape) for _ in range(lm.layers)]
+    expected, latest = ([Received(*shape) for _ in range(lm.layers)] for _ in range(2))
+    turn = n + torch.arange(len(last[0])) % WINDOW_TOKENS - torch.arange(n - len(last[0]), n)
+    for layer, own in enumerate(keys):
+        expected[layer].add(earlier[layer], own)
+        latest[layer].add(lm.rope.shift(last[layer], turn), own)
     sampled = repetition(lm, tokens[:n], kv.part(0, n), repeated, some)
-    kv = kv.part(0, n)
-    return Context(case, kv, exact[judged_rows(case)], window, sampled, earlier, repeated, expected)
+    seen = repeated, expected, latest
+    return Context(case, kv.part(0, n), exact[judged_rows(case)], last, sampled, earlier, *seen)
 
 
 def repetition(
-    lm: LM, tokens: Tensor, kv: KV, repeated: list[Received], some: Tensor
+    lm: LM, tokens: Tensor, kv: KV, repeated: Sequence[Received], some: Tensor
 ) -> list[Tensor]:
     """Repeat the context behind itself; queries of `some` of the repeating rows, by layer."""
     n = len(tokens)
+    keys = kv.keys.transpose(1, 2).contiguous()
     parts: list[list[Tensor]] = [[] for _ in range(lm.layers)]
-    for lead, begin, end in repeats(n, BLOCK_TOKENS):
+    for lead, begin, end in repeats(n):
         again = torch.cat([tokens, tokens[lead:end]])
         longer = lm.empty(len(again))
         longer.keys[:, :n], longer.values[:, :n] = kv.keys, kv.values
@@ -83,7 +109,7 @@ def repetition(
         def watch(
             layer: int, rows: Tensor, q: Tensor, skip: int = begin - lead, at: Tensor = at
         ) -> None:
-            repeated[layer].add(q[skip:])
+            repeated[layer].add(q[skip:], keys[layer])
             parts[layer].append(q[skip:][at])
 
         lm.compute(again, longer, torch.arange(n, len(again)), watch=watch)

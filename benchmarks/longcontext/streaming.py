@@ -108,7 +108,7 @@ def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:
     """Of the attention that each head's keys get from queries [rows, heads, head_dim]."""
     found = []
     for one, asked in zip(keys, queries.unflatten(1, (len(keys), -1)).unbind(1), strict=True):
-        received = Received(one[None], one.shape[-1] ** -0.5)
-        received.add(asked)
+        received = Received(1, len(one), one.shape[-1] ** -0.5)
+        received.add(asked, one[None])
         found.append(received.root_mean_square()[0].square())
     return found

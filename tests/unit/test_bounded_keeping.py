@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace_decode.bounded.budgets import by_entropy, entropies
-from headrace_decode.bounded.keeping import Always, keep
+from headrace_decode.bounded.keeping import Always, keep, keep_units
 
 NOTHING = Always(sinks=0, newest=0)
 
@@ -125,3 +125,38 @@ def test_a_floor_above_the_total_is_refused() -> None:
 def test_even_attention_has_the_entropy_of_all_tokens() -> None:
     found = entropies(torch.zeros(2, 3, 4), torch.randn(2, 10, 4))
     assert torch.allclose(found, torch.tensor(10.0).log().expand(2))
+
+
+@given(scored())
+def test_units_of_one_token_are_kept_as_pairs_are(given_: tuple[Tensor, Always, int]) -> None:
+    scores, always, total = given_
+    assert torch.equal(keep_units(scores, total, 1, always), keep(scores, total, always))
+
+
+@given(st.integers(0, 99), st.integers(1, 3), st.integers(0, 12))
+def test_each_head_keeps_whole_units_of_its_best(seed: int, heads: int, more: int) -> None:
+    unit, tokens = 4, 24
+    scores = torch.rand(2, heads, tokens, generator=torch.Generator().manual_seed(seed))
+    always, units = Always(sinks=1, newest=2), min(2 * heads + more, 2 * heads * tokens // unit)
+    kept = keep_units(scores, units, unit, always)
+    must = always.pairs(scores)
+    assert int(kept.sum()) == units * unit and kept[must].all()
+    worth = {}
+    for layer in range(2):
+        for head in range(heads):
+            mine = kept[layer, head]
+            assert int(mine.sum()) % unit == 0
+            rank = scores[layer, head].masked_fill(must[layer, head], 2.0)
+            if mine.any() and not mine.all():
+                assert rank[mine].min() >= rank[~mine].max()
+            best = rank.sort(descending=True).values.unflatten(0, (-1, unit)).sum(-1)
+            count = int(mine.sum()) // unit
+            worth[layer, head] = best[:count].tolist(), best[count:].tolist()
+    least = min(x for inside, _ in worth.values() for x in inside)
+    most = max((x for _, outside in worth.values() for x in outside), default=0.0)
+    assert least >= most or least > 2.0
+
+
+def test_a_context_that_is_no_number_of_units_is_refused() -> None:
+    with pytest.raises(ValueError, match="of 4 tokens or a multiple"):
+        keep_units(torch.ones(1, 1, 9), 2, 4)

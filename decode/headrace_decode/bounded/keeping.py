@@ -74,6 +74,31 @@ def keep(
     return _best(scores.flatten(0, 1), must.flatten(0, 1), budgets.flatten()).view(scores.shape)
 
 
+def keep_units(
+    scores: Tensor, units: int, unit_tokens: int, always: Always | None = None
+) -> Tensor:
+    """As `keep`, but each head keeps whole units: what a block of an attention kernel holds.
+
+    A head's tokens are cut into units in order of score, and units compete by the sum of theirs.
+
+    Args:
+        units: of all layers and heads, at most.
+        unit_tokens: of one; divides the context.
+
+    Raises:
+        ValueError: as `keep`; or the context is no number of units.
+    """
+    layers, heads, tokens = scores.shape
+    if tokens % unit_tokens or not scores.isfinite().all():
+        raise ValueError(f"scores are finite numbers, of {unit_tokens} tokens or a multiple")
+    must = (always or Always()).pairs(scores)
+    ranked = scores.masked_fill(must, torch.inf).sort(dim=-1, descending=True, stable=True)
+    worth = ranked.values.unflatten(-1, (-1, unit_tokens)).sum(-1).view(1, -1)
+    chosen = _best(worth, worth.isinf(), torch.tensor([units])).view(layers, heads, -1)
+    wanted = torch.arange(tokens) < unit_tokens * chosen.sum(-1, keepdim=True)
+    return torch.zeros_like(must).scatter_(-1, ranked.indices, wanted)
+
+
 def _best(scores: Tensor, must: Tensor, counts: Tensor) -> Tensor:
     """Of each row so many, those that must stay first."""
     if (must.sum(-1) > counts).any():

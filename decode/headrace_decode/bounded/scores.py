@@ -20,64 +20,61 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 64
+PART_TOKENS = 256
+"""Of a context that are repeated together. In longer parts, rows look more into their own part and
+less into the context."""
 LEAD_TOKENS = 8
-"""Of a context's part that stand before its repetition, so that heads know where to look."""
+"""Of a context that stand before the repetition of a part, so that heads know where to look."""
 
 
-def repeats(tokens: int, block_tokens: int = 2048) -> Iterator[tuple[int, int, int]]:
+def repeats(tokens: int, part_tokens: int = PART_TOKENS) -> Iterator[tuple[int, int, int]]:
     """(lead, begin, end) of each part: tokens `lead` to `end` follow the context once more.
 
-    Attention of the rows from `begin` on counts. Parts bound the memory that repeating takes.
+    Attention of the rows from `begin` on counts.
     """
-    if tokens < 1 or block_tokens < 1:
-        raise ValueError(f"nothing to repeat: {tokens} tokens in blocks of {block_tokens}")
-    for begin in range(0, tokens, block_tokens):
-        yield max(0, begin - LEAD_TOKENS), begin, min(tokens, begin + block_tokens)
+    if tokens < 1 or part_tokens < 1:
+        raise ValueError(f"nothing to repeat: {tokens} tokens in parts of {part_tokens}")
+    for begin in range(0, tokens, part_tokens):
+        yield max(0, begin - LEAD_TOKENS), begin, min(tokens, begin + part_tokens)
 
 
 class Received:
     """Attention that keys of one layer get, over queries that come in parts.
 
     Args:
-        keys: fp32 [heads, tokens, head_dim], rotated.
+        heads: of KV. tokens: of the context.
         scale: of the logits.
     """
 
-    def __init__(self, keys: Tensor, scale: float) -> None:
-        self._keys, self._scale = keys, scale
-        self._squares = torch.zeros(keys.shape[:2])
-        self._sums = torch.zeros(keys.shape[:2])
-        self._largest = torch.zeros(keys.shape[:2])
-        self._rows = 0
+    def __init__(self, heads: int, tokens: int, scale: float) -> None:
+        self._scale, self._rows = scale, 0
+        self._squares = torch.zeros(heads, tokens)
 
-    def add(self, queries: Tensor) -> None:
-        """Queries behind all keys, fp32 [rows, heads * group, head_dim], rotated."""
-        by_head = queries.unflatten(1, (len(self._keys), -1)).transpose(0, 1).flatten(1, 2)
+    def add(self, queries: Tensor, keys: Tensor) -> None:
+        """
+        Args:
+            queries: behind all keys, fp32 [rows, heads * group, head_dim], rotated.
+            keys: fp32 [heads, tokens, head_dim], rotated; the same ones each time.
+        """
+        by_head = queries.unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2)
         self._rows += by_head.shape[1]
         for some in (by_head * self._scale).split(ROWS_AT_ONCE, 1):
-            weights = (some @ self._keys.transpose(1, 2)).softmax(-1)
-            self._squares += weights.square().sum(1)
-            self._sums += weights.sum(1)
-            torch.maximum(self._largest, weights.amax(1), out=self._largest)
+            self.see((some @ keys.transpose(1, 2)).softmax(-1))
 
-    def _seen(self) -> int:
-        if not self._rows:
-            raise ValueError("no queries were added")
-        return self._rows
+    def see(self, weights: Tensor) -> None:
+        """Attention of some rows, fp32 [heads, rows, tokens]; overwritten."""
+        self._squares += weights.square_().sum(1)
 
     def root_mean_square(self) -> Tensor:
-        """fp32 [heads, tokens]."""
-        return (self._squares / self._seen()).sqrt()
+        """fp32 [heads, tokens].
 
-    def mean(self) -> Tensor:
-        """fp32 [heads, tokens]."""
-        return self._sums / self._seen()
-
-    def largest(self) -> Tensor:
-        """fp32 [heads, tokens], over queries and the heads of the group."""
-        self._seen()
-        return self._largest
+        Raises:
+            ValueError: no queries were added.
+        """
+        if not self._rows:
+            raise ValueError("no queries were added")
+        return (self._squares / self._rows).sqrt()
 
 
 def pooled(parts: Sequence[Received]) -> Tensor:
