@@ -83,7 +83,6 @@ def served(engine: Engine, prompts: list[list[int]], share: float | None) -> dic
 
 def large() -> dict[str, Any]:
     """Of the engine that holds all."""
-    os.environ.update(ENVIRONMENT)
     engine = engine_of(blocks(), 0.0)
     prompts = engine.prompts(PROMPT, AT_ONCE)
     exact = served(engine, prompts, None)
@@ -92,7 +91,6 @@ def large() -> dict[str, Any]:
 
 def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
     """Of the engine that holds a part."""
-    os.environ.update(ENVIRONMENT)
     engine = engine_of(cache_blocks, host_gib)
     memory = engine.bound.offloading
     if memory is None or engine.bound.book is None:
@@ -109,7 +107,9 @@ def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
 
 
 def apart(function: Any, *arguments: Any) -> Any:
-    """What it returns, in a process of its own."""
+    """What it returns, in a process of its own with `ENVIRONMENT` from its begin: who imports torch
+    has as many threads as it said then."""
+    os.environ.update(ENVIRONMENT)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 

@@ -4,10 +4,12 @@ requests that ask."""
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 ENVIRONMENT = {
@@ -38,11 +40,11 @@ class Step:
 class Engine:
     """
     Args:
-        settings: of sparse attention.
+        settings: of sparse attention, and of bounded contexts.
         options: of vLLM's `LLM`, beside those that all benchmarks have.
     """
 
-    def __init__(self, settings: SparseSettings, **options: Any) -> None:
+    def __init__(self, *settings: SparseSettings | BoundedSettings, **options: Any) -> None:
         from vllm import LLM
 
         from headrace.model import resolve
@@ -53,7 +55,7 @@ class Engine:
             dtype="bfloat16",
             enforce_eager=True,
             max_model_len=LONGEST,
-            additional_config=settings.additional_config(),
+            additional_config=dict(ChainMap(*(each.additional_config() for each in settings))),
             worker_cls="headrace_decode.sparse.engine.worker.SparseTakingUpWorker",
             **options,
         )
@@ -72,13 +74,20 @@ class Engine:
         return [ids[n * tokens : (n + 1) * tokens] for n in range(count)]
 
     def add(
-        self, prompt: list[int], answer: int, share: float | None, salt: str = "", **options: Any
+        self,
+        prompt: list[int],
+        answer: int,
+        share: float | None,
+        salt: str = "",
+        technique: str = "sparse",
+        **options: Any,
     ) -> str:
         """Add a request for a greedy answer of so many tokens; its name.
 
         Args:
-            share: of units; None for an exact request.
+            share: of units, or of the context that is kept; None for an exact request.
             salt: of its KV.
+            technique: that the share is for.
             options: of `SamplingParams`.
         """
         from vllm import SamplingParams
@@ -90,7 +99,7 @@ class Engine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=None if share is None else {"sparse": share},
+            extra_args=None if share is None else {technique: share},
             **options,
         )
         told = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})

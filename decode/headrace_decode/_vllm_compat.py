@@ -29,12 +29,13 @@ from headrace_decode._vllm_request import (
     why_local,
     with_drafting_facts,
     with_grammar,
-    with_sparse,
+    with_share,
     with_technique,
     with_tenant,
     with_transfer_params,
     without_reserved,
 )
+from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
 from headrace_decode.internal import PLAN, TENANT, ASGIApp
@@ -43,8 +44,17 @@ from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.reusing import Reusing
-from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
-from headrace_decode.techniques import TechniqueError, offered, reuse_share, sparse_share
+from headrace_decode.sparse.engine.settings import settings_of
+from headrace_decode.techniques import (
+    BOUNDED,
+    REUSE,
+    SPARSE,
+    Apart,
+    TechniqueError,
+    apart_of,
+    offered,
+    reuse_share,
+)
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns, rows_beside
 from headrace_engine._ray_compat import MeteredVLLMEngine
@@ -105,7 +115,13 @@ class PlannedLLM(TakingUpLLM):
         step_time = StepTime() if self.planning is None else self.planning.meter.step_time
         self.turns = Turns(partial(rows_beside, step_time))
         self.lossy = lossy_of(vllm_config)
-        self._sparse = settings_of(vllm_config.additional_config) or SparseSettings("off")
+        sparse = settings_of(vllm_config.additional_config)
+        bounded = bounded_settings_of(vllm_config.additional_config)
+        self._apart = {
+            name: (told.mode, told.share)
+            for name, told in ((SPARSE, sparse), (BOUNDED, bounded))
+            if told is not None
+        }
         self._own_tokenizer: Any = None
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
         self.input_processor.structured_outputs_config = None
@@ -138,13 +154,13 @@ class PlannedLLM(TakingUpLLM):
         sampling_params = without_reserved(sampling_params)
         prompt = with_tenant(prompt, TENANT.get())
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-        sparse = self._sparse_share(sampling_params)
-        prompt = with_technique(prompt, sampling_params, self.lossy, sparse)
+        apart = self._apart_of(sampling_params)
+        prompt = with_technique(prompt, sampling_params, self.lossy, apart)
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
             raise Rendered(self._prompt(prompt, sampling_params, kwargs))
-        share = self._reuse_share(prompt, sampling_params, kwargs) if sparse is None else None
-        sampling_params = with_sparse(sampling_params, sparse)
+        share = self._reuse_share(prompt, sampling_params, kwargs) if apart is None else None
+        sampling_params = with_share(sampling_params, apart)
         if sampling_params.structured_outputs is not None:
             sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
@@ -200,15 +216,14 @@ class PlannedLLM(TakingUpLLM):
         # The reasons not to prefill elsewhere are those not to take KV from elsewhere.
         return None if why_local(prompt, token_ids, params, kwargs) else share
 
-    def _sparse_share(self, params: SamplingParams) -> float | None:
-        """Share of its KV that a request's answer attends to; None for all of it.
+    def _apart_of(self, params: SamplingParams) -> Apart | None:
+        """As `techniques.apart_of`.
 
         Raises:
             VLLMValidationError: the request says what there is not.
         """
-        told = self._sparse
         try:
-            return sparse_share(params.extra_args, told.mode, told.share)
+            return apart_of(params.extra_args, self._apart)
         except TechniqueError as error:
             raise VLLMValidationError(str(error), parameter=error.param) from None
 
@@ -226,7 +241,8 @@ class PlannedLLM(TakingUpLLM):
         """What a replica with this engine tells of techniques (`techniques.offered`)."""
         reusing = None if self.planning is None else self.planning.reusing
         mode = "off" if reusing is None else reusing.mode
-        return offered(self.lossy, mode, self._sparse.mode)
+        apart = {name: mode for name, (mode, _) in self._apart.items()}
+        return offered(self.lossy, {REUSE: mode, **apart})
 
     def reuse_counts(self) -> dict[str, int] | None:
         """Requests that reused KV at other places, and tokens; None where none may."""

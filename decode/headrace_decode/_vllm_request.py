@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from headrace_decode.replay.scheduler import SAID
 from headrace_decode.speculation.request import request_arguments
-from headrace_decode.techniques import SPARSE, TechniqueError, salt_for
+from headrace_decode.techniques import BOUNDED, SPARSE, Apart, TechniqueError, salt_for
 from headrace_decode.tenants import TenantPolicy
 from headrace_engine.handoff import PARAMS_KEY
 from headrace_kvstore.connector.identity import lossy_codec
@@ -42,7 +42,7 @@ def with_tenant(prompt: Any, tenant: str | None) -> Any:
 
 
 def with_technique(
-    prompt: Any, params: SamplingParams, lossy: str, sparse: float | None = None
+    prompt: Any, params: SamplingParams, lossy: str, apart: Apart | None = None
 ) -> Any:
     """The prompt under the salt that its request's techniques give it (`techniques`).
 
@@ -52,7 +52,7 @@ def with_technique(
     """
     salt = (prompt.get("cache_salt") if isinstance(prompt, dict) else None) or ""
     try:
-        wanted = salt_for(salt, params.extra_args, lossy, sparse)
+        wanted = salt_for(salt, params.extra_args, lossy, apart)
     except TechniqueError as error:
         raise VLLMValidationError(str(error), parameter=error.param) from None
     if wanted == salt:
@@ -62,12 +62,17 @@ def with_technique(
     return {**prompt, "cache_salt": wanted}
 
 
-def with_sparse(params: SamplingParams, share: float | None) -> SamplingParams:
-    """The parameters with the share of its KV that the request's answer attends to, for the engine
-    (`sparse.engine.rows.FIELD`); without the field where that is all of it."""
-    told = {name: value for name, value in (params.extra_args or {}).items() if name != SPARSE}
-    if share is not None:
-        told[SPARSE] = share
+def with_share(params: SamplingParams, apart: Apart | None) -> SamplingParams:
+    """The parameters with the share of its KV that the request's answer attends to, or that is kept
+    of its context, for the engine (`sparse.engine.rows.FIELD`, `bounded.engine.settings.FIELD`);
+    without the fields where that is all of it."""
+    told = {
+        name: value
+        for name, value in (params.extra_args or {}).items()
+        if name not in (SPARSE, BOUNDED)
+    }
+    if apart is not None:
+        told[apart.technique] = apart.share
     elif len(told) == len(params.extra_args or {}):
         return params
     changed = copy.copy(params)

@@ -13,20 +13,24 @@ In a request's `vllm_xargs`:
     sparse: "off"         they attend to all of it
     sparse: 0.2           they may, to this share of it
 
-Without `reuse` or `sparse` the app's `techniques.NAME.mode` decides. The gateway reads all of this
-to refuse what is wrong and to tell what applied; the decode replica reads it again, since not every
-path leads through a gateway. Three techniques exist: a store with a lossy codec, reuse, and sparse
-attention. A request with "off" in an app with such a store gets a cache salt under the mark `EXACT`
-(`headrace_kvstore.salts`), here and at the replica that prefills for it. One whose KV is reused
-gets a mark of its own. Sparse requests share a mark with those of the same share, and reuse
-nothing.
+    bounded: "auto"       a part of a long prompt's KV may be dropped (docs/bounded.md)
+    bounded: "off"        all of it is kept
+    bounded: 0.25         it may, and this share of it is kept
+
+Without `reuse`, `sparse` or `bounded` the app's `techniques.NAME.mode` decides. The gateway reads
+all of this to refuse what is wrong and to tell what applied; the decode replica reads it again,
+since not every path leads through a gateway. Four techniques exist: a store with a lossy codec,
+reuse, sparse attention, and bounded contexts. A request with "off" in an app with such a store gets
+a cache salt under the mark `EXACT` (`headrace_kvstore.salts`), here and at the replica that
+prefills for it. One whose KV is reused gets a mark of its own. Sparse and bounded requests share a
+mark with those of the same share, and reuse nothing. No request is both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace_kvstore.salts import EXACT, is_marked, marked
 
@@ -34,6 +38,7 @@ FIELD = "techniques"
 PARAM = f"vllm_xargs.{FIELD}"
 REUSE = "reuse"
 SPARSE = "sparse"
+BOUNDED = "bounded"
 MODES = ("off", "request", "auto")
 """Of a technique in an app: never, for requests that ask, for all that do not refuse."""
 HEADER = b"x-headrace-techniques"
@@ -78,12 +83,41 @@ def reuse_share(extra: object, mode: str, default: float) -> float | None:
     return _share(REUSE, extra, mode, default)
 
 
-def sparse_share(extra: object, mode: str, default: float) -> float | None:
-    """Share of its KV that a request's answer tokens attend to; None if to all.
+class Apart(NamedTuple):
+    """The technique whose KV a request shares with nobody but its like, and its share of the KV:
+    what answer tokens attend to, or what is kept."""
 
-    Arguments and errors as `reuse_share`.
+    technique: str
+    share: float
+
+    @property
+    def mark(self) -> str:
+        """Of its cache salt."""
+        return f"{self.technique}-{self.share:g}"
+
+
+def apart_of(extra: object, modes: Mapping[str, tuple[str, float]]) -> Apart | None:
+    """What a request wants of sparse attention or bounded contexts; None for neither.
+
+    Args:
+        extra: the request's `vllm_xargs`.
+        modes: mode and default share of `SPARSE` and `BOUNDED` in the app; less those that it has
+            not.
+
+    Raises:
+        TechniqueError: one of the fields is wrong, or the request asks for both.
     """
-    return _share(SPARSE, extra, mode, default)
+    asked = extra if isinstance(extra, Mapping) else {}
+    found = {
+        name: share
+        for name in (SPARSE, BOUNDED)
+        if (share := _share(name, extra, *modes.get(name, ("off", 1.0)))) is not None
+    }
+    named = [name for name in found if name in asked]
+    if len(named) == 2:
+        raise TechniqueError(f"{SPARSE} and {BOUNDED} exclude each other.", f"vllm_xargs.{BOUNDED}")
+    chosen = named or list(found)
+    return Apart(chosen[0], found[chosen[0]]) if chosen else None
 
 
 def _share(field: str, extra: object, mode: str, default: float) -> float | None:
@@ -113,22 +147,22 @@ def exact_of(request: Mapping[str, Any]) -> bool:
     return exact
 
 
-def salt_for(salt: str, extra: object, lossy: str, sparse: float | None = None) -> str:
+def salt_for(salt: str, extra: object, lossy: str, apart: Apart | None = None) -> str:
     """The cache salt under which a request's KV is shared; unchanged unless a technique matters.
 
     Args:
         salt: the tenant's and the client's (`headrace_kvstore.salts.salt_of`).
         extra: the request's `vllm_xargs`.
         lossy: what the app's store applies; empty if it is exact.
-        sparse: as `sparse_share`.
+        apart: as `apart_of`.
 
     Raises:
         TechniqueError: the field is wrong, or the client's salt looks marked.
     """
     if is_marked(salt):
         raise TechniqueError('cache_salt must not begin with "technique:".', "cache_salt")
-    if sparse is not None:
-        return marked(salt, f"{SPARSE}-{sparse:g}")
+    if apart is not None:
+        return marked(salt, apart.mark)
     return marked(salt, EXACT) if wants_exact(extra) and lossy else salt
 
 
@@ -138,22 +172,24 @@ class Asked:
 
     Attributes:
         exact: it wants exact KV only.
-        reuse, sparse: whether it allows these.
+        reuse, sparse, bounded: whether it allows these.
     """
 
     exact: bool = False
     reuse: bool | None = None
     sparse: bool | None = None
+    bounded: bool | None = None
 
 
 def asked_of(request: Mapping[str, Any]) -> Asked:
     """What a request's decoded body says.
 
     Raises:
-        TechniqueError: as `exact_of` and `reuse_share`.
+        TechniqueError: as `exact_of`, `reuse_share` and `apart_of`.
     """
     extra = request.get("vllm_xargs")
-    return Asked(exact_of(request), _allows(REUSE, extra), _allows(SPARSE, extra))
+    apart_of(extra, {name: ("request", 0.5) for name in (SPARSE, BOUNDED)})
+    return Asked(exact_of(request), *(_allows(name, extra) for name in (REUSE, SPARSE, BOUNDED)))
 
 
 def _allows(field: str, extra: object) -> bool | None:
@@ -162,11 +198,11 @@ def _allows(field: str, extra: object) -> bool | None:
     return None if _share(field, extra, "auto", 1.0) is not None else False
 
 
-def offered(lossy: str, reuse: str, sparse: str) -> str:
-    """What a replica tells gateways, for `applied`: what its store applies, and the modes of reuse
-    and of sparse attention."""
-    modes = [f"{name}={mode}" for name, mode in ((REUSE, reuse), (SPARSE, sparse)) if mode != "off"]
-    return ", ".join(filter(None, (lossy, *modes)))
+def offered(lossy: str, modes: Mapping[str, str]) -> str:
+    """What a replica tells gateways, for `applied`: what its store applies, and the modes of
+    `REUSE`, `SPARSE` and `BOUNDED`."""
+    told = [f"{name}={mode}" for name, mode in modes.items() if mode != "off"]
+    return ", ".join(filter(None, (lossy, *told)))
 
 
 def applied(asked: Asked, offer: str) -> str:
@@ -178,13 +214,14 @@ def applied(asked: Asked, offer: str) -> str:
     if asked.exact:
         return "exact"
     told = []
-    wanted = {REUSE: asked.reuse, SPARSE: asked.sparse}
+    wanted = {REUSE: asked.reuse, SPARSE: asked.sparse, BOUNDED: asked.bounded}
     for one in filter(None, offer.split(", ")):
         name, _, mode = one.partition("=")
         if name not in wanted:
             told.append(one)
         elif mode == "auto" if wanted[name] is None else wanted[name]:
             told.append(name)
-    if SPARSE in told:
-        told = [SPARSE]  # neither the store nor reuse touches its KV
+    # Neither the store nor reuse touches the KV of these; what was asked for comes first.
+    apart = [name for name in (SPARSE, BOUNDED) if name in told]
+    told = sorted(apart, key=lambda name: not wanted[name])[:1] or told
     return ", ".join(told) or "exact"

@@ -81,7 +81,7 @@ def build_app(args: dict[str, Any]) -> Application:
     store = add_store(section.store, engines, setup, save_board=saves)
     add_speculation(section.speculation, pd.decode_config.engine_kwargs)
     reusing = add_reuse(section.techniques.reuse, engines)
-    add_sparse(section.techniques.sparse, engines, engines[1:])
+    add_sparse(section.techniques, engines, engines[1:])
     prefill = _deployment(
         pd.prefill_config,
         "prefill",

@@ -101,7 +101,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedApp]:
         "tls_key_file": str(key),
         "admission": {"classes": {"quick": {"ttft_target_s": 60}}},
     }
-    args["techniques"] = {"sparse": {"mode": "request"}}
+    args["techniques"] = {"sparse": {"mode": "request"}, "bounded": {"mode": "request"}}
     with ServedApp(args) as app, pytest.MonkeyPatch.context() as environment:
         environment.setenv("SSL_CERT_FILE", str(authority.file))
         yield app

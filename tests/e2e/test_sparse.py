@@ -1,4 +1,5 @@
-"""Sparse attention through the `openai` client: for who asks, and exact at a share of 1."""
+"""Sparse attention and bounded contexts through the `openai` client: for who asks, and exact at a
+share of 1."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = noise(LEAST_TOKENS + 252, 40)
 MANY = 40
 """Tokens of an answer. Its first ones may be dense, while summaries are made."""
+LONG = 1000
+"""Tokens of an answer during which its context is read again and dropped."""
 Found = tuple[str, list[str], list[float]]
 """The header that tells of techniques, tokens, and their log-probabilities."""
 
@@ -27,11 +30,11 @@ def client(served: ServedApp) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, **xargs: Any) -> Found:
+def ask(client: openai.OpenAI, tokens: int = MANY, **xargs: Any) -> Found:
     raw = client.completions.with_raw_response.create(
         model=MODEL,
         prompt=PROMPT,
-        max_tokens=MANY,
+        max_tokens=tokens,
         temperature=0,
         logprobs=1,
         extra_body={"vllm_xargs": xargs, "ignore_eos": True},
@@ -66,3 +69,12 @@ def test_a_small_share_is_another_answer_behind_its_first_token(
     assert tokens[0] == exact[1][0]
     assert values[0] == pytest.approx(exact[2][0], abs=1e-3)
     assert values != pytest.approx(exact[2], abs=1e-3)
+
+
+def test_a_bounded_answer_is_exact_until_its_context_is_dropped(client: openai.OpenAI) -> None:
+    exact, bounded, whole = (ask(client, LONG, bounded=share) for share in ("off", 0.2, 1))
+    assert [found[0] for found in (exact, bounded, whole)] == ["exact", "bounded", "bounded"]
+    assert bounded[1][:MANY] == exact[1][:MANY]
+    assert bounded[2][:MANY] == pytest.approx(exact[2][:MANY], abs=1e-3)
+    assert bounded[2] != pytest.approx(exact[2], abs=1e-3)
+    assert whole[2] == pytest.approx(exact[2], abs=1e-3)

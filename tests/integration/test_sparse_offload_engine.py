@@ -99,5 +99,5 @@ def test_aborted_requests_leave_nothing_behind(
 ) -> None:
     requests = [asking(LONG, None, 60), asking(PROMPTS[1], 0.05, 60)]
     found = engine.do("aborted", requests=requests, after=after)
-    assert found["held_before"] > 0 and {name: found[name] for name in NOTHING} == NOTHING
+    assert found["before"]["held"] > 0 and {name: found[name] for name in NOTHING} == NOTHING
     assert engine.do("answers", requests=[asking(LONG)])["tokens"] == [exact[0]]

@@ -51,9 +51,11 @@ class PlainLlama:
         keys: Tensor,
         values: Tensor,
         missing: tuple[int, int] = (0, 0),
+        gone: Tensor | None = None,
     ) -> Computed:
         """Compute row p in its first `depths[p]` layers, over stale K and V as `Computed` has, of
-        which no row sees those from `missing[0]` to before `missing[1]`."""
+        which no row sees those from `missing[0]` to before `missing[1]`, nor those that are `gone`:
+        bool [layers, kv_heads, n]."""
         keys, values, attention = keys.clone(), values.clone(), []
         n, depth = len(tokens), torch.tensor(depths)
         hidden = self._weights["model.embed_tokens.weight"][torch.tensor(tokens)]
@@ -69,6 +71,8 @@ class PlainLlama:
             scores = torch.einsum("rhd,thd->hrt", q, all_k) * self.dim**-0.5
             unseen = torch.arange(n)[None] > rows[:, None]
             unseen[:, slice(*missing)] = True
+            if gone is not None:
+                unseen = unseen | gone[layer].repeat_interleave(groups, 0)[:, None]
             weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             attention.append(weights)
             mixed = torch.einsum("hrt,thd->rhd", weights, all_v).flatten(1)

@@ -10,9 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
-from headrace_decode.replay.llm import OFFLOADING_SCHEDULERS
+from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.replay.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULERS
 from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offline.calibrate import Learning
@@ -35,6 +37,7 @@ class SparseEngine:
         calibrated: on these tokens; None for an engine without a basis.
         offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
         runner: as on a card (`as_card`), with this model runner of vLLM's; None: as on a CPU.
+        bounded: whether requests may drop KV of their contexts.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class SparseEngine:
         longest: int = 4096,
         batch: int = 1024,
         runner: str | None = None,
+        bounded: bool = False,
     ) -> None:
         self._folder = TemporaryDirectory()
         self.log = Path(self._folder.name) / "log"
@@ -59,6 +63,7 @@ class SparseEngine:
         run.engine_started()
         options: dict[str, Any] = {"model": model, "sparse": int(sparse), "blocks": blocks}
         options |= {"offload": offload_gib, "longest": longest, "batch": batch}
+        options |= {"bounded": 1} if bounded else {}
         if runner is not None:
             options["block"] = SparseSettings.unit_tokens
         if calibrated is not None:
@@ -105,6 +110,7 @@ class Engine:
         longest: int,
         batch: int,
         block: int,
+        bounded: int,
     ) -> None:
         from vllm import LLM
 
@@ -118,6 +124,9 @@ class Engine:
         }
         if offload_gib:
             told["scheduler_cls"] = OFFLOADING_SCHEDULERS[True]
+        if bounded:
+            told["scheduler_cls"] = BOUNDING_SCHEDULERS[True]
+            told["additional_config"] |= BoundedSettings().additional_config()
         self._llm = LLM(
             model,
             dtype="float32",
@@ -135,7 +144,8 @@ class Engine:
         """Greedy answers to requests that come together.
 
         Args:
-            requests: `tokens`, `max_tokens`, and the share of their KV (`sparse`; None for all).
+            requests: `tokens`, `max_tokens`, and the share of their KV that they attend to
+                (`sparse`; None for all) or keep of their contexts (`bounded`).
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -143,13 +153,18 @@ class Engine:
         rows, made, preempted = self._bound.found, self._made(), self._preemptions()
         prompts, params = [], []
         for each in requests:
-            share = each.get("sparse")
-            salt = {} if share is None else {"cache_salt": f"technique:sparse-{share}:"}
+            extra = asked_of(each)
+            mark = "-".join(f"{name}-{value:g}" for name, value in (extra or {}).items())
+            salt = {"cache_salt": f"technique:{mark}:"} if extra else {}
             prompts.append(TokensPrompt(prompt_token_ids=each["tokens"], **salt))
-            extra = None if share is None else {"sparse": share}
             count = each.get("max_tokens", 16)
             params.append(
-                SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, extra_args=extra)
+                SamplingParams(
+                    max_tokens=count,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    extra_args=extra,
+                )
             )
         results = self._llm.generate(prompts, params, use_tqdm=False)
         return {
@@ -175,28 +190,104 @@ class Engine:
             - manager.block_pool.get_num_free_blocks(),
         }
 
-    def aborted(self, requests: list[dict[str, Any]], after: int) -> dict[str, int]:
-        """Abort requests after so many steps; what is offloaded then, and one step later."""
+    def bounded(self) -> dict[str, Any]:
+        """What is followed, read and dropped, and blocks of the cache that are taken."""
+        following: Any = self._bound.following
+        scheduler: Any = self._llm.llm_engine.engine_core.engine_core.scheduler
+        pool = scheduler._offloads.block_pool
+        return {
+            "followed": bool(following),
+            "courses": len(scheduler._courses),
+            "read": following.read,
+            "dropped": following.dropped,
+            "taken": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+
+    def bounded_answer(self, tokens: list[int], share: float, count: int) -> dict[str, Any]:
+        """A greedy answer, step by step, of a request whose context is dropped meanwhile.
+
+        Returns:
+            tokens: the answer.
+            exact, held: whether what it said before and behind the drop is what plain torch says
+                over all KV, and over what is held.
+            kept: share of the context's pairs that is held.
+            before, after: blocks that are taken, at most and at last.
+        """
+        from vllm import SamplingParams
+
+        engine, following = self._llm.llm_engine, self._bound.following
+        params = SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
+        )
+        of_step, rows = following.of_step, []
+
+        def watched(*step: Any) -> Any:
+            found = of_step(*step)
+            rows.extend(found[0])
+            return found
+
+        following.of_step = watched
+        engine.add_request("watched", {"prompt_token_ids": tokens}, params)
+        answer: list[int] = []
+        taken = [0]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+            taken.append(self.bounded()["taken"] or taken[-1])
+        following.of_step = of_step
+        held, first = rows[0].held, rows[0].kv_tokens - 1
+        whole, layers, n = [*tokens, *answer], self._plain.layers, len(tokens)
+        nothing = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
+        exact = self._plain.compute(whole, [layers] * len(whole), nothing, nothing)
+        gone = self._gone(following.cells, held, exact.keys)
+        depths = [0] * first + [layers] * (len(whole) - first)
+        over = self._plain.compute(whole, depths, exact.keys, exact.values, gone=gone)
+        return {
+            "tokens": answer,
+            "exact": self._agrees(exact.logits[n - 1 : first], answer[: first - n + 1]),
+            "held": self._agrees(over.logits[:-1], answer[first - n + 1 :]),
+            "kept": 1 - float(gone[..., : held.tokens].float().mean()),
+            "before": max(taken),
+            "after": taken[-1],
+        }
+
+    def _gone(self, cells: Any, held: Any, keys: Tensor) -> Tensor:
+        """Which of a prompt's keys [layers, n, kv_heads, dim] are in no cell: bool
+        [layers, kv_heads, n]."""
+        gone = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
+        gone[..., : held.tokens] = True
+        for layer, counts in enumerate(held.counts):
+            for head, count in enumerate(counts):
+                mine = held.cells[layer, head, :count].astype("int64")
+                there = cells._all.read(mine).flatten(0, 2)
+                distance = torch.cdist(there, keys[layer, : held.tokens, head])
+                assert distance.amin(1).max() < 1e-2
+                gone[layer, head, distance.argmin(1)] = False
+        return gone
+
+    def aborted(self, requests: list[dict[str, Any]], after: int) -> dict[str, Any]:
+        """Abort requests after so many steps; what `offload` or `bounded` says one step later, and
+        what it said `before`."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
+        watch = self.bounded if self._bound.offloading is None else self.offload
         for number, each in enumerate(requests):
-            share = each["sparse"]
             params = SamplingParams(
                 max_tokens=each["max_tokens"],
                 temperature=0.0,
                 ignore_eos=True,
-                extra_args=None if share is None else {"sparse": share},
+                extra_args=asked_of(each),
             )
             engine.add_request(f"abort{number}", {"prompt_token_ids": each["tokens"]}, params)
         for _ in range(after):
             engine.step()
-        held = self.offload()["held"]
+        before = watch()
         engine.abort_request([f"abort{number}" for number in range(len(requests))])
         while engine.has_unfinished_requests():
             engine.step()
         self.answers([{"tokens": requests[0]["tokens"][:64], "max_tokens": 2}])
-        return {**self.offload(), "held_before": held}
+        return {**watch(), "before": before}
 
     def bases(self) -> list[int]:
         """Coordinates of each layer's basis; none without bases."""
@@ -213,7 +304,9 @@ class Engine:
         whole, layers = [*tokens, *answer], self._plain.layers
         nothing = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
         computed = self._plain.compute(whole, [layers] * len(whole), nothing, nothing)
-        logits = computed.logits[len(tokens) - 1 : -1]
+        return self._agrees(computed.logits[len(tokens) - 1 : -1], answer)
+
+    def _agrees(self, logits: Tensor, answer: list[int]) -> bool:
         best, _ = logits.max(-1)
         mine = logits[range(len(answer)), answer]
         return bool((mine >= best - NEAR).all())
@@ -227,13 +320,18 @@ class Engine:
         return sum(int(m.value) for m in metrics if m.name == "vllm:num_preemptions")
 
 
+def asked_of(request: dict[str, Any]) -> dict[str, float] | None:
+    """A request's extra arguments."""
+    return {name: request[name] for name in ("sparse", "bounded") if request.get(name)} or None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--sparse", type=int, default=1)
     parser.add_argument("--calibration")
     parser.add_argument("--offload", type=float, default=0)
-    sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128}
+    sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128, "bounded": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

@@ -19,11 +19,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import final_tokens, replace_as, requests_gone
 from headrace_decode.sparse.engine.offload import manager as module
 from headrace_decode.sparse.engine.offload.ledger import Ledger
-from headrace_decode.sparse.engine.offload.manager import OffloadManager, OffloadSpec
+from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadManager, OffloadSpec
 from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, _tell
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offload.sizes import Footprint
@@ -172,34 +173,115 @@ def test_no_request_needs_more_of_the_cache_than_its_window() -> None:
     assert type(OffloadSpec.merge([spec, spec])) is OffloadSpec
 
 
+ROPED = {"rope_theta": 1e4, "num_attention_heads": 4, "head_dim": 64}
+
+
+def spec_of(
+    monkeypatch: pytest.MonkeyPatch,
+    gib: float = 0.0,
+    spec: Any = SPEC,
+    drafts: str | None = None,
+    bounded: bool = False,
+    model: dict[str, Any] = ROPED,
+) -> tuple[Any, int]:
+    """The spec of a layer in an engine with these; and blocks of its host memory."""
+
+    class Plain:
+        def get_kv_cache_spec(self) -> dict[str, Any]:
+            return {"layer": spec}
+
+    class Mine(worker.SparseInReach, Plain):
+        _sparse = True
+        _settings = SparseSettings(offload_gib=gib)
+        vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=1000),
+            cache_config=SimpleNamespace(block_size=128),
+            speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
+            additional_config=BoundedSettings().additional_config() if bounded else {},
+        )
+
+    monkeypatch.setattr(worker, "attention_modules", lambda config, specs: [])
+    monkeypatch.setattr(worker, "model_fields", lambda config: model)
+    mine = Mine()
+    return mine.get_kv_cache_spec()["layer"], mine._host_blocks
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
         ({}, None),
+        ({"drafts": "custom_class"}, None),
+        ({"bounded": True}, None),
         ({"spec": replace_as(SPEC, OffloadSpec)}, "its layers are"),
         ({"drafts": "eagle"}, "eagle drafts over the cache"),
-        ({"drafts": "custom_class"}, None),
         ({"gib": 0.0005}, "do not hold a request of 1000 tokens"),
     ],
 )
 def test_an_engine_offloads_or_says_why_not(
-    changed: dict[str, Any], why: str | None, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(worker, "attention_modules", lambda config, specs: [])
-    drafts = changed.get("drafts")
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=1000),
-        cache_config=SimpleNamespace(block_size=128),
-        speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
-    )
-    settings = SparseSettings(offload_gib=changed.get("gib", 1.0))
-    specs = {"layer": changed.get("spec", SPEC)}
-    found, blocks, said = worker.offloadable(specs, settings, config)
+    found, blocks = spec_of(monkeypatch, **{"gib": 1.0, **changed})
     if why is None:
-        assert said is None and type(found["layer"]) is OffloadSpec
+        assert type(found) is OffloadSpec and not caplog.text
         assert blocks == 2**30 // SPEC.page_size_bytes
     else:
-        assert why in str(said) and found is specs and blocks == 0
+        assert found is changed.get("spec", SPEC) and blocks == 0
+        assert "techniques.sparse.offload_gib" in caplog.text and why in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"gib": 0.0005}, None),
+        ({"drafts": "eagle"}, "eagle drafts over the cache"),
+        ({"model": ROPED | {"rope_scaling": {"type": "yarn"}}}, "rope_type 'yarn'"),
+    ],
+)
+def test_an_engine_bounds_contexts_or_says_why_not(
+    changed: dict[str, Any],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found, _ = spec_of(monkeypatch, bounded=True, **changed)
+    if why is None:
+        assert type(found) is DropSpec and "techniques.bounded" not in caplog.text
+        assert SPEC.page_size_bytes == found.page_size_bytes
+    else:
+        assert found is SPEC
+        assert "techniques.bounded: requests keep all KV" in caplog.text and why in caplog.text
+
+
+def test_an_engine_that_neither_offloads_nor_bounds_is_vllms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert spec_of(monkeypatch) == (SPEC, 0)
+
+
+def test_blocks_of_a_request_are_dropped_and_others_stand_in_for_them() -> None:
+    engine, plain = Engine(), request("a", 1500)
+    engine.step(plain, 1500, waiting=True)
+    before, free = engine.table(plain), engine.free
+    slots = engine.manager.drop("a", 3, 10)
+    assert engine.table(plain) == [0] * 10 + before[10:] and len(set(slots)) == 3
+    assert not set(slots) & set(before)
+    assert engine.free == free + 7
+    assert engine.manager.held("a") == len(before) - 10 + 3
+    engine.step(plain, 300)
+    assert engine.table(plain)[:10] == [0] * 10
+    engine.kv.free(plain)
+    assert engine.free == BLOCKS - 1
+
+
+def test_blocks_of_a_request_without_their_hashes_are_nobody_elses() -> None:
+    engine, plain = Engine(), request("a", 1500)
+    plain.block_hashes = plain.block_hashes[:2]
+    engine.step(plain, 1500, waiting=True)
+    assert engine.manager.num_cached_block.get("a", 0) == 0
 
 
 def test_vllm_calls_what_we_override() -> None:

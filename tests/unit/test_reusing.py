@@ -150,11 +150,11 @@ def test_an_answer_tells_of_reuse_where_it_could_be() -> None:
     said = ({"vllm_xargs": {"reuse": reuse}} for reuse in ("auto", "off", None))
     asks, refuses, silent = (asked_of(request) for request in said)
     assert [each.reuse for each in (asks, refuses, Asked(), silent)] == [True, False, None, None]
-    offer = offered("store=int4", "request", "off")
+    offer = offered("store=int4", {"reuse": "request"})
     assert offer == "store=int4, reuse=request"
     assert applied(asks, offer) == "store=int4, reuse"
     assert applied(silent, offer) == "store=int4"
-    auto = offered("", "auto", "off")
+    auto = offered("", {"reuse": "auto"})
     assert [applied(each, auto) for each in (silent, refuses)] == ["reuse", "exact"]
     assert applied(Asked(exact=True, reuse=True), auto) == "exact"
-    assert offered("", "off", "off") == ""
+    assert offered("", {"reuse": "off"}) == ""

@@ -13,28 +13,44 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from headrace.config import AppSection
-from headrace.config.techniques import ReuseSection, SparseSection
+from headrace.config.techniques import (
+    BoundedSection,
+    ReuseSection,
+    SparseSection,
+    TechniquesSection,
+)
 from headrace.reuse import add_reuse
 from headrace.sparse import add_sparse
-from headrace_decode._vllm_request import with_sparse, with_technique
+from headrace_decode._vllm_request import with_share, with_technique
+from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
+from headrace_decode.bounded.engine.settings import share_of as bounded_share_of
 from headrace_decode.replay.llm import OUR_WORKERS
 from headrace_decode.sparse.engine.rows import share_of
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
 from headrace_decode.speculation.settings import engine_arguments
 from headrace_decode.techniques import (
+    BOUNDED,
+    SPARSE,
+    Apart,
     Asked,
     TechniqueError,
+    apart_of,
     applied,
     asked_of,
     offered,
     salt_for,
-    sparse_share,
 )
 from headrace_kvstore.connector.identity import device_identity
 from headrace_kvstore.salts import is_marked, tenant_of
 from tests.unit.test_reuse_app import engine as storing_engine
 
-ON = SparseSection(mode="request")
+
+def sparse(**fields: Any) -> TechniquesSection:
+    return TechniquesSection(sparse=SparseSection(**fields))
+
+
+ON = sparse(mode="request")
 SPECULATING = engine_arguments(4)["worker_cls"]
 
 
@@ -43,13 +59,13 @@ SPECULATING = engine_arguments(4)["worker_cls"]
 
 def test_it_is_off_and_changes_nothing_by_default() -> None:
     engine: dict[str, Any] = {"worker_cls": "mine.Worker"}
-    add_sparse(AppSection().techniques.sparse, [engine])
+    add_sparse(AppSection().techniques, [engine])
     assert engine == {"worker_cls": "mine.Worker"}
 
 
 def test_both_roles_get_the_worker_and_are_told() -> None:
     engines: list[dict[str, Any]] = [{}, {"additional_config": {"other": 1}}]
-    add_sparse(SparseSection(mode="auto", share=0.2, unit_tokens=16), engines)
+    add_sparse(sparse(mode="auto", share=0.2, unit_tokens=16), engines)
     for engine in engines:
         assert settings_of(engine["additional_config"]) == SparseSettings("auto", 0.2, 16)
         assert engine["worker_cls"].endswith("engine.worker.SparseTakingUpWorker")
@@ -59,9 +75,21 @@ def test_both_roles_get_the_worker_and_are_told() -> None:
 def test_only_decode_engines_let_kv_leave_the_cache() -> None:
     prefill: dict[str, Any] = {}
     decode: dict[str, Any] = {}
-    add_sparse(SparseSection(mode="auto", offload_gib=2), [prefill, decode], [decode])
+    add_sparse(sparse(mode="auto", offload_gib=2), [prefill, decode], [decode])
     told = [settings_of(engine["additional_config"]) for engine in (prefill, decode)]
     assert [each.offload_gib for each in told if each is not None] == [0, 2]
+
+
+def test_only_decode_engines_drop_kv_and_all_have_its_units() -> None:
+    prefill: dict[str, Any] = {}
+    decode: dict[str, Any] = {}
+    section = TechniquesSection(bounded=BoundedSection(mode="auto", share=0.5))
+    add_sparse(section, [prefill, decode], [decode])
+    for engine in (prefill, decode):
+        assert settings_of(engine["additional_config"]) == SparseSettings("off")
+        assert engine["worker_cls"].endswith("engine.worker.SparseTakingUpWorker")
+    told = [bounded_settings_of(engine["additional_config"]) for engine in (prefill, decode)]
+    assert told == [None, BoundedSettings("auto", 0.5)]
 
 
 @pytest.mark.parametrize("speculates", [True, False])
@@ -76,8 +104,10 @@ def test_each_mix_with_drafting_and_reuse_has_a_worker(speculates: bool, reuses:
 
 
 def test_a_worker_of_the_engines_own_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"worker_cls mine\.Worker"):
-        add_sparse(ON, [{"worker_cls": "mine.Worker"}])
+    bounding = TechniquesSection(bounded=BoundedSection(mode="auto"))
+    for section, field in ((ON, "sparse"), (bounding, "bounded")):
+        with pytest.raises(ValueError, match=rf"techniques\.{field}.* worker_cls mine\.Worker"):
+            add_sparse(section, [{"worker_cls": "mine.Worker"}])
 
 
 @pytest.mark.parametrize(
@@ -137,57 +167,87 @@ def test_stored_blocks_of_other_kernel_blocks_are_other_blocks() -> None:
         ({"sparse": 0.3, "techniques": "off"}, "auto", None),
     ],
 )
-def test_request_and_app_agree(extra: dict[str, Any] | None, mode: str, share: float) -> None:
-    assert sparse_share(extra, mode, 0.1) == share
+@pytest.mark.parametrize("name", [SPARSE, BOUNDED])
+def test_request_and_app_agree(
+    name: str, extra: dict[str, Any] | None, mode: str, share: float | None
+) -> None:
+    extra = extra and {name if key == SPARSE else key: value for key, value in extra.items()}
+    apart = apart_of(extra, {name: (mode, 0.1)})
+    assert apart == (None if share is None else Apart(name, share))
+
+
+def test_no_request_is_both_sparse_and_bounded() -> None:
+    both = {SPARSE: ("auto", 0.1), BOUNDED: ("auto", 0.25)}
+    assert apart_of(None, both) == Apart(SPARSE, 0.1)
+    assert apart_of({BOUNDED: "auto"}, both) == Apart(BOUNDED, 0.25)
+    assert apart_of({SPARSE: "off"}, both) == Apart(BOUNDED, 0.25)
+    with pytest.raises(TechniqueError, match="exclude each other"):
+        apart_of({SPARSE: 0.1, BOUNDED: 0.3}, both)
+    with pytest.raises(TechniqueError, match="exclude each other"):
+        asked_of({"vllm_xargs": {SPARSE: 0.1, BOUNDED: "auto"}})
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.01, float("nan"), True, "some", [0.1], {}])
-def test_what_is_no_share_is_refused(value: object) -> None:
+@pytest.mark.parametrize("name", [SPARSE, BOUNDED])
+def test_what_is_no_share_is_refused(name: str, value: object) -> None:
     with pytest.raises(TechniqueError) as error:
-        sparse_share({"sparse": value}, "off", 0.1)
-    assert error.value.param == "vllm_xargs.sparse"
+        apart_of({name: value}, {})
+    assert error.value.param == f"vllm_xargs.{name}"
     with pytest.raises(TechniqueError):
-        asked_of({"vllm_xargs": {"sparse": value}})
+        asked_of({"vllm_xargs": {name: value}})
 
 
-@given(st.text().filter(lambda salt: not is_marked(salt)), st.floats(0.001, 1))
-def test_sparse_kv_is_shared_with_sparse_requests_of_its_share_alone(
-    salt: str, share: float
+@given(
+    st.text().filter(lambda salt: not is_marked(salt)),
+    st.floats(0.001, 1),
+    st.permutations([SPARSE, BOUNDED]),
+)
+def test_kv_apart_is_shared_with_requests_of_its_technique_and_share_alone(
+    salt: str, share: float, names: list[str]
 ) -> None:
-    mine = salt_for(salt, None, "store=int4", share)
+    one, other = names
+    mine = salt_for(salt, None, "store=int4", Apart(one, share))
     assert is_marked(mine) and tenant_of(mine) == tenant_of(salt)
-    assert mine == salt_for(salt, {"sparse": share}, "", share)
+    assert mine == salt_for(salt, {one: share}, "", Apart(one, share))
     others = [salt_for(salt, None, ""), salt_for(salt, {"techniques": "off"}, "store=int4")]
-    assert mine not in [*others, salt_for(salt, None, "", share / 2)]
+    others += [
+        salt_for(salt, None, "", each) for each in (Apart(one, share / 2), Apart(other, share))
+    ]
+    assert mine not in others
 
 
 def test_the_mark_stands_before_the_tenant() -> None:
     params = SamplingParams()
     prompt = {"prompt_token_ids": [1], "cache_salt": "tenant:ann:own"}
-    assert with_technique(prompt, params, "", 0.1)["cache_salt"] == (
+    assert with_technique(prompt, params, "", Apart(SPARSE, 0.1))["cache_salt"] == (
         "technique:sparse-0.1:tenant:ann:own"
     )
     with pytest.raises(VLLMValidationError, match="cache_salt"):
-        with_technique({"cache_salt": "technique:sparse-0.1:"}, params, "", 0.1)
+        with_technique({"cache_salt": "technique:sparse-0.1:"}, params, "", None)
 
 
-@pytest.mark.parametrize("extra", [None, {}, {"slo": 1}, {"sparse": "auto"}, {"sparse": 0.7}])
+@pytest.mark.parametrize("extra", [None, {}, {"slo": 1}, {"sparse": "auto"}, {"bounded": 0.7}])
 def test_the_engine_is_told_the_share_that_was_decided_and_no_other(extra: Any) -> None:
     params = SamplingParams(extra_args=extra)
-    assert share_of(with_sparse(params, 0.3).extra_args) == 0.3
-    assert share_of(with_sparse(params, None).extra_args) is None
+    sparse, bounded = (with_share(params, Apart(name, 0.3)) for name in (SPARSE, BOUNDED))
+    assert share_of(sparse.extra_args) == 0.3 and bounded_share_of(sparse) is None
+    assert share_of(bounded.extra_args) is None and bounded_share_of(bounded) == 0.3
+    assert share_of(with_share(params, None).extra_args) is None
     assert params.extra_args == extra
-    assert (with_sparse(params, 0.3).extra_args or {}).get("slo") == (extra or {}).get("slo")
+    assert (sparse.extra_args or {}).get("slo") == (extra or {}).get("slo")
 
 
 def test_an_answer_tells_of_it_where_it_could_be() -> None:
     said = ({"vllm_xargs": {"sparse": sparse}} for sparse in ("auto", "off", 0.2, None))
     asks, refuses, shares, silent = (asked_of(request) for request in said)
     assert [each.sparse for each in (asks, refuses, shares, silent)] == [True, False, True, None]
-    offer = offered("store=int4", "auto", "request")
+    offer = offered("store=int4", {"reuse": "auto", "sparse": "request"})
     assert offer == "store=int4, reuse=auto, sparse=request"
     assert applied(asks, offer) == "sparse", "its KV meets neither the store nor reuse"
     assert applied(silent, offer) == "store=int4, reuse"
-    assert applied(silent, offered("", "off", "auto")) == "sparse"
-    assert applied(refuses, offered("", "off", "auto")) == "exact"
+    assert applied(silent, offered("", {"reuse": "off", "sparse": "auto"})) == "sparse"
+    assert applied(refuses, offered("", {"reuse": "off", "sparse": "auto"})) == "exact"
+    both = offered("", {"sparse": "auto", "bounded": "auto"})
+    told = [applied(each, both) for each in (silent, refuses, Asked(bounded=True))]
+    assert told == ["sparse", "bounded", "bounded"]
     assert applied(Asked(exact=True, sparse=True), offer) == "exact"

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from headrace.config import ConfigError
 from headrace.config.load import load_config
-from headrace.config.techniques import SparseSection
+from headrace.config.techniques import SparseSection, TechniquesSection
 from headrace.sparse import add_sparse
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine import calibration as files
@@ -240,7 +240,8 @@ def test_the_share_is_the_files_where_none_is_set(
     file: Path, share: float | None, wanted: float
 ) -> None:
     engine: dict[str, Any] = {}
-    add_sparse(SparseSection(mode="auto", share=share, calibration=str(file)), [engine])
+    section = SparseSection(mode="auto", share=share, calibration=str(file))
+    add_sparse(TechniquesSection(sparse=section), [engine])
     settings = settings_of(engine["additional_config"])
     assert settings is not None and settings.share == wanted
     assert (
@@ -288,7 +289,7 @@ def test_an_app_whose_file_went_away_says_which_field_named_it(file: Path) -> No
     section = SparseSection(mode="auto", calibration=str(file))
     file.unlink()
     with pytest.raises(ValueError, match=r"^techniques\.sparse\.calibration: "):
-        add_sparse(section, [{}])
+        add_sparse(TechniquesSection(sparse=section), [{}])
 
 
 def test_a_shape_that_is_not_the_basiss_is_not_hidden_by_the_name(file: Path) -> None:

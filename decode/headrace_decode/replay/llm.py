@@ -17,7 +17,7 @@ from headrace_decode.replay.checks import check
 from headrace_decode.replay.feed import MOST_SEEDED, feed, output_of, why_not, with_said
 from headrace_decode.replay.recorder import RECORDER, Recorder
 from headrace_decode.replay.said import Output, tokens_of
-from headrace_kvstore.connector.identity import SPARSE_KEY
+from headrace_kvstore.connector.identity import BOUNDED_KEY, SPARSE_KEY
 
 SCHEDULERS = {
     False: "headrace_decode.replay.scheduler.TakingUp",
@@ -28,6 +28,11 @@ OFFLOADING_SCHEDULERS = {
     True: "headrace_decode.sparse.engine.offload.scheduler.OffloadingTakingUpAsync",
 }
 """Of engines whose KV may leave the cache; they do what those of `SCHEDULERS` do."""
+BOUNDING_SCHEDULERS = {
+    False: "headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
+    True: "headrace_decode.bounded.engine.scheduler.BoundingTakingUpAsync",
+}
+"""Of engines whose requests may drop KV; they do what those of `OFFLOADING_SCHEDULERS` do."""
 WORKER = "headrace_decode.replay.worker.TakingUpWorker"
 PLATFORM_WORKERS = frozenset(
     {"vllm.v1.worker.cpu_worker.CPUWorker", "vllm.v1.worker.gpu_worker.Worker"}
@@ -222,5 +227,6 @@ def _prepare(config: VllmConfig) -> str | None:
     told = config.additional_config if isinstance(config.additional_config, dict) else {}
     offloads = (told.get(SPARSE_KEY) or {}).get("offload_gib")
     schedulers = OFFLOADING_SCHEDULERS if offloads else SCHEDULERS
+    schedulers = BOUNDING_SCHEDULERS if BOUNDED_KEY in told else schedulers
     scheduler.scheduler_cls = schedulers[bool(scheduler.async_scheduling)]
     return None

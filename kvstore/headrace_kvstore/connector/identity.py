@@ -24,6 +24,8 @@ from headrace_kvstore.keys import Namespace, canonical, fingerprint
 SPARSE_KEY = "headrace_sparse"
 """In vLLM's `additional_config`: how an engine attends sparsely
 (`headrace_decode.sparse.engine.settings`). Its `unit_tokens` are the attention kernel's block."""
+BOUNDED_KEY = "headrace_bounded"
+"""There, too: how it bounds contexts (`headrace_decode.bounded.engine.settings`)."""
 _READERS = 8
 """Threads that read weights; hashing releases Python's lock."""
 

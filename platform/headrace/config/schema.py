@@ -332,15 +332,18 @@ class AppSection(Section):
 
     @model_validator(mode="after")
     def _sparse_attention_goes_with_the_others(self) -> Self:
-        """Refuse what reads KV in an order that sparse attention does not keep."""
-        sparse = self.techniques.sparse
-        if sparse.mode == "off":
+        """Refuse what reads KV in an order that sparse attention does not keep. Contexts are
+        bounded in its units."""
+        sparse, bounded = self.techniques.sparse, self.techniques.bounded
+        modes = {"sparse": sparse.mode, "bounded": bounded.mode}
+        used = [name for name, mode in modes.items() if mode != "off"]
+        if not used:
             return self
         codec = self.store.engine.get("codec", "raw")
         if self.store.enabled and codec != "raw":
             raise ValueError(
-                f'techniques.sparse.mode: the codec "{codec}" does not know the order of its keys; '
-                "set store.engine.codec: raw"
+                f'techniques.{used[0]}.mode: the codec "{codec}" does not know the order of its '
+                "keys; set store.engine.codec: raw"
             )
         if sparse.unit_tokens != 32 and self.techniques.reuse.mode != "off":
             raise ValueError(

@@ -73,6 +73,25 @@ class SparseSection(Section):
     )
 
 
+class BoundedSection(Section):
+    """A part of a long prompt's KV is dropped once the prompt has been read again
+    (docs/bounded.md). Engines on CPUs only. Units are those of `techniques.sparse.unit_tokens`."""
+
+    mode: Literal["off", "request", "auto"] = Field(
+        default="off",
+        description="`off`: never. `request`: for requests with `vllm_xargs.bounded`. `auto`: for "
+        "all requests but those with `vllm_xargs.bounded` or `vllm_xargs.techniques` set to "
+        '`"off"`, and those that are sparse.',
+    )
+    share: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="Share of a prompt's KV that is kept. More is closer to the exact model. "
+        "`vllm_xargs.bounded` may give another share.",
+    )
+
+
 class TechniquesSection(Section):
     """Lossy techniques. None is on by default (docs/techniques.md)."""
 
@@ -81,4 +100,7 @@ class TechniquesSection(Section):
     )
     sparse: SparseSection = Field(
         default_factory=SparseSection, description="Sparse attention; see the table after it."
+    )
+    bounded: BoundedSection = Field(
+        default_factory=BoundedSection, description="Bounded contexts; see the third table."
     )

@@ -11,6 +11,7 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from headrace_decode.bounded.engine.dropped import DroppedStep
+from headrace_decode.bounded.engine.reading import ReadRow
 from headrace_decode.sparse.engine._vllm_compat import (
     CommonAttentionMetadata,
     CPUAttentionBackend,
@@ -37,12 +40,15 @@ class SparseMetadata(CPUAttentionMetadata):
     """vLLM's of a step, with the step's sparse rows.
 
     Attributes:
-        sparse, staged: rows of their own way; None without any.
+        sparse, staged, dropped: rows of their own way; None without any.
+        read: of vLLM's rows, those whose queries tell what a context's keys are worth.
         vllms: whether the step has other rows.
     """
 
     sparse: SparseStep | None = None
     staged: StagedStep | None = None
+    dropped: DroppedStep | None = None
+    read: Sequence[ReadRow] = ()
     vllms: bool = True
 
 
@@ -73,17 +79,25 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """As vLLM's. Metadata that others make for rows of their own (`fast_build`) is dense."""
         common = common_attn_metadata
-        rows, staged = ([], []) if fast_build else self._rows(common)
-        if not rows and not staged:
+        if fast_build:
+            return super().build(common_prefix_len, common, fast_build)
+        rows, staged = self._rows(common)
+        dropped, read = BOUND.bounded_rows(*_told(common))
+        ours = [
+            *(each.row for each in rows),
+            *(each.row for each in staged),
+            *(each.row for each in dropped),
+        ]
+        if not ours and not read:
             return super().build(common_prefix_len, common, fast_build)
         lengths, starts = common.seq_lens.clone(), common.query_start_loc
-        for row in [*(each.row for each in rows), *(each.row for each in staged)]:
+        for row in ours:
             lengths[row] = starts[row + 1] - starts[row]
         dense = super().build(common_prefix_len, replace(common, seq_lens=lengths), fast_build)
         told = {each.name: getattr(dense, each.name) for each in fields(dense)}
         group = self.num_heads // self.num_kv_heads
         facts = {"group": group, "head_dim": self.head_dim, "dtype": self.dtype, "isa": self.isa}
-        made = SparseMetadata(**told, vllms=len(rows) + len(staged) < common.num_reqs)
+        made = SparseMetadata(**told, read=read, vllms=len(ours) < common.num_reqs)
         if rows:
             made.sparse = SparseStep(
                 rows,
@@ -97,20 +111,30 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             assert BOUND.offloading is not None
             call = partial(schedule, kv_heads=self.num_kv_heads, **facts)
             made.staged = StagedStep(staged, BOUND.offloading.memory, call, attention)
+        if dropped:
+            assert BOUND.following is not None
+            call = partial(schedule, kv_heads=1, **facts)
+            made.dropped = DroppedStep(dropped, BOUND.following.cells, call, attention)
         return made
 
     def _rows(self, common: CommonAttentionMetadata) -> tuple[list[Row], list[StagedRow]]:
-        tables = common.block_table_tensor.numpy()
+        told = _told(common)
+        tables = told[-1]
 
         def bring_up(row: int, first: int, last: int, budget: int) -> tuple[int, int]:
             assert BOUND.book is not None
             return BOUND.book.bring_up(tables[row, first:last].astype(np.int64), budget)
 
-        step = common.num_reqs, common.query_start_loc.numpy(), common.seq_lens.numpy()
-        sparse, staged = BOUND.offloaded_rows(*step, tables)
-        plans = BOUND.sparse_rows(*step, bring_up)
+        sparse, staged = BOUND.offloaded_rows(*told)
+        plans = BOUND.sparse_rows(*told[:-1], bring_up)
         rows: list[Row] = [*(SparseRow.of(plan, tables[plan.row]) for plan in plans), *sparse]
         return sorted(rows, key=lambda each: each.row), staged
+
+
+def _told(common: CommonAttentionMetadata) -> tuple[int, Any, Any, Any]:
+    """Rows, where they start, their KV and their blocks: as of `Bound.offloaded_rows`."""
+    starts, lengths = common.query_start_loc.numpy(), common.seq_lens.numpy()
+    return common.num_reqs, starts, lengths, common.block_table_tensor.numpy()
 
 
 class SparseImpl(CPUAttentionBackendImpl):
@@ -147,4 +171,9 @@ class SparseImpl(CPUAttentionBackendImpl):
                 ours.staged.attend(self.sparse.number, query, output, self.scale)
             if ours.sparse is not None:
                 ours.sparse.attend(self.sparse, query, output, self.scale)
+            if ours.dropped is not None:
+                ours.dropped.attend(self.sparse.number, query, output, self.scale)
+            if ours.read:
+                assert BOUND.following is not None
+                BOUND.following.see(ours.read, self.sparse.number, query)
         return output

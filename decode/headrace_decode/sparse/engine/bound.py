@@ -13,6 +13,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_decode.bounded.engine.dropped import DroppedRow
+from headrace_decode.bounded.engine.following import Following
+from headrace_decode.bounded.engine.reading import ReadRow
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.offload.rows import OffloadedRow, Offloading, StagedRow
 from headrace_decode.sparse.engine.rows import BatchRow, BringUp, RowPlan, SparseRows
@@ -29,6 +32,7 @@ class Bound:
         found: sparse rows of all steps so far.
         book: summaries of an engine on a CPU.
         offloading: of an engine that offloads.
+        following: of an engine that bounds contexts.
     """
 
     def __init__(self) -> None:
@@ -37,6 +41,7 @@ class Bound:
         self.found = 0
         self.book: Book | None = None
         self.offloading: Offloading | None = None
+        self.following: Following | None = None
         self._rows: SparseRows | None = None
         self._batch: Callable[[], Sequence[BatchRow]] | None = None
 
@@ -120,6 +125,22 @@ class Bound:
         if len(batch) != count:
             raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
         return self.offloading.of_step(batch, starts, kv_tokens, tables)
+
+    def bounded_rows(
+        self,
+        count: int,
+        starts: NDArray[np.integer],
+        kv_tokens: NDArray[np.integer],
+        tables: NDArray[np.integer],
+    ) -> tuple[list[DroppedRow], list[ReadRow]]:
+        """Rows of dropped requests, and those that read again; arguments and errors as
+        `offloaded_rows`."""
+        if not self.following or self._batch is None or not self.under_way:
+            return [], []
+        batch = self._batch()
+        if len(batch) != count:
+            raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
+        return self.following.of_step(batch, starts, kv_tokens, tables)
 
 
 BOUND = Bound()

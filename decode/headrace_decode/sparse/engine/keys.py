@@ -1,4 +1,4 @@
-"""The keys of one layer's units in vLLM's CPU cache: read for summaries, and told apart by sums.
+"""One layer's units in vLLM's CPU cache: read and written, and told apart by sums of their keys.
 
 vLLM 0.29 lays a layer out as `[blocks, heads, tokens, 2 head_dim]`. Within a block and head, the
 instruction sets `vec` and `vec16` keep K as `[head_dim, tokens]`, then V as `[tokens, head_dim]`.
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_kvstore.checksum import checksum
+
+Ids = NDArray[np.int64]
 
 
 class LayerKeys:
@@ -31,14 +33,24 @@ class LayerKeys:
         self.blocks, self.kv_heads, self.unit_tokens, both = cache.shape
         self.head_dim = both // 2
         half = self.unit_tokens * self.head_dim
-        keys = cache.flatten(2)[:, :, :half].unflatten(2, (self.head_dim, self.unit_tokens))
-        self._keys = keys.transpose(2, 3)
+        keys, values = cache.flatten(2).split(half, dim=2)
+        self._keys = keys.unflatten(2, (self.head_dim, self.unit_tokens)).transpose(2, 3)
+        self._values = values.unflatten(2, (self.unit_tokens, self.head_dim))
         self.key_bytes = half * cache.element_size()
         """Of one unit and head."""
 
-    def read(self, units: NDArray[np.int64]) -> Tensor:
+    def read(self, units: Ids) -> Tensor:
         """Keys of n units, copied: [n, kv_heads, unit_tokens, head_dim]."""
         return self._keys[torch.from_numpy(units)]
+
+    def read_values(self, units: Ids) -> Tensor:
+        """Values of n units, likewise."""
+        return self._values[torch.from_numpy(units)]
+
+    def write(self, units: Ids, keys: Tensor, values: Tensor) -> None:
+        """Write n units; shapes as `read`."""
+        at = torch.from_numpy(units)
+        self._keys[at], self._values[at] = keys, values
 
     def by_head(self) -> tuple[Tensor, Tensor]:
         """K and V as the kernel takes them, with each head's unit a block of its own: unit `u` of

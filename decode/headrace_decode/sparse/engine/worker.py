@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace_decode.bounded.engine import settings as bounded
+from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.following import TOLD, Following, Told
 from headrace_decode.replay.worker import TakingUpWorker
 from headrace_decode.sparse.basis import Basis
 from headrace_decode.sparse.engine._vllm_compat import (
@@ -41,12 +44,13 @@ from headrace_decode.sparse.engine.calibration import (
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.offload.held import Memory
 from headrace_decode.sparse.engine.offload.host import HostPool
-from headrace_decode.sparse.engine.offload.manager import OffloadSpec
+from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadSpec
 from headrace_decode.sparse.engine.offload.rows import Offloading
 from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED
 from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
 from headrace_decode.speculation.drafting_worker import SpeculatingWorker
+from headrace_engine.rope import Rope, RopeError
 
 if TYPE_CHECKING:
     from headrace_decode.sparse.engine.device.card import Card
@@ -61,6 +65,8 @@ class SparseInReach:
 
     _sparse = False
     _settings = SparseSettings()
+    _rope: Rope | None = None
+    """Of the model, where requests may drop KV."""
     _host_blocks = 0
     """In host memory; 0 where nothing leaves the cache."""
     _card: Card | None = None
@@ -102,24 +108,37 @@ class SparseInReach:
         return self._card.cache_bytes(available, next(iter(specs.values())))
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        """As vLLM's; of layers whose blocks may leave the cache, where that is told."""
+        """As vLLM's; of layers whose blocks may leave the cache or be dropped, where that is
+        told."""
         specs: dict[str, Any] = super().get_kv_cache_spec()  # type: ignore[misc]
-        if not self._sparse or not self._settings.offload_gib:
-            return specs
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        offloaded, blocks, why = offloadable(specs, self._settings, config)
-        if why is not None:
-            logger.warning("techniques.sparse.offload_gib: KV stays in the cache: %s", why)
+        bounds = bounded.settings_of(config.additional_config) is not None
+        if not self._sparse or not (bounds or self._settings.offload_gib):
             return specs
-        self._host_blocks = blocks
-        return offloaded
+        kind, stays = FullAttentionSpec, why_all_stays(specs, config)
+        if bounds:
+            self._rope, why = (None, stays) if stays else rope_of(config)
+            if why is None:
+                kind = DropSpec
+            else:
+                logger.warning("techniques.bounded: requests keep all KV: %s", why)
+        if self._settings.offload_gib:
+            blocks, why = (0, stays) if stays else host_blocks(specs, self._settings, config)
+            if why is None:
+                kind, self._host_blocks = OffloadSpec, blocks
+            else:
+                logger.warning("techniques.sparse.offload_gib: KV stays in the cache: %s", why)
+        if kind is FullAttentionSpec:
+            return specs
+        return {name: replace_as(spec, kind) for name, spec in specs.items()}
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """As vLLM's; then binds the layers to their caches."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         if not self._sparse:
             return
-        kind = OffloadSpec if self._host_blocks else FullAttentionSpec
+        kind = FullAttentionSpec if self._rope is None else DropSpec
+        kind = OffloadSpec if self._host_blocks else kind
         why = why_layers_dense(self.vllm_config, kv_cache_config, kind)  # type: ignore[attr-defined]
         if why is not None:
             if self._host_blocks:
@@ -167,6 +186,9 @@ class SparseInReach:
         self._batch = runner = RunnerRows(self.model_runner)  # type: ignore[attr-defined]
         self._blocks = runner.blocks
         BOUND.bind(rows, runner.rows, book)
+        if self._rope is not None:
+            cells, scale = Cells(keys, block_units), modules[0].impl.scale
+            BOUND.following = Following(cells, scale, self._rope, runner.blocks)
         if self._host_blocks:
             host = HostPool(keys, self._host_blocks, block_units)
             longest = self.vllm_config.model_config.max_model_len  # type: ignore[attr-defined]
@@ -196,6 +218,10 @@ class SparseInReach:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         BOUND.step_begins(requests_moved(scheduler_output))
         self._batch.step_begins(scheduler_output)
+        if BOUND.following is not None:
+            told = getattr(scheduler_output, TOLD, Told())
+            ended = scheduler_output.finished_req_ids
+            BOUND.following.step_begins(ended, requests_gone(scheduler_output) - ended, told)
         final = self._offload_begins(scheduler_output)
         try:
             found = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -227,30 +253,43 @@ class SparseSpeculatingWorker(SparseInReach, SpeculatingWorker):
     """Of engines that draft."""
 
 
-def offloadable(
-    specs: dict[str, Any], settings: SparseSettings, config: Any
-) -> tuple[dict[str, Any], int, str | None]:
-    """Layers' specs with blocks that may leave the cache; how many host memory holds; or why not.
+def why_all_stays(specs: dict[str, Any], config: Any) -> str | None:
+    """Why no block may leave an engine's cache; None if blocks may.
 
     Args:
         specs: vLLM's, by layer.
         config: of the engine.
     """
     if runs_on_cuda():
-        return specs, 0, "this engine does not run on a CPU"
+        return "this engine does not run on a CPU"
     kinds = {type(spec).__name__ for spec in specs.values()}
     if kinds != {FullAttentionSpec.__name__}:
-        return specs, 0, f"its layers are {sorted(kinds)}"
+        return f"its layers are {sorted(kinds)}"
     if why := why_modules_dense(attention_modules(config, specs)):
-        return specs, 0, why
+        return why
     speculative = config.speculative_config
     if speculative is not None and speculative.method != "custom_class":
-        return specs, 0, f"{speculative.method} drafts over the cache"
+        return f"{speculative.method} drafts over the cache"
+    return None
+
+
+def host_blocks(
+    specs: dict[str, Any], settings: SparseSettings, config: Any
+) -> tuple[int, str | None]:
+    """Blocks that host memory holds; or why they are too few. Arguments as `why_all_stays`."""
     blocks = settings.host_blocks(sum(spec.page_size_bytes for spec in specs.values()))
     longest = config.model_config.max_model_len
     if blocks * config.cache_config.block_size < longest:
-        return specs, 0, f"{settings.offload_gib} GiB do not hold a request of {longest} tokens"
-    return {name: replace_as(spec, OffloadSpec) for name, spec in specs.items()}, blocks, None
+        return 0, f"{settings.offload_gib} GiB do not hold a request of {longest} tokens"
+    return blocks, None
+
+
+def rope_of(config: Any) -> tuple[Rope | None, str | None]:
+    """The rotary embedding of an engine's model; or why queries cannot be turned by it."""
+    try:
+        return Rope.of(model_fields(config)), None
+    except RopeError as error:
+        return None, str(error)
 
 
 def bases_for(file: Path, config: Mapping[str, Any], unit_tokens: int) -> list[Basis] | None:

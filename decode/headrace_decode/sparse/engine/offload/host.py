@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.keys import Ids, LayerKeys
 from headrace_decode.sparse.layout import jit
 
-Ids = NDArray[np.int64]
 Words = NDArray[np.int64]
 
 

@@ -36,7 +36,8 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         self._slots: dict[str, list[Any]] = {}
 
     def slots(self, request_id: str) -> list[int]:
-        """Blocks of an admitted request's working set."""
+        """Blocks beside a request's table: of an admitted request's working set, or those that
+        a dropped context is kept in."""
         return [block.block_id for block in self._slots[request_id]]
 
     def held(self, request_id: str) -> int:
@@ -94,10 +95,31 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         last = self.ledger.cold_blocks(request_id, processed_computed_tokens, self.block_size)
         self._remove_blocks_in_range(request_id, 0, last)
 
+    def drop(self, request_id: str, kept: int, last: int) -> list[int]:
+        """Give the first blocks of a request back; the new ones that stand in for them.
+
+        Args:
+            kept: blocks, of the new. last: behind the blocks that go.
+        """
+        self._slots[request_id] = self.block_pool.get_new_blocks(kept)
+        self._remove_blocks_in_range(request_id, 0, last)
+        return self.slots(request_id)
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; of no request that has fewer hashes than full blocks."""
+        if len(request.block_hashes) >= num_tokens // self.block_size:
+            super().cache_blocks(request, num_tokens, *args, **kwargs)
+
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         """As vLLM's, with the working set."""
         self.ledger.leave(request_id)
         return [*self._slots.pop(request_id, []), *super().pop_blocks_for_free(request_id)]
+
+
+@register_kv_cache_spec(manager_class=OffloadManager, uniform_type_base_spec=FullAttentionSpec)
+@dataclass(frozen=True, kw_only=True)
+class DropSpec(FullAttentionSpec):  # type: ignore[misc]
+    """Full attention of requests that may drop blocks."""
 
 
 @register_kv_cache_spec(manager_class=OffloadManager, uniform_type_base_spec=FullAttentionSpec)

@@ -86,7 +86,7 @@ class _Offloads:
         free = manager.block_pool.get_num_free_blocks()
         context = [0.0] * len(Mode)
         for each in running:
-            context[self._mode(manager, each)] += each.num_computed_tokens
+            context[self._mode(manager, each)] += self._attended(each)
         step_s = self.costs.seconds(max(len(running), 1), context)
         busy = [
             Busy(
@@ -129,6 +129,10 @@ class _Offloads:
             return Mode.SPARSE if sparse else Mode.DENSE
         return Mode.OFFLOADED if sparse and planned.slots else Mode.STAGED
 
+    def _attended(self, request: Any) -> int:
+        """Tokens that a row of its answer attends to, or chooses from."""
+        return int(request.num_computed_tokens)
+
     def _footprint(self, most_tokens: int, share: float | None) -> Footprint:
         assert self._offloads is not None
         config: Any = self.vllm_config  # type: ignore[attr-defined]
@@ -162,7 +166,7 @@ class _Offloads:
             request = self.requests[name]  # type: ignore[attr-defined]
             if count != 1 or request.num_computed_tokens <= request.num_prompt_tokens:
                 return None
-            context[self._mode(manager, request)] += request.num_computed_tokens
+            context[self._mode(manager, request)] += self._attended(request)
         return len(output.num_scheduled_tokens), context
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,114 @@
+"""Four long contexts at once in an engine that drops three quarters of their KV.
+
+    python -m benchmarks.longcontext.dropping --json FILE
+
+SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 4,000 tokens
+and an answer of 2,000. One engine has room for all of them. The other has room for one whole
+context, for what reads it again, and for what is kept of the other three (docs/bounded.md). Each
+engine is a process of its own; blocks are the scheduler's.
+
+    cache_vs_contexts       blocks of the small engine's cache, over those of the four contexts in
+                            full with their answers
+    held_vs_contexts        blocks that its requests hold while all four answer over what they kept,
+                            over those of the same contexts in full with the same answers; median
+    itl_vs_exact            median seconds of a step in which all four answer and nothing else is
+                            computed, over those of the large engine
+    itl.NAME_ms, itl.NAME_steps   of each, and how many steps these are
+    serving_vs_exact        from the first request to the last token, over the large engine's
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.longcontext.pool import apart
+from benchmarks.sparse.serving import Engine
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS
+from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
+from headrace_decode.sparse.engine.settings import SparseSettings
+
+AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
+BLOCK_TOKENS, BATCH_TOKENS = 128, 512
+LEAST_STEPS = 20
+
+Figures = dict[str, float]
+
+
+def blocks_of(tokens: int) -> int:
+    return math.ceil(tokens / BLOCK_TOKENS)
+
+
+WHOLE = blocks_of(PROMPT + ANSWER)
+KEPT = math.ceil(SHARE * (PROMPT // BLOCK_TOKENS)) + blocks_of(PROMPT % BLOCK_TOKENS + ANSWER)
+READING = blocks_of(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1)
+SMALL = WHOLE + READING + (AT_ONCE - 1) * KEPT
+
+
+def served(cache_blocks: int, share: float | None) -> dict[str, Any]:
+    """All prompts at once in an engine with so many blocks: seconds of its steps."""
+    engine = Engine(
+        SparseSettings("off"),
+        BoundedSettings(),
+        num_gpu_blocks_override=cache_blocks + 1,  # vLLM's null block
+        max_num_batched_tokens=BATCH_TOKENS,
+        max_num_seqs=2 * AT_ONCE,
+        async_scheduling=False,
+        scheduler_cls="headrace_decode.bounded.engine.scheduler.BoundingTakingUp",
+    )
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    pool, following = scheduler.kv_cache_manager.block_pool, engine.bound.following
+    if following is None:
+        raise RuntimeError("this engine bounds no contexts; its log says why")
+    prompts = engine.prompts(PROMPT, AT_ONCE)
+    names = [engine.add(prompt, ANSWER, share, technique="bounded") for prompt in prompts]
+    lengths = dict.fromkeys(names, 0)
+    dropped = 0 if share is None else AT_ONCE
+    begun_s, pure, held = time.perf_counter(), [], []
+    for step in engine.steps():
+        if following.dropped == dropped and all(0 < n < ANSWER for n in lengths.values()):
+            pure.append(step.seconds)
+            mine = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            held.append(mine / sum(blocks_of(PROMPT + n) for n in lengths.values()))
+        for name, each in step.outputs.items():
+            lengths[name] += len(each.token_ids)
+    if any(length != ANSWER for length in lengths.values()):
+        raise RuntimeError(f"not all were answered: {lengths}")
+    if len(pure) < LEAST_STEPS:
+        raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {LEAST_STEPS} are needed")
+    return {"steps": pure, "held": held, "seconds": time.perf_counter() - begun_s}
+
+
+def measured() -> Figures:
+    """The figures."""
+    few, many = apart(served, SMALL, SHARE), apart(served, AT_ONCE * WHOLE, None)
+    runs = {"bounded": few, "exact": many}
+    itl = {name: statistics.median(run["steps"]) for name, run in runs.items()}
+    return {
+        "cache_vs_contexts": SMALL / (AT_ONCE * WHOLE),
+        "held_vs_contexts": statistics.median(few["held"]),
+        "itl_vs_exact": itl["bounded"] / itl["exact"],
+        **{f"itl.{name}_ms": 1e3 * each for name, each in itl.items()},
+        **{f"itl.{name}_steps": float(len(run["steps"])) for name, run in runs.items()},
+        "serving_vs_exact": few["seconds"] / many["seconds"],
+        "serving.exact_s": many["seconds"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

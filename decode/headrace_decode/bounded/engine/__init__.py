@@ -1,0 +1,1 @@
+"""Drops KV of long contexts in a vLLM engine."""

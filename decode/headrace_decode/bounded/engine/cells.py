@@ -1,0 +1,89 @@
+"""The KV cache of an engine as one array of cells: a unit of one KV head in one layer.
+
+vLLM allocates all layers at once, one behind the other. So any cell can hold KV of any layer and
+head: what a block of the scheduler has room for in all layers may go to few heads that need much.
+An attention kernel that takes a table for each head reads cells wherever they lie.
+
+    cell = (layer * units + unit) * kv_heads + head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from headrace_decode.sparse.engine.keys import Ids, LayerKeys
+
+
+class Cells:
+    """All cells.
+
+    Args:
+        layers: of the cache, in order.
+        block_units: units of a block of the scheduler.
+
+    Raises:
+        ValueError: layers do not lie one behind the other.
+    """
+
+    def __init__(self, layers: Sequence[LayerKeys], block_units: int) -> None:
+        first = layers[0].cache
+        if why := why_apart([layer.cache for layer in layers]):
+            raise ValueError(why)
+        self.layers, self.block_units = list(layers), block_units
+        self.kv_heads, self.unit_tokens = layers[0].kv_heads, layers[0].unit_tokens
+        self._units = layers[0].blocks
+        shape = len(layers) * self._units * self.kv_heads, 1, *first.shape[2:]
+        size = first.shape[2] * first.shape[3]
+        whole = first.as_strided(shape, (size, size, first.shape[3], 1))
+        self._all = LayerKeys(whole)
+        self.kernel = self._all.as_kernel()
+        """K and V as the attention kernel takes them, a cell a block."""
+
+    @property
+    def in_block(self) -> int:
+        """Cells of a block of the scheduler."""
+        return len(self.layers) * self.block_units * self.kv_heads
+
+    def number(self, layer: int | Ids, units: Ids) -> Ids:
+        """Cells of units of one layer: int64 [kv_heads, n]; of layers [n, 1, 1]: of each."""
+        heads = np.arange(self.kv_heads)[:, None]
+        return (layer * self._units + units) * self.kv_heads + heads
+
+    def of_blocks(self, blocks: Sequence[int]) -> Ids:
+        """All cells of blocks of the scheduler: int64 [n]."""
+        per = np.arange(self.block_units)
+        units = (np.asarray(blocks, np.int64)[:, None] * self.block_units + per).reshape(-1)
+        layers = range(len(self.layers))
+        return np.concatenate([self.number(layer, units).reshape(-1) for layer in layers])
+
+    def read(self, layer: int, units: Ids) -> tuple[Tensor, Tensor]:
+        """K and V of a request's units of one layer, copied: each
+        [kv_heads, n * unit_tokens, head_dim]."""
+        both = self.layers[layer].read(units), self.layers[layer].read_values(units)
+        keys, values = (one.transpose(0, 1).flatten(1, 2) for one in both)
+        return keys, values
+
+    def write(self, cells: Ids, keys: Tensor, values: Tensor) -> None:
+        """Fill cells.
+
+        Args:
+            cells: int64 [n]. keys, values: [n * unit_tokens, head_dim].
+        """
+        shape = len(cells), 1, self.unit_tokens
+        self._all.write(cells, keys.unflatten(0, shape), values.unflatten(0, shape))
+
+
+def why_apart(caches: Sequence[Tensor]) -> str | None:
+    """Why layers' caches are not one array of cells; None if they are."""
+    first = caches[0]
+    size = first.numel() * first.element_size()
+    for number, cache in enumerate(caches):
+        if cache.shape != first.shape or cache.dtype != first.dtype or not cache.is_contiguous():
+            return f"layer {number}'s KV cache has another shape than the first"
+        same = cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or cache.data_ptr() - first.data_ptr() != number * size:
+            return f"layer {number}'s KV cache does not lie behind that of the layer before"
+    return None

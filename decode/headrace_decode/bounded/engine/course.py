@@ -1,0 +1,115 @@
+"""Decides when a bounded request reads its context again, in which parts, and when it may drop.
+
+    prompt computed -> part by part, each a request of its own -> the rest is scored -> as soon as
+    there is room: drop
+
+Queries of a part are scored while the next part is read, one layer after the other, so that no step
+has much of it.
+
+What is dropped are whole blocks of the prompt. The rest of it, and the answer, stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace_decode.bounded.engine.reading import Again
+from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS, repeats
+
+EARLIER_TOKENS = 256
+"""The context's last rows, whose queries stand for later ones."""
+LEAST_PART = 64
+"""Positions behind a prompt that the model must have left."""
+LEAST_FREED = 4
+"""Blocks that dropping has to free to be worth reading a context again."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One request that reads a context again.
+
+    Attributes:
+        name: its own, as a request.
+        tokens: its prompt.
+        cached: first of them whose KV is taken from the context's blocks.
+        again: which of its rows count.
+    """
+
+    name: str
+    tokens: list[int]
+    cached: int
+    again: Again
+
+
+class Course:
+    """One bounded request.
+
+    Args:
+        prompt: token ids. share: of the context's KV that it keeps.
+        block_tokens: of the scheduler. longest: positions of the model. layers: of it.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: list[int],
+        share: float,
+        block_tokens: int,
+        longest: int,
+        layers: int,
+    ) -> None:
+        self.request_id, self._block_tokens, self._layers = request_id, block_tokens, layers
+        self.blocks = len(prompt) // block_tokens
+        """Of the context."""
+        self._context = prompt[: self.blocks * block_tokens]
+        self.kept = max(1, math.ceil(share * self.blocks))
+        """Blocks that it is kept in."""
+        size = min(PART_TOKENS, longest - 1 - len(self._context) - LEAD_TOKENS)
+        worth = self.blocks - self.kept >= LEAST_FREED and size >= LEAST_PART
+        self._parts = list(repeats(len(self._context), size)) if worth else []
+        self._at = 0
+        self.reader = ""
+        """Name of the part that was begun last."""
+        self._unscored = layers
+        self.dropped = False
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether it ever drops."""
+        return bool(self._parts)
+
+    @property
+    def all_read(self) -> bool:
+        return self._at == len(self._parts)
+
+    @property
+    def all_scored(self) -> bool:
+        return self._unscored == 0
+
+    def score(self, rows: int, reading: bool) -> int:
+        """Layers to score in a step.
+
+        Args:
+            rows: that read again in this step or, if none does any more, might have.
+            reading: whether a part is being read.
+        """
+        layers = math.ceil(self._layers * rows / PART_TOKENS)
+        if self.all_read and not reading:
+            layers = min(layers, self._unscored)
+            self._unscored -= layers
+        return layers
+
+    def next_part(self) -> Part:
+        """The part that follows those before."""
+        (lead, begin, end), tokens = self._parts[self._at], len(self._context)
+        earlier = tokens if self._at else max(0, tokens - EARLIER_TOKENS)
+        self._at += 1
+        self.reader = f"{self.request_id}-again-{self._at}"
+        cached = earlier // self._block_tokens * self._block_tokens
+        again = Again(self.request_id, tokens, earlier, tokens + begin - lead)
+        return Part(self.reader, self._context + self._context[lead:end], cached, again)
+
+    def start_over(self) -> None:
+        """Its KV is gone."""
+        self._at, self._unscored, self.dropped = 0, self._layers, False

@@ -1,0 +1,153 @@
+"""Follows the bounded requests of an engine in its worker.
+
+The scheduler says which requests read a context again, and when a request drops (`Told`). What a
+request holds then is copied at the begin of that step, before anything is written over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow
+from headrace_decode.bounded.engine.reading import Again, Reading, ReadRow, counting
+from headrace_decode.sparse.engine.keys import Ids
+from headrace_decode.sparse.engine.rows import BatchRow
+from headrace_engine.rope import Rope
+
+logger = logging.getLogger("headrace.bounded")
+
+TOLD = "headrace_bounded"
+"""Attribute of a step's `SchedulerOutput`: `Told`."""
+
+
+@dataclass
+class Told:
+    """What the scheduler says with a step.
+
+    Attributes:
+        again: new requests that read a context again.
+        layers: of the context that is read, to be scored with the queries that came so far.
+        drops: blocks of the scheduler that a request keeps its context in from now on.
+    """
+
+    again: dict[str, Again] = field(default_factory=dict)
+    layers: int = 0
+    drops: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Following:
+    """
+    Args:
+        cells: of the cache. scale: of the logits. rope: of the model.
+        blocks: tells a request's blocks of the scheduler.
+    """
+
+    def __init__(
+        self, cells: Cells, scale: float, rope: Rope, blocks: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.cells, self._scale, self._rope, self._blocks = cells, scale, rope, blocks
+        self._again: dict[str, Again] = {}
+        self._seen: dict[str, int] = {}
+        """By request that reads again: first position that has not counted."""
+        self._readings: dict[str, Reading] = {}
+        self._dropped: dict[str, Dropped] = {}
+        self.read = self.dropped = 0
+        """Rows that counted, and contexts that were dropped, so far."""
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request's context is dropped."""
+        return request_id in self._dropped
+
+    def __bool__(self) -> bool:
+        return bool(self._again or self._dropped)
+
+    @torch.inference_mode()
+    def step_begins(self, ended: Collection[str], preempted: Collection[str], told: Told) -> None:
+        """A step of the scheduler begins.
+
+        Args:
+            ended, preempted: requests whose blocks it takes away.
+
+        Raises:
+            KeyError: a request drops whose context was not read. Its blocks are others' already.
+        """
+        for each in self._readings.values():  # one, but for those that are about to end
+            each.score(told.layers)
+        gone = {*ended, *preempted}
+        for name in told.drops.keys() - gone:
+            scores = self._readings.pop(name).scores()
+            units = self._units(self._blocks(name), scores.shape[-1])
+            room = self.cells.of_blocks(told.drops[name])
+            self._dropped[name] = Dropped.of(scores, units, room, self.cells)
+            self.dropped += 1
+            tokens, blocks = scores.shape[-1], len(told.drops[name])
+            logger.info("%s: KV of %d tokens is kept in %d blocks", name, tokens, blocks)
+        for name in gone:
+            self._readings.pop(name, None)
+            self._dropped.pop(name, None)
+        for name in ended:
+            self._again.pop(name, None)
+            self._seen.pop(name, None)
+        for again in told.again.values():
+            if again.begins:
+                self._readings.pop(again.request_id, None)
+        self._again.update(told.again)
+
+    def _units(self, blocks: Sequence[int], tokens: int) -> Ids:
+        """The first units of blocks of the scheduler."""
+        per = self.cells.block_units
+        units = (np.asarray(blocks, np.int64)[:, None] * per + np.arange(per)).reshape(-1)
+        return units[: tokens // self.cells.unit_tokens]
+
+    def of_step(
+        self,
+        rows: Sequence[BatchRow],
+        starts: NDArray[np.integer],
+        kv_tokens: NDArray[np.integer],
+        tables: NDArray[np.integer],
+    ) -> tuple[list[DroppedRow], list[ReadRow]]:
+        """A step's rows of dropped requests, and those that read again.
+
+        Args:
+            rows: the batch.
+            starts: int [rows + 1], first token of each.
+            kv_tokens: int [rows], KV of each when it has.
+            tables: int [rows, most units], blocks of the kernel.
+        """
+        dropped, read = [], []
+        for number, row in enumerate(rows):
+            first, end, length = (int(x) for x in (*starts[number : number + 2], kv_tokens[number]))
+            if (again := self._again.get(row.request_id)) is not None:
+                reading = self._reading(again)
+                seen = self._seen.get(row.request_id, 0)
+                one = counting(again, reading, first, length - (end - first), end - first, seen)
+                self._seen[row.request_id] = max(seen, length)
+                read += [] if one is None else [one]
+            elif (held := self._dropped.get(row.request_id)) is not None:
+                own = slice(
+                    held.tokens // self.cells.unit_tokens, -(-length // self.cells.unit_tokens)
+                )
+                units = tables[number, own].astype(np.int64)
+                dropped.append(DroppedRow(number, slice(first, end), length, held, units))
+        self.read += sum(one.repeating.stop - one.repeating.start for one in read)
+        return dropped, read
+
+    def see(self, read: Sequence[ReadRow], layer: int, queries: Tensor) -> None:
+        """Have rows of a step count in one layer; queries as of `ReadRow.see`."""
+        for row in read:
+            row.see(layer, queries)
+
+    def _reading(self, again: Again) -> Reading:
+        if again.request_id not in self._readings:
+            units = self._units(self._blocks(again.request_id), again.tokens)
+            made = Reading(again, units, self.cells, self._scale, self._rope)
+            self._readings[again.request_id] = made
+        return self._readings[again.request_id]

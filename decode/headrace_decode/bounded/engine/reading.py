@@ -1,0 +1,152 @@
+"""What the keys of a context are worth, from the queries of rows that read it again.
+
+A context is read again by requests of the scheduler's own: their prompt is the context, whose KV is
+there, and behind it a part of the context once more. Two kinds of their rows count
+(`headrace_decode.bounded.scores`):
+
+    repeating   the part once more, less the tokens that lead to it
+    earlier     the context's last rows, which the first of these requests computes anew, turned to
+                positions behind it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.scores import Received, pooled
+from headrace_decode.sparse.engine.keys import Ids
+from headrace_engine.rope import Rope
+
+BEHIND_TOKENS = 64
+"""Positions behind a context that its own rows are turned to, one after the other."""
+
+
+class Again(NamedTuple):
+    """Which rows of a request that reads again count.
+
+    Attributes:
+        request_id: of the request whose context is read.
+        tokens: of the context, whole blocks.
+        earlier: first position of the context's own rows, which end with it.
+        repeating: first position of rows that repeat.
+    """
+
+    request_id: str
+    tokens: int
+    earlier: int
+    repeating: int
+
+    @property
+    def begins(self) -> bool:
+        """Whether no other has read the context before."""
+        return self.earlier < self.tokens
+
+
+class Reading:
+    """One context. Queries come with the steps of the engine; keys are scored by them later, a
+    layer at a time.
+
+    Args:
+        again: of any request that reads it.
+        units: int64 [n], of the context.
+        cells: of the cache. scale: of the logits. rope: of the model.
+    """
+
+    def __init__(self, again: Again, units: Ids, cells: Cells, scale: float, rope: Rope) -> None:
+        def of_layers() -> list[Received]:
+            return [Received(cells.kv_heads, again.tokens, scale) for _ in cells.layers]
+
+        self._units, self._cells, self._rope = units, cells, rope
+        self._repeating, self._earlier = of_layers(), of_layers()
+        self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in cells.layers]
+        self._next = 0
+
+    def came(self, layer: int, queries: Tensor, turn: Tensor | None) -> None:
+        """Keep queries until the layer is scored.
+
+        Args:
+            queries: [rows, heads, head_dim], rotated.
+            turn: int64 [rows], positions that earlier rows are turned by; None for repeating ones.
+        """
+        self._came[layer].append((queries.clone(), turn))
+
+    def score(self, layers: int) -> None:
+        """Score so many layers, one after the other, with what came for them."""
+        for _ in range(layers):
+            layer, self._next = self._next, (self._next + 1) % len(self._came)
+            came, self._came[layer] = self._came[layer], []
+            if not came:
+                continue
+            keys = self._cells.layers[layer].read(self._units)
+            keys = keys.transpose(0, 1).flatten(1, 2).float()
+            for queries, turn in came:
+                if turn is not None:
+                    self._earlier[layer].add(self._rope.shift(queries.float(), turn), keys)
+            repeating = [queries for queries, turn in came if turn is None]
+            if repeating:
+                self._repeating[layer].add(torch.cat(repeating).float(), keys)
+
+    def scores(self) -> Tensor:
+        """fp32 [layers, kv_heads, tokens], of all that came.
+
+        Raises:
+            ValueError: rows of a kind are missing.
+        """
+        self.score(len(self._came))
+        both = zip(self._repeating, self._earlier, strict=True)
+        return torch.stack([pooled(parts) for parts in both])
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """Rows of a step that count.
+
+    Attributes:
+        reading: theirs.
+        earlier, repeating: of the step's tokens; may be empty.
+        turn: as of `Reading.came`, of `earlier`.
+    """
+
+    reading: Reading
+    earlier: slice
+    repeating: slice
+    turn: Tensor
+
+    def see(self, layer: int, queries: Tensor) -> None:
+        """
+        Args:
+            queries: [tokens, heads, head_dim], of all rows of the step, rotated.
+        """
+        if len(self.turn):
+            self.reading.came(layer, queries[self.earlier], self.turn)
+        if self.repeating.stop > self.repeating.start:
+            self.reading.came(layer, queries[self.repeating], None)
+
+
+def counting(
+    again: Again, reading: Reading, first_token: int, first: int, rows: int, seen: int = 0
+) -> ReadRow | None:
+    """Which of a row's tokens count; None if none does.
+
+    Args:
+        first_token: of the row, in the step's.
+        first: its position. rows: tokens.
+        seen: positions below have counted: the row was preempted, and is computed once more.
+    """
+
+    def within(begin: int, end: int) -> slice:
+        begin, end = max(begin, first, seen), min(end, first + rows)
+        return slice(first_token + begin - first, first_token + max(begin, end) - first)
+
+    earlier = within(again.earlier, again.tokens)
+    repeating = within(again.repeating, first + rows)
+    if earlier.start == earlier.stop and repeating.start == repeating.stop:
+        return None
+    at = first + torch.arange(earlier.start, earlier.stop) - first_token
+    turn = again.tokens + (at - again.earlier) % BEHIND_TOKENS - at
+    return ReadRow(reading, earlier, repeating, turn)

@@ -1,0 +1,169 @@
+"""Schedulers in which bounded requests drop what their context needs least.
+
+They add requests of their own that read a context again. vLLM schedules these like any prompt.
+They go before waiting requests, since they are what gives memory back; and where nobody waits, in
+small chunks (`pace`), so that answers go on. Nobody waits for their output.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from headrace_decode.bounded.engine.course import Course, Part
+from headrace_decode.bounded.engine.following import TOLD, Told
+from headrace_decode.bounded.engine.pace import Pace
+from headrace_decode.bounded.engine.settings import share_of
+from headrace_decode.sparse.engine.offload.scheduler import (
+    OffloadingTakingUp,
+    OffloadingTakingUpAsync,
+)
+from headrace_decode.sparse.offload.switch import Mode
+
+PACED = "headrace_paced"
+"""Attribute of a step that reads as many rows as `Pace` says: what its answers would take alone, in
+seconds, and when it began."""
+
+
+class _Bounds:
+    """Mixed into a scheduler of vLLM's, before one that offloads."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._courses: dict[str, Course] = {}
+        self._pace = Pace(1 + self.num_spec_tokens)  # type: ignore[attr-defined]
+        # vLLM reads in each step how many tokens of a prompt it may have. This is our copy of that.
+        self.scheduler_config: Any = copy.copy(self.scheduler_config)  # type: ignore[has-type]
+        self._chunk: int = self.scheduler_config.long_prefill_token_threshold
+
+    def add_request(self, request: Any) -> None:
+        """As vLLM's."""
+        super().add_request(request)  # type: ignore[misc]
+        share = share_of(request.sampling_params)
+        manager = self._offloads  # type: ignore[attr-defined]
+        if share is None or manager is None or request.prompt_token_ids is None:
+            return
+        if manager.ledger.planned(request.request_id) is not None:
+            return  # too long for the cache: it is offloaded
+        groups = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        course = Course(
+            *(request.request_id, list(request.prompt_token_ids), share, manager.block_size),
+            self.max_model_len,  # type: ignore[attr-defined]
+            len(groups[0].layer_names),
+        )
+        if course.worthwhile:
+            self._courses[request.request_id] = course
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's."""
+        told = Told()
+        course = self._go_on(told)
+        reading = course is not None and course.reader in self.requests  # type: ignore[attr-defined]
+        paced = reading and not self._others_wait()
+        if paced:
+            self.scheduler_config.long_prefill_token_threshold = self._pace.rows
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.scheduler_config.long_prefill_token_threshold = self._chunk
+        if course is not None:
+            rows = output.num_scheduled_tokens.get(course.reader, 0)
+            told.layers = course.score(rows or self._pace.rows, reading)
+            if paced and rows == self._pace.rows:
+                setattr(output, PACED, (self._alone_s(output), self._clock()))  # type: ignore[attr-defined]
+        setattr(output, TOLD, told)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; learns what reading again costs."""
+        paced: Any = getattr(scheduler_output, PACED, None)
+        if paced is not None:
+            alone_s, begun_s = paced
+            begun_s = max(begun_s, self._returned_s)  # type: ignore[attr-defined]
+            self._pace.saw(self._clock() - begun_s, alone_s)  # type: ignore[attr-defined]
+        return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _others_wait(self) -> bool:
+        """Whether a request waits, for memory as a rule, or its own prompt is being computed."""
+        readers = {course.reader for course in self._courses.values()}
+        running: list[Any] = self.running  # type: ignore[attr-defined]
+        waiting: Any = self.waiting  # type: ignore[attr-defined]
+        prompts = (each for each in running if each.num_computed_tokens < each.num_prompt_tokens)
+        return any(each.request_id not in readers for each in itertools.chain(waiting, prompts))
+
+    def _alone_s(self, output: Any) -> float:
+        """What a step's answers would take alone."""
+        rows, context = 0, [0.0] * len(Mode)
+        for name in output.num_scheduled_tokens:
+            request = self.requests[name]  # type: ignore[attr-defined]
+            if request.num_computed_tokens > request.num_prompt_tokens:
+                rows += 1
+                context[self._mode(self._offloads, request)] += self._attended(request)  # type: ignore[attr-defined]
+        found: float = self.costs.seconds(rows, context)  # type: ignore[attr-defined]
+        return found
+
+    def _attended(self, request: Any) -> int:
+        """As `_Offloads._attended`."""
+        course, tokens = self._courses.get(request.request_id), int(request.num_computed_tokens)
+        if course is None or not course.dropped:
+            return tokens
+        return tokens - (course.blocks - course.kept) * self._offloads.block_size  # type: ignore[attr-defined]
+
+    def _go_on(self, told: Told) -> Course | None:
+        """Begin a part, or drop a context that was read and scored; the course that is under way.
+        One context is read at a time."""
+        requests: dict[str, Any] = self.requests  # type: ignore[attr-defined]
+        manager: Any = self._offloads  # type: ignore[attr-defined]
+        first: Course | None = None
+        for name, course in list(self._courses.items()):
+            request = requests.get(name)
+            if request is None or request.num_computed_tokens < request.num_prompt_tokens:
+                # It ended, or its prompt is still, or once more, to be computed.
+                if course.reader in requests:
+                    self.finish_requests(course.reader, RequestStatus.FINISHED_ABORTED)  # type: ignore[attr-defined]
+                course.start_over()
+                if request is None:
+                    del self._courses[name]
+            elif first is None and not course.dropped:
+                first = course
+        if first is None or first.reader in requests:
+            return first
+        request = requests[first.request_id]
+        if not first.all_read:
+            part = first.next_part()
+            told.again[part.name] = part.again
+            self._read(request, part, manager.block_size)
+        elif first.all_scored and first.kept <= manager.block_pool.get_num_free_blocks():
+            told.drops[first.request_id] = manager.drop(first.request_id, first.kept, first.blocks)
+            first.dropped = True
+            return None
+        return first
+
+    def _read(self, request: Any, part: Part, block_tokens: int) -> None:
+        again = Request(
+            part.name,
+            part.tokens,
+            SamplingParams(max_tokens=1, temperature=0.0),
+            None,
+            arrival_time=request.arrival_time,
+            lora_request=request.lora_request,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        again.block_hashes = request.block_hashes[: part.cached // block_tokens]
+        super().add_request(again)  # type: ignore[misc]
+        waiting: Any = self.waiting  # type: ignore[attr-defined]
+        waiting.remove_request(again)
+        waiting.prepend_request(again)
+
+
+class BoundingTakingUp(_Bounds, OffloadingTakingUp):
+    """Where a step waits for the one before."""
+
+
+class BoundingTakingUpAsync(_Bounds, OffloadingTakingUpAsync):
+    """Where steps are scheduled ahead."""

@@ -1,0 +1,371 @@
+"""Dropping KV in an engine, without an engine: cells, which rows count, attention to what is held,
+and the course of a request."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.course import (
+    EARLIER_TOKENS,
+    LEAST_FREED,
+    LEAST_PART,
+    Course,
+)
+from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedStep
+from headrace_decode.bounded.engine.following import Following, Told
+from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
+from headrace_decode.bounded.engine.reading import BEHIND_TOKENS, Again, Reading, counting
+from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of, share_of
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
+from headrace_decode.sparse.engine._vllm_compat import attention, schedule
+from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.rows import BatchRow
+from headrace_engine.rope import Rope
+
+LAYERS, HEADS, KV_HEADS, DIM, UNIT, PER = 3, 6, 2, 64, 32, 4
+BLOCK, SCALE = UNIT * PER, DIM**-0.5
+LONGEST = 8192
+ROPE = Rope.of({"rope_theta": 10000.0, "num_attention_heads": 1, "head_dim": DIM})
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def cells_of(blocks: int) -> Cells:
+    """A cache of so many blocks of the scheduler, as vLLM allocates it."""
+    shape = LAYERS, blocks * PER, KV_HEADS, UNIT, 2 * DIM
+    return Cells([LayerKeys(layer) for layer in torch.randn(shape, generator=rng(0))], PER)
+
+
+def units_of(blocks: list[int]) -> np.ndarray:
+    return (np.array(blocks)[:, None] * PER + np.arange(PER)).reshape(-1)
+
+
+def fill(cells: Cells, blocks: list[int], tokens: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Write random KV into blocks; K and V, each [layers, kv_heads, tokens, dim]."""
+    units = units_of(blocks)[: -(-tokens // UNIT)]
+    room = len(units) * UNIT
+    keys, values = torch.randn(2, LAYERS, KV_HEADS, room, DIM, generator=rng(seed))
+    for layer in range(LAYERS):
+        for head, at in enumerate(cells.number(layer, units)):
+            cells.write(at, keys[layer, head], values[layer, head])
+    return keys[..., :tokens, :], values[..., :tokens, :]
+
+
+def test_a_cell_is_a_unit_of_one_head_and_each_block_has_its_own() -> None:
+    cells = cells_of(6)
+    of_blocks = [cells.of_blocks([block]) for block in range(6)]
+    assert {len(each) for each in of_blocks} == {cells.in_block}
+    assert sorted(np.concatenate(of_blocks).tolist()) == list(range(6 * cells.in_block))
+    for layer in range(LAYERS):
+        mine = set(cells.number(layer, units_of([2])).reshape(-1).tolist())
+        assert mine <= set(of_blocks[2].tolist())
+
+
+def test_what_is_written_to_cells_is_what_layers_read() -> None:
+    cells = cells_of(4)
+    keys, values = fill(cells, [2, 1], 2 * BLOCK)
+    for layer in range(LAYERS):
+        found = cells.read(layer, units_of([2, 1]))
+        assert torch.equal(found[0], keys[layer]) and torch.equal(found[1], values[layer])
+
+
+def test_layers_that_lie_apart_are_refused() -> None:
+    apart = [LayerKeys(torch.zeros(4, KV_HEADS, UNIT, 2 * DIM)) for _ in range(2)]
+    with pytest.raises(ValueError, match="layer 1's KV cache does not lie behind"):
+        Cells(apart, PER)
+
+
+@given(
+    first=st.integers(0, 60),
+    rows=st.integers(1, 40),
+    bounds=st.lists(st.integers(0, 80), min_size=3, max_size=3).map(sorted),
+    at=st.integers(0, 9),
+)
+def test_just_the_rows_of_each_kind_count(
+    first: int, rows: int, bounds: list[int], at: int
+) -> None:
+    earlier, end, repeating = bounds
+    again = Again("x", end, earlier, repeating)
+    reading = Reading(again, np.arange(2), cells_of(1), SCALE, ROPE)
+    found = counting(again, reading, at, first, rows)
+    positions = {at + n: first + n for n in range(rows)}
+    wanted = [
+        {n for n, position in positions.items() if earlier <= position < end},
+        {n for n, position in positions.items() if position >= repeating},
+    ]
+    got = (
+        [set(), set()]
+        if found is None
+        else [set(range(*s.indices(10**6))) for s in (found.earlier, found.repeating)]
+    )
+    assert got == wanted
+
+
+def test_scores_are_those_of_all_rows_in_whatever_parts_they_came() -> None:
+    cells = cells_of(4)
+    keys, _ = fill(cells, [3, 1], 2 * BLOCK)
+    n = 2 * BLOCK
+    again = Again("x", n, n - 70, n + 10)
+    queries = torch.randn(120, HEADS, DIM, generator=rng(5))
+    facts = units_of([3, 1]), cells, SCALE, ROPE
+    whole, parts = (Reading(again, *facts) for _ in range(2))
+    for reading, steps in ((whole, [120]), (parts, [17, 60, 1, 42])):
+        at = 0
+        for count in steps:
+            one = counting(again, reading, 0, n - 70 + at, count)
+            for layer in range(LAYERS):
+                if one is not None:
+                    one.see(layer, queries[at : at + count])
+            reading.score(2)
+            at += count
+    assert torch.allclose(whole.scores(), parts.scores(), atol=1e-6)
+    later = n + torch.arange(70) % BEHIND_TOKENS
+    turned = ROPE.shift(queries[:70], later - torch.arange(n - 70, n))
+    weights = [
+        (rows[:, head] * SCALE @ keys[1, 0].T).softmax(-1).square()
+        for rows in (turned, queries[80:])
+        for head in range(HEADS // KV_HEADS)
+    ]
+    kinds = torch.cat(weights[:3]).mean(0) + torch.cat(weights[3:]).mean(0)
+    assert torch.allclose(whole.scores()[1, 0], kinds.sqrt(), atol=1e-5)
+
+
+def attended(keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
+    """[dim] of one head."""
+    return (query * SCALE @ keys.T).softmax(-1) @ values
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int) -> None:
+    cells, contexts = cells_of(24), [(4, 150), (6, 1)]
+    facts = {"kv_heads": 1, "group": HEADS // KV_HEADS, "head_dim": DIM, "dtype": torch.float32}
+    isa = _get_attn_isa(torch.float32, UNIT, DIM, "auto")
+    rows, expected, at, block = [], [], 0, 1
+    asked = torch.randn(2 * queries + 3, HEADS, DIM, generator=rng(9))
+    for number, (context, behind) in enumerate(contexts):
+        behind += queries
+        size = context + -(-behind // BLOCK)
+        blocks, slots = list(range(block, block + size)), [block + size]
+        block += size + 1
+        tokens = context * BLOCK
+        keys, values = fill(cells, blocks, tokens + behind, seed=20 + number)
+        scores = torch.rand(LAYERS, KV_HEADS, tokens, generator=rng(number))
+        scores[0] *= 5  # the first layer keeps more than a block has room for in one
+        units = units_of(blocks)
+        held = Dropped.of(scores, units[: context * PER], cells.of_blocks(slots), cells)
+        kept = keep_units(scores, cells.in_block, UNIT)
+        assert held.counts.tolist() == (kept.sum(-1) // UNIT).tolist()
+        for name in blocks[:context]:  # others write there
+            cells.write(cells.of_blocks([name]), *torch.full((2, cells.in_block * UNIT, DIM), 1e4))
+        own = slice(tokens // UNIT, -(-(tokens + behind) // UNIT))
+        mine = slice(at + number, at + number + queries)  # a row of others stands between
+        rows.append(DroppedRow(number, mine, tokens + behind, held, units[own]))
+        stays = torch.cat([kept, torch.ones(LAYERS, KV_HEADS, behind, dtype=torch.bool)], -1)
+        expected.append((mine, keys, values, stays))
+        at += queries
+    step = DroppedStep(rows, cells, partial(schedule, isa=isa, **facts), attention)
+    for layer in range(LAYERS):
+        output = torch.full_like(asked, torch.nan)
+        step.attend(layer, asked, output, SCALE)
+        for mine, keys, values, stays in expected:
+            n = keys.shape[-2]
+            for token, position in zip(
+                range(*mine.indices(99)), range(n - queries, n), strict=True
+            ):
+                for head in range(HEADS):
+                    kv = head // (HEADS // KV_HEADS)
+                    seen = stays[layer, kv] & (torch.arange(n) <= position)
+                    naive = attended(
+                        keys[layer, kv, seen], values[layer, kv, seen], asked[token, head]
+                    )
+                    assert torch.allclose(output[token, head], naive, atol=1e-4)
+        assert output[queries].isnan().all() and output[-1].isnan().all()
+
+
+def test_a_request_is_followed_from_its_reading_to_its_end() -> None:
+    cells = cells_of(12)
+    blocks = [1, 2, 3, 4, 5]
+    fill(cells, blocks, 5 * BLOCK)
+    following = Following(cells, SCALE, ROPE, {"x": blocks}.__getitem__)
+    n = 4 * BLOCK
+    again = Again("x", n, n - 10, n + 5)
+    following.step_begins((), (), Told(again={"x-again-1": again}))
+    tables = np.stack([units_of(blocks)] * 2)
+    batch = [BatchRow("x-again-1", None, 1), BatchRow("other", None, 1)]
+    starts = np.array([0, 40, 41])
+    dropped, read = following.of_step(batch, starts, np.array([n + 30, 50]), tables)
+    assert not dropped and len(read) == 1 and "x" not in following
+    for layer in range(LAYERS):
+        following.see(read, layer, torch.randn(41, HEADS, DIM, generator=rng(3)))
+    following.step_begins({"x-again-1"}, (), Told(drops={"x": [7]}))
+    assert "x" in following and following.dropped == 1
+    lengths = np.array([n + 1, 9])
+    rows = [BatchRow("x", None, n), BatchRow("other", None, 1)]
+    dropped, read = following.of_step(rows, np.array([0, 1, 2]), lengths, tables)
+    assert [(each.row, each.kv_tokens, len(each.units)) for each in dropped] == [(0, n + 1, 1)]
+    assert not read
+    following.step_begins({"x"}, (), Told())
+    assert "x" not in following and not following
+
+
+def test_a_request_that_is_preempted_as_it_is_to_drop_does_not() -> None:
+    following = Following(cells_of(4), SCALE, ROPE, {}.__getitem__)
+    following.step_begins((), {"x"}, Told(drops={"x": [1]}))
+    assert "x" not in following and following.dropped == 0
+
+
+def test_rows_of_a_reader_that_was_preempted_count_once() -> None:
+    cells, blocks = cells_of(12), [1, 2, 3, 4, 5]
+    fill(cells, blocks, 5 * BLOCK)
+    n, tables = 4 * BLOCK, units_of(blocks)[None]
+    queries = torch.randn(60, HEADS, DIM, generator=rng(3))
+    scores = []
+    for chunks in ([(0, 60)], [(0, 35), (0, 20), (20, 60)]):
+        following = Following(cells, SCALE, ROPE, {"x": blocks}.__getitem__)
+        following.step_begins((), (), Told(again={"r": Again("x", n, n - 10, n + 5)}))
+        for begin, end in chunks:
+            following.step_begins((), {"r"} if len(chunks) > 1 and not begin else (), Told())
+            starts, lengths = np.array([0, end - begin]), np.array([n - 10 + end])
+            _, read = following.of_step([BatchRow("r", None, 1)], starts, lengths, tables)
+            for layer in range(LAYERS):
+                following.see(read, layer, queries[begin:end])
+        scores.append(following._readings["x"].scores())
+    assert torch.allclose(*scores, atol=1e-6)
+
+
+def test_a_context_that_is_read_anew_knows_nothing_of_the_first_time() -> None:
+    blocks = {"x": [1, 2, 3, 4, 5]}
+    following = Following(cells_of(12), SCALE, ROPE, blocks.__getitem__)
+    n, tables = 4 * BLOCK, units_of(blocks["x"])[None]
+    step = [BatchRow("r", None, 1)], np.array([0, 60]), np.array([n + 50]), tables
+    for _ in range(2):
+        again = Again("x", n, n - 10, n + 5)
+        following.step_begins({"r"}, {"x"}, Told(again={"r": again}))
+        _, read = following.of_step(*step)
+        reading = following._readings["x"]
+        assert reading._units.tolist() == units_of(blocks["x"])[: 4 * PER].tolist()
+        assert not any(reading._came)
+        following.see(read, 0, torch.zeros(60, HEADS, DIM))
+        assert reading._came[0]
+        blocks["x"] = [7, 8, 9, 10, 11]
+
+
+def test_a_request_that_drops_without_having_been_read_ends_the_engine() -> None:
+    following = Following(cells_of(4), SCALE, ROPE, {}.__getitem__)
+    with pytest.raises(KeyError):
+        following.step_begins((), (), Told(drops={"x": [1]}))
+
+
+def course(prompt: int, share: float = 0.25, longest: int = LONGEST) -> Course:
+    return Course("x", [n % 1000 for n in range(prompt)], share, BLOCK, longest, LAYERS)
+
+
+@pytest.mark.parametrize("prompt", [1000, 1024, 4000, 7600])
+def test_each_token_of_the_context_is_repeated_once_and_the_last_rows_come_anew(
+    prompt: int,
+) -> None:
+    one, repeated = course(prompt), list[int]()
+    context = [n % 1000 for n in range(prompt // BLOCK * BLOCK)]
+    n = len(context)
+    assert one.worthwhile and one.kept == -(-n // BLOCK // 4)
+    while not one.all_read:
+        part, first = one.next_part(), len(repeated)
+        again, lead = part.again, part.again.repeating - n
+        assert part.tokens[:n] == context and again.tokens == n
+        assert 0 <= lead <= LEAD_TOKENS
+        assert part.tokens[n : again.repeating] == context[first - lead : first]
+        repeated += part.tokens[again.repeating :]
+        assert len(part.tokens) < LONGEST and len(part.tokens) - n <= PART_TOKENS + LEAD_TOKENS
+        assert again.earlier == (n if first else n - EARLIER_TOKENS)
+        assert part.cached % BLOCK == 0 and part.cached <= again.earlier
+    assert repeated == context
+    one.start_over()
+    assert not one.all_read
+
+
+@pytest.mark.parametrize(
+    ("prompt", "share", "longest"),
+    [
+        (BLOCK * LEAST_FREED, 0.01, LONGEST),
+        (BLOCK * 20, 0.99, LONGEST),
+        (BLOCK * 20 + 9, 0.25, BLOCK * 20 + LEAD_TOKENS + LEAST_PART),
+        (5, 0.25, LONGEST),
+    ],
+)
+def test_what_frees_too_little_or_has_no_positions_left_is_never_read_again(
+    prompt: int, share: float, longest: int
+) -> None:
+    assert not course(prompt, share, longest).worthwhile
+
+
+def test_parts_of_one_course_have_names_of_their_own() -> None:
+    one, names = course(4000), []
+    while not one.all_read:
+        names.append(one.next_part().name)
+        assert one.reader == names[-1]
+    assert len(set(names)) == len(names) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 5, 256, 300])
+def test_all_layers_are_scored_behind_the_last_part_and_no_more(rows: int) -> None:
+    one = course(4000)
+    assert 1 <= one.score(rows, reading=True) <= 2 * LAYERS
+    while not one.all_read:
+        one.next_part()
+    one.score(rows, reading=True)
+    scored = 0
+    while not one.all_scored:
+        scored += one.score(rows, reading=False)
+    assert scored == LAYERS and one.score(rows, reading=False) == 0
+    one.start_over()
+    assert not one.all_scored
+
+
+def test_rows_settle_where_a_step_takes_as_much_longer_as_it_may() -> None:
+    pace, alone_s, row_s = Pace(), 0.040, 0.003
+    seen = []
+    for _ in range(100):
+        seen.append(pace.rows)
+        pace.saw(alone_s + pace.rows * row_s, alone_s)
+    settled = np.mean(seen[50:]) * row_s / alone_s
+    assert LONGER - 1.3 < settled < LONGER - 0.9
+
+
+@pytest.mark.parametrize("least", [1, 9])
+def test_some_rows_are_always_read(least: int) -> None:
+    pace = Pace(least)
+    for _ in range(50):
+        pace.saw(10.0, 0.1)
+    assert pace.rows == max(least, LEAST)
+    for _ in range(100):
+        pace.saw(0.1, 0.1)
+    assert pace.rows == PART_TOKENS
+
+
+def test_settings_go_there_and_back() -> None:
+    settings = BoundedSettings("auto", 0.5)
+    assert settings_of(settings.additional_config()) == settings
+    assert settings_of({}) is None and settings_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "share"),
+    [({"bounded": 0.3}, 0.3), ({"bounded": 1}, None), ({"bounded": True}, None), ({}, None)],
+)
+def test_a_request_says_what_it_keeps(told: dict[str, object], share: float | None) -> None:
+    class Params:
+        extra_args = told
+
+    assert share_of(Params()) == share and share_of(None) is None
