@@ -1,0 +1,68 @@
+"""What bounding contexts takes from vLLM beyond its documented API.
+
+No engine. Where vLLM moves, mend `decode/headrace_decode/bounded/engine`.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from vllm import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from headrace_decode.bounded.engine import cells, scheduler
+from tests.support.contracts import assert_takes
+
+
+def request(name: str) -> Request:
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0), None)
+
+
+def test_each_step_asks_how_many_tokens_of_a_prompt_it_may_have() -> None:
+    schedules = inspect.getsource(Scheduler.schedule)
+    told = "self.scheduler_config.long_prefill_token_threshold"
+    assert schedules.count(told) >= 2, f"mend {scheduler.__file__}"
+
+
+def test_a_request_without_a_hasher_has_the_hashes_that_it_is_given() -> None:
+    reader = request("reader")
+    assert reader.block_hashes == []
+    reader.append_output_token_ids(7)
+    assert reader.block_hashes == [], "it is nobody's prefix"
+    finds = inspect.getsource(KVCacheManager.get_computed_blocks)
+    assert "request.block_hashes" in finds, f"mend {scheduler.__file__}"
+
+
+def test_a_reader_goes_to_the_front_of_the_queue() -> None:
+    queue = FCFSRequestQueue()
+    for name in ("first", "reader"):
+        queue.add_request(request(name))
+    reader = queue[-1]
+    queue.remove_request(reader)
+    queue.prepend_request(reader)
+    assert [each.request_id for each in queue] == ["reader", "first"]
+
+
+def test_outputs_of_requests_that_no_client_made_are_ignored() -> None:
+    processes = inspect.getsource(OutputProcessor.process_outputs)
+    assert "self.request_states.get(req_id)" in processes, f"mend {scheduler.__file__}"
+    assert "if req_state is None:" in processes, f"mend {scheduler.__file__}"
+
+
+def test_vllm_takes_what_schedulers_hand_on() -> None:
+    base = "vllm.v1.core.sched.scheduler:Scheduler"
+    assert_takes(f"{base}.finish_requests", scheduler.__file__, "request_ids", "finished_status")
+    assert_takes(f"{base}.add_request", scheduler.__file__, "request")
+    made = inspect.getsource(Scheduler.__init__)
+    for name in ("requests", "running", "waiting", "num_spec_tokens", "max_model_len"):
+        assert f"self.{name}" in made, f"mend {scheduler.__file__}"
+
+
+def test_all_layers_lie_in_one_array() -> None:
+    allocates = inspect.getsource(allocate_kv_cache)
+    assert "must share one backing allocation" in allocates, f"mend {cells.__file__}"
