@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.longcontext.pool import apart
-from benchmarks.sparse.serving import Engine
+from benchmarks.sparse.serving import Engine, begin_in_environment
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
+    begin_in_environment()
     found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

@@ -25,13 +25,12 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sparse.serving import ENVIRONMENT, Engine
+from benchmarks.sparse.serving import Engine, begin_in_environment
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 7900, 176, 0.08
@@ -107,9 +106,7 @@ def small(cache_blocks: int, host_gib: float) -> dict[str, Any]:
 
 
 def apart(function: Any, *arguments: Any) -> Any:
-    """What it returns, in a process of its own with `ENVIRONMENT` from its begin: who imports torch
-    has as many threads as it said then."""
-    os.environ.update(ENVIRONMENT)
+    """What it returns, in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
@@ -144,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
+    begin_in_environment()
     found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from pathlib import Path
 
-from benchmarks.sparse.serving import ENVIRONMENT, Engine, same_first
+from benchmarks.sparse.serving import Engine, begin_in_environment, same_first
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 PROMPT, ANSWER = 7900, 96
@@ -77,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
+    begin_in_environment()
     found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

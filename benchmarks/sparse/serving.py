@@ -3,6 +3,8 @@ requests that ask."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -18,8 +20,15 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-"""Of the process, before vLLM is imported."""
+"""Of the process, from its begin: torch has as many threads as this says when it is imported."""
 LONGEST = 8192
+
+
+def begin_in_environment() -> None:
+    """Begin this program anew in `ENVIRONMENT`, unless it has it."""
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        command = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **ENVIRONMENT})
 
 
 @dataclass(frozen=True)
