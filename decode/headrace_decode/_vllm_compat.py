@@ -38,10 +38,10 @@ from headrace_decode._vllm_request import (
 from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
 from headrace_decode.grammars.trials import GrammarRefused, GrammarTrials
 from headrace_decode.guard import why_refused
-from headrace_decode.internal import PLAN, TENANT, ASGIApp
-from headrace_decode.keys import RENDER_ONLY, KeysRoute, Prompt, Rendered, Supplies
+from headrace_decode.internal import PLAN, TENANT
 from headrace_decode.orchestrate import Orchestrator, Plan, Work
 from headrace_decode.renderer import register
+from headrace_decode.rendering.keys import RENDER_ONLY, Prompt, Rendered
 from headrace_decode.replay.llm import Generate, TakingUpLLM
 from headrace_decode.reusing import Reusing
 from headrace_decode.sparse.engine.settings import settings_of
@@ -63,17 +63,7 @@ from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, Prefi
 from headrace_engine.meter import EngineMeter
 from headrace_engine.steptime import StepTime
 from headrace_engine.tracing import span
-from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.salts import is_marked, tenant_of
-
-HANDLERS = {
-    "/v1/chat/completions": ("openai_serving_chat", "create_chat_completion"),
-    "/v1/completions": ("openai_serving_completion", "create_completion"),
-    "/v1/responses": ("openai_serving_responses", "create_responses"),
-    "/v1/messages": ("anthropic_serving_messages", "create_messages"),
-}
-"""Endpoints whose prompts can be had without an answer: attribute of the application's state, and
-its method, which takes the request and needs no HTTP request."""
 
 PrefillCall = Callable[[PrefillRequest], Awaitable[PrefillResult]]
 
@@ -426,77 +416,3 @@ class PlannedVLLMEngine(MeteredVLLMEngine):
 def vllm_version() -> str:
     """The version of the installed vLLM, without a build's suffix."""
     return str(vllm.__version__).partition("+")[0]
-
-
-def application_without_engine() -> Any:
-    """vLLM's own FastAPI application for a text model: its routes and schemas, nothing behind."""
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    return build_app(args, supported_tasks=("generate",))
-
-
-def keys_route(
-    behind: ASGIApp,
-    app: Any,
-    llm: PlannedLLM,
-    supplies: Supplies | None = None,
-    machine: str = "",
-) -> KeysRoute:
-    """Answers which blocks a prompt has, in front of `behind`.
-
-    Args:
-        app: vLLM's application over the engine; its handlers render the prompts.
-        supplies, machine: as for `KeysRoute`.
-    """
-    hasher = block_hasher(llm.vllm_config)
-    return KeysRoute(behind, partial(rendered, app.state), hasher, supplies, machine)
-
-
-def block_hasher(vllm_config: VllmConfig) -> BlockHasher:
-    """(token ids, salt) -> the engine's hashes of a prompt's full blocks."""
-    cache = vllm_config.cache_config
-    return BlockHasher(cache.prefix_caching_hash_algo, cache.block_size)
-
-
-async def rendered(state: Any, target: str, body: dict[str, Any]) -> Prompt | None:
-    """The prompt of a client's request as the engine would get it; None if its handler does not ask
-    the engine, or there is none of `HANDLERS`.
-
-    Args:
-        state: of vLLM's application.
-        target: the endpoint. body: the client's.
-
-    Raises:
-        Exception: whatever vLLM makes of a body that it refuses.
-    """
-    name, method = HANDLERS.get(target, ("", ""))
-    handler = getattr(state, name, None) if name else None
-    if handler is None:
-        return None
-    whole = {field: v for field, v in body.items() if field not in ("stream", "stream_options")}
-    before = RENDER_ONLY.set(True)
-    try:
-        await getattr(handler, method)(request_form(target).model_validate(whole))
-    except Rendered as found:
-        return found.prompt
-    finally:
-        RENDER_ONLY.reset(before)
-    return None
-
-
-def request_form(target: str) -> Any:
-    """vLLM's model of an endpoint's body. KeyError for an endpoint that is not in `HANDLERS`."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-
-    return {
-        "/v1/chat/completions": ChatCompletionRequest,
-        "/v1/completions": CompletionRequest,
-        "/v1/responses": ResponsesRequest,
-        "/v1/messages": AnthropicMessagesRequest,
-    }[target]

@@ -19,7 +19,7 @@ INTERNAL_HEADER = b"x-headrace-internal"
 TENANT_HEADER = b"x-headrace-tenant"
 PLAN_HEADER = b"x-headrace-plan"
 KEYS_TARGET = "/headrace/internal/keys"
-"""`headrace_decode.keys` answers there."""
+"""`headrace_decode.rendering.keys` answers there."""
 GATEWAY_ONLY = {
     "message": "This port is for the gateway only.",
     "type": "forbidden",

@@ -32,13 +32,14 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.llm.deployment import DPServer, LLMServer, PDDecodeServer
 from ray.util import get_node_ip_address
 
-from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning, block_hasher, keys_route
+from headrace_decode._vllm_compat import PlannedVLLMEngine, Planning
 from headrace_decode.calibrate import calibrate, warm_up
 from headrace_decode.corpora import CorpusLoader
 from headrace_decode.health import Health
 from headrace_decode.internal import InternalOnly
-from headrace_decode.keys import KeysRoute
 from headrace_decode.orchestrate import Orchestrator, Planner
+from headrace_decode.rendering._vllm_compat import block_hasher, keys_route
+from headrace_decode.rendering.keys import KeysRoute
 from headrace_decode.replay.recorder import Recorded
 from headrace_decode.replay.resumed import Resumed
 from headrace_decode.report import DraftingReports, drafting_facts
@@ -249,8 +250,8 @@ class DecodeServer(PDDecodeServer):
 
     def _with_keys(self, port: InFlight) -> KeysRoute:
         """The port, with a route that tells which blocks a prompt has."""
-        planner = self._planner
-        return keys_route(port, self._app, self.engine.llm, planner.supplies, planner.machine)
+        planner, config = self._planner, self.engine.llm.vllm_config
+        return keys_route(port, self._app, config, planner.supplies, planner.machine)
 
     def _open_line(self) -> ReplicaLine:
         """Have gateways know at all times how this replica stands, and what its engine holds."""

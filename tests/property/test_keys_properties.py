@@ -15,7 +15,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from headrace_decode.keys import KeysRoute, Prompt
+from headrace_decode.rendering.keys import KeysRoute, Prompt
 from headrace_kvstore._vllm_compat import BlockHasher
 from headrace_kvstore.salts import salt_of
 

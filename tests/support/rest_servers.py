@@ -103,8 +103,9 @@ async def _main(model: str) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from headrace.gateway import GatewayOptions, ReplicaInfo, build_gateway_app, serve_gateway
-    from headrace_decode._vllm_compat import PlannedLLM, keys_route
+    from headrace_decode._vllm_compat import PlannedLLM
     from headrace_decode.internal import InternalOnly
+    from headrace_decode.rendering._vllm_compat import keys_route
     from headrace_decode.replay.recorder import Recorded
     from headrace_decode.routes import keep_public_routes, public_routes
 
@@ -154,7 +155,9 @@ async def _main(model: str) -> None:
         """The ports of the gateway and of the replica."""
         app = await application(reasoning)
         keep_public_routes(app)
-        port = await serve(InternalOnly(Cutting(Recorded(keys_route(app, app, llm))), TOKEN))
+        port = await serve(
+            InternalOnly(Cutting(Recorded(keys_route(app, app, llm.vllm_config))), TOKEN)
+        )
         options = GatewayOptions(allowed_origins=("*",))
         return await serve(build_gateway_app(options, OneReplica(app, port), NAME)), port
 

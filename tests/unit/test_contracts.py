@@ -21,6 +21,7 @@ from tests.support.contracts import assert_fields, assert_takes, find, parameter
 ENGINE_RAY = "engine/headrace_engine/_ray_compat.py"
 ENGINE_VLLM = "engine/headrace_engine/_vllm_compat.py"
 DECODE_VLLM = "decode/headrace_decode/_vllm_compat.py"
+RENDERING = "decode/headrace_decode/rendering/_vllm_compat.py"
 PLATFORM_RAY = "platform/headrace/_ray_compat.py"
 HANDOFF = "engine/headrace_engine/handoff.py"
 DECODE_SERVER = "decode/headrace_decode/server.py"
@@ -141,7 +142,7 @@ ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 
 
 def test_vllms_handlers_render_a_request_without_an_http_request() -> None:
-    from headrace_decode._vllm_compat import HANDLERS, request_form
+    from headrace_decode.rendering._vllm_compat import HANDLERS, request_form
 
     routes = "vllm.entrypoints.generate.api_router"
     source = inspect.getsource(importlib.import_module(routes))
@@ -153,13 +154,13 @@ def test_vllms_handlers_render_a_request_without_an_http_request() -> None:
     }
     assert classes.keys() == HANDLERS.keys()
     for target, (attribute, method) in HANDLERS.items():
-        assert f"state.{attribute} = " in source, f"{attribute} is gone: mend {DECODE_VLLM}"
+        assert f"state.{attribute} = " in source, f"{attribute} is gone: mend {RENDERING}"
         name = classes[target]
         name = name if name.startswith("vllm.") else f"vllm.entrypoints.openai.{name}"
-        takes = parameters(find(f"{name}.{method}", DECODE_VLLM))
-        assert list(takes) == ["self", "request", "raw_request"], f"mend {DECODE_VLLM}"
-        assert takes["raw_request"].default is None, f"mend rendered in {DECODE_VLLM}"
-        assert "stream" in request_form(target).model_fields, f"mend rendered in {DECODE_VLLM}"
+        takes = parameters(find(f"{name}.{method}", RENDERING))
+        assert list(takes) == ["self", "request", "raw_request"], f"mend {RENDERING}"
+        assert takes["raw_request"].default is None, f"mend rendered in {RENDERING}"
+        assert "stream" in request_form(target).model_fields, f"mend rendered in {RENDERING}"
 
 
 def test_generate_takes_prompt_parameters_and_id() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace_decode.internal import KEYS_TARGET
-from headrace_decode.keys import KeysRoute, Prompt, why_not
+from headrace_decode.rendering.keys import KeysRoute, Prompt, why_not
 from headrace_kvstore.supply import Supply
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -113,7 +113,7 @@ def test_of_vllms_own_application_with_all_its_switches_only_these_are_public(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An upgrade of vLLM that moves or adds a route shows here: look at it, then mend the list."""
-    from headrace_decode._vllm_compat import application_without_engine
+    from headrace_decode.rendering._vllm_compat import application_without_engine
 
     for switch in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
         monkeypatch.setenv(switch, "1")
@@ -152,7 +152,7 @@ def test_vllms_store_of_responses_stays_off(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_decode_replica_serves_vllms_public_routes_and_rays_model_route(
     has_port: bool,
 ) -> None:
-    from headrace_decode._vllm_compat import application_without_engine
+    from headrace_decode.rendering._vllm_compat import application_without_engine
     from headrace_decode.replay.resumed import Resumed
     from headrace_decode.server import DecodeServer
 

@@ -165,7 +165,8 @@ def _line(text: str) -> str:
 
 def page() -> str:
     """The page for the installed vLLM."""
-    from headrace_decode._vllm_compat import application_without_engine, vllm_version
+    from headrace_decode._vllm_compat import vllm_version
+    from headrace_decode.rendering._vllm_compat import application_without_engine
     from headrace_decode.routes import public_routes
 
     application = application_without_engine()

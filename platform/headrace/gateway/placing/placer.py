@@ -50,7 +50,7 @@ Count = Annotated[int, Meta(ge=0, le=2**40)]
 
 
 class _Keys(msgspec.Struct):
-    """What a replica answers (`headrace_decode.keys`)."""
+    """What a replica answers (`headrace_decode.rendering.keys`)."""
 
     keys: str | None
     prompt_tokens: Count = 0

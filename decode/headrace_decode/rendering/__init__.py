@@ -1,0 +1,1 @@
+"""Prompts of requests as the engine would get them, without an answer."""
