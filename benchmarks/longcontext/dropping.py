@@ -19,16 +19,13 @@ engine is a process of its own; blocks are the scheduler's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.longcontext.pool import apart
-from benchmarks.sparse.serving import Engine, begin_in_environment
+from benchmarks.sparse.serving import Engine, report
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
@@ -101,15 +98,5 @@ def measured() -> Figures:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    options = parser.parse_args()
-    begin_in_environment()
-    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, measured)

@@ -21,16 +21,13 @@ those of the tensors that the engines made. Each engine is a process of its own.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import multiprocessing
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.sparse.serving import Engine, begin_in_environment
+from benchmarks.sparse.serving import Engine, report
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 7900, 176, 0.08
@@ -137,15 +134,5 @@ def measured() -> Figures:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    options = parser.parse_args()
-    begin_in_environment()
-    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, measured)

@@ -15,12 +15,9 @@ Steps in which a request's summaries are made count by themselves.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 
-from benchmarks.sparse.serving import Engine, begin_in_environment, same_first
+from benchmarks.sparse.serving import Engine, report, same_first
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 PROMPT, ANSWER = 7900, 96
@@ -72,15 +69,5 @@ def measured() -> dict[str, float]:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    options = parser.parse_args()
-    begin_in_environment()
-    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, measured)

@@ -29,18 +29,15 @@ left out. Then eight requests at once, whose contexts are four times the cache.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.sparse.itl import PROMPT
-from benchmarks.sparse.serving import Engine, begin_in_environment, same_first
+from benchmarks.sparse.serving import Engine, report, same_first
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 ANSWER, TURNS, SHARE = 64, 2, 0.1
@@ -213,15 +210,5 @@ def measured() -> dict[str, float]:
     return figures | at_once(engine, prompts, alone_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    options = parser.parse_args()
-    begin_in_environment()
-    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__, measured)

@@ -3,12 +3,15 @@ requests that ask."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace_decode.bounded.engine.settings import BoundedSettings
@@ -24,7 +27,22 @@ ENVIRONMENT = {
 LONGEST = 8192
 
 
-def begin_in_environment() -> None:
+def report(about: str, measured: Callable[[], Mapping[str, float]]) -> None:
+    """The main function of a benchmark of one thread: measure, write and print.
+
+    Args:
+        about: the program's docstring. measured: makes its figures.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    _begin_in_environment()
+    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+def _begin_in_environment() -> None:
     """Begin this program anew in `ENVIRONMENT`, unless it has it."""
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
         command = [sys.executable, *sys.orig_argv[1:]]
