@@ -64,8 +64,8 @@ def with_technique(
 
 def with_share(params: SamplingParams, apart: Apart | None) -> SamplingParams:
     """The parameters with the share of its KV that the request's answer attends to, or that is kept
-    of its context, for the engine (`sparse.engine.rows.FIELD`, `bounded.engine.settings.FIELD`);
-    without the fields where that is all of it."""
+    of its context, for the engine (`techniques.share_in`); without the fields where that is all of
+    it."""
     told = {
         name: value
         for name, value in (params.extra_args or {}).items()

@@ -147,6 +147,15 @@ def exact_of(request: Mapping[str, Any]) -> bool:
     return exact
 
 
+def share_in(params: Any, technique: str) -> float | None:
+    """The share of one technique that an engine's request brings in the extra arguments of its
+    sampling parameters; None for all of its KV, as is 1, and where it has no parameters."""
+    value = ((params and params.extra_args) or {}).get(technique)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        return None
+    return float(value)
+
+
 def salt_for(salt: str, extra: object, lossy: str, apart: Apart | None = None) -> str:
     """The cache salt under which a request's KV is shared; unchanged unless a technique matters.
 

@@ -24,16 +24,19 @@ from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedS
 from headrace_decode.bounded.engine.following import Following, Told
 from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS, Again, Reading, counting
-from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of, share_of
+from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.engine._vllm_compat import attention, schedule
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
+from headrace_decode.techniques import BOUNDED, share_in
 from headrace_engine.rope import Rope
 
 LAYERS, HEADS, KV_HEADS, DIM, UNIT, PER = 3, 6, 2, 64, 32, 4
 BLOCK, SCALE = UNIT * PER, DIM**-0.5
+IN_BLOCK = LAYERS * PER * KV_HEADS
+"""Cells of a block."""
 LONGEST = 8192
 ROPE = Rope.of({"rope_theta": 10000.0, "num_attention_heads": 1, "head_dim": DIM})
 
@@ -66,8 +69,8 @@ def fill(cells: Cells, blocks: list[int], tokens: int, seed: int = 1) -> tuple[T
 def test_a_cell_is_a_unit_of_one_head_and_each_block_has_its_own() -> None:
     cells = cells_of(6)
     of_blocks = [cells.of_blocks([block]) for block in range(6)]
-    assert {len(each) for each in of_blocks} == {cells.in_block}
-    assert sorted(np.concatenate(of_blocks).tolist()) == list(range(6 * cells.in_block))
+    assert {len(each) for each in of_blocks} == {IN_BLOCK}
+    assert sorted(np.concatenate(of_blocks).tolist()) == list(range(6 * IN_BLOCK))
     for layer in range(LAYERS):
         mine = set(cells.number(layer, units_of([2])).reshape(-1).tolist())
         assert mine <= set(of_blocks[2].tolist())
@@ -165,10 +168,10 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int) 
         scores[0] *= 5  # the first layer keeps more than a block has room for in one
         units = units_of(blocks)
         held = Dropped.of(scores, units[: context * PER], cells.of_blocks(slots), cells)
-        kept = keep_units(scores, cells.in_block, UNIT)
+        kept = keep_units(scores, IN_BLOCK, UNIT)
         assert held.counts.tolist() == (kept.sum(-1) // UNIT).tolist()
         for name in blocks[:context]:  # others write there
-            cells.write(cells.of_blocks([name]), *torch.full((2, cells.in_block * UNIT, DIM), 1e4))
+            cells.write(cells.of_blocks([name]), *torch.full((2, IN_BLOCK * UNIT, DIM), 1e4))
         own = slice(tokens // UNIT, -(-(tokens + behind) // UNIT))
         mine = slice(at + number, at + number + queries)  # a row of others stands between
         rows.append(DroppedRow(number, mine, tokens + behind, held, units[own]))
@@ -368,4 +371,4 @@ def test_a_request_says_what_it_keeps(told: dict[str, object], share: float | No
     class Params:
         extra_args = told
 
-    assert share_of(Params()) == share and share_of(None) is None
+    assert share_in(Params(), BOUNDED) == share and share_in(None, BOUNDED) is None

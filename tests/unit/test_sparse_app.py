@@ -24,9 +24,7 @@ from headrace.sparse import add_sparse
 from headrace_decode._vllm_request import with_share, with_technique
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.bounded.engine.settings import settings_of as bounded_settings_of
-from headrace_decode.bounded.engine.settings import share_of as bounded_share_of
 from headrace_decode.replay.llm import OUR_WORKERS
-from headrace_decode.sparse.engine.rows import share_of
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
 from headrace_decode.speculation.settings import engine_arguments
 from headrace_decode.techniques import (
@@ -40,6 +38,7 @@ from headrace_decode.techniques import (
     asked_of,
     offered,
     salt_for,
+    share_in,
 )
 from headrace_kvstore.connector.identity import device_identity
 from headrace_kvstore.salts import is_marked, tenant_of
@@ -230,9 +229,9 @@ def test_the_mark_stands_before_the_tenant() -> None:
 def test_the_engine_is_told_the_share_that_was_decided_and_no_other(extra: Any) -> None:
     params = SamplingParams(extra_args=extra)
     sparse, bounded = (with_share(params, Apart(name, 0.3)) for name in (SPARSE, BOUNDED))
-    assert share_of(sparse.extra_args) == 0.3 and bounded_share_of(sparse) is None
-    assert share_of(bounded.extra_args) is None and bounded_share_of(bounded) == 0.3
-    assert share_of(with_share(params, None).extra_args) is None
+    assert share_in(sparse, SPARSE) == 0.3 and share_in(sparse, BOUNDED) is None
+    assert share_in(bounded, SPARSE) is None and share_in(bounded, BOUNDED) == 0.3
+    assert share_in(with_share(params, None), SPARSE) is None
     assert params.extra_args == extra
     assert (sparse.extra_args or {}).get("slo") == (extra or {}).get("slo")
 

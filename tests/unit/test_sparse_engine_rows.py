@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,15 @@ from headrace_decode.sparse.engine.rows import (
     BatchRow,
     RowPlan,
     SparseRows,
-    share_of,
 )
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
+from headrace_decode.techniques import SPARSE, share_in
+
+
+def asking(extra_args: dict[str, Any] | None) -> Any:
+    """Sampling parameters with these extra arguments."""
+    return SimpleNamespace(extra_args=extra_args)
+
 
 UNIT, LAYERS, KV = 32, 30, LEAST_TOKENS + 5
 FULL = (KV - 1) // UNIT
@@ -149,12 +156,12 @@ def test_chosen_units_are_the_share_and_more_than_the_fixed_ones(
 
 @pytest.mark.parametrize("value", [None, "auto", "off", True, False, 0, 1, 1.0, 1.5, -1, [0.1]])
 def test_only_a_share_between_0_and_1_asks(value: Any) -> None:
-    assert share_of({"sparse": value}) is None
+    assert share_in(asking({"sparse": value}), SPARSE) is None
 
 
 def test_a_share_asks() -> None:
-    assert share_of({"sparse": 0.25}) == 0.25
-    assert share_of(None) is share_of({}) is None
+    assert share_in(asking({"sparse": 0.25}), SPARSE) == 0.25
+    assert share_in(asking(None), SPARSE) is share_in(asking({}), SPARSE) is None
 
 
 def test_outside_the_schedulers_steps_no_row_is_sparse() -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from headrace.config.section import Section
 
 
+def _mode(technique: str, more: str = "") -> Any:
+    """Who it is for."""
+    return Field(
+        default="off",
+        description=f"`off`: never. `request`: for requests with `vllm_xargs.{technique}`. `auto`: "
+        f"for all requests but those with `vllm_xargs.{technique}` or `vllm_xargs.techniques` set "
+        f'to `"off"`{more}.',
+    )
+
+
+Mode = Literal["off", "request", "auto"]
+
+
 class ReuseSection(Section):
     """Reuse of stored KV wherever its tokens stand in a prompt (docs/reuse.md). Needs
     `store.enabled` with `store.engine.codec: raw`."""
 
-    mode: Literal["off", "request", "auto"] = Field(
-        default="off",
-        description="`off`: never. `request`: for requests with `vllm_xargs.reuse`. `auto`: for "
-        "all requests but those with `vllm_xargs.reuse` or `vllm_xargs.techniques` set to "
-        '`"off"`. It is done only where it saves time.',
-    )
+    mode: Mode = _mode("reuse", ". It is done only where it saves time")
     budget: float = Field(
         default=0.15,
         ge=0,
@@ -38,12 +46,7 @@ class SparseSection(Section):
     """Answer tokens attend to a part of the KV (docs/sparse.md). Engines on GPUs need
     `calibration`, and no GPU has run it."""
 
-    mode: Literal["off", "request", "auto"] = Field(
-        default="off",
-        description="`off`: never. `request`: for requests with `vllm_xargs.sparse`. `auto`: for "
-        "all requests but those with `vllm_xargs.sparse` or `vllm_xargs.techniques` set to "
-        '`"off"`.',
-    )
+    mode: Mode = _mode("sparse")
     calibration: str | None = Field(
         default=None,
         min_length=1,
@@ -77,12 +80,7 @@ class BoundedSection(Section):
     """A part of a long prompt's KV is dropped once the prompt has been read again
     (docs/bounded.md). Engines on CPUs only. Units are those of `techniques.sparse.unit_tokens`."""
 
-    mode: Literal["off", "request", "auto"] = Field(
-        default="off",
-        description="`off`: never. `request`: for requests with `vllm_xargs.bounded`. `auto`: for "
-        "all requests but those with `vllm_xargs.bounded` or `vllm_xargs.techniques` set to "
-        '`"off"`, and those that are sparse.',
-    )
+    mode: Mode = _mode("bounded", ", and those that are sparse")
     share: float = Field(
         default=0.25,
         gt=0,

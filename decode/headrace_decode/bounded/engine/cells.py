@@ -42,11 +42,6 @@ class Cells:
         self.kernel = self._all.as_kernel()
         """K and V as the attention kernel takes them, a cell a block."""
 
-    @property
-    def in_block(self) -> int:
-        """Cells of a block of the scheduler."""
-        return len(self.layers) * self.block_units * self.kv_heads
-
     def number(self, layer: int | Ids, units: Ids) -> Ids:
         """Cells of units of one layer: int64 [kv_heads, n]; of layers [n, 1, 1]: of each."""
         heads = np.arange(self.kv_heads)[:, None]

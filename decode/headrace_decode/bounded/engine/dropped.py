@@ -138,5 +138,4 @@ class DroppedStep:
             behind = held.counts[..., None] + np.arange(len(row.units))
             mine[layers, heads, behind] = cells.number(layers, row.units)
             lengths[:, number] = cells.unit_tokens * held.counts + row.kv_tokens - held.tokens
-        flat = torch.from_numpy(table).flatten(1, 2), torch.from_numpy(lengths).flatten(1)
-        return flat
+        return torch.from_numpy(table).flatten(1, 2), torch.from_numpy(lengths).flatten(1)

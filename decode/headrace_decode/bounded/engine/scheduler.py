@@ -17,12 +17,12 @@ from vllm.v1.request import Request, RequestStatus
 from headrace_decode.bounded.engine.course import Course, Part
 from headrace_decode.bounded.engine.following import TOLD, Told
 from headrace_decode.bounded.engine.pace import Pace
-from headrace_decode.bounded.engine.settings import share_of
 from headrace_decode.sparse.engine.offload.scheduler import (
     OffloadingTakingUp,
     OffloadingTakingUpAsync,
 )
 from headrace_decode.sparse.offload.switch import Mode
+from headrace_decode.techniques import BOUNDED, share_in
 
 PACED = "headrace_paced"
 """Attribute of a step that reads as many rows as `Pace` says: what its answers would take alone, in
@@ -43,7 +43,7 @@ class _Bounds:
     def add_request(self, request: Any) -> None:
         """As vLLM's."""
         super().add_request(request)  # type: ignore[misc]
-        share = share_of(request.sampling_params)
+        share = share_in(request.sampling_params, BOUNDED)
         manager = self._offloads  # type: ignore[attr-defined]
         if share is None or manager is None or request.prompt_token_ids is None:
             return

@@ -13,10 +13,6 @@ from typing import Any
 
 from headrace_kvstore.connector.identity import BOUNDED_KEY
 
-FIELD = "bounded"
-"""In a request's extra arguments: the share of its context's KV that it keeps, above 0 and at most
-1."""
-
 
 @dataclass(frozen=True)
 class BoundedSettings:
@@ -43,11 +39,3 @@ def settings_of(additional_config: Any) -> BoundedSettings | None:
     """
     told = additional_config.get(BOUNDED_KEY) if isinstance(additional_config, Mapping) else None
     return BoundedSettings(**told) if told else None
-
-
-def share_of(params: Any) -> float | None:
-    """The share that a request's sampling parameters ask for; None for one that keeps all."""
-    value = ((params and params.extra_args) or {}).get(FIELD)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        return None
-    return float(value)

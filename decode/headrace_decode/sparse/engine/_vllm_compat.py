@@ -28,7 +28,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, replace_as
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
-from headrace_decode.sparse.engine.rows import BatchRow, share_of
+from headrace_decode.sparse.engine.rows import BatchRow
+from headrace_decode.techniques import SPARSE, share_in
 
 __all__ = [
     "CPUAttentionBackend",
@@ -157,7 +158,7 @@ class RunnerRows:
     def _row(self, name: str) -> BatchRow:
         request = self._runner.requests[name]
         params = request.sampling_params
-        share = share_of(None if params is None else params.extra_args)
+        share = share_in(params, SPARSE)
         return BatchRow(name, share, request.num_prompt_tokens)
 
 
@@ -177,7 +178,7 @@ class FollowedRows:
             self._known.pop(name, None)
         for new in step.scheduled_new_reqs:
             params = new.sampling_params
-            share = share_of(None if params is None else params.extra_args)
+            share = share_in(params, SPARSE)
             self._known[new.req_id] = BatchRow(new.req_id, share, new.prompt_len)
         order = sort_batch_req_ids(step.num_scheduled_tokens, {}, 1)
         self._rows = [self._known[name] for name in order]

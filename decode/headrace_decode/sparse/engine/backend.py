@@ -81,8 +81,9 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
         common = common_attn_metadata
         if fast_build:
             return super().build(common_prefix_len, common, fast_build)
-        rows, staged = self._rows(common)
-        dropped, read = BOUND.bounded_rows(*_told(common))
+        told = _told(common)
+        rows, staged = self._rows(*told)
+        dropped, read = BOUND.bounded_rows(*told)
         ours = [
             *(each.row for each in rows),
             *(each.row for each in staged),
@@ -94,10 +95,10 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
         for row in ours:
             lengths[row] = starts[row + 1] - starts[row]
         dense = super().build(common_prefix_len, replace(common, seq_lens=lengths), fast_build)
-        told = {each.name: getattr(dense, each.name) for each in fields(dense)}
+        plain = {each.name: getattr(dense, each.name) for each in fields(dense)}
         group = self.num_heads // self.num_kv_heads
         facts = {"group": group, "head_dim": self.head_dim, "dtype": self.dtype, "isa": self.isa}
-        made = SparseMetadata(**told, read=read, vllms=len(ours) < common.num_reqs)
+        made = SparseMetadata(**plain, read=read, vllms=len(ours) < common.num_reqs)
         if rows:
             made.sparse = SparseStep(
                 rows,
@@ -117,16 +118,17 @@ class SparseBuilder(CPUAttentionMetadataBuilder):
             made.dropped = DroppedStep(dropped, BOUND.following.cells, call, attention)
         return made
 
-    def _rows(self, common: CommonAttentionMetadata) -> tuple[list[Row], list[StagedRow]]:
-        told = _told(common)
-        tables = told[-1]
+    def _rows(
+        self, count: int, starts: Any, lengths: Any, tables: Any
+    ) -> tuple[list[Row], list[StagedRow]]:
+        """Arguments as of `Bound.offloaded_rows`."""
 
         def bring_up(row: int, first: int, last: int, budget: int) -> tuple[int, int]:
             assert BOUND.book is not None
             return BOUND.book.bring_up(tables[row, first:last].astype(np.int64), budget)
 
-        sparse, staged = BOUND.offloaded_rows(*told)
-        plans = BOUND.sparse_rows(*told[:-1], bring_up)
+        sparse, staged = BOUND.offloaded_rows(count, starts, lengths, tables)
+        plans = BOUND.sparse_rows(count, starts, lengths, bring_up)
         rows: list[Row] = [*(SparseRow.of(plan, tables[plan.row]) for plan in plans), *sparse]
         return sorted(rows, key=lambda each: each.row), staged
 

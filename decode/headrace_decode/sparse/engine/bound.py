@@ -121,10 +121,7 @@ class Bound:
         """
         if not self.offloading or self._batch is None or not self.under_way:
             return [], []
-        batch = self._batch()
-        if len(batch) != count:
-            raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
-        return self.offloading.of_step(batch, starts, kv_tokens, tables)
+        return self.offloading.of_step(_whole(self._batch(), count), starts, kv_tokens, tables)
 
     def bounded_rows(
         self,
@@ -137,10 +134,14 @@ class Bound:
         `offloaded_rows`."""
         if not self.following or self._batch is None or not self.under_way:
             return [], []
-        batch = self._batch()
-        if len(batch) != count:
-            raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
-        return self.following.of_step(batch, starts, kv_tokens, tables)
+        return self.following.of_step(_whole(self._batch(), count), starts, kv_tokens, tables)
+
+
+def _whole(batch: Sequence[BatchRow], count: int) -> Sequence[BatchRow]:
+    """The batch, if it has so many rows."""
+    if len(batch) != count:
+        raise RuntimeError(f"{count} rows are computed, and the batch has {len(batch)}")
+    return batch
 
 
 BOUND = Bound()

@@ -7,17 +7,14 @@ ones are dense, as is a row whose summaries are still being made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_decode.sparse.engine.counts import chosen_units
 
-FIELD = "sparse"
-"""In a request's extra arguments: its share of units, above 0 and at most 1."""
 STEP_WORK = 256
 """Of `Book.bring_up`, in a step: 10 ms at units of 32 tokens, 3 KV heads of 64."""
 BringUp = Callable[[int, int, int, int], tuple[int, int]]
@@ -31,7 +28,7 @@ class BatchRow:
 
     Attributes:
         request_id: vLLM's.
-        share: as `FIELD`; None for an exact request.
+        share: that it attends to (`techniques.share_in`); None for an exact request.
         prompt_tokens: of its prompt.
     """
 
@@ -141,11 +138,3 @@ class SparseRows:
                 )
                 found.extend([] if plan is None else [plan])
         return sorted(found, key=lambda each: each.row)
-
-
-def share_of(extra_args: Mapping[str, Any] | None) -> float | None:
-    """The share that a request's extra arguments ask for; None for an exact one, as is 1."""
-    value = (extra_args or {}).get(FIELD)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        return None
-    return float(value)

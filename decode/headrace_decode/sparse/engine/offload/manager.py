@@ -1,11 +1,13 @@
-"""vLLM's manager of KV blocks, which takes cold blocks of offloaded requests back into the pool.
+"""vLLM's manager of KV blocks, which takes cold blocks of offloaded requests, and those of contexts
+that are dropped, back into the pool.
 
-It stands where vLLM's registry of KV cache kinds puts it (`OffloadSpec`), and works as vLLM's own
-for sliding windows do: a block that is not needed any more is replaced by the null block in the
-request's table. Blocks that hold a request's working set stand beside its table, not in it. So what
-the table holds is KV as it was computed, and may be cached as a prefix like any other.
+It stands where vLLM's registry of KV cache kinds puts it (`OffloadSpec`, `DropSpec`), and works as
+vLLM's own for sliding windows do: a block that is not needed any more is replaced by the null block
+in the request's table. Blocks that hold a request's working set, or what is kept of its context,
+stand beside its table, not in it. So what the table holds is KV as it was computed, and may be
+cached as a prefix like any other.
 
-Requests that are not offloaded are managed by vLLM's code for full attention.
+Other requests are managed by vLLM's code for full attention.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from headrace_decode.replay.scheduler import TakingUp, TakingUpAsync
 from headrace_decode.sparse.engine.counts import chosen_units
 from headrace_decode.sparse.engine.offload.ledger import Ledger
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
-from headrace_decode.sparse.engine.rows import share_of
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
 from headrace_decode.sparse.offload.sizes import Footprint, footprint
 from headrace_decode.sparse.offload.switch import Busy, Mode, StepCosts, Way, cheapest
+from headrace_decode.techniques import SPARSE, share_in
 from headrace_kvstore.salts import is_marked, marked
 
 OFFLOADED = "headrace_offloaded"
@@ -195,8 +195,7 @@ def _keep_to_itself(request: Any) -> None:
 
 
 def _share(request: Any) -> float | None:
-    params = request.sampling_params
-    return share_of(None if params is None else params.extra_args)
+    return share_in(request.sampling_params, SPARSE)
 
 
 def _tell(manager: OffloadManager, output: Any) -> None:
