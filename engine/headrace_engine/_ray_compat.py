@@ -69,7 +69,8 @@ class MeteredVLLMEngine(VLLMEngine):
         await super().start()
         model = self.vllm_config.model_config
         prompts = rehearsal_prompts(model.max_model_len, model.get_vocab_size())
-        await rehearse(self._generate, self.meter, prompts)
+        most_rows = self.vllm_config.scheduler_config.max_num_seqs
+        await rehearse(self._generate, self.meter, prompts, most_rows)
 
     def _generate(
         self, ids: list[int], tokens: int, name: str, salt: str

@@ -24,13 +24,49 @@ def test_of_each_step_the_fastest_time_is_learned() -> None:
         meter.step(Step(len(ids), 0, 0, 0, 0, busy * usual_s))
         yield
 
-    asyncio.run(rehearse(generate, meter, rehearsal_prompts(8192, 49152)))
+    asyncio.run(rehearse(generate, meter, rehearsal_prompts(8192, 49152), 64))
     assert meter.step_time.samples == 5
-    assert meter.steps_total == 15
+    assert meter.steps_total == 3 * (5 + 4 + 16)
     assert abs(meter.step_time.seconds(50) - 0.06) < 0.006
     meter.step(Step(50, 0, 0, 0, 0, 0.06))
     assert meter.step_time.samples == 6, "behind the rehearsal every step is learned"
     assert len(meter.on_step) == 0
+
+
+def test_what_rows_take_is_measured_and_not_told_from_prompts() -> None:
+    """A row takes 2 ms here, a prompt's token a tenth of that. From prompts alone 16 rows were let
+    in where 4 make a step a quarter longer."""
+    meter = EngineMeter()
+
+    async def generate(
+        ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[None, None]:
+        if len(ids) > 1:
+            meter.step(Step(len(ids), 0, 0, 0, 0, 0.03 + 0.0002 * len(ids)))
+        elif name.endswith("-0"):  # the engine steps for all at once
+            rows = int(name.split("-")[-2])
+            meter.step(Step(0, rows - 1, 0, 0, 0, 9.0))  # one has not begun yet
+            meter.step(Step(0, rows, 0, 0, 0, 0.03 + 0.002 * rows))
+        yield
+
+    asyncio.run(rehearse(generate, meter, rehearsal_prompts(8192, 49152), 64))
+    assert meter.step_time.samples == 5 + 2
+    for rows in (8, 16, 24):
+        assert abs(meter.step_time.seconds(rows=rows) / (0.03 + 0.002 * rows) - 1) < 0.1
+
+
+def test_an_engine_of_few_sequences_is_asked_for_as_many_rows() -> None:
+    meter = EngineMeter()
+
+    async def generate(
+        ids: list[int], tokens: int, name: str, salt: str
+    ) -> AsyncGenerator[None, None]:
+        if len(ids) == 1:
+            meter.step(Step(0, 2, 0, 0, 0, 0.04))
+        yield
+
+    asyncio.run(rehearse(generate, meter, rehearsal_prompts(8192, 49152), 2))
+    assert meter.step_time.samples == 2
 
 
 def test_on_a_slow_machine_long_prompts_are_computed_once(clock: Clock) -> None:
@@ -39,11 +75,12 @@ def test_on_a_slow_machine_long_prompts_are_computed_once(clock: Clock) -> None:
     async def generate(
         ids: list[int], tokens: int, name: str, salt: str
     ) -> AsyncGenerator[None, None]:
-        lengths.append(len(ids))
-        clock.now_s += len(ids) / 1000
+        if len(ids) > 1:
+            lengths.append(len(ids))
+        clock.now_s += len(ids) / 1000 if len(ids) > 1 else 0.0
         yield
 
-    asyncio.run(rehearse(generate, EngineMeter(), rehearsal_prompts(8192, 100), clock))
+    asyncio.run(rehearse(generate, EngineMeter(), rehearsal_prompts(8192, 100), 64, clock))
     assert lengths == [16, 96, 384, 1536, 1920, 16, 96, 384, 16, 96, 384]
 
 
@@ -54,11 +91,12 @@ def test_a_slow_first_time_says_nothing_of_the_machine(clock: Clock) -> None:
     async def generate(
         ids: list[int], tokens: int, name: str, salt: str
     ) -> AsyncGenerator[None, None]:
-        lengths.append(len(ids))
+        if len(ids) > 1:
+            lengths.append(len(ids))
         clock.now_s += 10.0 if salt.endswith("-0") else 0.01
         yield
 
-    asyncio.run(rehearse(generate, EngineMeter(), rehearsal_prompts(8192, 100), clock))
+    asyncio.run(rehearse(generate, EngineMeter(), rehearsal_prompts(8192, 100), 64, clock))
     assert lengths == 3 * [16, 96, 384, 1536, 1920]
 
 
@@ -74,11 +112,12 @@ def test_the_beginnings_of_one_time_share_a_salt_and_no_two_times_do() -> None:
     async def generate(
         ids: list[int], tokens: int, name: str, salt: str
     ) -> AsyncGenerator[None, None]:
-        salts.append(salt)
+        if len(ids) > 1:
+            salts.append(salt)
         yield
 
     prompts = rehearsal_prompts(8192, 100)
-    asyncio.run(rehearse(generate, EngineMeter(), prompts))
+    asyncio.run(rehearse(generate, EngineMeter(), prompts, 64))
     assert all(prompts[-1][: len(ids)] == ids for ids in prompts)
     assert [len(set(salts[n : n + 5])) for n in (0, 5, 10)] == [1, 1, 1]
     assert len(set(salts)) == 3
