@@ -100,7 +100,5 @@ class Turns:
 
 
 def rows_beside(step_time: StepTime, others: int) -> int:
-    """How many sequences make the steps of an engine that runs `others` longer by `LONGER`: that
-    share of those that make them twice as long. Between the two sizes the fitted curve is uneven
-    by more than `LONGER`, and where it is flat, many rows look free."""
-    return int(LONGER * (step_time.rows_within(2.0 * step_time.seconds(rows=others)) - others))
+    """How many sequences make the steps of an engine that runs `others` longer by `LONGER`."""
+    return step_time.rows_within((1.0 + LONGER) * step_time.seconds(rows=others)) - others
