@@ -15,12 +15,10 @@ The engine has the beginnings that came before in its cache. So the last 384 tok
 1,536 others, where the first 384 had none: the difference is what attention costs. Without it a
 prompt of 4,100 tokens was predicted to take six times its time.
 
-Rows and prompt tokens share a curve. From prompts alone a row looks almost free: 22 of them were let
-in beside a stream, by a model that expected a step a quarter longer and not three times as long. So
-4 and 16 answers are given at once, to one token each.
-
-What rows attend to is known here. The meter's estimate counts whole blocks: 16 rows of four tokens
-seemed to attend to 2,000, and a row whose prompt ends in the step to none.
+Rows and prompt tokens share a curve, and prompts alone do not tell what a row costs: to one token
+each, 4 and 16 answers are given at once. What rows attend to is known here. The meter's estimate
+counts whole blocks, so 16 rows of four tokens seemed to attend to 2,000: context looked dear, and
+rows looked free.
 """
 
 from __future__ import annotations
@@ -75,10 +73,8 @@ async def rehearse(
             async for _ in outputs:
                 pass
 
-    def attending(step: Step, context: float) -> Step:
-        return step._replace(context=float(context) if step.rows else 0.0)
-
-    def keep(kind: tuple[int, int], step: Step) -> None:
+    def keep(kind: tuple[int, int], step: Step, context: float) -> None:
+        step = step._replace(context=context if step.rows else 0.0)
         if kind not in fastest or step.seconds < fastest[kind].seconds:
             fastest[kind] = step
 
@@ -96,14 +92,14 @@ async def rehearse(
             answered = 0
             for at, step in enumerate(steps):
                 answered += step.rows
-                keep((len(ids), at), attending(step, len(ids) + answered))
+                keep((len(ids), at), step, len(ids) + answered)
         for rows in ROWS:
             steps.clear()
             answers = (answer(prompts[0][:1], f"{salt}-{rows}-{n}", salt) for n in range(rows))
             await asyncio.gather(*answers)
             for step in steps:
                 if step.rows == min(rows, most_rows):  # all have begun, and none has ended
-                    keep((0, rows), attending(step, rows * ANSWER_TOKENS / 2))
+                    keep((0, rows), step, rows * ANSWER_TOKENS / 2)
     meter.on_step.remove(see)
     for step in fastest.values():
         meter.step_time.observe(*step)

@@ -1,0 +1,71 @@
+"""Sets up the logs of Headrace in each process of a replica: its own and those of its engine.
+
+A log is one JSON object a line on stderr, which Ray collects per process. An engine's processes are
+vLLM's, and configure vLLM's logs only: without this, just warnings of Headrace's parts would reach
+a file from there, and without their role. So the replica leaves its settings in the environment,
+and vLLM's processes take them up by the entry point `headrace_logs` of `vllm.general_plugins`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+ENVIRONMENT = "HEADRACE_LOGS"
+"""Names the variable that holds what `set_up` was told, as JSON."""
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, role, message and whatever `extra` holds."""
+
+    def __init__(self, role: str):
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "role": self._role,
+            "message": record.getMessage(),
+        }
+        line.update({k: v for k, v in vars(record).items() if k not in _STANDARD})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up(role: str, level: str, as_json: bool, to: TextIO | None = None) -> None:
+    """Log so from here on, in this process and in the engine that it starts.
+
+    Args:
+        role: of the replica. level: least severity, as `logging` names it.
+        to: in place of `sys.stderr`.
+    """
+    handler = logging.StreamHandler(to or sys.stderr)
+    handler.setFormatter(
+        JsonFormatter(role)
+        if as_json
+        else logging.Formatter(f"%(asctime)s %(levelname)s {role} %(name)s: %(message)s")
+    )
+    root = logging.getLogger("headrace")
+    root.handlers = [handler]
+    root.setLevel(level)
+    root.propagate = False
+    os.environ[ENVIRONMENT] = json.dumps({"role": role, "level": level, "as_json": as_json})
+
+
+def take_up() -> None:
+    """Called by vLLM in each of its processes, perhaps twice; does nothing where no replica has
+    set logs up, as in a plain `vllm serve`."""
+    if told := os.environ.get(ENVIRONMENT):
+        # vLLM writes a prefix before each line of `sys.stderr`.
+        set_up(**json.loads(told), to=os.fdopen(os.dup(2), "w", buffering=1))
