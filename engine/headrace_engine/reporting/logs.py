@@ -37,7 +37,9 @@ class JsonFormatter(logging.Formatter):
             "role": self._role,
             "message": record.getMessage(),
         }
-        line.update({k: v for k, v in vars(record).items() if k not in _STANDARD})
+        for name, value in vars(record).items():
+            if name not in _STANDARD and not name.startswith("_"):  # Ray adds one of its own
+                line[name] = value
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
