@@ -93,13 +93,14 @@ async def rehearse(
             for at, step in enumerate(steps):
                 answered += step.rows
                 keep((len(ids), at), step, len(ids) + answered)
-        for rows in ROWS:
+        for asked in ROWS:
+            rows = min(asked, most_rows)
             steps.clear()
             answers = (answer(prompts[0][:1], f"{salt}-{rows}-{n}", salt) for n in range(rows))
             await asyncio.gather(*answers)
             for step in steps:
-                if step.rows == min(rows, most_rows):  # all have begun, and none has ended
-                    keep((0, rows), step, rows * ANSWER_TOKENS / 2)
+                if step.rows == rows:  # all have begun, and none has ended
+                    keep((0, asked), step, rows * ANSWER_TOKENS / 2)
     meter.on_step.remove(see)
     for step in fastest.values():
         meter.step_time.observe(*step)
