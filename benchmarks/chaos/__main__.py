@@ -93,7 +93,7 @@ def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, A
     load = Load(*asked, options.clients, options.tokens, app.tries)
     recovered: list[float] = []
     hit: list[Hit] = []
-    about = machine()
+    about, told = machine(), 0
     for number, fault in enumerate(drawn, 1):
         measured = Counter(each.fault for each in hit)[fault] < MEASURED
         time.sleep(BEFORE_S if measured else BETWEEN_S)
@@ -110,12 +110,16 @@ def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, A
             recovered.append(after / max(before, 1e-9))
             said += f", {after:.0f} events/s of {before:.0f}"
         print(said, file=sys.stderr, flush=True)
+        over = [one for one in list(load.seen) if one.over]
+        lost = [one for one in over if one.why]
+        for one in lost[told:]:
+            age_s = time.monotonic() - one.began_s
+            print(f"lost, begun {age_s:.0f} s ago: {one.why[:300]}", file=sys.stderr, flush=True)
+        told = len(lost)
         if options.json:
-            figures = summary([one for one in list(load.seen) if one.over], truth, hit, recovered)
+            figures = summary(over, truth, hit, recovered)
             Path(options.json).write_text(json.dumps({"machine": about, "figures": figures}))
     seen = load.stop()
-    for one in [one for one in seen if one.why][:5]:
-        print(f"lost: {one.why[:300]}", file=sys.stderr)
     figures = summary(seen, truth, hit, recovered)
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": about, "figures": figures}))
