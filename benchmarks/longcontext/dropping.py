@@ -26,9 +26,8 @@ from typing import Any
 
 from benchmarks.longcontext.pool import apart
 from benchmarks.sparse.serving import Engine, report
-from headrace_decode.bounded.engine.course import EARLIER_TOKENS
+from headrace.model.kvbudget import Asked, bounded_blocks
 from headrace_decode.bounded.engine.settings import BoundedSettings
-from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.engine.settings import SparseSettings
 
 AT_ONCE, PROMPT, ANSWER, SHARE = 4, 4000, 2000, 0.25
@@ -43,9 +42,7 @@ def blocks_of(tokens: int) -> int:
 
 
 WHOLE = blocks_of(PROMPT + ANSWER)
-KEPT = math.ceil(SHARE * (PROMPT // BLOCK_TOKENS)) + blocks_of(PROMPT % BLOCK_TOKENS + ANSWER)
-READING = blocks_of(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1)
-SMALL = WHOLE + READING + (AT_ONCE - 1) * KEPT
+SMALL = bounded_blocks(Asked(1, AT_ONCE, PROMPT + ANSWER, ANSWER), SHARE)
 
 
 def served(cache_blocks: int, share: float | None) -> dict[str, Any]:

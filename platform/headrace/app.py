@@ -9,6 +9,7 @@ and behind each of them decode -> prefill, as planned per request, both over one
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -27,6 +28,7 @@ from headrace._ray_compat import (
 )
 from headrace.config import AppSection, to_app_args
 from headrace.config.integrity import IntegritySection
+from headrace.config.kvbudget import planned
 from headrace.config.load import validate
 from headrace.dropin import refusals
 from headrace.observability import ProcessSetup
@@ -44,6 +46,8 @@ from headrace_engine.serving.draining import drain_options
 from headrace_engine.serving.request_router import routed_as
 from headrace_prefill.server import DPPrefillServer, PrefillServer, Standby
 
+logger = logging.getLogger(__name__)
+
 
 def build_app(args: dict[str, Any]) -> Application:
     """Build the app.
@@ -59,6 +63,11 @@ def build_app(args: dict[str, Any]) -> Application:
             environment that the process does not have.
     """
     section = AppSection.model_validate(args.get("headrace") or {})
+    if section.techniques.kv_budget is not None:
+        raise ValueError(
+            "techniques.kv_budget: it is planned for a configuration file (`headrace up`, "
+            "`headrace.app:build_configured`); here set techniques.bounded or techniques.sparse"
+        )
     if "port" not in section.gateway.model_fields_set:
         # Under a Serve config, Serve's proxy is in front; a port of our own must be asked for.
         if section.gateway.tls is not None:
@@ -119,7 +128,10 @@ def build_configured(args: dict[str, Any]) -> Application:
     Raises:
         ConfigError: the configuration cannot be used; with a line for each problem.
     """
-    return build_app(to_app_args(validate(args, files_here=False)))
+    config, plan = planned(validate(args, files_here=False))
+    if plan is not None:
+        logger.info("techniques.kv_budget: %s", plan.chosen)
+    return build_app(to_app_args(config))
 
 
 def _standby(pd: PDServingArgs, token_path: str) -> Standby | None:

@@ -80,12 +80,34 @@ def model_check_kv(
         int | None, typer.Option(min=1, help="Tokens of one request. Default: the model's limit.")
     ] = None,
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")] = 128,
+    kv_budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="GiB, as techniques.kv_budget.gib: also show what an engine on CPUs would do to "
+            "keep to it, and the error.",
+        ),
+    ] = None,
+    contexts: Annotated[int, typer.Option(min=1, help="With --kv-budget: held at once.")] = 1,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="With --kv-budget: of each context.")
+    ] = 512,
+    host_memory: Annotated[
+        float, typer.Option(min=0.0, help="With --kv-budget: GiB for KV that leaves the cache.")
+    ] = 0.0,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="With --kv-budget: the model's file from headrace calibrate sparse."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
     or int4: bytes, blocks, contexts that fit."""
     from headrace.cli import kvsize
 
+    budget = None
+    if kv_budget is not None:
+        budget = kvsize.Budget(kv_budget, contexts, answer_tokens, host_memory, calibration)
     kvsize.check_kv(
         source,
         gpu_memory_gib=gpu_memory,
@@ -93,6 +115,7 @@ def model_check_kv(
         context=context,
         block_tokens=block_tokens,
         as_json=as_json,
+        budget=budget,
     )
 
 

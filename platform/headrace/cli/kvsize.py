@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from headrace import model as models
 from headrace.cli.console import CliError, human_bytes, stdout
+from headrace.cli.show import kvbudget
 from headrace.model.facts import ModelFacts
 from headrace.model.kvsize import KVSize, kv_sizes
 
 GIB = 1 << 30
+
+
+class Budget(NamedTuple):
+    """`techniques.kv_budget`, with the file of `headrace calibrate sparse`, if there is one."""
+
+    gib: float
+    contexts: int
+    answer_tokens: int
+    host_gib: float
+    calibration: Path | None
 
 
 def check_kv(
@@ -24,8 +36,13 @@ def check_kv(
     context: int | None,
     block_tokens: int,
     as_json: bool,
+    budget: Budget | None = None,
 ) -> None:
-    """Print the table. CliError if the configuration does not tell, or the weights do not fit."""
+    """Print the table. CliError if the configuration does not tell, or the weights do not fit.
+
+    Args:
+        budget: print how an engine keeps to it, too.
+    """
     try:
         facts = _facts(source)
         weights = (facts.params or 0) * facts.dtype_bytes
@@ -37,6 +54,7 @@ def check_kv(
             )
         tokens = context or facts.max_model_len
         sizes = kv_sizes(facts, memory, tokens, block_tokens)
+        plan = _planned(facts, tokens, budget) if budget is not None else None
     except models.ModelError as error:
         raise CliError(str(error)) from None
     if as_json:
@@ -48,7 +66,7 @@ def check_kv(
             "block_tokens": block_tokens,
             "rows": [asdict(size) for size in sizes],
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | ({"kv_budget": plan} if plan else {}), indent=2))
         return
     known = f"beside weights of {human_bytes(weights)}" if weights else "if weights took nothing"
     print(
@@ -58,6 +76,26 @@ def check_kv(
     )
     stdout().print(_table(sizes))
     print("int4 is the KV store's: an engine decodes it at loading.")
+    if plan is not None:
+        print()
+        kvbudget.render(plan, stdout())
+
+
+def _planned(facts: ModelFacts, tokens: int, budget: Budget) -> dict[str, Any]:
+    """How an engine on CPUs would keep to the budget."""
+    from headrace.model.kvbudget import Asked, plan
+    from headrace_decode.sparse.engine.calibration import CalibrationError, read
+
+    measured, unit_tokens = None, 32
+    if budget.calibration is not None:
+        try:
+            file = read(budget.calibration)
+        except CalibrationError as error:
+            raise CliError(f"{budget.calibration} cannot be used: {error}") from None
+        measured, unit_tokens = dict(file.kl), file.unit_tokens
+    here, host = int(budget.gib * GIB), int(budget.host_gib * GIB)
+    asked = Asked(here, budget.contexts, tokens, budget.answer_tokens, host)
+    return kvbudget.told(plan(facts, asked, measured, unit_tokens))
 
 
 def _facts(source: str) -> ModelFacts:

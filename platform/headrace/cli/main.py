@@ -213,12 +213,19 @@ def top(
 @app.command()
 def explain(
     request_id: Annotated[
-        str, typer.Argument(help="The request's id: x-request-id of its answer.", metavar="REQUEST")
-    ],
+        str | None,
+        typer.Argument(
+            help="The request's id: x-request-id of its answer. Without one: how engines keep to "
+            "techniques.kv_budget.",
+            metavar="REQUEST",
+            show_default=False,
+        ),
+    ] = None,
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the plan of a request: where it went, at what predicted price, and why."""
+    """Show the plan of a request: where it went, at what predicted price, and why. Or that of the
+    KV budget: what holds the contexts, with what error, and what else was possible."""
     from headrace.cli.show import explain as command
 
     command.explain(request_id, name, as_json=as_json)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from headrace.cli.reap import Belongings
 from headrace.observability.shared_memory import ProcessId
@@ -42,6 +43,7 @@ class Instance:
     keeper: ProcessId | None = None
     started_at: float = 0.0  # seconds since the epoch
     shm_before: list[str] = field(default_factory=list)
+    kv_plan: dict[str, Any] | None = None  # for techniques.kv_budget
 
     def belongings(self) -> Belongings:
         """How its processes and files are recognised."""

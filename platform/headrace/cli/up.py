@@ -28,6 +28,7 @@ import psutil
 from headrace.cli import client, cluster, deploy, down, state
 from headrace.cli.console import CliError, stderr, stdout
 from headrace.cli.display import Display
+from headrace.cli.show import kvbudget
 from headrace.config import HeadraceConfig, to_app_args, warnings
 from headrace.config.keyfile import hash_of, new_key
 from headrace.observability.shared_memory import ProcessId
@@ -178,6 +179,7 @@ class _Start:
             with deploy.Deploying(environment, log) as deploying:
                 display.step(f"getting {self.config.model.source or self.config.model.id}")
                 self.config = _with_model(self.config, display)
+                self._plan_kv()
                 if node is not None and spec is not None:
                     display.step("waiting for Ray")
                     left_s = max(1.0, deadline - time.monotonic())
@@ -192,6 +194,15 @@ class _Start:
             self.deletion.dismiss()
         self.ready = True
         _announce(self.instance, took_s, self.detach)
+
+    def _plan_kv(self) -> None:
+        """Put what keeps to `techniques.kv_budget` into the configuration."""
+        if self.config.techniques.kv_budget is None:
+            return
+        from headrace.config.kvbudget import planned
+
+        self.config, plan = planned(self.config)
+        self.instance.kv_plan = kvbudget.told(plan) if plan is not None else None
 
     def _deploy(self, deploying: deploy.Deploying, display: Display, deadline: float) -> None:
         instance, config = self.instance, self.config
@@ -310,6 +321,8 @@ def _announce(instance: state.Instance, took_s: float, detach: bool) -> None:
         f"try        curl {instance.endpoint}/v1/chat/completions "
         f"-H 'Content-Type: application/json'{key} -d '{body}'"
     )
+    if instance.kv_plan is not None:
+        lines.insert(2, f"kv budget  {kvbudget.summary(instance.kv_plan)}")
     name = "" if instance.name == "default" else f" --name {instance.name}"
     how = f"headrace down{name}" if detach else "Ctrl-C"
     lines.append(f"ready      after {took_s:.0f} s; stop it with {how}")

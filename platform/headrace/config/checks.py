@@ -217,13 +217,16 @@ def _kv_holds_one_request(config: HeadraceConfig) -> Iterator[Problem]:
     if shape is None:
         return
     kv_bytes_per_token, model_max_tokens = shape
+    techniques = config.techniques
     for name, role in config.roles().items():
         tokens = role.engine.get("max_model_len") or config.model.max_model_len or model_max_tokens
         given = role.kv_cache_bytes
         if given is None or not isinstance(tokens, int):
             continue
+        if name == "decode" and (techniques.kv_budget or techniques.sparse.offload_gib):
+            continue  # KV may leave the cache
         # Whole blocks, of 128 tokens on the CPU; each worker holds its share.
-        per_token = kv_bytes_per_token * _widening(role)
+        per_token = kv_bytes_per_token * kv_widening(role)
         needed = (tokens + 127) // 128 * 128 * per_token // role.world_size
         if needed > given:
             fits = given * role.world_size // per_token // 128 * 128
@@ -274,7 +277,7 @@ def _object_warnings(config: HeadraceConfig) -> list[str]:
     return []
 
 
-def _widening(role: RoleSettings) -> int:
+def kv_widening(role: RoleSettings) -> int:
     """2 where the engine keeps KV in 32 bits, else 1: models are described with 16."""
     dtype = role.engine.get("dtype")
     if dtype is None and role.gpus == 0 and not cpu_computes_bfloat16():

@@ -339,6 +339,11 @@ class AppSection(Section):
         used = [name for name, mode in modes.items() if mode != "off"]
         if not used:
             return self
+        if self.techniques.kv_budget is not None:
+            raise ValueError(
+                f"techniques.{used[0]}.mode: techniques.kv_budget chooses what is on; set one of "
+                "the two"
+            )
         codec = self.store.engine.get("codec", "raw")
         if self.store.enabled and codec != "raw":
             raise ValueError(

@@ -90,6 +90,29 @@ class BoundedSection(Section):
     )
 
 
+class KVBudgetSection(Section):
+    """A budget for the KV of each decode engine, in place of `decode.kv_cache_gb`. Bounded contexts
+    or sparse attention with offload are then on for all requests, or neither: what keeps to the
+    budget with the least error (docs/bounded.md). Their `mode` must be `off`."""
+
+    gib: float = Field(
+        gt=0,
+        description="GiB for the KV cache and what is kept beside it to choose by.",
+    )
+    contexts: int = Field(
+        default=1, ge=1, description="Requests of `model.max_model_len` tokens that run at once."
+    )
+    answer_tokens: int = Field(
+        default=512, ge=1, description="Tokens of these that are the answer. Their KV is kept."
+    )
+    host_gib: float = Field(
+        default=0,
+        ge=0,
+        description="GiB of host memory for KV that leaves the cache. More than 0 needs "
+        "`techniques.sparse.calibration` to be of use.",
+    )
+
+
 class TechniquesSection(Section):
     """Lossy techniques. None is on by default (docs/techniques.md)."""
 
@@ -101,4 +124,7 @@ class TechniquesSection(Section):
     )
     bounded: BoundedSection = Field(
         default_factory=BoundedSection, description="Bounded contexts; see the third table."
+    )
+    kv_budget: KVBudgetSection | None = Field(
+        default=None, description="A budget for KV; see the fourth table. null: none."
     )

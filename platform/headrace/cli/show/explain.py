@@ -1,4 +1,5 @@
-"""`headrace explain`: prints the plan of one request, `GET /headrace/v1/plans/{request_id}`."""
+"""`headrace explain`: prints the plan of one request, `GET /headrace/v1/plans/{request_id}`, or how
+the app's engines keep within their budget of KV."""
 
 from __future__ import annotations
 
@@ -10,12 +11,28 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.cli import client
-from headrace.cli.console import stdout
+from headrace.cli.console import CliError, stdout
+from headrace.cli.show import kvbudget
 
 
-def explain(request_id: str, name: str | None, *, as_json: bool) -> None:
-    """Print a plan. Raises CliError if no instance runs, or none remembers the request."""
+def explain(request_id: str | None, name: str | None, *, as_json: bool) -> None:
+    """Print a plan. Raises CliError if no instance runs, or none remembers the request.
+
+    Args:
+        request_id: None for the plan of `techniques.kv_budget`.
+    """
     instance = client.running_instance(name)
+    if request_id is None:
+        if instance.kv_plan is None:
+            raise CliError(
+                "name a request, by the x-request-id of its answer: without one this explains "
+                "techniques.kv_budget, which is not set"
+            )
+        if as_json:
+            print(json.dumps(instance.kv_plan, indent=2))
+        else:
+            kvbudget.render(instance.kv_plan, stdout())
+        return
     plan = client.get_json(instance, f"/headrace/v1/plans/{quote(request_id, safe='')}")
     if as_json:
         print(json.dumps(plan, indent=2))

@@ -1,0 +1,58 @@
+"""Prints how an engine keeps within a budget of KV: for `explain`, `up` and `model check-kv`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.cli.console import human_bytes
+
+if TYPE_CHECKING:
+    from headrace.model.kvbudget import Plan
+
+
+def told(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data. Raises ModelError if nothing keeps to the budget."""
+    ways = [asdict(way) | {"sizes": way.sizes._asdict()} for way in plan.ways]
+    return {"asked": asdict(plan.asked), "ways": ways, "chosen": plan.chosen.name}
+
+
+def summary(plan: dict[str, Any]) -> str:
+    """What was chosen, in a line."""
+    way = next(way for way in plan["ways"] if way["name"] == plan["chosen"])
+    if way["name"] == "all":
+        return "all KV is kept; answers are exact"
+    what = "is kept of long prompts" if way["name"] == "bounded" else "is attended to; all is kept"
+    return f"{way['name']}: {way['share']:.0%} {what}; expected KL {_kl(way)} a token"
+
+
+def render(plan: dict[str, Any], out: Console) -> None:
+    """Print each way, and which one was chosen."""
+    asked = plan["asked"]
+    out.print(
+        f"{human_bytes(asked['budget_bytes'])} for KV, and {human_bytes(asked['host_bytes'])} of "
+        f"host memory, for {asked['contexts']} contexts of {asked['context_tokens']} tokens, "
+        f"{asked['answer_tokens']} of them the answer",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("way", "share", "KL", "cache", "beside it", "host", ""):
+        table.add_column(
+            column, justify="left" if column in ("way", "") else "right", overflow="fold"
+        )
+    for way in plan["ways"]:
+        known = way["kl"] is not None
+        sizes = [human_bytes(size) if known else "" for size in way["sizes"].values()]
+        chosen = "chosen: the least error that fits" if way["name"] == plan["chosen"] else ""
+        share = f"{way['share']:.0%}" if known else ""
+        table.add_row(way["name"], share, _kl(way), *sizes, way["why_not"] or chosen)
+    out.print(table)
+
+
+def _kl(way: dict[str, Any]) -> str:
+    return "" if way["kl"] is None else f"{way['kl']:.2g}"

@@ -1,0 +1,95 @@
+"""Puts the plan for `techniques.kv_budget` into a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.config.calibration import FIELD, calibrated
+from headrace.config.checks import kv_widening
+from headrace.config.load import ConfigError
+from headrace.config.schema import HeadraceConfig
+from headrace.config.section import GIB, Section
+from headrace.model.facts import describe
+from headrace.model.kvbudget import STEP_TOKENS, Asked, Plan, Way, plan
+from headrace.model.registry import ModelError
+
+SECTION = "techniques.kv_budget"
+
+
+def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
+    """The configuration with what the plan chose in place of the budget; the plan, if there is one.
+
+    Args:
+        config: `model.source` is a folder.
+
+    Raises:
+        ConfigError: the model cannot be read, or nothing keeps to the budget.
+    """
+    techniques, decode = config.techniques, config.decode
+    budget = techniques.kv_budget
+    if budget is None:
+        return config, None
+    try:
+        facts = describe(Path(config.model.source or config.model.id).expanduser())
+        facts = replace(facts, dtype_bytes=facts.dtype_bytes * kv_widening(decode))
+        own = decode.engine.get("max_model_len") or config.model.max_model_len
+        asked = Asked(
+            budget_bytes=int(budget.gib * GIB),
+            contexts=budget.contexts,
+            context_tokens=int(own or facts.max_model_len),
+            answer_tokens=budget.answer_tokens,
+            host_bytes=int(budget.host_gib * GIB),
+        )
+        units = techniques.sparse.unit_tokens
+        found = plan(facts, asked, _measured(config), units, _refused(config))
+        return _with(config, found.chosen), found
+    except ModelError as error:
+        raise ConfigError([f"{SECTION}: {error}"]) from None
+
+
+def _measured(config: HeadraceConfig) -> dict[float, float] | None:
+    """The error of sparse attention by share."""
+    try:
+        file = calibrated(config.techniques.sparse.model_copy(update={"mode": "auto"}))
+    except ValueError as error:
+        raise ConfigError([f"{FIELD}: {error}"]) from None
+    return dict(file.kl) if file is not None else None
+
+
+def _refused(config: HeadraceConfig) -> dict[str, str]:
+    """Why an engine of this configuration cannot bound or offload contexts."""
+    why = ""
+    if config.decode.gpus:
+        why = "engines on CPUs only"
+    elif config.store.enabled and (codec := config.store.engine.get("codec", "raw")) != "raw":
+        why = f'the codec "{codec}" does not know the order of its keys'
+    refused = {"bounded": why, "offloaded": why}
+    if not why and config.techniques.reuse.mode != "off":
+        refused["offloaded"] = "techniques.reuse corrects KV where it lies in the cache"
+    return refused
+
+
+def _with(config: HeadraceConfig, way: Way) -> HeadraceConfig:
+    """The configuration that does it."""
+    techniques, decode = config.techniques, config.decode
+    assert techniques.kv_budget is not None
+    cache_gib = techniques.kv_budget.gib
+    changed: dict[str, Section] = {}
+    engine = dict(decode.engine)
+    if way.name == "bounded":
+        on = {"mode": "auto", "share": way.share}
+        changed["bounded"] = techniques.bounded.model_copy(update=on)
+    if way.name == "offloaded":
+        # A byte more: GiB are not exact, and the engine counts whole blocks.
+        cache_gib, host_gib = ((size + 1) / GIB for size in (way.sizes.cache, way.sizes.host))
+        on = {"mode": "auto", "share": way.share, "offload_gib": host_gib}
+        changed["sparse"] = techniques.sparse.model_copy(update=on)
+        engine.setdefault("long_prefill_token_threshold", STEP_TOKENS)
+    sized = {"kv_cache_gb": cache_gib, "engine": engine}
+    return config.model_copy(
+        update={
+            "techniques": techniques.model_copy(update=changed | {"kv_budget": None}),
+            "decode": decode.model_copy(update=sized),
+        }
+    )

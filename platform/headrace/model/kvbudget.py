@@ -1,0 +1,264 @@
+"""Decides how an engine keeps within a budget of KV: by which technique, with which share.
+
+An engine is to answer n requests at once, each of p prompt and a answer tokens.
+
+| way       | blocks of its cache                                     | beside it    | host memory |
+|-----------|---------------------------------------------------------|--------------|-------------|
+| all       | n * whole                                               |              |             |
+| bounded   | whole + reading + (n - 1) * (kept + tail)               |              |             |
+| offloaded | n * (slots + window)                                    | see below    | n * whole   |
+
+`whole` is p + a in blocks. A bounded context is kept in `kept`, a share of its prompt's whole
+blocks, and `tail`, all tokens behind them. One is there as a whole, and `reading`, what reads it
+again (docs/bounded.md). `slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
+Beside the cache lie summaries of all units, and one layer of one context, where its KV is lined up.
+
+Each way takes the largest share that fits. The one with the least error (KL) is chosen. A KL was
+measured at some shares, and is read off between them on a line of logarithms. None is promised for
+a share below the least that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from headrace.model.facts import ModelFacts
+from headrace.model.registry import ModelError
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS, LEAST_FREED
+from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
+from headrace_decode.sparse.basis import COORDINATES
+from headrace_decode.sparse.engine.counts import LEAST_TOKENS, chosen_units
+from headrace_decode.sparse.layout import Layout
+from headrace_decode.sparse.offload.sizes import footprint
+from headrace_decode.sparse.summaries import RANK_BESIDE
+
+BOUNDED_KL = {0.5: 0.0006, 0.25: 0.011, 0.12: 0.073}
+"""Mean KL of a token in nats by share, as an engine keeps contexts: SmolLM2-135M, six contexts of
+3,000 tokens (docs/bounded.md, `python -m benchmarks.longcontext`)."""
+BLOCK_TOKENS = 128
+"""Of a block of engines on CPUs, which alone drop or offload KV."""
+STEP_TOKENS = 128
+"""Most tokens of a prompt that an offloaded context is computed by in one step."""
+STEPS_UNDER_WAY = 2
+NULL_BLOCK = 1
+"""vLLM gives it to nobody."""
+SUM_BYTES = 8
+"""Of a unit's sum, for each layer."""
+UNCALIBRATED = "needs techniques.sparse.calibration, a file of `headrace calibrate sparse`"
+GIB = 1 << 30
+
+Curve = Mapping[float, float]
+"""Mean KL of a token in nats, by share."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an engine must hold, and where.
+
+    Attributes:
+        budget_bytes: for KV and what is kept beside it for choosing. host_bytes: for offloaded KV.
+        contexts: at once. context_tokens: of each, its `answer_tokens` included.
+    """
+
+    budget_bytes: int
+    contexts: int
+    context_tokens: int
+    answer_tokens: int
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("budget_bytes", "contexts", "context_tokens", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} is {getattr(self, name)}: it must be above 0")
+        if self.answer_tokens >= self.context_tokens:
+            raise ModelError(
+                f"answers of {self.answer_tokens} tokens leave nothing of contexts of "
+                f"{self.context_tokens}"
+            )
+
+
+class Sizes(NamedTuple):
+    """Bytes of a way: in the engine's KV cache; beside it, for choosing; in host memory."""
+
+    cache: int
+    beside: int = 0
+    host: int = 0
+
+    def lacks(self, asked: Asked) -> str:
+        """What is not there, in words; empty if it fits."""
+        found = []
+        if self.cache + self.beside > asked.budget_bytes:
+            found.append(f"{(self.cache + self.beside) / GIB:.3g} GiB")
+        if self.host > asked.host_bytes:
+            found.append(f"{self.host / GIB:.3g} GiB of host memory")
+        return " and ".join(found) and f"needs {' and '.join(found)}"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to hold the contexts, with the largest share that fits.
+
+    Attributes:
+        name: "all", "bounded" or "offloaded".
+        share: of the KV that is kept, or attended to; if none fits, the least one.
+        kl: expected, mean of a token in nats; None if the way is none.
+        why_not: why it cannot be taken; empty if it can.
+    """
+
+    name: str
+    share: float
+    kl: float | None
+    sizes: Sizes
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for, and each way in the order of the table above."""
+
+    asked: Asked
+    ways: list[Way]
+
+    @property
+    def chosen(self) -> Way:
+        """The possible way of least error.
+
+        Raises:
+            ModelError: there is none; with what each of them lacks.
+        """
+        possible = [way for way in self.ways if not way.why_not]
+        if not possible:
+            lacks = "; ".join(f"{way.name}: {way.why_not}" for way in self.ways)
+            raise ModelError(f"nothing keeps to {self.asked.budget_bytes / GIB:.3g} GiB: {lacks}")
+        return min(possible, key=lambda way: way.kl or 0.0)
+
+
+def kl_at(curve: Curve, share: float) -> float:
+    """KL at a share: between two measured ones on a line of logarithms, above all the last one's.
+
+    Raises:
+        ValueError: it is below the least share that was measured.
+    """
+    shares = sorted(curve)
+    if share < shares[0]:
+        raise ValueError(f"{share:g} is below {shares[0]:g}, the least share that was measured")
+    for low, high in pairwise(shares):
+        if share <= high:
+            part = math.log(share / low) / math.log(high / low)
+            return float(curve[low] ** (1 - part) * curve[high] ** part)
+    return curve[shares[-1]]
+
+
+def plan(
+    facts: ModelFacts,
+    asked: Asked,
+    sparse_kl: Curve | None = None,
+    unit_tokens: int = 32,
+    refused: Mapping[str, str] | None = None,
+) -> Plan:
+    """The way to hold the contexts, and the others.
+
+    Args:
+        facts: of the model; `dtype_bytes` as the engine keeps KV.
+        sparse_kl: of the model, from `headrace calibrate sparse`. Without it nothing is offloaded.
+        unit_tokens: that sparse attention chooses by.
+        refused: why the engine cannot take a way, by its name.
+    """
+    block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
+
+    def whole(_: float) -> Sizes:
+        return Sizes((NULL_BLOCK + asked.contexts * _blocks(asked.context_tokens)) * block_bytes)
+
+    def bounded(share: float) -> Sizes:
+        return Sizes((NULL_BLOCK + bounded_blocks(asked, share)) * block_bytes)
+
+    def offloaded(share: float) -> Sizes | None:
+        return _offloaded(facts, asked, share, unit_tokens)
+
+    of_ways: dict[str, tuple[Curve, Callable[[float], Sizes | None]]] = {
+        "all": ({1.0: 0.0}, whole),
+        "bounded": (BOUNDED_KL, bounded),
+        "offloaded": (sparse_kl or {}, offloaded),
+    }
+    none = {"bounded": _too_short(asked), "offloaded": "" if sparse_kl else UNCALIBRATED}
+    none |= {name: why for name, why in (refused or {}).items() if why}
+    return Plan(
+        asked,
+        [
+            Way(name, 0.0, None, Sizes(0), none[name])
+            if none.get(name)
+            else _fitting(name, curve, asked, sizes)
+            for name, (curve, sizes) in of_ways.items()
+        ],
+    )
+
+
+def bounded_blocks(asked: Asked, share: float) -> int:
+    """Blocks of a cache in which all contexts are served at once: they are dropped in turn, so one
+    at most is whole (`python -m benchmarks.longcontext.dropping`)."""
+    context = asked.context_tokens - asked.answer_tokens
+    kept = _kept(context, share)
+    tail = _blocks(context % BLOCK_TOKENS + asked.answer_tokens)
+    reading = _blocks(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1)
+    whole = _blocks(asked.context_tokens)
+    return whole + reading + (asked.contexts - 1) * (kept + tail)
+
+
+def _too_short(asked: Asked) -> str:
+    """Why bounding frees nothing of such contexts; empty if it does."""
+    context = asked.context_tokens - asked.answer_tokens
+    freed = context // BLOCK_TOKENS - _kept(context, min(BOUNDED_KL))
+    return "" if freed >= LEAST_FREED else f"a prompt of {context} tokens is too short to drop from"
+
+
+def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes | None:
+    """None where no row would choose, or a whole context fits the cache: a prefill engine computes
+    it then, and its KV stays in the cache."""
+    chosen = chosen_units(asked.context_tokens, unit_tokens, share)
+    if chosen is None:
+        return None
+    step_tokens = STEPS_UNDER_WAY * STEP_TOKENS
+    one = footprint(asked.context_tokens, chosen, unit_tokens, BLOCK_TOKENS, step_tokens)
+    cache, host = asked.contexts * one.blocks, asked.contexts * one.host
+    if cache >= one.host:
+        return None
+    cache += NULL_BLOCK
+    layout = Layout(unit_tokens, facts.head_dim, RANK_BESIDE, COORDINATES)
+    units = (cache + host) * BLOCK_TOKENS // unit_tokens
+    summaries = units * facts.kv_layers * (facts.kv_heads * layout.nbytes + SUM_BYTES)
+    block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
+    buffer = one.host * block_bytes // facts.kv_layers
+    return Sizes(cache * block_bytes, summaries + buffer, host * block_bytes)
+
+
+def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Sizes | None]) -> Way:
+    """The way with the largest share, in hundredths, that fits; else the least, and what it needs.
+
+    Args:
+        sizes: at a share; None where the way is none.
+    """
+    least, most = (round(100 * share) for share in (min(curve), max(curve)))
+    short = f"only contexts longer than the cache, and than {LEAST_TOKENS} tokens, are offloaded"
+    last = Way(name, 0.0, None, Sizes(0), short)
+    for share in (hundredths / 100 for hundredths in range(most, least - 1, -1)):
+        needed = sizes(share)
+        if needed is None:
+            continue
+        lacks = needed.lacks(asked)
+        last = Way(name, share, kl_at(curve, share), needed, lacks)
+        if not lacks:
+            break
+    return last
+
+
+def _kept(context_tokens: int, share: float) -> int:
+    """Blocks that a context's whole blocks are kept in."""
+    return max(1, math.ceil(share * (context_tokens // BLOCK_TOKENS)))
+
+
+def _blocks(tokens: int) -> int:
+    return math.ceil(tokens / BLOCK_TOKENS)

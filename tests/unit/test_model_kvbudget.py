@@ -1,0 +1,248 @@
+"""Which way of holding KV is taken under a budget, and what its bytes are."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.app import build_app
+from headrace.cli import state
+from headrace.cli.main import main
+from headrace.cli.show import explain, kvbudget
+from headrace.config import ConfigError, HeadraceConfig, load_config
+from headrace.config.kvbudget import planned
+from headrace.model.facts import facts_from_config
+from headrace.model.kvbudget import BOUNDED_KL, GIB, Asked, Plan, Way, kl_at, plan
+from headrace.model.registry import ModelError
+from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+FACTS = facts_from_config(SMALL)
+SPARSE_KL = {0.05: 0.133, 0.1: 0.047, 0.2: 0.010, 0.3: 0.003}
+WHOLE = 8192 * FACTS.kv_bytes_per_token
+"""Bytes of one context."""
+
+
+def asked(contexts: float, at_once: int, host: int = 0) -> Asked:
+    """A budget of so many whole contexts, and host memory for as many."""
+    return Asked(int(contexts * WHOLE), at_once, 8192, 512, host * WHOLE)
+
+
+def way(found: Plan, name: str) -> Way:
+    return next(each for each in found.ways if each.name == name)
+
+
+# ---- the choice -----------------------------------------------------------------------------
+
+
+def test_where_all_fits_nothing_is_lost() -> None:
+    found = plan(FACTS, asked(4.1, 4, 4), SPARSE_KL)
+    assert (found.chosen.name, found.chosen.share, found.chosen.kl) == ("all", 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "at_once", "host", "name"),
+    [
+        (2, 4, 4, "bounded"),  # one whole context and a part of three
+        (1, 4, 4, "offloaded"),  # the one is all of it
+        (0.5, 1, 1, "offloaded"),
+        (8, 16, 16, "bounded"),  # slots of so many are more than a context
+    ],
+)
+def test_the_least_error_that_fits_is_taken(
+    contexts: float, at_once: int, host: int, name: str
+) -> None:
+    found = plan(FACTS, asked(contexts, at_once, host), SPARSE_KL)
+    assert found.chosen.name == name
+    possible = [each.kl for each in found.ways if each.kl is not None and not each.why_not]
+    assert found.chosen.kl == min(possible)
+
+
+@given(st.floats(0.05, 9), st.integers(1, 8), st.integers(0, 8), st.sampled_from([None, SPARSE_KL]))
+def test_what_is_chosen_fits_and_no_larger_share_would(
+    contexts: float, at_once: int, host: int, curve: dict[float, float] | None
+) -> None:
+    wanted = asked(contexts, at_once, host)
+    try:
+        chosen = plan(FACTS, wanted, curve).chosen
+    except ModelError as error:
+        assert all(f"{name}: " in str(error) for name in ("all", "bounded", "offloaded"))
+        return
+    assert chosen.sizes.cache + chosen.sizes.beside <= wanted.budget_bytes
+    assert chosen.sizes.host <= wanted.host_bytes
+    if chosen.name == "bounded" and chosen.share < max(BOUNDED_KL):
+        freed = 60 - math.ceil((chosen.share + 0.01) * 60)
+        larger = chosen.sizes.cache + (at_once - 1) * 128 * FACTS.kv_bytes_per_token
+        assert freed == 60 - math.ceil(chosen.share * 60) or larger > wanted.budget_bytes
+
+
+def test_a_way_that_does_not_fit_says_what_it_needs() -> None:
+    found = plan(FACTS, asked(0.5, 1), SPARSE_KL)
+    assert way(found, "offloaded").why_not.endswith("GiB of host memory")
+    assert way(found, "all").why_not == "needs 0.179 GiB"
+    with pytest.raises(ModelError, match=r"nothing keeps to 0\.0879 GiB: all: needs 0\.179 GiB; "):
+        _ = found.chosen
+
+
+def test_without_a_calibration_nothing_is_offloaded_since_its_error_is_not_known() -> None:
+    why = way(plan(FACTS, asked(0.5, 1, 1)), "offloaded").why_not
+    assert "headrace calibrate sparse" in why
+
+
+def test_short_contexts_are_neither_dropped_nor_offloaded() -> None:
+    found = plan(FACTS, Asked(1 << 20, 4, 1024, 512, GIB), SPARSE_KL)
+    assert "too short" in way(found, "bounded").why_not
+    assert "only contexts longer" in way(found, "offloaded").why_not
+
+
+@pytest.mark.parametrize(
+    ("field", "sizes"),
+    [("contexts", (1, 0, 8, 4)), ("budget_bytes", (0, 1, 8, 4)), ("leave nothing", (1, 1, 8, 8))],
+)
+def test_what_cannot_be_asked_for_is_named(field: str, sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ModelError, match=field):
+        Asked(*sizes)
+
+
+# ---- errors and bytes -----------------------------------------------------------------------
+
+
+@given(st.floats(0.05, 1.0))
+def test_the_error_runs_through_what_was_measured_and_falls_between(share: float) -> None:
+    assert all(kl_at(SPARSE_KL, each) == pytest.approx(kl) for each, kl in SPARSE_KL.items())
+    found = kl_at(SPARSE_KL, share)
+    assert min(SPARSE_KL.values()) <= found <= max(SPARSE_KL.values())
+    assert kl_at(SPARSE_KL, min(1.0, share + 0.01)) <= found
+
+
+def test_no_error_is_promised_below_the_least_share() -> None:
+    with pytest.raises(ValueError, match="the least share that was measured"):
+        kl_at(SPARSE_KL, 0.04)
+
+
+def test_a_bounded_cache_holds_one_whole_context_what_reads_it_and_a_share_of_the_others() -> None:
+    found = way(plan(FACTS, asked(2, 4)), "bounded")
+    kept = math.ceil(found.share * 60) + 4  # of 7,680 tokens, and 512 of the answer
+    blocks = 1 + 64 + 5 + 3 * kept
+    assert found.sizes.cache == blocks * 128 * FACTS.kv_bytes_per_token
+
+
+def test_offloaded_bytes_beside_the_cache_are_summaries_and_one_layer() -> None:
+    found = way(plan(FACTS, asked(0.5, 1, 1), SPARSE_KL), "offloaded")
+    block = 128 * FACTS.kv_bytes_per_token
+    units = 4 * (found.sizes.cache + found.sizes.host) // block
+    one_layer = WHOLE // 30
+    # Of a unit of 32 tokens with a basis: 10.1 % of its keys, and 8 bytes for each layer.
+    summary = found.sizes.beside - one_layer - units * 30 * 8
+    assert summary / (units * 32 * FACTS.kv_bytes_per_token / 2) == pytest.approx(0.101, abs=0.001)
+
+
+# ---- in an app ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    shape = Shape.of(SMALL)
+    rank = 20
+    bases = [
+        Basis(*(np.zeros(s, np.float32) for s in ((3, 64), (3, 64, rank), (3, rank, 64))))
+        for _ in range(30)
+    ]
+    write(tmp_path / "sparse", Calibration("s", shape, 32, SPARSE_KL, 0.02, 0.2), bases)
+    return tmp_path
+
+
+def config(model: Path, *more: str) -> HeadraceConfig:
+    fixed = f"model.source={model}", "techniques.kv_budget.contexts=4", "decode.engine.dtype=half"
+    return load_config(overrides=[*fixed, "prefill.engine.dtype=half", *more])
+
+
+def test_a_plan_becomes_the_techniques_of_an_app(model: Path) -> None:
+    bounded, found = planned(config(model, "techniques.kv_budget.gib=0.4"))
+    assert found is not None and found.chosen.name == "bounded"
+    assert bounded.techniques.kv_budget is None
+    assert bounded.techniques.bounded.mode == "auto"
+    assert bounded.techniques.bounded.share == found.chosen.share
+    assert bounded.decode.kv_cache_gb == 0.4
+
+    calibration = f"techniques.sparse.calibration={model / 'sparse'}"
+    tight = "techniques.kv_budget.gib=0.2", "techniques.kv_budget.host_gib=1", calibration
+    offloaded, found = planned(config(model, *tight))
+    assert found is not None and found.chosen.name == "offloaded"
+    sparse, decode = offloaded.techniques.sparse, offloaded.decode
+    assert (sparse.mode, sparse.share) == ("auto", found.chosen.share)
+    assert int(sparse.offload_gib * GIB) >= found.chosen.sizes.host
+    assert decode.kv_cache_bytes is not None and decode.kv_cache_bytes >= found.chosen.sizes.cache
+    assert decode.engine["long_prefill_token_threshold"] == 128
+
+    whole, _ = planned(config(model, "techniques.kv_budget.gib=1"))
+    assert whole.techniques.bounded.mode == whole.techniques.sparse.mode == "off"
+    assert planned(whole) == (whole, None)
+
+
+def test_engines_keep_all_of_what_they_cannot_drop(model: Path) -> None:
+    gpu = "decode.gpus=1", "prefill.gpus=1", "techniques.kv_budget.gib=0.4"
+    with pytest.raises(ConfigError, match="bounded: engines on CPUs only"):
+        planned(config(model, *gpu))
+    codec = "store.engine.codec=int4", "techniques.kv_budget.gib=0.4"
+    with pytest.raises(ConfigError, match='the codec "int4"'):
+        planned(config(model, *codec))
+
+
+def test_what_contradicts_a_budget_is_refused(model: Path) -> None:
+    on = "techniques.kv_budget.gib=0.4", "techniques.bounded.mode=request"
+    with pytest.raises(ConfigError, match=r"techniques\.bounded\.mode: techniques\.kv_budget"):
+        config(model, *on)
+    with pytest.raises(ConfigError, match=r"^techniques\.kv_budget: nothing keeps to 0\.1 GiB"):
+        planned(config(model, "techniques.kv_budget.gib=0.1"))
+    with pytest.raises(ValueError, match="planned for a configuration file"):
+        build_app({"headrace": {"techniques": {"kv_budget": {"gib": 1}}}})
+
+
+# ---- what is told ---------------------------------------------------------------------------
+
+
+def test_check_kv_foresees_the_plan(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--kv-budget", "0.2", "--contexts", "4", "--host-memory", "1"
+    command = ["model", "check-kv", str(model), *asked, "--calibration", str(model / "sparse")]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)["kv_budget"]
+    assert found["chosen"] == "offloaded" and found["ways"][0]["name"] == "all"
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "chosen" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["model", "check-kv", str(model), "--kv-budget", "0.01"])
+    assert ended.value.code and "nothing keeps to 0.01 GiB" in capsys.readouterr().err
+
+
+def test_explain_without_a_request_shows_the_running_apps_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance = state.Instance("app", "token")
+    monkeypatch.setattr(explain.client, "running_instance", lambda name: instance)
+    with pytest.raises(explain.CliError, match="name a request"):
+        explain.explain(None, None, as_json=False)
+    instance.kv_plan = kvbudget.told(plan(FACTS, asked(2, 4)))
+    explain.explain(None, None, as_json=False)
+    assert "bounded" in capsys.readouterr().out
+    assert kvbudget.summary(instance.kv_plan).startswith("bounded: 25% is kept of long prompts")
