@@ -12,6 +12,9 @@ once more with that, and the stream goes on from whichever gateway answers
 (`headrace_decode.replay.resumed`). The caller sees a pause. Servers that know nothing of this are
 asked as ever.
 
+A request whose connection breaks before its answer begins is sent again, twice at most. Where
+nobody listens, the caller hears of it at once.
+
 What a stream has grown beyond `MOST_BYTES` cannot be resumed; its break is the caller's then.
 """
 
@@ -30,11 +33,14 @@ MOST_BYTES = 6 * 2**20
 PATIENCE_S = 60.0
 """From the break until some gateway has to go on."""
 LONGEST_PAUSE_S = 2.0
+PAUSES_S = 0.1, 1.0
+"""Before a request without an answer is sent again."""
 
 _STOPPING = b"This gateway stops"
 _REFUSED = MARK + b'"'
 _LATER = frozenset({429, 500, 502, 503, 504})
 _BREAKS = (httpx.NetworkError, httpx.RemoteProtocolError)
+_UNANSWERED = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 _NAME = RESUME.decode()
 
 
@@ -164,11 +170,19 @@ class Resuming(httpx.BaseTransport):
         request.read()
         if not _asks_for_stream(request):
             return self._inner.handle_request(request)
-        response = self._inner.handle_request(_opted_in(request))
+        response = self._begin(_opted_in(request))
         if _NAME not in response.headers:
             return response
         stream = _SyncBody(self._inner, response, _Stream(request, response, self._patience_s))
         return _with_stream(response, stream)
+
+    def _begin(self, request: httpx.Request) -> httpx.Response:
+        for pause_s in PAUSES_S:
+            try:
+                return self._inner.handle_request(request)
+            except _UNANSWERED:
+                time.sleep(pause_s)
+        return self._inner.handle_request(request)
 
     def close(self) -> None:
         """Close the connections."""
@@ -194,11 +208,19 @@ class AsyncResuming(httpx.AsyncBaseTransport):
         await request.aread()
         if not _asks_for_stream(request):
             return await self._inner.handle_async_request(request)
-        response = await self._inner.handle_async_request(_opted_in(request))
+        response = await self._begin(_opted_in(request))
         if _NAME not in response.headers:
             return response
         stream = _AsyncBody(self._inner, response, _Stream(request, response, self._patience_s))
         return _with_stream(response, stream)
+
+    async def _begin(self, request: httpx.Request) -> httpx.Response:
+        for pause_s in PAUSES_S:
+            try:
+                return await self._inner.handle_async_request(request)
+            except _UNANSWERED:
+                await asyncio.sleep(pause_s)
+        return await self._inner.handle_async_request(request)
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -87,6 +87,63 @@ async def test_wherever_the_connection_breaks_each_event_comes_once() -> None:
                 assert each.headers["x-request-id"] == first.headers["x-request-id"]
 
 
+class Breaking(httpx.AsyncHTTPTransport):
+    """So many requests break before their answers begin."""
+
+    def __init__(self, breaks: int, error: httpx.TransportError) -> None:
+        super().__init__()
+        self.left, self.error = breaks, error
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error
+        return await super().handle_async_request(request)
+
+
+class SyncBreaking(httpx.HTTPTransport):
+    """The same of the first request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 1
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.left -= 1
+        if self.left >= 0:
+            raise GONE
+        return super().handle_request(request)
+
+
+GONE = httpx.RemoteProtocolError("Server disconnected without sending a response.")
+
+
+async def test_a_request_whose_gateway_dies_before_it_answers_is_sent_again() -> None:
+    async with gateway_over(tells(*WHOLE)) as bench:
+        for error in (GONE, httpx.ReadError("reset")):
+            assert await streamed(bench.url, Breaking(1, error)) == b"".join(EVENTS)
+
+        def ask() -> bytes:
+            with (
+                httpx.Client(transport=Resuming(SyncBreaking())) as client,
+                client.stream("POST", bench.url + CHAT, json=ASKED) as response,
+            ):
+                return response.read()
+
+        assert await asyncio.to_thread(ask) == b"".join(EVENTS)
+
+
+async def test_a_request_that_breaks_whatever_it_meets_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headrace.resume.PAUSES_S", (0.0, 0.0))
+    for breaks, error in ((3, GONE), (1, httpx.ConnectError("nobody listens"))):
+        breaking = Breaking(breaks, error)
+        with pytest.raises(type(error)):
+            await streamed("http://127.0.0.1:9", breaking)
+        assert breaking.left == 0
+
+
 async def test_a_gateway_that_stops_is_no_event_of_the_stream() -> None:
     async with gateway_over(tells(*WHOLE[:2], STOPS)) as old, gateway_over(tells(*WHOLE)) as new:
 
