@@ -150,8 +150,10 @@ def attended(keys: Tensor, values: Tensor, query: Tensor) -> Tensor:
     return (query * SCALE @ keys.T).softmax(-1) @ values
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int) -> None:
+def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int, own: bool) -> None:
+    """`own`: it is held in a block of the context itself."""
     cells, contexts = cells_of(24), [(4, 150), (6, 1)]
     facts = {"kv_heads": 1, "group": HEADS // KV_HEADS, "head_dim": DIM, "dtype": torch.float32}
     isa = _get_attn_isa(torch.float32, UNIT, DIM, "auto")
@@ -160,7 +162,8 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int) 
     for number, (context, behind) in enumerate(contexts):
         behind += queries
         size = context + -(-behind // BLOCK)
-        blocks, slots = list(range(block, block + size)), [block + size]
+        blocks = list(range(block, block + size))
+        slots = blocks[context // 2 :][:1] if own else [block + size]
         block += size + 1
         tokens = context * BLOCK
         keys, values = fill(cells, blocks, tokens + behind, seed=20 + number)
@@ -170,11 +173,11 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int) 
         held = Dropped.of(scores, units[: context * PER], cells.of_blocks(slots), cells)
         kept = keep_units(scores, IN_BLOCK, UNIT)
         assert held.counts.tolist() == (kept.sum(-1) // UNIT).tolist()
-        for name in blocks[:context]:  # others write there
+        for name in {*blocks[:context]} - {*slots}:  # others write there
             cells.write(cells.of_blocks([name]), *torch.full((2, IN_BLOCK * UNIT, DIM), 1e4))
-        own = slice(tokens // UNIT, -(-(tokens + behind) // UNIT))
+        behind_it = slice(tokens // UNIT, -(-(tokens + behind) // UNIT))
         mine = slice(at + number, at + number + queries)  # a row of others stands between
-        rows.append(DroppedRow(number, mine, tokens + behind, held, units[own]))
+        rows.append(DroppedRow(number, mine, tokens + behind, held, units[behind_it]))
         stays = torch.cat([kept, torch.ones(LAYERS, KV_HEADS, behind, dtype=torch.bool)], -1)
         expected.append((mine, keys, values, stays))
         at += queries

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from headrace.model.facts import ModelFacts
 from headrace.model.registry import ModelError
-from headrace_decode.bounded.engine.course import EARLIER_TOKENS, LEAST_FREED
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS, LEAST_FREED, kept_blocks
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.counts import LEAST_TOKENS, chosen_units
@@ -95,7 +95,7 @@ class Sizes(NamedTuple):
             found.append(f"{(self.cache + self.beside) / GIB:.3g} GiB")
         if self.host > asked.host_bytes:
             found.append(f"{self.host / GIB:.3g} GiB of host memory")
-        return " and ".join(found) and f"needs {' and '.join(found)}"
+        return f"needs {' and '.join(found)}" if found else ""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def bounded_blocks(asked: Asked, share: float) -> int:
     """Blocks of a cache in which all contexts are served at once: they are dropped in turn, so one
     at most is whole (`python -m benchmarks.longcontext.dropping`)."""
     context = asked.context_tokens - asked.answer_tokens
-    kept = _kept(context, share)
+    kept = kept_blocks(context // BLOCK_TOKENS, share)
     tail = _blocks(context % BLOCK_TOKENS + asked.answer_tokens)
     reading = _blocks(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1)
     whole = _blocks(asked.context_tokens)
@@ -211,7 +211,8 @@ def bounded_blocks(asked: Asked, share: float) -> int:
 def _too_short(asked: Asked) -> str:
     """Why bounding frees nothing of such contexts; empty if it does."""
     context = asked.context_tokens - asked.answer_tokens
-    freed = context // BLOCK_TOKENS - _kept(context, min(BOUNDED_KL))
+    blocks = context // BLOCK_TOKENS
+    freed = blocks - kept_blocks(blocks, min(BOUNDED_KL))
     return "" if freed >= LEAST_FREED else f"a prompt of {context} tokens is too short to drop from"
 
 
@@ -253,11 +254,6 @@ def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Siz
         if not lacks:
             break
     return last
-
-
-def _kept(context_tokens: int, share: float) -> int:
-    """Blocks that a context's whole blocks are kept in."""
-    return max(1, math.ceil(share * (context_tokens // BLOCK_TOKENS)))
 
 
 def _blocks(tokens: int) -> int:

@@ -25,6 +25,11 @@ LEAST_FREED = 4
 """Blocks that dropping has to free to be worth reading a context again."""
 
 
+def kept_blocks(blocks: int, share: float) -> int:
+    """Blocks that a context of so many whole blocks is kept in."""
+    return max(1, math.ceil(share * blocks))
+
+
 @dataclass(frozen=True)
 class Part:
     """One request that reads a context again.
@@ -63,7 +68,7 @@ class Course:
         self.blocks = len(prompt) // block_tokens
         """Of the context."""
         self._context = prompt[: self.blocks * block_tokens]
-        self.kept = max(1, math.ceil(share * self.blocks))
+        self.kept = kept_blocks(self.blocks, share)
         """Blocks that it is kept in."""
         size = min(PART_TOKENS, longest - 1 - len(self._context) - LEAD_TOKENS)
         worth = self.blocks - self.kept >= LEAST_FREED and size >= LEAST_PART

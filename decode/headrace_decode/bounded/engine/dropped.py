@@ -43,21 +43,27 @@ class Dropped:
     def of(cls, scores: Tensor, units: Ids, room: Ids, cells: Cells) -> Dropped:
         """Keep the best of a context, and copy it.
 
+        The cells to copy to may be of the context's own: all that stays is read before any is
+        written, which takes its bytes once more meanwhile.
+
         Args:
             scores: fp32 [layers, kv_heads, tokens].
-            units: int64 [n], of the context. room: cells to copy to, of other blocks.
+            units: int64 [n], of the context. room: cells to copy to.
         """
         kept = keep_units(scores, len(room), cells.unit_tokens)
         counts = kept.sum(-1).numpy() // cells.unit_tokens
         table, at = np.zeros((*counts.shape, int(counts.max())), np.int32), 0
+        copies: list[tuple[Ids, Tensor, Tensor]] = []
         for layer, heads in enumerate(kept):
             keys, values = cells.read(layer, units)
             for head, stays in enumerate(heads):
                 count = int(counts[layer, head])
                 mine = room[at : at + count]
-                cells.write(mine, keys[head, stays], values[head, stays])
+                copies.append((mine, keys[head, stays], values[head, stays]))
                 table[layer, head, :count] = mine
                 at += count
+        for copy in copies:
+            cells.write(*copy)
         return cls(scores.shape[-1], table, counts)
 
 

@@ -137,7 +137,7 @@ class _Bounds:
             part = first.next_part()
             told.again[part.name] = part.again
             self._read(request, part, manager.block_size)
-        elif first.all_scored and first.kept <= manager.block_pool.get_num_free_blocks():
+        elif first.all_scored and manager.may_drop(first.request_id, first.kept, first.blocks):
             told.drops[first.request_id] = manager.drop(first.request_id, first.kept, first.blocks)
             first.dropped = True
             return None

@@ -98,14 +98,20 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         self._remove_blocks_in_range(request_id, 0, last)
 
     def drop(self, request_id: str, kept: int, last: int) -> list[int]:
-        """Give the first blocks of a request back; the new ones that stand in for them.
+        """Give the first blocks of a request back; those that stand in for them, which may be some
+        of the same.
 
         Args:
-            kept: blocks, of the new. last: behind the blocks that go.
+            kept: blocks that stand in. last: behind the blocks that go.
         """
-        self._slots[request_id] = self.block_pool.get_new_blocks(kept)
         self._remove_blocks_in_range(request_id, 0, last)
+        self._slots[request_id] = self.block_pool.get_new_blocks(kept)
         return self.slots(request_id)
+
+    def may_drop(self, request_id: str, kept: int, last: int) -> bool:
+        """Whether there are so many blocks, with those that nobody else has of the ones that go."""
+        alone = sum(block.ref_cnt == 1 for block in self.req_to_blocks[request_id][:last])
+        return kept <= int(self.block_pool.get_num_free_blocks()) + alone
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """As vLLM's; of no request that has fewer hashes than full blocks."""
