@@ -111,19 +111,25 @@ def run(app: App, faults: list[str], options: argparse.Namespace) -> dict[str, A
             said += f", {after:.0f} events/s of {before:.0f}"
         print(said, file=sys.stderr, flush=True)
         over = [one for one in list(load.seen) if one.over]
-        lost = [one for one in over if one.why]
-        for one in lost[told:]:
-            age_s = time.monotonic() - one.began_s
-            print(f"lost, begun {age_s:.0f} s ago: {one.why[:300]}", file=sys.stderr, flush=True)
-        told = len(lost)
+        told = tell_lost(over, told)
         if options.json:
             figures = summary(over, truth, hit, recovered)
             Path(options.json).write_text(json.dumps({"machine": about, "figures": figures}))
     seen = load.stop()
+    tell_lost(seen, told)
     figures = summary(seen, truth, hit, recovered)
     if options.json:
         Path(options.json).write_text(json.dumps({"machine": about, "figures": figures}))
     return figures
+
+
+def tell_lost(seen: list[Seen], told: int) -> int:
+    """Print why answers were lost, but for so many that were told; how many were lost."""
+    lost = [one for one in seen if one.why]
+    for one in lost[told:]:
+        age_s = time.monotonic() - one.began_s
+        print(f"lost, begun {age_s:.0f} s ago: {one.why[:300]}", file=sys.stderr, flush=True)
+    return len(lost)
 
 
 class Hit(NamedTuple):

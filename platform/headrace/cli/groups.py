@@ -83,7 +83,7 @@ def model_check_kv(
     kv_budget: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
+            min=0.001,
             help="GiB, as techniques.kv_budget.gib: also show what an engine on CPUs would do to "
             "keep to it, and the error.",
         ),
@@ -104,10 +104,13 @@ def model_check_kv(
     """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
     or int4: bytes, blocks, contexts that fit."""
     from headrace.cli import kvsize
+    from headrace.config.techniques import KVBudgetSection
 
     budget = None
     if kv_budget is not None:
-        budget = kvsize.Budget(kv_budget, contexts, answer_tokens, host_memory, calibration)
+        budget = KVBudgetSection(
+            gib=kv_budget, contexts=contexts, answer_tokens=answer_tokens, host_gib=host_memory
+        )
     kvsize.check_kv(
         source,
         gpu_memory_gib=gpu_memory,
@@ -116,6 +119,7 @@ def model_check_kv(
         block_tokens=block_tokens,
         as_json=as_json,
         budget=budget,
+        calibration=calibration,
     )
 
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 
 from headrace import model as models
 from headrace.cli.console import CliError, human_bytes, stdout
 from headrace.cli.show import kvbudget
+from headrace.config.techniques import KVBudgetSection
 from headrace.model.facts import ModelFacts
 from headrace.model.kvsize import KVSize, kv_sizes
 
 GIB = 1 << 30
-
-
-class Budget(NamedTuple):
-    """`techniques.kv_budget`, with the file of `headrace calibrate sparse`, if there is one."""
-
-    gib: float
-    contexts: int
-    answer_tokens: int
-    host_gib: float
-    calibration: Path | None
 
 
 def check_kv(
@@ -36,12 +27,13 @@ def check_kv(
     context: int | None,
     block_tokens: int,
     as_json: bool,
-    budget: Budget | None = None,
+    budget: KVBudgetSection | None = None,
+    calibration: Path | None = None,
 ) -> None:
     """Print the table. CliError if the configuration does not tell, or the weights do not fit.
 
     Args:
-        budget: print how an engine keeps to it, too.
+        budget: print how an engine keeps to it, too. calibration: of `headrace calibrate sparse`.
     """
     try:
         facts = _facts(source)
@@ -54,7 +46,7 @@ def check_kv(
             )
         tokens = context or facts.max_model_len
         sizes = kv_sizes(facts, memory, tokens, block_tokens)
-        plan = _planned(facts, tokens, budget) if budget is not None else None
+        plan = _planned(facts, tokens, budget, calibration) if budget is not None else None
     except models.ModelError as error:
         raise CliError(str(error)) from None
     if as_json:
@@ -81,21 +73,22 @@ def check_kv(
         kvbudget.render(plan, stdout())
 
 
-def _planned(facts: ModelFacts, tokens: int, budget: Budget) -> dict[str, Any]:
+def _planned(
+    facts: ModelFacts, tokens: int, budget: KVBudgetSection, calibration: Path | None
+) -> dict[str, Any]:
     """How an engine on CPUs would keep to the budget."""
-    from headrace.model.kvbudget import Asked, plan
+    from headrace.config.kvbudget import asked_of
+    from headrace.model.kvbudget import plan
     from headrace_decode.sparse.engine.calibration import CalibrationError, read
 
     measured, unit_tokens = None, 32
-    if budget.calibration is not None:
+    if calibration is not None:
         try:
-            file = read(budget.calibration)
+            file = read(calibration)
         except CalibrationError as error:
-            raise CliError(f"{budget.calibration} cannot be used: {error}") from None
+            raise CliError(f"{calibration} cannot be used: {error}") from None
         measured, unit_tokens = dict(file.kl), file.unit_tokens
-    here, host = int(budget.gib * GIB), int(budget.host_gib * GIB)
-    asked = Asked(here, budget.contexts, tokens, budget.answer_tokens, host)
-    return kvbudget.told(plan(facts, asked, measured, unit_tokens))
+    return kvbudget.told(plan(facts, asked_of(budget, tokens), measured, unit_tokens))
 
 
 def _facts(source: str) -> ModelFacts:

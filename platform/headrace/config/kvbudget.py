@@ -10,6 +10,7 @@ from headrace.config.checks import kv_widening
 from headrace.config.load import ConfigError
 from headrace.config.schema import HeadraceConfig
 from headrace.config.section import GIB, Section
+from headrace.config.techniques import KVBudgetSection
 from headrace.model.facts import describe
 from headrace.model.kvbudget import STEP_TOKENS, Asked, Plan, Way, plan
 from headrace.model.registry import ModelError
@@ -34,18 +35,23 @@ def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
         facts = describe(Path(config.model.source or config.model.id).expanduser())
         facts = replace(facts, dtype_bytes=facts.dtype_bytes * kv_widening(decode))
         own = decode.engine.get("max_model_len") or config.model.max_model_len
-        asked = Asked(
-            budget_bytes=int(budget.gib * GIB),
-            contexts=budget.contexts,
-            context_tokens=int(own or facts.max_model_len),
-            answer_tokens=budget.answer_tokens,
-            host_bytes=int(budget.host_gib * GIB),
-        )
+        asked = asked_of(budget, int(own or facts.max_model_len))
         units = techniques.sparse.unit_tokens
         found = plan(facts, asked, _measured(config), units, _refused(config))
         return _with(config, found.chosen), found
     except ModelError as error:
         raise ConfigError([f"{SECTION}: {error}"]) from None
+
+
+def asked_of(budget: KVBudgetSection, context_tokens: int) -> Asked:
+    """What an engine must hold. Raises ModelError if answers leave no room for prompts."""
+    return Asked(
+        budget_bytes=int(budget.gib * GIB),
+        contexts=budget.contexts,
+        context_tokens=context_tokens,
+        answer_tokens=budget.answer_tokens,
+        host_bytes=int(budget.host_gib * GIB),
+    )
 
 
 def _measured(config: HeadraceConfig) -> dict[float, float] | None:
