@@ -262,6 +262,28 @@ def test_an_engine_that_neither_offloads_nor_bounds_is_vllms(
     assert spec_of(monkeypatch) == (SPEC, 0)
 
 
+def test_where_no_block_is_free_some_of_its_own_stand_in() -> None:
+    engine, plain = Engine(), request("a", 20 * 128)
+    engine.step(plain, 20 * 128, waiting=True)
+    before = engine.table(plain)
+    assert engine.free == 0 and engine.manager.may_drop("a", 3, 18)
+    slots = engine.manager.drop("a", 3, 18)
+    assert set(slots) < set(before[:18]) and engine.free == 15
+    engine.kv.free(plain)
+    assert engine.free == BLOCKS - 1
+
+
+def test_blocks_that_another_request_attends_to_stand_in_for_none() -> None:
+    engine, first, second = Engine(), request("a", 1300), request("b", 1300)
+    engine.step(first, 1300, waiting=True)
+    engine.step(second, 20, waiting=True)
+    assert engine.table(first)[:10] == engine.table(second)[:10]
+    engine.step(request("c", 8 * 128, seed=7), 8 * 128, waiting=True)
+    assert engine.free == 0 and not engine.manager.may_drop("a", 3, 10)
+    engine.kv.free(second)
+    assert engine.manager.may_drop("a", 3, 10)
+
+
 def test_blocks_of_a_request_are_dropped_and_others_stand_in_for_them() -> None:
     engine, plain = Engine(), request("a", 1500)
     engine.step(plain, 1500, waiting=True)
