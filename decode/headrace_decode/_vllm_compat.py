@@ -56,7 +56,7 @@ from headrace_decode.techniques import (
     reuse_share,
 )
 from headrace_decode.tenants import ALL_ALIKE, Tenants
-from headrace_decode.turns import PROMPTS, Turns, rows_beside
+from headrace_decode.turns import PROMPTS, Turns
 from headrace_engine._ray_compat import MeteredVLLMEngine
 from headrace_engine.gate import ComputeGate
 from headrace_engine.handoff import PARAMS_KEY, REUSE_KEY, PrefillRequest, PrefillResult
@@ -103,7 +103,7 @@ class PlannedLLM(TakingUpLLM):
         super().__init__(vllm_config, *args, **kwargs)
         self.planning = None if planning is None else planning(vllm_config)
         step_time = StepTime() if self.planning is None else self.planning.meter.step_time
-        self.turns = Turns(partial(rows_beside, step_time))
+        self.turns = Turns(step_time)
         self.lossy = lossy_of(vllm_config)
         sparse = settings_of(vllm_config.additional_config)
         bounded = bounded_settings_of(vllm_config.additional_config)

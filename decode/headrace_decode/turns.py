@@ -5,8 +5,13 @@ in a millisecond, so a thousand of them would hold the loop, and everybody's str
 then they would fill the engine's steps, and everybody's next token would wait for them.
 
 So they begin one after the other, each in a turn of the event loop. While the engine serves other
-requests as well, only as many are answered at once as make its steps a quarter longer (`LONGER`),
+requests as well, only as many are answered at once as make its steps longer by a share (`LONGER`),
 one at least. The request takes longer, its neighbours go on.
+
+Longer than what: while a request's prompts are in each step, nobody sees how long a step
+takes without them. The fit then takes steps that are long for a machine that is slow, and a share
+of that lets in more. So a step of the others is priced when the request begins, and afterwards only
+ever for less.
 """
 
 from __future__ import annotations
@@ -18,15 +23,26 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace_engine.gate import Job
-from headrace_engine.steptime import StepTime
 
-LONGER = 0.25
-"""Share by which the prompts of one request may lengthen the steps of others."""
+LONGER = 0.15
+"""Share by which the prompts of one request may lengthen the steps of others. On a laptop, 1,024
+prompts take 34 s beside one stream, with a quarter 21 s: see `benchmarks.hostile`."""
 
 ALONE_S = 1.0
 """Somebody who streams one answer after the other is still there between two of them."""
+
+
+class Steps(Protocol):
+    """Seconds of the engine's steps; `headrace_engine.steptime.StepTime` is one."""
+
+    def seconds(self, *, rows: float) -> float:
+        """Of a step in which so many requests decode."""
+
+    def rows_within(self, seconds: float) -> int:
+        """Most requests whose step takes no longer than that."""
 
 
 @dataclass
@@ -39,6 +55,7 @@ class Prompts:
         answered: how many are being answered.
         left: set when one of them ends.
         others, others_s: how many of others were being answered when there last were any; when.
+        priced, alone_s: a step of so many others takes so long without these prompts.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -47,6 +64,17 @@ class Prompts:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     others: int = 0
     others_s: float = -math.inf
+    priced: int = 0
+    alone_s: float = math.inf
+
+    def rows_beside(self, steps: Steps) -> int:
+        """How many prompts make the steps of the others longer by `LONGER`."""
+        alone_s = steps.seconds(rows=self.others)
+        if self.priced:
+            before_s = self.alone_s * alone_s / steps.seconds(rows=self.priced)
+            alone_s = min(alone_s, before_s)
+        self.priced, self.alone_s = self.others, alone_s
+        return steps.rows_within((1.0 + LONGER) * alone_s) - self.others
 
 
 PROMPTS: ContextVar[Prompts | None] = ContextVar("headrace_prompts", default=None)
@@ -57,17 +85,12 @@ class Turns:
     """The turns of all prompts of one engine.
 
     Args:
-        rows_beside: (sequences of others that the engine runs) -> how many more make its steps
-            `LONGER`.
+        steps: the fit of the engine's steps, which goes on learning.
         clock: seconds.
     """
 
-    def __init__(
-        self,
-        rows_beside: Callable[[int], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._rows_beside, self._clock = rows_beside, clock
+    def __init__(self, steps: Steps, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._clock = steps, clock
         self._answered = 0
 
     @asynccontextmanager
@@ -96,9 +119,4 @@ class Turns:
             prompts.others, prompts.others_s = others, now_s
         elif now_s - prompts.others_s > ALONE_S:
             return math.inf
-        return max(1, self._rows_beside(prompts.others))
-
-
-def rows_beside(step_time: StepTime, others: int) -> int:
-    """How many sequences make the steps of an engine that runs `others` longer by `LONGER`."""
-    return step_time.rows_within((1.0 + LONGER) * step_time.seconds(rows=others)) - others
+        return max(1, prompts.rows_beside(self._steps))

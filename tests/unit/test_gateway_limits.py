@@ -13,6 +13,7 @@ import yaml
 
 from headrace.config.keyfile import hash_of
 from headrace.gateway import GatewayOptions
+from headrace.gateway.asked import Intake
 from headrace.gateway.door import limits
 from headrace.gateway.door.limits import MOST_ITEMS, MOST_OTHER_BYTES
 from headrace.gateway.errors import ApiError
@@ -380,3 +381,24 @@ async def test_prompts_and_tools_may_have_bulk(bulky: str) -> None:
         body = {"model": "m", bulky: "x" * 4 * MOST_OTHER_BYTES}
         async with bench.client.post(CHAT, json=body) as response:
             assert response.status == 200
+
+
+async def test_long_bodies_are_parsed_one_pass_at_a_time_while_others_have_turns() -> None:
+    intake = Intake(GatewayOptions(), keys_on=False)
+    body = json.dumps({"prompt": "x" * 2 * MOST_OTHER_BYTES}).encode()
+    parsing = [asyncio.create_task(intake.parsed(body)) for _ in range(4)]
+    turns = 0
+    while not all(task.done() for task in parsing):
+        await asyncio.sleep(0)
+        turns += 1
+        assert sum(task.done() for task in parsing) <= turns // 2
+    assert [await task for task in parsing] == [json.loads(body)] * 4
+
+
+async def test_a_long_body_that_is_wrong_does_not_keep_the_next_one_waiting() -> None:
+    intake = Intake(GatewayOptions(), keys_on=False)
+    wrong = json.dumps({"user": "x" * 2 * MOST_OTHER_BYTES}).encode()
+    right = json.dumps({"prompt": "x" * 2 * MOST_OTHER_BYTES}).encode()
+    with pytest.raises(ApiError):
+        await intake.parsed(wrong)
+    assert await asyncio.wait_for(intake.parsed(right), 10.0)

@@ -7,13 +7,26 @@ import contextvars
 
 import pytest
 
-from headrace_decode.turns import ALONE_S, LONGER, PROMPTS, Prompts, Turns, rows_beside
+from headrace_decode.turns import ALONE_S, LONGER, PROMPTS, Prompts, Turns
 from headrace_engine.steptime import StepTime
+
+
+class Room:
+    """Steps of an engine with room for so many prompts beside one other request."""
+
+    def __init__(self, room: int) -> None:
+        self._rows = 1 + room
+
+    def seconds(self, *, rows: float) -> float:
+        return 0.03
+
+    def rows_within(self, seconds: float) -> int:
+        return self._rows
 
 
 def turns_with(room: int) -> Turns:
     """Turns of an engine that serves others, with room for so many prompts of one request."""
-    turns = Turns(lambda others: room)
+    turns = Turns(Room(room))
     turns._answered = 1
     return turns
 
@@ -35,7 +48,7 @@ def request(turns: Turns, begun: list[str], name: str, prompts: int) -> list[asy
 
 async def test_each_prompt_has_a_turn_of_the_loop_and_a_neighbour_waits_for_one() -> None:
     begun: list[str] = []
-    turns = Turns(lambda others: 1000)
+    turns = Turns(Room(1000))
     many = request(turns, begun, "many", 100)
     most = before = 0
     neighbour: list[asyncio.Task[None]] = []
@@ -51,7 +64,7 @@ async def test_each_prompt_has_a_turn_of_the_loop_and_a_neighbour_waits_for_one(
 
 async def test_what_is_no_request_does_not_wait() -> None:
     begun: list[str] = []
-    await begin(Turns(lambda others: 1), begun, "own")
+    await begin(Turns(Room(1)), begun, "own")
     assert begun == ["own"]
 
 
@@ -97,7 +110,7 @@ async def test_a_prompt_whose_client_has_gone_makes_room() -> None:
 
 async def test_a_request_that_is_alone_may_fill_the_engine() -> None:
     now = [100.0]
-    turns = Turns(lambda others: 2, lambda: now[0])
+    turns = Turns(Room(2), lambda: now[0])
     async with turns.turn():
         PROMPTS.set(Prompts())
         async with turns.turn(), turns.turn():
@@ -111,13 +124,39 @@ async def test_a_request_that_is_alone_may_fill_the_engine() -> None:
             pass
 
 
-@pytest.mark.parametrize("others", [1, 8, 40])
-def test_beside_others_the_steps_get_longer_by_the_stated_share(others: int) -> None:
-    base_s, row_s = 0.016, 0.002
-    step_time = StepTime()
+BASE_S, ROW_S = 0.016, 0.002
+
+
+def fitted() -> StepTime:
+    """The fit of a machine whose steps take `BASE_S`, and `ROW_S` a row."""
+    steps = StepTime()
     for _ in range(40):
         for rows in (1, 2, 4, 8, 16, 32, 64):
-            step_time.observe(0, rows, 0, 0, 0, base_s + rows * row_s)
-    alone_s = base_s + row_s * others
-    added_s = rows_beside(step_time, others) * row_s
-    assert added_s == pytest.approx(LONGER * alone_s, abs=1.5 * row_s, rel=0.3)
+            steps.observe(0, rows, 0, 0, 0, BASE_S + rows * ROW_S)
+    return steps
+
+
+@pytest.mark.parametrize("others", [1, 8, 40])
+def test_beside_others_the_steps_get_longer_by_the_stated_share(others: int) -> None:
+    added_s = Prompts(others=others).rows_beside(fitted()) * ROW_S
+    assert added_s == pytest.approx(LONGER * (BASE_S + ROW_S * others), abs=1.5 * ROW_S, rel=0.3)
+
+
+def test_steps_that_the_prompts_made_long_make_no_room_for_more() -> None:
+    """Of a new request's row the fit knows nothing. Steps with eight of them take three times as
+    long, which it takes for a machine that is slow, also without them."""
+    steps, prompts = fitted(), Prompts(others=1)
+    alone_s = steps.seconds(rows=1)
+    assert prompts.rows_beside(steps) >= 1
+    for _ in range(200):
+        steps.observe(0, 9, 0, 0, 0, 3.0 * (BASE_S + 9 * ROW_S))
+    assert steps.seconds(rows=1) > 1.5 * alone_s
+    assert prompts.rows_beside(steps) < 1
+    assert Prompts(others=1).rows_beside(steps) >= 1
+
+
+def test_with_more_others_a_step_may_take_as_much_longer_as_theirs_does() -> None:
+    steps, prompts = fitted(), Prompts(others=1)
+    prompts.rows_beside(steps)
+    prompts.others = 40
+    assert prompts.rows_beside(steps) == Prompts(others=40).rows_beside(steps)

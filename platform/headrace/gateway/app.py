@@ -373,7 +373,7 @@ class GatewayApp:
             if route is None:
                 route = await self._find(asked, pool)
             await resume.prepare(call, asked.seen.get(RESUME))
-            slo = self._read(asked) if route.takes_json else DEFAULT
+            slo = await self._read(asked) if route.takes_json else DEFAULT
             door = self._parts.door
             if door is None or route.path not in PLACED:
                 await self._relay(call, asked.send)
@@ -399,7 +399,7 @@ class GatewayApp:
         door = None if self._parts is None else self._parts.door
         return {} if door is None else dict(door.admission.had)
 
-    def _read(self, asked: Asked) -> SloClass:
+    async def _read(self, asked: Asked) -> SloClass:
         """What placing a request needs, and its class. The parsed body, several times as large,
         ends here.
 
@@ -407,8 +407,7 @@ class GatewayApp:
             ApiError: 400, the body is wrong, or names a class that the request cannot have.
         """
         call = asked.call
-        limits.check_other_bytes(call.body)
-        request = limits.parse_object(call.body)
+        request = await self._intake.parsed(call.body)
         limits.check_fields(request)
         call.affinity = affinity_key(request)
         call.draftable_tokens = draftable_tokens(request, self._tenants, call.tenant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -83,6 +84,7 @@ class Intake:
     def __init__(self, options: GatewayOptions, *, keys_on: bool) -> None:
         self._options, self._keys_on = options, keys_on
         self._budget = BodyBudget(options.body_budget_bytes)
+        self._long_body = asyncio.Lock()
 
     @property
     def held_bytes(self) -> int:
@@ -122,6 +124,24 @@ class Intake:
         return limits.parse_object(
             await self._read(asked, most_bytes or self._options.max_body_bytes)
         )
+
+    async def parsed(self, body: bytes) -> Mapping[str, Any]:
+        """A request's body as an object.
+
+        Each pass over a body of megabytes holds the loop for some milliseconds. Such bodies are
+        parsed one after the other, and each pass in a turn of the loop of its own, so that streams
+        wait for one pass and not for all passes over all bodies.
+
+        Raises:
+            ApiError: it is no JSON object, or its bulk is not where a request may have bulk.
+        """
+        if len(body) <= limits.MOST_OTHER_BYTES:
+            return limits.parse_object(body)
+        async with self._long_body:
+            for check in (limits.check_other_bytes, limits.check_parts):
+                check(body)
+                await asyncio.sleep(0)
+            return limits.decode_object(body)
 
     async def _read(self, asked: Asked, most_bytes: int) -> bytes:
         """The body, which has to come in time from here on."""
