@@ -8,10 +8,9 @@ So they begin one after the other, each in a turn of the event loop. While the e
 requests as well, only as many are answered at once as make its steps longer by a share (`LONGER`),
 one at least. The request takes longer, its neighbours go on.
 
-Longer than what: while a request's prompts are in each step, nobody sees how long a step
-takes without them. The fit then takes steps that are long for a machine that is slow, and a share
-of that lets in more. So a step of the others is priced when the request begins, and afterwards only
-ever for less.
+Longer than what: while a request's prompts are in each step, nobody sees how long a step takes
+without them. The fit then takes long steps for a slow machine, and a share of that lets in more. So
+a step of the others is priced when the request begins, and afterwards only ever for less.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from typing import Protocol
 from headrace_engine.gate import Job
 
 LONGER = 0.15
-"""Share by which the prompts of one request may lengthen the steps of others. On a laptop, 1,024
-prompts take 34 s beside one stream, with a quarter 21 s: see `benchmarks.hostile`."""
+"""Share by which the prompts of one request may lengthen the steps of others. What it
+costs and saves: docs/benchmarks.md, "One hostile tenant"."""
 
 ALONE_S = 1.0
 """Somebody who streams one answer after the other is still there between two of them."""
