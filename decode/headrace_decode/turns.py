@@ -22,26 +22,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from headrace_engine.gate import Job
+from headrace_engine.steptime import StepTime
 
 LONGER = 0.15
-"""Share by which the prompts of one request may lengthen the steps of others. What it
-costs and saves: docs/benchmarks.md, "One hostile tenant"."""
+"""Share by which the prompts of one request may lengthen the steps of others. What it costs and
+saves: docs/benchmarks.md, "One hostile tenant"."""
 
 ALONE_S = 1.0
 """Somebody who streams one answer after the other is still there between two of them."""
-
-
-class Steps(Protocol):
-    """Seconds of the engine's steps; `headrace_engine.steptime.StepTime` is one."""
-
-    def seconds(self, *, rows: float) -> float:
-        """Of a step in which so many requests decode."""
-
-    def rows_within(self, seconds: float) -> int:
-        """Most requests whose step takes no longer than that."""
 
 
 @dataclass
@@ -66,14 +56,12 @@ class Prompts:
     priced: int = 0
     alone_s: float = math.inf
 
-    def rows_beside(self, steps: Steps) -> int:
+    def rows_beside(self, steps: StepTime) -> int:
         """How many prompts make the steps of the others longer by `LONGER`."""
         alone_s = steps.seconds(rows=self.others)
-        if self.priced:
-            before_s = self.alone_s * alone_s / steps.seconds(rows=self.priced)
-            alone_s = min(alone_s, before_s)
-        self.priced, self.alone_s = self.others, alone_s
-        return steps.rows_within((1.0 + LONGER) * alone_s) - self.others
+        before_s = self.alone_s * alone_s / steps.seconds(rows=self.priced)
+        self.priced, self.alone_s = self.others, min(alone_s, before_s)
+        return steps.rows_within((1.0 + LONGER) * self.alone_s) - self.others
 
 
 PROMPTS: ContextVar[Prompts | None] = ContextVar("headrace_prompts", default=None)
@@ -88,7 +76,7 @@ class Turns:
         clock: seconds.
     """
 
-    def __init__(self, steps: Steps, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, steps: StepTime, clock: Callable[[], float] = time.monotonic) -> None:
         self._steps, self._clock = steps, clock
         self._answered = 0
 

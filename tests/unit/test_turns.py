@@ -11,14 +11,12 @@ from headrace_decode.turns import ALONE_S, LONGER, PROMPTS, Prompts, Turns
 from headrace_engine.steptime import StepTime
 
 
-class Room:
+class Room(StepTime):
     """Steps of an engine with room for so many prompts beside one other request."""
 
     def __init__(self, room: int) -> None:
+        super().__init__()
         self._rows = 1 + room
-
-    def seconds(self, *, rows: float) -> float:
-        return 0.03
 
     def rows_within(self, seconds: float) -> int:
         return self._rows
