@@ -5,7 +5,7 @@
 SmolLM2 in bfloat16 on one thread, one engine in this process whose cache holds two prompts of
 7,900 tokens; 10 % of the units. One request at a time, first in the cache, then with offload, over
 the same prompts, whose KV is computed once and then cached. Steps in which summaries are made are
-left out. Then eight requests at once, whose contexts are four times the cache.
+left out. Then four whose KV comes as a whole, and eight whose contexts are four times the cache.
 
     itl_with_offload_vs_all_in_memory   medians
     itl.in_memory_ms                    of the latter
@@ -25,6 +25,10 @@ left out. Then eight requests at once, whose contexts are four times the cache.
                                         of one with offload
     at_once.no_prompt.running, .tokens_vs_alone  the same of steps that compute no piece of a prompt
     at_once.prompt_piece_vs_alone       seconds of a step with such a piece, over those of one alone
+    arrived.running, .staying           of four whose KV is in the cache as a whole first, most that
+                                        answered in one step: as the scheduler decides, and if what
+                                        runs in the cache stays there
+    arrived.seconds_vs_staying          from the first request to the last token
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ from headrace_decode.sparse.engine.settings import SparseSettings
 ANSWER, TURNS, SHARE = 64, 2, 0.1
 KL_PROMPTS, KL_ANSWER = 3, 48
 AT_ONCE = 8
+ARRIVED, ARRIVED_ANSWER = 4, 512
 BLOCKS, BATCH_TOKENS = 125, 256
 LEAST_STEPS = 5
 """That a median is of."""
@@ -198,6 +203,23 @@ def at_once(engine: OffloadEngine, prompts: list[list[int]], alone_s: float) -> 
     }
 
 
+def arrived(engine: OffloadEngine, prompts: list[list[int]]) -> dict[str, float]:
+    """Figures of contexts that come as from a prefill engine."""
+    seconds, running = dict[bool | None, float](), dict[bool | None, int]()
+    for offload in (False, None):
+        engine.scheduler.offload = offload
+        for prompt in prompts:
+            engine.add(prompt, ARRIVED_ANSWER, SHARE, f"arrived {offload}", arrives=True)
+        steps = list(engine.steps())
+        seconds[offload] = sum(step.seconds for step in steps)
+        running[offload] = max(step.sparse for step in steps)
+    return {
+        "arrived.running": float(running[None]),
+        "arrived.staying": float(running[False]),
+        "arrived.seconds_vs_staying": seconds[None] / seconds[False],
+    }
+
+
 def measured() -> dict[str, float]:
     """The figures."""
     engine = OffloadEngine()
@@ -206,6 +228,8 @@ def measured() -> dict[str, float]:
     print(figures, flush=True)
     alone_s = figures["itl_with_offload_vs_all_in_memory"] * figures["itl.in_memory_ms"] / 1e3
     figures |= errors(engine, prompts[:KL_PROMPTS])
+    print(figures, flush=True)
+    figures |= arrived(engine, prompts[:ARRIVED])
     print(figures, flush=True)
     return figures | at_once(engine, prompts, alone_s)
 

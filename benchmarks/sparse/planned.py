@@ -14,10 +14,10 @@ class PlannedScheduler(OffloadingTakingUp):
 
     offload: bool | None = None
 
-    def _switch(self, manager: OffloadManager) -> None:
+    def _switch(self, manager: OffloadManager) -> dict[str, int]:
         if self.offload is None:
-            super()._switch(manager)
-            return
+            return super()._switch(manager)
         for request in self.waiting if self.offload else ():
             if manager.ledger.planned(request.request_id) is None:
                 manager.ledger.plan(request.request_id, self._smallest(request))
+        return {}

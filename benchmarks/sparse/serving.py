@@ -107,6 +107,7 @@ class Engine:
         share: float | None,
         salt: str = "",
         technique: str = "sparse",
+        arrives: bool = False,
         **options: Any,
     ) -> str:
         """Add a request for a greedy answer of so many tokens; its name.
@@ -115,18 +116,22 @@ class Engine:
             share: of units, or of the context that is kept; None for an exact request.
             salt: of its KV.
             technique: that the share is for.
+            arrives: its KV is in the cache as a whole first, as if it came from another engine.
             options: of `SamplingParams`.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        extra: dict[str, Any] = {} if share is None else {technique: share}
+        if arrives:
+            extra["kv_transfer_params"] = {"remote": "another engine"}
         params = SamplingParams(
             max_tokens=answer,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=None if share is None else {technique: share},
+            extra_args=extra or None,
             **options,
         )
         told = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})

@@ -22,8 +22,11 @@ NOTHING = {"followed": False, "courses": 0, "taken": 0}
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[SparseEngine]:
-    """The only one of this file. It holds two of the long contexts as they are."""
-    engine = SparseEngine(tiny_llama(), blocks=BLOCKS, longest=4096, batch=512, bounded=True)
+    """The only one of this file. It holds two of the long contexts as they are. Some may leave for
+    host memory."""
+    engine = SparseEngine(
+        tiny_llama(), blocks=BLOCKS, longest=4096, batch=512, bounded=True, offload_gib=1
+    )
     try:
         yield engine
     finally:
@@ -109,3 +112,18 @@ def test_aborted_requests_leave_nothing_behind(
     found = engine.do("aborted", requests=requests, after=after)
     assert found["before"]["courses"] == 2 and {name: found[name] for name in NOTHING} == NOTHING
     assert engine.do("answers", requests=[asking(LONG)])["tokens"] == exact[:1]
+
+
+def test_contexts_that_arrived_as_a_whole_leave_for_host_memory_and_all_are_served_at_once(
+    engine: SparseEngine, exact: list[list[int]]
+) -> None:
+    requests = [asking(prompt, tokens=80) for prompt in PROMPTS]
+    for each in requests:
+        each |= {"sparse": 0.05, "arrives": True}
+    found = engine.do("answers", requests=[*requests, asking(LONG), asking(SHORT)])
+    assert [len(answer) for answer in found["tokens"]] == [80] * 4 + [60] * 2
+    assert found["tokens"][4:] == exact and found["preemptions"] == 0
+    assert engine.do("offload")["sparse"] > 0
+    assert nothing_is_left(engine)
+    left = engine.do("offload")
+    assert left["host_taken"] == left["host_promised"] == 0

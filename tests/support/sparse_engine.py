@@ -26,6 +26,7 @@ from tests.support.tiny import HEAD_DIM, KV_HEADS
 
 BLOCKS = 57
 """Three prompts of 18 blocks, one block of vLLM's own, and too few for all three to grow."""
+SHARES = "sparse", "bounded"
 NEAR = 2e-3
 """Logits closer than this may change places between this engine and plain torch."""
 
@@ -145,7 +146,8 @@ class Engine:
 
         Args:
             requests: `tokens`, `max_tokens`, and the share of their KV that they attend to
-                (`sparse`; None for all) or keep of their contexts (`bounded`).
+                (`sparse`; None for all) or keep of their contexts (`bounded`); `arrives` as of
+                `asked_of`.
         """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -154,8 +156,8 @@ class Engine:
         prompts, params = [], []
         for each in requests:
             extra = asked_of(each)
-            mark = "-".join(f"{name}-{value:g}" for name, value in (extra or {}).items())
-            salt = {"cache_salt": f"technique:{mark}:"} if extra else {}
+            mark = "-".join(f"{name}-{each[name]:g}" for name in SHARES if each.get(name))
+            salt = {"cache_salt": f"technique:{mark}:"} if mark else {}
             prompts.append(TokensPrompt(prompt_token_ids=each["tokens"], **salt))
             count = each.get("max_tokens", 16)
             params.append(
@@ -202,6 +204,11 @@ class Engine:
             "dropped": following.dropped,
             "taken": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }
+
+    def _watch(self) -> dict[str, Any]:
+        """What `offload` and `bounded` say, where there are such requests."""
+        found = {} if self._bound.following is None else self.bounded()
+        return found if self._bound.offloading is None else found | self.offload()
 
     def bounded_answer(self, tokens: list[int], share: float, count: int) -> dict[str, Any]:
         """A greedy answer, step by step, of a request whose context is dropped meanwhile.
@@ -266,12 +273,11 @@ class Engine:
         return gone
 
     def aborted(self, requests: list[dict[str, Any]], after: int) -> dict[str, Any]:
-        """Abort requests after so many steps; what `offload` or `bounded` says one step later, and
-        what it said `before`."""
+        """Abort requests after so many steps; what `offload` and `bounded` say one step later, and
+        what they said `before`."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
-        watch = self.bounded if self._bound.offloading is None else self.offload
         for number, each in enumerate(requests):
             params = SamplingParams(
                 max_tokens=each["max_tokens"],
@@ -282,12 +288,12 @@ class Engine:
             engine.add_request(f"abort{number}", {"prompt_token_ids": each["tokens"]}, params)
         for _ in range(after):
             engine.step()
-        before = watch()
+        before = self._watch()
         engine.abort_request([f"abort{number}" for number in range(len(requests))])
         while engine.has_unfinished_requests():
             engine.step()
         self.answers([{"tokens": requests[0]["tokens"][:64], "max_tokens": 2}])
-        return {**watch(), "before": before}
+        return {**self._watch(), "before": before}
 
     def bases(self) -> list[int]:
         """Coordinates of each layer's basis; none without bases."""
@@ -320,9 +326,13 @@ class Engine:
         return sum(int(m.value) for m in metrics if m.name == "vllm:num_preemptions")
 
 
-def asked_of(request: dict[str, Any]) -> dict[str, float] | None:
-    """A request's extra arguments."""
-    return {name: request[name] for name in ("sparse", "bounded") if request.get(name)} or None
+def asked_of(request: dict[str, Any]) -> dict[str, Any] | None:
+    """A request's extra arguments. One that `arrives` says that its KV comes as a whole, as from a
+    prefill engine."""
+    found = {name: request[name] for name in SHARES if request.get(name)}
+    if request.get("arrives"):
+        found["kv_transfer_params"] = {"remote": "somewhere"}
+    return found or None
 
 
 def main() -> None:

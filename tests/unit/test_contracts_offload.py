@@ -69,7 +69,7 @@ class Engine:
         output = SimpleNamespace(
             finished_req_ids=[], num_scheduled_tokens={request.request_id: tokens}
         )
-        _tell(self.manager, output)
+        _tell(self.manager, output, {})
         told: dict[str, list[int]] = getattr(output, OFFLOADED)
         return told
 

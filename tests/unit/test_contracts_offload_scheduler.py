@@ -21,7 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from headrace_decode.sparse.engine._vllm_compat import replace_as
 from headrace_decode.sparse.engine.offload.manager import OffloadSpec
-from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED, OffloadingTakingUp
+from headrace_decode.sparse.engine.offload.scheduler import LEFT, OFFLOADED, OffloadingTakingUp
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_kvstore.salts import is_marked
 from tests.support.tiny import tiny_llama
@@ -31,7 +31,7 @@ ANSWER = 20
 
 
 def scheduler_of(blocks: int) -> Any:
-    """A scheduler of a cache of so many blocks."""
+    """A scheduler of a cache of so many blocks, whose steps take 30 ms."""
     init_none_hash(sha256)
     config = EngineArgs(
         model=str(tiny_llama()),
@@ -46,13 +46,16 @@ def scheduler_of(blocks: int) -> Any:
     groups = [KVCacheGroupSpec(["layer"], replace_as(SPEC, OffloadSpec))]
     manager = StructuredOutputManager(config)
     cache = KVCacheConfig(blocks, [], groups)
-    return OffloadingTakingUp(config, cache, manager, block_size=128)
+    scheduler = OffloadingTakingUp(config, cache, manager, block_size=128)
+    scheduler._clock = itertools.count(0.0, 0.03).__next__
+    return scheduler
 
 
-def request(name: str, tokens: int, share: float | None) -> Request:
-    params = SamplingParams(
-        max_tokens=ANSWER, ignore_eos=True, extra_args=None if share is None else {"sparse": share}
-    )
+def request(name: str, tokens: int, share: float | None, arrives: bool = False) -> Request:
+    """`arrives`: its KV comes from elsewhere, as a whole."""
+    extra: dict[str, Any] = {} if share is None else {"sparse": share}
+    extra |= {"kv_transfer_params": {"remote": "somewhere"}} if arrives else {}
+    params = SamplingParams(max_tokens=ANSWER, ignore_eos=True, extra_args=extra or None)
     prompt = [(int(name) * 7 + n) % 1000 + 20 for n in range(tokens)]
     hasher = get_request_block_hasher(128, sha256)
     return Request(name, prompt, params, None, block_hasher=hasher)
@@ -67,18 +70,29 @@ def run(scheduler: Any, requests: list[Request]) -> tuple[list[str], int]:
     for _ in itertools.count():
         if not scheduler.has_unfinished_requests():
             break
-        output = scheduler.schedule()
-        assert output.total_num_scheduled_tokens > 0, "it is stuck"
-        offloaded += getattr(output, OFFLOADED)
+        offloaded += getattr(step(scheduler), OFFLOADED)
         most = max(most, len(scheduler.running))
-        names = list(output.num_scheduled_tokens)
-        done = [scheduler.requests[n].num_computed_tokens for n in names]
-        wanted = [scheduler.requests[n].num_tokens for n in names]
-        sampled = [[30] if a >= b else [] for a, b in zip(done, wanted, strict=True)]
-        places = {name: number for number, name in enumerate(names)}
-        scheduler.update_from_output(output, ModelRunnerOutput(names, places, sampled))
     scheduler.schedule()
     return offloaded, most
+
+
+def step(scheduler: Any) -> Any:
+    """One step; what the scheduler said of it."""
+    output = scheduler.schedule()
+    assert output.total_num_scheduled_tokens > 0, "it is stuck"
+    names = list(output.num_scheduled_tokens)
+    done = [scheduler.requests[n].num_computed_tokens for n in names]
+    wanted = [scheduler.requests[n].num_tokens for n in names]
+    sampled = [[30] if a >= b else [] for a, b in zip(done, wanted, strict=True)]
+    places = {name: number for number, name in enumerate(names)}
+    scheduler.update_from_output(output, ModelRunnerOutput(names, places, sampled))
+    return output
+
+
+def at_once(scheduler: Any, share: float | None) -> int:
+    """Most of four requests that ran at once."""
+    requests = [request(str(n), 2400, share, arrives=True) for n in range(4)]
+    return run(scheduler, requests)[1]
 
 
 def all_is_free(scheduler: Any) -> bool:
@@ -100,6 +114,33 @@ def test_eight_that_do_not_fit_together_run_together() -> None:
     scheduler = scheduler_of(60)
     offloaded, most = run(scheduler, [request(str(n), 2400, 0.05) for n in range(8)])
     assert len(offloaded) >= 4 and most >= 5, "in the cache three would run at once"
+    assert all_is_free(scheduler)
+
+
+def test_contexts_that_arrive_as_a_whole_leave_the_cache_when_others_come() -> None:
+    scheduler = scheduler_of(45)
+    assert at_once(scheduler, 0.05) == 4 and all_is_free(scheduler)
+    assert at_once(scheduler, None) == 2 and all_is_free(scheduler)
+
+
+def test_what_the_worker_copies_before_a_request_leaves_is_final_and_its_blocks_are_free() -> None:
+    scheduler = scheduler_of(30)
+    first, second = (request(str(n), 2400, 0.05, arrives=True) for n in (1, 2))
+    scheduler.add_request(first)
+    while first.num_output_tokens < 3:
+        step(scheduler)
+    taken = 29 - scheduler._offloads.block_pool.get_num_free_blocks()
+    assert taken == 19, "nobody waits"
+    scheduler.add_request(second)
+    told = step(scheduler)
+    slots = scheduler._offloads.slots("1")
+    assert (getattr(told, LEFT), getattr(told, OFFLOADED)) == ({"1": 2402}, {"1": slots})
+    table = scheduler._offloads.req_to_blocks["1"]
+    assert [block.is_null for block in table] == [True] * 17 + [False] * 2
+    assert "2" in told.num_scheduled_tokens
+    while scheduler.has_unfinished_requests():
+        step(scheduler)
+    scheduler.schedule()
     assert all_is_free(scheduler)
 
 

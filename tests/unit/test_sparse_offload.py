@@ -14,11 +14,13 @@ from headrace_decode.sparse.offload.sizes import Footprint, footprint
 from headrace_decode.sparse.offload.stand_in import stand_ins
 from headrace_decode.sparse.offload.switch import (
     Busy,
+    Leaver,
     Mode,
     StepCosts,
     Way,
     cheapest,
     fitting,
+    leaving,
     wait_s,
 )
 from headrace_decode.sparse.offload.working import Moves, WorkingSet
@@ -242,6 +244,30 @@ def test_the_price_of_offload_decides() -> None:
     dear = Way(16, 1.0)
     assert chosen(100, [], [16] * 4, (CACHED, dear)) is CACHED
     assert chosen(20, [Busy(60, 5.0)], [], (CACHED, dear)) is CACHED
+
+
+LONG, SHORT = Leaver(10, longer_s=4.0), Leaver(6, longer_s=0.6)
+
+
+def test_nobody_leaves_the_cache_while_the_first_of_the_queue_fits() -> None:
+    assert leaving([LONG, SHORT], 5, [], [5, 50]) == []
+    assert leaving([LONG, SHORT], 5, [], []) == []
+
+
+def test_those_leave_the_cache_first_that_cost_least_for_a_block_and_no_more_than_let_one_in() -> (
+    None
+):
+    running = [Busy(20, 100.0)]
+    assert leaving([LONG, SHORT], 5, running, [11]) == [1]
+    assert leaving([LONG, SHORT], 5, running, [12]) == [1, 0]
+    assert leaving([LONG, SHORT], 5, running, [22]) == [], "that would not let it in"
+
+
+def test_nobody_leaves_the_cache_for_less_than_it_costs_all_others() -> None:
+    two = [Busy(20, 2.0), Busy(20, 9.0)]
+    assert leaving([SHORT], 0, two, [6]) == [0], "2 s are saved, and 1.8 s lost"
+    assert leaving([SHORT], 0, [Busy(20, 1.7), two[1]], [6]) == []
+    assert leaving([SHORT], 0, [Busy(20, 1.3), two[1]], [3, 3]) == [0], "two get in"
 
 
 def test_blocks_come_free_as_requests_end() -> None:

@@ -95,6 +95,19 @@ def test_a_sparse_row_attends_to_what_it_would_if_all_were_there(tokens: int) ->
     assert rig.offloading is not None and rig.offloading.sparse > 0
 
 
+def test_an_answer_that_leaves_the_cache_goes_on_as_it_did() -> None:
+    request = random_sequence(BF16, LONG, share=SHARE)
+    inside, rig = Rig(BF16, UNIT, True, 400), OffloadingRig()
+    table = rig.write(request.keys, request.values)
+    wanted = of_steps(inside, [request], [inside.write(request.keys, request.values)])
+    assert torch.equal(of_steps(rig, [request], [table]), wanted), "it is in the cache"
+    rig.begin()
+    rig.leave(table, LONG - 1)
+    assert rig.held.summarised == rig.held.copied > 0, "no summary is made twice"
+    assert torch.equal(rig.step([request], [table]), wanted)
+    assert rig.offloading is not None and rig.offloading.sparse == 1
+
+
 def test_rows_beside_offloaded_ones_are_vllms_bit_for_bit() -> None:
     sparse, dense = random_sequence(BF16, LONG, share=SHARE), random_sequence(BF16, LONG, 200)
     others = [random_sequence(BF16, 700, 100, seed=1), random_sequence(BF16, 2300, seed=2)]

@@ -83,3 +83,8 @@ class Summaries:
         keys = np.ascontiguousarray(keys, np.float32)
         basis = self.basis.origin, self._into, self.basis.back
         summarise(keys, np.asarray(units, np.int64), self.codes, self.scales, *basis, layout.rank)
+
+    def copy(self, units: NDArray[np.int64], others: NDArray[np.int64]) -> None:
+        """Have other units have the summaries of units; int64 [n] each."""
+        self.codes[:, others] = self.codes[:, units]
+        self.scales[:, others] = self.scales[:, units]

@@ -6,11 +6,14 @@ An engine is to answer n requests at once, each of p prompt and a answer tokens.
 |-----------|---------------------------------------------------------|--------------|-------------|
 | all       | n * whole                                               |              |             |
 | bounded   | whole + reading + (n - 1) * (kept + tail)               |              |             |
-| offloaded | n * (slots + window)                                    | see below    | n * whole   |
+| offloaded | n * (slots + window); if that is whole or more:         | see below    | n * whole   |
+|           | whole + (n - 1) * (slots + window)                      |              |             |
 
 `whole` is p + a in blocks. A bounded context is kept in `kept`, a share of its prompt's whole
 blocks, and `tail`, all tokens behind them. One is there as a whole, and `reading`, what reads it
 again (docs/bounded.md). `slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
+A context that is longer than the cache is computed within the window. One that fits arrives as a
+whole, and leaves when the next one comes.
 Beside the cache lie summaries of all units, and one layer of one context, where its KV is lined up.
 
 Each way takes the largest share that fits. The one with the least error (KL) is chosen. A KL was
@@ -217,8 +220,7 @@ def _too_short(asked: Asked) -> str:
 
 
 def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes | None:
-    """None where no row would choose, or a whole context fits the cache: a prefill engine computes
-    it then, and its KV stays in the cache."""
+    """None where no row would choose."""
     chosen = chosen_units(asked.context_tokens, unit_tokens, share)
     if chosen is None:
         return None
@@ -226,7 +228,7 @@ def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) 
     one = footprint(asked.context_tokens, chosen, unit_tokens, BLOCK_TOKENS, step_tokens)
     cache, host = asked.contexts * one.blocks, asked.contexts * one.host
     if cache >= one.host:
-        return None
+        cache += one.host - one.blocks
     cache += NULL_BLOCK
     layout = Layout(unit_tokens, facts.head_dim, RANK_BESIDE, COORDINATES)
     units = (cache + host) * BLOCK_TOKENS // unit_tokens
@@ -243,7 +245,7 @@ def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Siz
         sizes: at a share; None where the way is none.
     """
     least, most = (round(100 * share) for share in (min(curve), max(curve)))
-    short = f"only contexts longer than the cache, and than {LEAST_TOKENS} tokens, are offloaded"
+    short = f"only contexts of more than {LEAST_TOKENS} tokens are offloaded"
     last = Way(name, 0.0, None, Sizes(0), short)
     for share in (hundredths / 100 for hundredths in range(most, least - 1, -1)):
         needed = sizes(share)

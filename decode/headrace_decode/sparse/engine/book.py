@@ -82,3 +82,18 @@ class Book:
             self.made += int(stale.sum())
             done, cost = done + len(part), cost + int(costs[len(part) - 1])
         return done, cost
+
+    def copy(self, units: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+        """Copy summaries to units that hold the same keys.
+
+        Args:
+            units: int64 [n], full ones of the cache. others: [n], that are summarised by others.
+
+        Returns:
+            How many of the first units had summaries that are right, and were copied.
+        """
+        stale = (self._seen[units] != self._sums.of(units)).any(1)
+        right = int(stale.argmax()) if stale.any() else len(units)
+        for each in self.summaries:
+            each.copy(units[:right], others[:right])
+        return right

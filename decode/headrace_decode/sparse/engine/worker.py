@@ -46,7 +46,7 @@ from headrace_decode.sparse.engine.offload.held import Memory
 from headrace_decode.sparse.engine.offload.host import HostPool
 from headrace_decode.sparse.engine.offload.manager import DropSpec, OffloadSpec
 from headrace_decode.sparse.engine.offload.rows import Offloading
-from headrace_decode.sparse.engine.offload.scheduler import OFFLOADED
+from headrace_decode.sparse.engine.offload.scheduler import LEFT, OFFLOADED
 from headrace_decode.sparse.engine.rows import SparseRows
 from headrace_decode.sparse.engine.settings import GIB, SparseSettings, settings_of
 from headrace_decode.speculation.drafting_worker import SpeculatingWorker
@@ -239,6 +239,7 @@ class SparseInReach:
         offloading.step_begins(requests_gone(step), getattr(step, OFFLOADED, {}))
         if not offloading:
             return {}
+        offloading.save(getattr(step, LEFT, {}), self._blocks)
         final = final_tokens(step)
         known = {name: before for name, (before, _) in final.items() if offloading.follows(name)}
         offloading.save(known, self._blocks)

@@ -8,7 +8,14 @@ A request takes blocks, and makes each step of its answer longer. In a way w it 
 
 In the cache steps are shorter; offloaded, more requests run at once. No threshold decides: with
 nobody waiting a request stays in the cache, in a crowd it is offloaded, in between by the seconds
-that this engine's steps took (`StepCosts`). Pure: no clocks.
+that this engine's steps took (`StepCosts`).
+
+Requests that run in the cache may be offloaded, too, so that others get in. That saves and costs
+
+    wait(first of the queue) admitted    all who get in would have waited for as long at least
+    sum of steps step_s rows             by which steps of those that leave are longer
+
+Pure: no clocks.
 """
 
 from __future__ import annotations
@@ -119,6 +126,43 @@ def cheapest(
 
     costs = [added_s(way) for way in ways]
     return costs.index(min(costs))
+
+
+@dataclass(frozen=True)
+class Leaver:
+    """A request that runs in the cache and may be offloaded.
+
+    Attributes:
+        freed: blocks that this frees, more than 0.
+        longer_s: by which the steps that its answer still has would be longer, all of them.
+    """
+
+    freed: int
+    longer_s: float
+
+
+def leaving(
+    leavers: Sequence[Leaver], free: int, running: Sequence[Busy], queue: Sequence[int]
+) -> list[int]:
+    """Which of them are offloaded: nobody, or as few as let the first of the queue in, those first
+    that cost least for a block.
+
+    Args:
+        free, running, queue: as of `cheapest`.
+    """
+    if not queue or queue[0] <= free:
+        return []
+    saved_s, longer_s, found = wait_s(queue[0], free, running), 0.0, []
+    cheap = sorted(range(len(leavers)), key=lambda n: leavers[n].longer_s / leavers[n].freed)
+    for number in cheap:
+        found.append(number)
+        free += leavers[number].freed
+        longer_s += leavers[number].longer_s
+        admitted = fitting(queue, free)
+        if admitted:
+            worth = saved_s * admitted > longer_s * (len(running) + admitted)
+            return found if worth else []
+    return []
 
 
 def wait_s(blocks: int, free: int, running: Sequence[Busy]) -> float:

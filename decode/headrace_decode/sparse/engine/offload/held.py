@@ -130,7 +130,10 @@ class Held:
         elif full > have:
             mine = memory.host.take(full - have)
             there = np.asarray(blocks[have:full], np.int64)
-            memory.save((there[:, None] * per + np.arange(per)).reshape(-1), mine)
+            units = (there[:, None] * per + np.arange(per)).reshape(-1)
+            memory.save(units, mine)
+            if self._working is not None and self.summarised == self.copied:
+                self.summarised += memory.book.copy(units, memory.first_host + mine)
             self.units = np.concatenate([self.units, mine])
 
     def _lose(self, first: int) -> None:

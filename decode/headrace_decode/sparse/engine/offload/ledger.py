@@ -61,8 +61,7 @@ class Ledger:
 
     def cold_blocks(self, request_id: str, processed_tokens: int, block_tokens: int) -> int:
         """First blocks of a request that may go back to the pool; 0 of any other request."""
-        known = self._known.get(request_id, 0)
-        return min(known, max(0, processed_tokens - block_tokens) // block_tokens)
+        return min(self._known.get(request_id, 0), cold_blocks(processed_tokens, block_tokens))
 
     def leave(self, request_id: str) -> None:
         """A request gives its blocks back: it ended, or is preempted and admitted again later."""
@@ -75,3 +74,8 @@ class Ledger:
         """A request ended."""
         self.leave(request_id)
         self._planned.pop(request_id, None)
+
+
+def cold_blocks(processed_tokens: int, block_tokens: int) -> int:
+    """First blocks that may go of a request whose blocks the worker knows."""
+    return max(0, processed_tokens - block_tokens) // block_tokens

@@ -21,8 +21,8 @@ from headrace_decode.sparse.engine._vllm_compat import (
     FullAttentionSpec,
     register_kv_cache_spec,
 )
-from headrace_decode.sparse.engine.offload.ledger import Ledger
-from headrace_decode.sparse.offload.sizes import footprint
+from headrace_decode.sparse.engine.offload.ledger import Ledger, cold_blocks
+from headrace_decode.sparse.offload.sizes import Footprint, footprint
 
 
 class OffloadManager(FullAttentionManager):  # type: ignore[misc]
@@ -96,6 +96,24 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         """Give cold blocks back."""
         last = self.ledger.cold_blocks(request_id, processed_computed_tokens, self.block_size)
         self._remove_blocks_in_range(request_id, 0, last)
+
+    def may_offload(self, request_id: str, planned: Footprint, processed_tokens: int) -> bool:
+        """Whether there is room for a request that has all of its KV in the cache; arguments as of
+        `offload`."""
+        last = cold_blocks(processed_tokens, self.block_size)
+        return self.ledger.has_room(planned) and self.may_drop(request_id, planned.slots, last)
+
+    def offload(self, request_id: str, planned: Footprint, processed_tokens: int) -> None:
+        """Give the cold blocks of a request back that was served from the cache so far.
+
+        Args:
+            processed_tokens: whose KV the worker copies before anything is written over.
+        """
+        self.ledger.plan(request_id, planned)
+        self.ledger.admit(request_id)
+        self.ledger.worker_knows(request_id, len(self.req_to_blocks[request_id]))
+        last = cold_blocks(processed_tokens, self.block_size)
+        self.drop(request_id, planned.slots, last)
 
     def drop(self, request_id: str, kept: int, last: int) -> list[int]:
         """Give the first blocks of a request back; those that stand in for them, which may be some

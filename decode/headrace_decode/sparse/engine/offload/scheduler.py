@@ -2,29 +2,41 @@
 
 Offloaded is every request whose longest does not fit into the KV cache, exact ones too, and every
 sparse one that costs everybody fewer seconds so (`switch`). That is asked anew in each step that
-the request waits. Once it runs, it stays as it is until it ends or is preempted.
+somebody waits: of requests that wait, and of those that answer from the cache. The KV of a request
+that came from a prefill engine arrives there as a whole, and may leave then. Who is offloaded stays
+so until it ends or is preempted.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace_decode.replay.scheduler import TakingUp, TakingUpAsync
 from headrace_decode.sparse.engine.counts import chosen_units
-from headrace_decode.sparse.engine.offload.ledger import Ledger
+from headrace_decode.sparse.engine.offload.ledger import Ledger, cold_blocks
 from headrace_decode.sparse.engine.offload.manager import OffloadManager
 from headrace_decode.sparse.engine.settings import SparseSettings, settings_of
 from headrace_decode.sparse.offload.sizes import Footprint, footprint
-from headrace_decode.sparse.offload.switch import Busy, Mode, StepCosts, Way, cheapest
+from headrace_decode.sparse.offload.switch import (
+    Busy,
+    Leaver,
+    Mode,
+    StepCosts,
+    Way,
+    cheapest,
+    leaving,
+)
 from headrace_decode.techniques import SPARSE, share_in
 from headrace_kvstore.salts import is_marked, marked
 
 OFFLOADED = "headrace_offloaded"
 """Attribute of a step's `SchedulerOutput`: the blocks of the working set, by request that is
-admitted in it."""
+offloaded from this step on."""
+LEFT = "headrace_left"
+"""Attribute of the same: by request of these that was in the cache, tokens to copy first."""
 STEP = "headrace_step"
 """Attribute of the same: rows and contexts of a step that computes answers alone, and its begin."""
 CONSIDERED = 16
@@ -75,28 +87,21 @@ class _Offloads:
         """Of a request that is offloaded."""
         return self._footprint(self._most_tokens(request), _share(request))
 
-    def _switch(self, manager: OffloadManager) -> None:
-        """Plan how each sparse request is served that may be admitted now."""
+    def _switch(self, manager: OffloadManager) -> dict[str, int]:
+        """Plan how each sparse request is served that may be admitted now, and offload some that
+        run, so that others are; as `LEFT`."""
         running: list[Any] = self.running  # type: ignore[attr-defined]
         most: int = self.max_num_running_reqs  # type: ignore[attr-defined]
         waiting = list(itertools.islice(self.waiting, most))  # type: ignore[attr-defined]
-        if not waiting:
-            return
-        usable = manager.block_pool.num_gpu_blocks - 1
-        free = manager.block_pool.get_num_free_blocks()
-        context = [0.0] * len(Mode)
-        for each in running:
-            context[self._mode(manager, each)] += self._attended(each)
-        step_s = self.costs.seconds(max(len(running), 1), context)
-        busy = [
-            Busy(
-                manager.held(each.request_id),
-                step_s * max(each.max_tokens - each.num_output_tokens, 0),
-            )
-            for each in running
-        ]
-        least = [self._least_blocks(each, usable) for each in waiting]
         room = min(max(most - len(running), 0), CONSIDERED)
+        if not (waiting and room):
+            return {}
+        usable = manager.block_pool.num_gpu_blocks - 1
+        least = [self._least_blocks(each, usable) for each in waiting]
+        step_s, busy = self._busy(manager)
+        if left := self._make_room(manager, busy, least[:room]):
+            step_s, busy = self._busy(manager)
+        free = manager.block_pool.get_num_free_blocks()
         for number, each in enumerate(waiting[:room]):
             tokens, share = self._most_tokens(each), _share(each)
             whole = -(-tokens // manager.block_size)
@@ -115,12 +120,53 @@ class _Offloads:
             else:
                 manager.ledger.forget(each.request_id)
             free -= ways[way].blocks
+        return left
+
+    def _busy(self, manager: OffloadManager) -> tuple[float, list[Busy]]:
+        """Predicted seconds of a step of all that run, and when these end."""
+        running: list[Any] = self.running  # type: ignore[attr-defined]
+        context = [0.0] * len(Mode)
+        for each in running:
+            context[self._mode(manager, each)] += self._attended(each)
+        step_s = self.costs.seconds(max(len(running), 1), context)
+        held = (manager.held(each.request_id) for each in running)
+        return step_s, [
+            Busy(blocks, step_s * _steps(each)) for blocks, each in zip(held, running, strict=True)
+        ]
+
+    def _make_room(
+        self, manager: OffloadManager, busy: Sequence[Busy], queue: Sequence[int]
+    ) -> dict[str, int]:
+        """Offload requests that answer from the cache; as `LEFT`."""
+        free, ledger = manager.block_pool.get_num_free_blocks(), manager.ledger
+        if queue[0] <= free:
+            return {}
+        candidates, leavers = [], []
+        running: list[Any] = self.running  # type: ignore[attr-defined]
+        for each in running:
+            if _share(each) is None or ledger.planned(each.request_id) is not None:
+                continue
+            tokens, offloaded = self._most_tokens(each), self._smallest(each)
+            freed = cold_blocks(_final(each), manager.block_size) - offloaded.slots
+            if freed <= 0 or not offloaded.slots or _final(each) < each.num_prompt_tokens:
+                continue
+            modes = Mode.OFFLOADED, Mode.SPARSE
+            slow_s, fast_s = (self.costs.added_s(mode, tokens) for mode in modes)
+            candidates.append((each, offloaded))
+            leavers.append(Leaver(freed, _steps(each) * max(0.0, slow_s - fast_s)))
+        left = {}
+        for number in leaving(leavers, free, busy, queue):
+            request, offloaded = candidates[number]
+            if manager.may_offload(request.request_id, offloaded, _final(request)):
+                manager.offload(request.request_id, offloaded, _final(request))
+                left[request.request_id] = _final(request)
+        return left
 
     def _least_blocks(self, request: Any, usable: int) -> int:
         """Of all ways to serve it."""
         whole = -(-self._most_tokens(request) // self._block_tokens)
-        dense = _share(request) is None and whole <= usable
-        return whole if dense else min(whole, self._smallest(request).blocks)
+        stays = _share(request) is None or request.kv_transfer_params
+        return whole if stays and whole <= usable else min(whole, self._smallest(request).blocks)
 
     def _mode(self, manager: OffloadManager, request: Any) -> Mode:
         """How a row of its answer attends."""
@@ -153,9 +199,9 @@ class _Offloads:
         manager = self._offloads
         if manager is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._switch(manager)
+        left = self._switch(manager)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        _tell(manager, output)
+        _tell(manager, output, left)
         setattr(output, STEP, (self._answers(manager, output), self._clock()))
         return output
 
@@ -198,17 +244,30 @@ def _share(request: Any) -> float | None:
     return share_in(request.sampling_params, SPARSE)
 
 
-def _tell(manager: OffloadManager, output: Any) -> None:
+def _final(request: Any) -> int:
+    """Tokens whose KV is final before the next step."""
+    return int(request.num_computed_tokens - request.num_in_flight_tokens)
+
+
+def _steps(request: Any) -> int:
+    """That its answer still has, at most."""
+    return max(0, int(request.max_tokens - request.num_output_tokens))
+
+
+def _tell(manager: OffloadManager, output: Any, left: Mapping[str, int]) -> None:
     """Let the worker know which requests are newly offloaded in this step."""
-    ledger, told = manager.ledger, {}
+    ledger = manager.ledger
     for request_id in output.finished_req_ids:
         ledger.forget(request_id)
+    left = {name: tokens for name, tokens in left.items() if ledger.is_admitted(name)}
+    told = {name: manager.slots(name) for name in left}
     for request_id in output.num_scheduled_tokens:
         if ledger.is_admitted(request_id):
             if not ledger.is_known(request_id):
                 told[request_id] = manager.slots(request_id)
             ledger.worker_knows(request_id, len(manager.req_to_blocks[request_id]))
     setattr(output, OFFLOADED, told)
+    setattr(output, LEFT, left)
 
 
 def _manager_of(scheduler: Any) -> OffloadManager | None:
