@@ -39,6 +39,9 @@ def main() -> None:
     parser.add_argument("--tuning", action="store_true", help="on the texts for tuning")
     parser.add_argument("--only", choices=("kvpress", "ours"), help="one side now, the other later")
     parser.add_argument("--ablated", type=int, default=len(KINDS), metavar="N", help="texts")
+    parser.add_argument(
+        "--gate", type=Path, metavar="FILE", help="of `headrace calibrate bounded`: one arm more"
+    )
     parser.add_argument("--quick", action="store_true", help="two short texts, no ablations")
     options = parser.parse_args()
     if options.quick:
@@ -77,7 +80,8 @@ def measured(options: argparse.Namespace) -> dict[str, object]:
                 tasks[one] = f"kvpress {number}"
             if f"ours {number}" not in kept and options.only != "kvpress":
                 ablated = number < options.ablated
-                one = pool.submit(ours, folder, number, options.tokens, held_out, ablated)
+                asked = folder, number, options.tokens, held_out, ablated, options.gate
+                one = pool.submit(ours, *asked)
                 tasks[one] = f"ours {number}"
         for task in as_completed(tasks):
             kept[tasks[task]] = task.result()

@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import Always, keep, keep_units
 from headrace_decode.bounded.refit import RIDGE
 from headrace_decode.bounded.scores import pooled
@@ -19,6 +20,8 @@ from headrace_prefill.reuse.offline.lm import LM
 OURS = "ours"
 SHARES = 0.5, 0.25, 0.12
 MAIN_SHARE = 0.25
+UNIT_TOKENS = 32
+"""Of what an engine's heads keep."""
 HEADS_FLOOR = 0.02
 """Of a head's tokens, under budgets that follow from entropy."""
 Scores = Callable[[LM, Context], Tensor]
@@ -70,6 +73,22 @@ def times_values(inner: Scores) -> Scores:
             added = torch.einsum("jhgd,nhd->hgnj", by_head, values).norm(dim=-1)
             size.append(added.amax(1))
         return inner(lm, context) * torch.stack(size)
+
+    return scores
+
+
+def gated(gate: Gate) -> Scores:
+    """As `latest`, a gate standing for queries that repeat the context."""
+
+    def scores(lm: LM, context: Context) -> Tensor:
+        found = []
+        for layer, (keys, values) in enumerate(
+            zip(context.kv.keys, context.kv.values, strict=True)
+        ):
+            turned = lm.rope.shift(keys, -torch.arange(len(keys)))
+            told = gate.scores(layer, turned.transpose(0, 1), values.transpose(0, 1))
+            found.append(torch.hypot(told, context.latest[layer].root_mean_square()))
+        return torch.stack(found)
 
     return scores
 
@@ -151,7 +170,7 @@ def _entropy(lm: LM, context: Context, layer: int) -> Tensor:
 ARMS = (
     Arm(OURS, main=True),
     Arm(f"{OURS}, values as they were", refit=None, main=True),
-    Arm(f"{OURS}, as an engine keeps it", latest, None, unit_tokens=32, main=True),
+    Arm(f"{OURS}, as an engine keeps it", latest, None, unit_tokens=UNIT_TOKENS, main=True),
     Arm(f"{OURS}, repetition alone", repeated, queries="sampled"),
     Arm(f"{OURS}, repetition alone, values as they were", repeated, None),
     Arm(f"{OURS}, repetition alone, largest weight", largest, queries="sampled"),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from benchmarks.longcontext.judge import judged_rows
 from benchmarks.longcontext.texts import Case
-from headrace_decode.bounded.scores import Received, repeats
+from headrace_decode.bounded.offline.reading import repeat
+from headrace_decode.bounded.scores import Received
 from headrace_prefill.reuse.offline.lm import KV, LM
 
 BLOCK_TOKENS = 2048
@@ -97,20 +98,11 @@ def repetition(
     lm: LM, tokens: Tensor, kv: KV, repeated: Sequence[Received], some: Tensor
 ) -> list[Tensor]:
     """Repeat the context behind itself; queries of `some` of the repeating rows, by layer."""
-    n = len(tokens)
-    keys = kv.keys.transpose(1, 2).contiguous()
     parts: list[list[Tensor]] = [[] for _ in range(lm.layers)]
-    for lead, begin, end in repeats(n):
-        again = torch.cat([tokens, tokens[lead:end]])
-        longer = lm.empty(len(again))
-        longer.keys[:, :n], longer.values[:, :n] = kv.keys, kv.values
-        at = some[(some >= begin) & (some < end)] - begin
 
-        def watch(
-            layer: int, rows: Tensor, q: Tensor, skip: int = begin - lead, at: Tensor = at
-        ) -> None:
-            repeated[layer].add(q[skip:], keys[layer])
-            parts[layer].append(q[skip:][at])
+    def watch(layer: int, begin: int, q: Tensor) -> None:
+        at = some[(some >= begin) & (some < begin + len(q))] - begin
+        parts[layer].append(q[at])
 
-        lm.compute(again, longer, torch.arange(n, len(again)), watch=watch)
+    repeat(lm, tokens, kv.keys, kv.values, repeated, watch)
     return [torch.cat(each) for each in parts]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
-from benchmarks.longcontext.arms import ARMS, MAIN_SHARE, SHARES, Arm
+from benchmarks.longcontext.arms import ARMS, MAIN_SHARE, OURS, SHARES, UNIT_TOKENS, Arm, gated
 from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import Row, judge, judged_rows
@@ -15,6 +17,8 @@ from benchmarks.longcontext.peers import pressed
 from benchmarks.longcontext.streaming import Streaming
 from benchmarks.longcontext.texts import Case, case
 from benchmarks.plain import model
+from headrace_decode.bounded.engine.calibration import read_gate
+from headrace_decode.sparse.calibration_file import Shape
 from headrace_prefill.reuse.offline.lm import LM
 
 STREAMING = {
@@ -29,14 +33,16 @@ def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
     return pressed(folder, case(number, encode, tokens, held_out=held_out), SHARES)
 
 
-def ours(folder: str, number: int, tokens: int, held_out: bool, ablated: bool) -> list[Row]:
-    """Our arms on context `number`, a row of each."""
+def ours(
+    folder: str, number: int, tokens: int, held_out: bool, ablated: bool, gate: Path | None = None
+) -> list[Row]:
+    """Our arms on context `number`, a row of each; with a gate's file one more."""
     lm, encode = model(folder)
     begun = time.monotonic()
     found = computed(lm, case(number, encode, tokens, held_out=held_out))
     print(f"  {found.case.name}: computed after {time.monotonic() - begun:.0f} s", flush=True)
     rows = []
-    for arm, share in plan(ablated):
+    for arm, share in plan(ablated, () if gate is None else (gated_arm(folder, gate),)):
         rows.append(measured(lm, found, arm, share))
         print(
             f"  {found.case.name}: {arm.name} at {share}: KL {rows[-1]['kl']:.4f} "
@@ -60,8 +66,15 @@ def streamed(lm: LM, context: Context, name: str, one: Streaming, share: float) 
     return row | {"most_held": most / pairs}
 
 
-def plan(ablated: bool) -> Iterator[tuple[Arm, float]]:
-    for arm in ARMS:
+def gated_arm(folder: str, gate: Path) -> Arm:
+    """As an engine with this file keeps contexts."""
+    shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+    scores = gated(read_gate(gate, shape, UNIT_TOKENS))
+    return Arm(f"{OURS}, with a gate", scores, None, unit_tokens=UNIT_TOKENS, main=True)
+
+
+def plan(ablated: bool, more: Sequence[Arm] = ()) -> Iterator[tuple[Arm, float]]:
+    for arm in (*ARMS, *more):
         for share in SHARES:
             if arm.main or (ablated and share == MAIN_SHARE):
                 yield arm, share

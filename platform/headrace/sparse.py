@@ -70,5 +70,7 @@ def add_sparse(
         if any(engine is each for each in answering):
             told |= replace(settings, offload_gib=section.offload_gib).additional_config()
             if bounded.mode != "off":
-                told |= BoundedSettings(bounded.mode, bounded.share).additional_config()
+                told |= BoundedSettings(
+                    bounded.mode, bounded.share, bounded.calibration
+                ).additional_config()
         engine["additional_config"] = told

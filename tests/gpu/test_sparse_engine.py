@@ -43,7 +43,8 @@ def any_calibration(path: Path) -> Path:
     from transformers import AutoConfig
 
     from headrace_decode.sparse.basis import Moments
-    from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+    from headrace_decode.sparse.calibration_file import Shape
+    from headrace_decode.sparse.engine.calibration import Calibration, write
 
     shape = Shape.of(AutoConfig.from_pretrained(the_model()).to_dict())
     rng, bases = np.random.default_rng(0), []

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.kvstore.child import Child, serve
+from headrace_decode.bounded.engine import calibration as gates
 from headrace_decode.bounded.engine.settings import BoundedSettings
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.replay.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULERS
-from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+from headrace_decode.sparse.calibration_file import Shape
+from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offline.calibrate import Learning
 from headrace_prefill.reuse.offline.lm import LM
@@ -38,7 +41,7 @@ class SparseEngine:
         calibrated: on these tokens; None for an engine without a basis.
         offload_gib: of host memory. blocks, longest, batch: as of `Engine`.
         runner: as on a card (`as_card`), with this model runner of vLLM's; None: as on a CPU.
-        bounded: whether requests may drop KV of their contexts.
+        bounded: whether requests may drop KV of their contexts. gated: with a gate, of chance.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class SparseEngine:
         batch: int = 1024,
         runner: str | None = None,
         bounded: bool = False,
+        gated: bool = False,
     ) -> None:
         self._folder = TemporaryDirectory()
         self.log = Path(self._folder.name) / "log"
@@ -69,6 +73,9 @@ class SparseEngine:
             options["block"] = SparseSettings.unit_tokens
         if calibrated is not None:
             options["calibration"] = calibration
+        if gated:
+            options["gate"] = Path(self._folder.name) / "gate"
+            write_gate(model, options["gate"])
         module = "sparse_engine" if runner is None else "card_engine"
         self._child = Child(module, options, environment, self.log, "tests.support.")
         self._child.answer()
@@ -93,6 +100,17 @@ def calibrate(model: Path, tokens: list[int], file: Path) -> None:
     write(file, found, learning.bases())
 
 
+def write_gate(model: Path, file: Path) -> None:
+    """Write a gate for a model, of chance."""
+    shape = Shape.of(json.loads((model / "config.json").read_text()))
+    heads, size, width = (shape.layers, shape.kv_heads), 2 * shape.head_dim, 4
+    shapes = (*heads, size, width), (*heads, width), (*heads, width), (*heads, size), heads
+    rng = torch.Generator().manual_seed(0)
+    gate = Gate(*(0.1 * torch.randn(each, generator=rng) for each in shapes))
+    unit = SparseSettings.unit_tokens
+    gates.write(file, gates.Calibration("tiny", shape, unit, {0.25: 0.1}), gate)
+
+
 class Engine:
     """The engine's own process.
 
@@ -112,6 +130,7 @@ class Engine:
         batch: int,
         block: int,
         bounded: int,
+        gate: str | None,
     ) -> None:
         from vllm import LLM
 
@@ -127,7 +146,7 @@ class Engine:
             told["scheduler_cls"] = OFFLOADING_SCHEDULERS[True]
         if bounded:
             told["scheduler_cls"] = BOUNDING_SCHEDULERS[True]
-            told["additional_config"] |= BoundedSettings().additional_config()
+            told["additional_config"] |= BoundedSettings(calibration=gate).additional_config()
         self._llm = LLM(
             model,
             dtype="float32",
@@ -340,12 +359,13 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--sparse", type=int, default=1)
     parser.add_argument("--calibration")
+    parser.add_argument("--gate")
     parser.add_argument("--offload", type=float, default=0)
     sizes = {"blocks": BLOCKS, "longest": 4096, "batch": 1024, "block": 128, "bounded": 0}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    told = [getattr(args, name) for name in sizes]
+    told = [*(getattr(args, name) for name in sizes), args.gate]
     serve(lambda: Engine(args.model, bool(args.sparse), args.calibration, args.offload, *told))
 
 

@@ -25,6 +25,7 @@ from headrace_decode.bounded.engine.following import Following, Told
 from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS, Again, Reading, counting
 from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.engine._vllm_compat import attention, schedule
@@ -114,6 +115,33 @@ def test_just_the_rows_of_each_kind_count(
         else [set(range(*s.indices(10**6))) for s in (found.earlier, found.repeating)]
     )
     assert got == wanted
+
+
+def test_a_gate_stands_for_rows_that_repeat() -> None:
+    cells, n = cells_of(4), 2 * BLOCK
+    keys, values = fill(cells, [3, 1], n)
+    draw = torch.randn(LAYERS, KV_HEADS, 2 * DIM + 1, 8, generator=rng(3)) * 0.05
+    gate = Gate(
+        draw[..., :-1, :], draw[..., -1, :], draw[..., 0, :], draw[..., :-1, 0], draw[..., 0, 0]
+    )
+    again, queries = Again("x", n, n - 70, n), torch.randn(70, HEADS, DIM, generator=rng(5))
+    facts = again, units_of([3, 1]), cells, SCALE, ROPE
+    gated, plain = Reading(*facts, gate), Reading(*facts)
+    for reading in (gated, plain):
+        one = counting(again, reading, 0, n - 70, 70)
+        assert one is not None and one.repeating.start == one.repeating.stop
+        for layer in range(LAYERS):
+            one.see(layer, queries)
+        reading.score(2)
+        reading.score(LAYERS)
+    scores = gated.scores()
+    at = torch.arange(n)
+    for layer, earlier in enumerate(plain._earlier):
+        turned = ROPE.shift(keys[layer].transpose(0, 1), -at).transpose(0, 1)
+        told = gate.scores(layer, turned, values[layer])
+        assert torch.allclose(
+            scores[layer], torch.hypot(told, earlier.root_mean_square()), atol=1e-5
+        )
 
 
 def test_scores_are_those_of_all_rows_in_whatever_parts_they_came() -> None:
@@ -274,8 +302,8 @@ def test_a_request_that_drops_without_having_been_read_ends_the_engine() -> None
         following.step_begins((), (), Told(drops={"x": [1]}))
 
 
-def course(prompt: int, share: float = 0.25, longest: int = LONGEST) -> Course:
-    return Course("x", [n % 1000 for n in range(prompt)], share, BLOCK, longest, LAYERS)
+def course(prompt: int, share: float = 0.25, longest: int = LONGEST, gated: bool = False) -> Course:
+    return Course("x", [n % 1000 for n in range(prompt)], share, BLOCK, longest, LAYERS, gated)
 
 
 @pytest.mark.parametrize("prompt", [1000, 1024, 4000, 7600])
@@ -299,6 +327,15 @@ def test_each_token_of_the_context_is_repeated_once_and_the_last_rows_come_anew(
     assert repeated == context
     one.start_over()
     assert not one.all_read
+
+
+def test_with_a_gate_the_last_rows_come_anew_and_none_repeats() -> None:
+    one = course(4000, longest=4000, gated=True)
+    context = [n % 1000 for n in range(4000 // BLOCK * BLOCK)]
+    part, n = one.next_part(), len(context)
+    assert part.tokens == context and part.again == Again("x", n, n - EARLIER_TOKENS, n)
+    assert part.cached == n - EARLIER_TOKENS and one.all_read
+    assert not course(BLOCK * LEAST_FREED, 0.01, gated=True).worthwhile
 
 
 @pytest.mark.parametrize(

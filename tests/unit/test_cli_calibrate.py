@@ -14,14 +14,17 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
+from headrace.cli.calibrate.bounded import bounded
 from headrace.cli.calibrate.model import model
 from headrace.cli.calibrate.reuse import frame, reuse
 from headrace.cli.calibrate.sparse import sparse
 from headrace.cli.calibrate.texts import long_texts
 from headrace.cli.console import CliError
 from headrace.cli.main import app
+from headrace_decode.bounded.engine import calibration as gates
 from headrace_decode.sparse.basis import COORDINATES
-from headrace_decode.sparse.engine.calibration import Shape, read, read_bases
+from headrace_decode.sparse.calibration_file import Shape
+from headrace_decode.sparse.engine.calibration import read, read_bases
 from tests.support.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_llama
 
 
@@ -155,3 +158,40 @@ def test_the_help_names_the_target_and_units_that_no_engine_has_are_refused() ->
     refused = CliRunner().invoke(app, ["calibrate", "sparse", "--unit-tokens", "24"])
     assert isinstance(refused.exception, CliError)
     assert "must be 16 or 32" in str(refused.exception)
+
+
+# ---- bounded --------------------------------------------------------------------------------
+
+
+def run_bounded(folder: Path, output: Path) -> None:
+    bounded(
+        str(tiny_llama()),
+        texts=folder,
+        learn=2,
+        measure=1,
+        tokens=900,
+        unit_tokens=32,
+        output=output,
+    )
+
+
+def test_it_writes_a_gate_that_an_engine_of_the_model_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.safetensors"
+    (tmp_path / "texts").mkdir()
+    run_bounded(texts(tmp_path / "texts", 9), file)
+    printed = capsys.readouterr()
+    assert f"techniques.bounded.calibration: {file}" in printed.out
+    assert "text 3 of 3 measured" in printed.err
+    found = gates.read(file)
+    assert found.unit_tokens == 32 and found.kl[0.12] > found.kl[0.5] >= 0
+    shape = Shape.of(AutoConfig.from_pretrained(tiny_llama()).to_dict())
+    gate = gates.read_gate(file, shape, 32)
+    assert gate.level.shape == (LAYERS, KV_HEADS)
+    assert gate.straight.shape == (LAYERS, KV_HEADS, 2 * HEAD_DIM)
+
+
+def test_a_gates_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="cannot be written"):
+        run_bounded(tmp_path, tmp_path / "nowhere" / "file")

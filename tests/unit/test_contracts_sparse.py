@@ -16,6 +16,7 @@ from vllm.config import ModelConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.utils import select_common_block_size
 
+from headrace_decode.sparse.calibration_file import Shape
 from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import (
     CPUAttentionBackend,
@@ -27,7 +28,6 @@ from headrace_decode.sparse.engine._vllm_compat import (
 )
 from headrace_decode.sparse.engine.backend import SparseBackend
 from headrace_decode.sparse.engine.bound import BOUND
-from headrace_decode.sparse.engine.calibration import Shape
 from headrace_decode.sparse.engine.settings import SparseSettings
 from tests.support.contracts import assert_fields, assert_takes, find
 from tests.support.tiny import tiny_llama

@@ -23,10 +23,11 @@ from vllm.v1.worker.utils import select_common_block_size
 pytest.importorskip("triton")
 
 from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.calibration_file import Shape
 from headrace_decode.sparse.engine import worker
 from headrace_decode.sparse.engine._vllm_compat import FollowedRows
 from headrace_decode.sparse.engine.bound import BOUND
-from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.engine.device import _vllm_compat as compat
 from headrace_decode.sparse.engine.device import card
 from headrace_decode.sparse.engine.device.backend import SparseBackend, SparseBuilder, SparseImpl

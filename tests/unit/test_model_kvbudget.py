@@ -22,7 +22,8 @@ from headrace.model.facts import facts_from_config
 from headrace.model.kvbudget import BOUNDED_KL, GIB, Asked, Plan, Way, kl_at, plan
 from headrace.model.registry import ModelError
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+from headrace_decode.sparse.calibration_file import Shape
+from headrace_decode.sparse.engine.calibration import Calibration, write
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -98,6 +99,12 @@ def test_a_way_that_does_not_fit_says_what_it_needs() -> None:
     assert way(found, "all").why_not == "needs 0.179 GiB"
     with pytest.raises(ModelError, match=r"nothing keeps to 0\.0879 GiB: all: needs 0\.179 GiB; "):
         _ = found.chosen
+
+
+def test_a_models_own_error_of_bounded_contexts_is_taken_where_it_was_measured() -> None:
+    own = {0.5: 0.1, 0.25: 0.5}
+    found = plan(FACTS, asked(2, 4), SPARSE_KL, own)
+    assert way(found, "bounded").kl == pytest.approx(kl_at(own, way(found, "bounded").share))
 
 
 def test_without_a_calibration_nothing_is_offloaded_since_its_error_is_not_known() -> None:

@@ -18,16 +18,10 @@ from headrace.config import ConfigError
 from headrace.config.load import load_config
 from headrace.config.techniques import SparseSection, TechniquesSection
 from headrace.sparse import add_sparse
+from headrace_decode.sparse import calibration_file as files
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.engine import calibration as files
-from headrace_decode.sparse.engine.calibration import (
-    Calibration,
-    CalibrationError,
-    Shape,
-    read,
-    read_bases,
-    write,
-)
+from headrace_decode.sparse.calibration_file import CalibrationError, Shape
+from headrace_decode.sparse.engine.calibration import KIND, Calibration, read, read_bases, write
 from headrace_decode.sparse.engine.settings import settings_of
 from headrace_decode.sparse.engine.worker import bases_for
 from headrace_decode.sparse.offline.calibrate import least_share
@@ -155,9 +149,9 @@ def rewritten(file: Path, tensors: dict[str, Any], told: dict[str, Any]) -> None
         for name in ("origin", "into", "back")
     }
     with files.safe_open(file, "np") as opened:
-        said = json.loads(opened.metadata()[files.KEY])
+        said = json.loads(opened.metadata()[KIND.key])
     kept = {k: v for k, v in (arrays | tensors).items() if v is not None}
-    save_file(kept, file, {files.KEY: json.dumps(said | told)})
+    save_file(kept, file, {KIND.key: json.dumps(said | told)})
 
 
 @pytest.mark.parametrize(
@@ -229,7 +223,7 @@ def test_the_worker_of_another_model_says_so_and_goes_without(
             logging.getLogger("headrace.sparse").removeHandler(caplog.handler)
     text = caplog.text
     assert "of another model, smol: layers 3 instead of 30" in text
-    assert "No such file" in text and "without a basis" in text and files.COMMAND in text
+    assert "No such file" in text and "without a basis" in text and KIND.command in text
 
 
 # ---- in an app ------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def _planned(
     """How an engine on CPUs would keep to the budget."""
     from headrace.config.kvbudget import asked_of
     from headrace.model.kvbudget import plan
-    from headrace_decode.sparse.engine.calibration import CalibrationError, read
+    from headrace_decode.sparse.calibration_file import CalibrationError
+    from headrace_decode.sparse.engine.calibration import read
 
     measured, unit_tokens = None, 32
     if calibration is not None:
@@ -88,7 +89,7 @@ def _planned(
         except CalibrationError as error:
             raise CliError(f"{calibration} cannot be used: {error}") from None
         measured, unit_tokens = dict(file.kl), file.unit_tokens
-    return kvbudget.told(plan(facts, asked_of(budget, tokens), measured, unit_tokens))
+    return kvbudget.told(plan(facts, asked_of(budget, tokens), measured, None, unit_tokens))
 
 
 def _facts(source: str) -> ModelFacts:

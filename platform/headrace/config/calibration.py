@@ -1,41 +1,68 @@
-"""The file that `techniques.sparse.calibration` names, and the share that follows from it."""
+"""The files that `techniques.NAME.calibration` name, and the share that follows from one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from headrace.config.techniques import SparseSection
+from headrace.config.techniques import SparseSection, TechniquesSection
 
 if TYPE_CHECKING:
-    from headrace_decode.sparse.engine.calibration import Calibration
+    from headrace_decode.bounded.engine import calibration as bounded
+    from headrace_decode.sparse.engine import calibration as sparse
 
 FIELD = "techniques.sparse.calibration"
+BOUNDED_FIELD = "techniques.bounded.calibration"
 SHARE = 0.1
 """Of an app without a calibration."""
 
 
-def calibrated(section: SparseSection) -> Calibration | None:
-    """What the file says; None without one, or where sparse attention is off.
+class _OfUnits(Protocol):
+    @property
+    def unit_tokens(self) -> int: ...
+
+
+Found = TypeVar("Found", bound=_OfUnits)
+
+
+def calibrated(section: SparseSection) -> sparse.Calibration | None:
+    """What the file of sparse attention says; None without one, or where that is off.
 
     Raises:
         ValueError: it cannot be used; the text says why, and which command makes one.
     """
     if section.mode == "off" or section.calibration is None:
         return None
-    from headrace_decode.sparse.engine.calibration import COMMAND, CalibrationError, read
+    from headrace_decode.sparse.engine.calibration import COMMAND, read
+
+    return _usable(section.calibration, section.unit_tokens, read, COMMAND)
+
+
+def bounded_calibrated(techniques: TechniquesSection) -> bounded.Calibration | None:
+    """As `calibrated`, of bounded contexts."""
+    section = techniques.bounded
+    if section.mode == "off" or section.calibration is None:
+        return None
+    from headrace_decode.bounded.engine.calibration import COMMAND, read
+
+    return _usable(section.calibration, techniques.sparse.unit_tokens, read, COMMAND)
+
+
+def _usable(file: str, unit_tokens: int, read: Callable[[Path], Found], command: str) -> Found:
+    from headrace_decode.sparse.calibration_file import CalibrationError
 
     try:
-        found = read(Path(section.calibration))
-        if found.unit_tokens != section.unit_tokens:
+        found = read(Path(file))
+        if found.unit_tokens != unit_tokens:
             raise CalibrationError(
                 f"it is for units of {found.unit_tokens} tokens, and techniques.sparse.unit_tokens "
-                f"is {section.unit_tokens}"
+                f"is {unit_tokens}"
             )
     except CalibrationError as error:
         raise ValueError(
-            f"{section.calibration} cannot be used: {error}. `{COMMAND} --unit-tokens "
-            f"{section.unit_tokens}` makes such a file"
+            f"{file} cannot be used: {error}. `{command} --unit-tokens {unit_tokens}` makes such a "
+            "file"
         ) from None
     return found
 

@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from headrace.config.calibration import FIELD, calibrated
+from headrace.config.calibration import BOUNDED_FIELD, FIELD, bounded_calibrated, calibrated
 from headrace.config.keyfile import read_keys
 from headrace.config.machine import cpu_computes_bfloat16
 from headrace.config.schema import HeadraceConfig, RoleSettings
 from headrace.config.section import GIB
-from headrace.config.techniques import SparseSection
+from headrace.config.techniques import TechniquesSection
 
 Problem = tuple[str, str]
 
@@ -94,7 +94,7 @@ def check(config: HeadraceConfig, *, files_here: bool = True) -> list[Problem]:
     problems += _objects(config)
     problems += _saved_memory(config)
     if files_here:
-        problems += _calibration(config.techniques.sparse)
+        problems += _calibrations(config.techniques)
     return problems
 
 
@@ -125,11 +125,15 @@ def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
             yield "gateway.tls_cert_file", str(error)
 
 
-def _calibration(sparse: SparseSection) -> Iterator[Problem]:
+def _calibrations(techniques: TechniquesSection) -> Iterator[Problem]:
     try:
-        calibrated(sparse)
+        calibrated(techniques.sparse)
     except ValueError as error:
         yield FIELD, str(error)
+    try:
+        bounded_calibrated(techniques)
+    except ValueError as error:
+        yield BOUNDED_FIELD, str(error)
 
 
 def _role(name: str, role: RoleSettings, config: HeadraceConfig) -> Iterator[Problem]:

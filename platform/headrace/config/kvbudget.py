@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.config.calibration import FIELD, calibrated
+from headrace.config.calibration import BOUNDED_FIELD, FIELD, bounded_calibrated, calibrated
 from headrace.config.checks import kv_widening
 from headrace.config.load import ConfigError
 from headrace.config.schema import HeadraceConfig
 from headrace.config.section import GIB, Section
 from headrace.config.techniques import KVBudgetSection
 from headrace.model.facts import describe
-from headrace.model.kvbudget import STEP_TOKENS, Asked, Plan, Way, plan
+from headrace.model.kvbudget import STEP_TOKENS, Asked, Curve, Plan, Way, plan
 from headrace.model.registry import ModelError
 
 SECTION = "techniques.kv_budget"
@@ -37,7 +37,7 @@ def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
         own = decode.engine.get("max_model_len") or config.model.max_model_len
         asked = asked_of(budget, int(own or facts.max_model_len))
         units = techniques.sparse.unit_tokens
-        found = plan(facts, asked, _measured(config), units, _refused(config))
+        found = plan(facts, asked, *_measured(config), units, _refused(config))
         return _with(config, found.chosen), found
     except ModelError as error:
         raise ConfigError([f"{SECTION}: {error}"]) from None
@@ -54,13 +54,24 @@ def asked_of(budget: KVBudgetSection, context_tokens: int) -> Asked:
     )
 
 
-def _measured(config: HeadraceConfig) -> dict[float, float] | None:
-    """The error of sparse attention by share."""
+def _measured(config: HeadraceConfig) -> tuple[Curve | None, Curve | None]:
+    """The error of sparse attention, and of bounded contexts, by share."""
+    on = {"mode": "auto"}
+    techniques = config.techniques.model_copy(
+        update={
+            name: getattr(config.techniques, name).model_copy(update=on)
+            for name in ("sparse", "bounded")
+        }
+    )
     try:
-        file = calibrated(config.techniques.sparse.model_copy(update={"mode": "auto"}))
+        sparse = calibrated(techniques.sparse)
     except ValueError as error:
         raise ConfigError([f"{FIELD}: {error}"]) from None
-    return dict(file.kl) if file is not None else None
+    try:
+        bounded = bounded_calibrated(techniques)
+    except ValueError as error:
+        raise ConfigError([f"{BOUNDED_FIELD}: {error}"]) from None
+    return sparse.kl if sparse else None, bounded.kl if bounded else None
 
 
 def _refused(config: HeadraceConfig) -> dict[str, str]:

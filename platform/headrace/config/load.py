@@ -190,6 +190,7 @@ FILES = (
         for name in ("api_keys_file", "tls_cert_file", "tls_key_file", "tls_client_ca_file")
     ),
     ("techniques", "sparse", "calibration"),
+    ("techniques", "bounded", "calibration"),
 )
 """Fields that name files."""
 

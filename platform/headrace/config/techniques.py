@@ -88,6 +88,13 @@ class BoundedSection(Section):
         description="Share of a prompt's KV that is kept. More is closer to the exact model. "
         "`vllm_xargs.bounded` may give another share.",
     )
+    calibration: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The model's file from `headrace calibrate bounded`. With it a prompt is not "
+        "read again: what is dropped costs little time, and more error. Each engine's machine must "
+        "hold it. A relative path counts from the configuration file's folder.",
+    )
 
 
 class KVBudgetSection(Section):

@@ -40,8 +40,8 @@ from headrace_decode.sparse.offload.sizes import footprint
 from headrace_decode.sparse.summaries import RANK_BESIDE
 
 BOUNDED_KL = {0.5: 0.0006, 0.25: 0.011, 0.12: 0.073}
-"""Mean KL of a token in nats by share, as an engine keeps contexts: SmolLM2-135M, six contexts of
-3,000 tokens (docs/bounded.md, `python -m benchmarks.longcontext`)."""
+"""Mean KL of a token in nats by share, as an engine keeps contexts that it reads again:
+SmolLM2-135M, six contexts of 3,000 tokens (docs/bounded.md, `python -m benchmarks.longcontext`)."""
 BLOCK_TOKENS = 128
 """Of a block of engines on CPUs, which alone drop or offload KV."""
 STEP_TOKENS = 128
@@ -160,6 +160,7 @@ def plan(
     facts: ModelFacts,
     asked: Asked,
     sparse_kl: Curve | None = None,
+    bounded_kl: Curve | None = None,
     unit_tokens: int = 32,
     refused: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -168,10 +169,12 @@ def plan(
     Args:
         facts: of the model; `dtype_bytes` as the engine keeps KV.
         sparse_kl: of the model, from `headrace calibrate sparse`. Without it nothing is offloaded.
+        bounded_kl: likewise; None: `BOUNDED_KL`.
         unit_tokens: that sparse attention chooses by.
         refused: why the engine cannot take a way, by its name.
     """
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
+    bounded_kl = bounded_kl or BOUNDED_KL
 
     def whole(_: float) -> Sizes:
         return Sizes((NULL_BLOCK + asked.contexts * _blocks(asked.context_tokens)) * block_bytes)
@@ -184,10 +187,13 @@ def plan(
 
     of_ways: dict[str, tuple[Curve, Callable[[float], Sizes | None]]] = {
         "all": ({1.0: 0.0}, whole),
-        "bounded": (BOUNDED_KL, bounded),
+        "bounded": (bounded_kl, bounded),
         "offloaded": (sparse_kl or {}, offloaded),
     }
-    none = {"bounded": _too_short(asked), "offloaded": "" if sparse_kl else UNCALIBRATED}
+    none = {
+        "bounded": _too_short(asked, min(bounded_kl)),
+        "offloaded": "" if sparse_kl else UNCALIBRATED,
+    }
     none |= {name: why for name, why in (refused or {}).items() if why}
     return Plan(
         asked,
@@ -211,11 +217,11 @@ def bounded_blocks(asked: Asked, share: float) -> int:
     return whole + reading + (asked.contexts - 1) * (kept + tail)
 
 
-def _too_short(asked: Asked) -> str:
+def _too_short(asked: Asked, least_share: float) -> str:
     """Why bounding frees nothing of such contexts; empty if it does."""
     context = asked.context_tokens - asked.answer_tokens
     blocks = context // BLOCK_TOKENS
-    freed = blocks - kept_blocks(blocks, min(BOUNDED_KL))
+    freed = blocks - kept_blocks(blocks, least_share)
     return "" if freed >= LEAST_FREED else f"a prompt of {context} tokens is too short to drop from"
 
 

@@ -53,6 +53,8 @@ class Course:
     Args:
         prompt: token ids. share: of the context's KV that it keeps.
         block_tokens: of the scheduler. longest: positions of the model. layers: of it.
+        gated: whether a gate stands for rows that repeat. Then one part computes the context's
+            last rows anew, and that is all.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Course:
         block_tokens: int,
         longest: int,
         layers: int,
+        gated: bool = False,
     ) -> None:
         self.request_id, self._block_tokens, self._layers = request_id, block_tokens, layers
         self.blocks = len(prompt) // block_tokens
@@ -70,9 +73,15 @@ class Course:
         self._context = prompt[: self.blocks * block_tokens]
         self.kept = kept_blocks(self.blocks, share)
         """Blocks that it is kept in."""
-        size = min(PART_TOKENS, longest - 1 - len(self._context) - LEAD_TOKENS)
-        worth = self.blocks - self.kept >= LEAST_FREED and size >= LEAST_PART
-        self._parts = list(repeats(len(self._context), size)) if worth else []
+        tokens = len(self._context)
+        size = min(PART_TOKENS, longest - 1 - tokens - LEAD_TOKENS)
+        self._parts: list[tuple[int, int, int]] = []
+        if self.blocks - self.kept < LEAST_FREED:
+            pass  # it is not worth it
+        elif gated:
+            self._parts = [(tokens, tokens, tokens)]
+        elif size >= LEAST_PART:
+            self._parts = list(repeats(tokens, size))
         self._at = 0
         self.reader = ""
         """Name of the part that was begun last."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow
 from headrace_decode.bounded.engine.reading import Again, Reading, ReadRow, counting
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
@@ -48,12 +49,19 @@ class Following:
     Args:
         cells: of the cache. scale: of the logits. rope: of the model.
         blocks: tells a request's blocks of the scheduler.
+        gate: as of `Reading`.
     """
 
     def __init__(
-        self, cells: Cells, scale: float, rope: Rope, blocks: Callable[[str], Sequence[int]]
+        self,
+        cells: Cells,
+        scale: float,
+        rope: Rope,
+        blocks: Callable[[str], Sequence[int]],
+        gate: Gate | None = None,
     ) -> None:
         self.cells, self._scale, self._rope, self._blocks = cells, scale, rope, blocks
+        self._gate = gate
         self._again: dict[str, Again] = {}
         self._seen: dict[str, int] = {}
         """By request that reads again: first position that has not counted."""
@@ -148,6 +156,6 @@ class Following:
     def _reading(self, again: Again) -> Reading:
         if again.request_id not in self._readings:
             units = self._units(self._blocks(again.request_id), again.tokens)
-            made = Reading(again, units, self.cells, self._scale, self._rope)
+            made = Reading(again, units, self.cells, self._scale, self._rope, self._gate)
             self._readings[again.request_id] = made
         return self._readings[again.request_id]

@@ -7,6 +7,9 @@ there, and behind it a part of the context once more. Two kinds of their rows co
     repeating   the part once more, less the tokens that lead to it
     earlier     the context's last rows, which the first of these requests computes anew, turned to
                 positions behind it
+
+With a gate (`headrace_decode.bounded.gate`) none repeats: the gate tells what repeating rows would
+say, and one request computes the context's last rows.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.scores import Received, pooled
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
@@ -55,14 +59,24 @@ class Reading:
         again: of any request that reads it.
         units: int64 [n], of the context.
         cells: of the cache. scale: of the logits. rope: of the model.
+        gate: that stands for rows that repeat; None: they come.
     """
 
-    def __init__(self, again: Again, units: Ids, cells: Cells, scale: float, rope: Rope) -> None:
+    def __init__(
+        self,
+        again: Again,
+        units: Ids,
+        cells: Cells,
+        scale: float,
+        rope: Rope,
+        gate: Gate | None = None,
+    ) -> None:
         def of_layers() -> list[Received]:
             return [Received(cells.kv_heads, again.tokens, scale) for _ in cells.layers]
 
-        self._units, self._cells, self._rope = units, cells, rope
+        self._units, self._cells, self._rope, self._gate = units, cells, rope, gate
         self._repeating, self._earlier = of_layers(), of_layers()
+        self._told: dict[int, Tensor] = {}
         self._came: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in cells.layers]
         self._next = 0
 
@@ -82,8 +96,12 @@ class Reading:
             came, self._came[layer] = self._came[layer], []
             if not came:
                 continue
-            keys = self._cells.layers[layer].read(self._units)
-            keys = keys.transpose(0, 1).flatten(1, 2).float()
+            keys, values = self._cells.read(layer, self._units)
+            keys = keys.float()
+            if self._gate is not None and layer not in self._told:
+                at = torch.arange(keys.shape[1])
+                turned = self._rope.shift(keys.transpose(0, 1), -at).transpose(0, 1)
+                self._told[layer] = self._gate.scores(layer, turned, values)
             for queries, turn in came:
                 if turn is not None:
                     self._earlier[layer].add(self._rope.shift(queries.float(), turn), keys)
@@ -98,8 +116,12 @@ class Reading:
             ValueError: rows of a kind are missing.
         """
         self.score(len(self._came))
-        both = zip(self._repeating, self._earlier, strict=True)
-        return torch.stack([pooled(parts) for parts in both])
+        if self._gate is None:
+            both = zip(self._repeating, self._earlier, strict=True)
+            return torch.stack([pooled(parts) for parts in both])
+        earlier = torch.stack([one.root_mean_square() for one in self._earlier])
+        told = torch.stack([self._told[layer] for layer in range(len(self._earlier))])
+        return torch.hypot(told, earlier)
 
 
 @dataclass(frozen=True)

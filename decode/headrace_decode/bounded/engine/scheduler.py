@@ -17,6 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from headrace_decode.bounded.engine.course import Course, Part
 from headrace_decode.bounded.engine.following import TOLD, Told
 from headrace_decode.bounded.engine.pace import Pace
+from headrace_decode.bounded.engine.settings import settings_of
 from headrace_decode.sparse.engine.offload.scheduler import (
     OffloadingTakingUp,
     OffloadingTakingUpAsync,
@@ -35,6 +36,9 @@ class _Bounds:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._courses: dict[str, Course] = {}
+        config: Any = self.vllm_config  # type: ignore[attr-defined]
+        settings = settings_of(config.additional_config)
+        self._gated = settings is not None and settings.calibration is not None
         self._pace = Pace(1 + self.num_spec_tokens)  # type: ignore[attr-defined]
         # vLLM reads in each step how many tokens of a prompt it may have. This is our copy of that.
         self.scheduler_config: Any = copy.copy(self.scheduler_config)  # type: ignore[has-type]
@@ -54,6 +58,7 @@ class _Bounds:
             *(request.request_id, list(request.prompt_token_ids), share, manager.block_size),
             self.max_model_len,  # type: ignore[attr-defined]
             len(groups[0].layer_names),
+            self._gated,
         )
         if course.worthwhile:
             self._courses[request.request_id] = course

@@ -1,6 +1,6 @@
 """What an engine is told of bounded contexts, in vLLM's `additional_config`.
 
-    {"headrace_bounded": {"mode": "request", "share": 0.25}}
+    {"headrace_bounded": {"mode": "request", "share": 0.25, "calibration": "/models/gate"}}
 
 It stands beside what the engine is told of sparse attention, whose units are those that are kept.
 """
@@ -21,10 +21,12 @@ class BoundedSettings:
     Attributes:
         mode: of `techniques.MODES`.
         share: of a context's KV that is kept, where a request names none.
+        calibration: file of the model's gate; None: contexts are read again.
     """
 
     mode: str = "request"
     share: float = 0.25
+    calibration: str | None = None
 
     def additional_config(self) -> dict[str, Any]:
         """What goes into the engine's `additional_config`."""

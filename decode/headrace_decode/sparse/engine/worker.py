@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace_decode.bounded.engine import settings as bounded
+from headrace_decode.bounded.engine.calibration import read_gate
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.following import TOLD, Following, Told
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.replay.worker import TakingUpWorker
 from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.calibration_file import CalibrationError, Shape
 from headrace_decode.sparse.engine._vllm_compat import (
     FollowedRows,
     FullAttentionSpec,
@@ -35,12 +38,7 @@ from headrace_decode.sparse.engine._vllm_compat import (
 from headrace_decode.sparse.engine.attention import SparseLayer
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.bound import BOUND
-from headrace_decode.sparse.engine.calibration import (
-    COMMAND,
-    CalibrationError,
-    Shape,
-    read_bases,
-)
+from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.offload.held import Memory
 from headrace_decode.sparse.engine.offload.host import HostPool
@@ -188,7 +186,8 @@ class SparseInReach:
         BOUND.bind(rows, runner.rows, book)
         if self._rope is not None:
             cells, scale = Cells(keys, block_units), modules[0].impl.scale
-            BOUND.following = Following(cells, scale, self._rope, runner.blocks)
+            gate = self._gate(BOUND.unit_tokens)
+            BOUND.following = Following(cells, scale, self._rope, runner.blocks, gate)
         if self._host_blocks:
             host = HostPool(keys, self._host_blocks, block_units)
             longest = self.vllm_config.model_config.max_model_len  # type: ignore[attr-defined]
@@ -205,6 +204,19 @@ class SparseInReach:
             "with the model's basis" if book.summaries[0].layout.coordinates else "without a basis",
             book.nbytes / 1e6,
         )
+
+    def _gate(self, unit_tokens: int) -> Gate | None:
+        """Of bounded contexts. The scheduler counts on it, so an engine cannot go on without."""
+        told = bounded.settings_of(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        if told is None or told.calibration is None:
+            return None
+        shape = Shape.of(model_fields(self.vllm_config))  # type: ignore[attr-defined]
+        try:
+            return read_gate(Path(told.calibration), shape, unit_tokens)
+        except CalibrationError as error:
+            raise RuntimeError(
+                f"techniques.bounded.calibration: {told.calibration} cannot be used: {error}"
+            ) from None
 
     def _bases(self) -> list[Basis] | None:
         if self._settings.calibration is None:

@@ -7,14 +7,13 @@ as an engine has them.
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
 from rich.table import Table
 
 from headrace.cli.calibrate.model import model
-from headrace.cli.calibrate.texts import files_of, long_texts
+from headrace.cli.calibrate.texts import check_writable, files_of, long_texts
 from headrace.cli.console import CliError, stderr, stdout
 
 
@@ -35,17 +34,18 @@ def sparse(
         CliError: the model cannot be computed so, the texts are too short, the file cannot be
             written, or no share keeps to the target.
     """
-    from headrace_decode.sparse.engine.calibration import Calibration, Shape, write
+    from headrace_decode.sparse.calibration_file import Shape
+    from headrace_decode.sparse.engine.calibration import Calibration, write
     from headrace_decode.sparse.offline.calibrate import Learning, divergences, least_share
     from headrace_prefill.reuse.offline.prompts import documents
 
     if output is not None:
-        _check_writable(output)
+        check_writable(output)
     files = documents(False) if texts is None else files_of(texts)
     folder, lm, _, encode = model(name)
     shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
     file = output or Path(f"{Path(name or folder).name}.sparse.safetensors")
-    _check_writable(file)
+    check_writable(file)
     begun, count = time.monotonic(), learn + measure
     # All are cut before the first is computed: too short texts are refused at once.
     every = list(long_texts(encode, files, count, tokens))
@@ -79,8 +79,3 @@ def sparse(
     write(file, found, bases)
     stdout().print(f"share: {wanted:.2f}", markup=False)
     stdout().print(f"techniques.sparse.calibration: {file}", markup=False, soft_wrap=True)
-
-
-def _check_writable(file: Path) -> None:
-    if not os.access(file.parent, os.W_OK) or file.is_dir():
-        raise CliError(f"{file} cannot be written", 2)

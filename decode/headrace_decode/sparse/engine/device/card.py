@@ -15,13 +15,9 @@ from typing import Any
 import torch
 
 from headrace_decode.sparse.basis import Basis
+from headrace_decode.sparse.calibration_file import CalibrationError, Shape
 from headrace_decode.sparse.engine._vllm_compat import model_fields
-from headrace_decode.sparse.engine.calibration import (
-    COMMAND,
-    CalibrationError,
-    Shape,
-    read_bases,
-)
+from headrace_decode.sparse.engine.calibration import COMMAND, read_bases
 from headrace_decode.sparse.engine.counts import RECENT, SINKS, units_of
 from headrace_decode.sparse.engine.device._vllm_compat import use_backend, why_dense
 from headrace_decode.sparse.engine.device.step import ROWS_AT_ONCE, DeviceLayer, padded

@@ -1,0 +1,108 @@
+"""The file that `headrace calibrate bounded` writes: a model's gate, and what shares cost with it.
+
+A `calibration_file` of five tensors, float32, as of `Gate`. Its JSON says model, units, and the
+mean KL of a token by share, over contexts that the gate did not learn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace_decode.bounded.gate import Gate
+from headrace_decode.sparse import calibration_file as files
+from headrace_decode.sparse.calibration_file import CalibrationError, Shape, Shapes
+
+COMMAND = "headrace calibrate bounded MODEL --texts FOLDER --out FILE"
+KIND = files.Kind("headrace_bounded_calibration", 1, "headrace calibrate bounded", COMMAND)
+MOST_WIDTH = 1024
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was learned of a model, and measured.
+
+    Attributes:
+        model: its name, for messages.
+        shape: of the model.
+        unit_tokens: of the units that heads kept.
+        kl: mean KL(exact || bounded) of a token in nats, by share that is kept.
+    """
+
+    model: str
+    shape: Shape
+    unit_tokens: int
+    kl: Mapping[float, float]
+
+    def check(self, shape: Shape, unit_tokens: int) -> None:
+        """Raises CalibrationError unless it is of such a model and unit."""
+        self.shape.check(self.model, shape)
+        if self.unit_tokens != unit_tokens:
+            raise CalibrationError(
+                f"it is for units of {self.unit_tokens} tokens instead of {unit_tokens}"
+            )
+
+
+def write(path: Path, calibration: Calibration, gate: Gate) -> None:
+    """Write a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    told = asdict(calibration) | {"kl": [[*each] for each in calibration.kl.items()]}
+    tensors = {f.name: getattr(gate, f.name).contiguous().numpy() for f in fields(Gate)}
+    files.write(path, KIND, told, tensors)
+
+
+def read(path: Path) -> Calibration:
+    """What a file says, without its gate.
+
+    Raises:
+        CalibrationError: it cannot be read, or is no such file.
+    """
+    return files.read(path, KIND, _told)[0]
+
+
+def read_gate(path: Path, shape: Shape, unit_tokens: int) -> Gate:
+    """The gate.
+
+    Args:
+        shape, unit_tokens: of the engine that it is for.
+
+    Raises:
+        CalibrationError: as `read`; or the file is of another model or unit.
+    """
+
+    def check(found: Calibration, shapes: Shapes) -> None:
+        found.check(shape, unit_tokens)
+        width, size = [0, *shapes.get("shift", ())][-1], 2 * shape.head_dim
+        heads = [shape.layers, shape.kv_heads]
+        wanted = {
+            "into": [*heads, size, width],
+            "shift": [*heads, width],
+            "out": [*heads, width],
+            "straight": [*heads, size],
+            "level": heads,
+        }
+        files.check_shapes(shapes, wanted)
+        if not 1 <= width <= MOST_WIDTH:
+            raise CalibrationError(f"it is damaged: its width is {width}")
+
+    _, tensors = files.read(path, KIND, _told, check)
+    return Gate(**{name: torch.from_numpy(one) for name, one in tensors.items()})
+
+
+def _told(told: Mapping[str, Any]) -> Calibration:
+    found = Calibration(
+        str(told["model"])[:200],
+        Shape.told(told["shape"]),
+        int(told["unit_tokens"]),
+        files.curve(told["kl"]),
+    )
+    if not found.kl or not all(0 < share <= 1 and kl > 0 for share, kl in found.kl.items()):
+        raise CalibrationError(f"it is damaged: its shares are {dict(found.kl)}")
+    return found

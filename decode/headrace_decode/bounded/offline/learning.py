@@ -1,0 +1,89 @@
+"""Learns a model's gate from contexts that were read again.
+
+The loss is the mean square of what is wrong in log(s + floor), over tokens and heads. The floor is
+the median score: what leaves under any budget need not be told apart. The first tokens stay
+whatever their score, so nothing is learned of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.keeping import Always
+
+WIDTH = 32
+STEPS, TOKENS_A_STEP, RATE = 1000, 384, 3e-3
+
+
+class Samples:
+    """KV of contexts, and what reading them again said of each token.
+
+    Memory: 4 head_dim + 4 bytes for each token, layer and KV head.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._scores: list[Tensor] = []
+
+    def add(self, keys: Tensor, values: Tensor, scores: Tensor) -> None:
+        """Count a context.
+
+        Args:
+            keys, values: [layers, kv_heads, tokens, head_dim]; keys turned back to position 0.
+            scores: fp32 [layers, kv_heads, tokens].
+        """
+        first = Always().sinks
+        self._inputs.append(torch.cat([keys, values], -1)[:, :, first:].half())
+        self._scores.append(scores[..., first:])
+
+    def learned(self, width: int = WIDTH, steps: int = STEPS, seed: int = 0) -> Gate:
+        """The gate that says most nearly the same."""
+        inputs, scores = torch.cat(self._inputs, 2), torch.cat(self._scores, 2)
+        logs = (scores + scores.median()).log()
+        layers, heads, tokens, size = inputs.shape
+        centre, spread = _moments(inputs)
+        level, scale = logs.mean(-1, keepdim=True), logs.std(-1, keepdim=True) + 1e-3
+        rng = torch.Generator().manual_seed(seed)
+        into, shift, out, straight, bias = parts = [
+            (begin * torch.randn(layers, heads, *shape, generator=rng)).requires_grad_()
+            for begin, shape in (
+                (size**-0.5, (size, width)),
+                (0.0, (1, width)),
+                (0.3 * width**-0.5, (width, 1)),
+                (0.0, (size, 1)),
+                (0.0, (1, 1)),
+            )
+        ]
+        optimizer = torch.optim.Adam(parts, RATE)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        with torch.enable_grad():
+            for _ in range(steps):
+                at = torch.randint(tokens, (TOKENS_A_STEP,), generator=rng)
+                x = (inputs[:, :, at].float() - centre) / spread
+                said = ((x @ into + shift).relu() @ out + x @ straight + bias)[..., 0]
+                loss = (scale * said + level - logs[:, :, at]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+        # The gate takes inputs as they are: centre, spread and scale go into its weights.
+        into, shift, out, straight, bias = (part.detach() for part in parts)
+        into, straight = (part / spread.transpose(-1, -2) for part in (into, straight))
+        shift, bias = shift - centre @ into, bias - centre @ straight
+        return Gate(
+            into,
+            shift[..., 0, :],
+            scale * out[..., 0],
+            scale * straight[..., 0],
+            (scale * bias[..., 0] + level)[..., 0],
+        )
+
+
+def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation over tokens: fp32 [layers, heads, 1, size] each. By layer, since all
+    inputs in fp32 may be more than there is memory for."""
+    both = [torch.std_mean(layer.float(), 1, keepdim=True) for layer in inputs]
+    spread, centre = (torch.stack(part) for part in zip(*both, strict=True))
+    return centre, spread + 1e-4

@@ -1,0 +1,159 @@
+"""Reads contexts again in plain torch, outside of an engine: what their keys are worth, and what
+answers lose when some leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS
+from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
+from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.scores import Received, repeats
+from headrace_decode.sparse.offline.calibrate import TAIL_TOKENS, Model
+from headrace_engine.rope import Rope
+
+SHARES = 0.5, 0.25, 0.12
+BLOCK_TOKENS = 2048
+LEAST_KL = 1e-9
+"""That is told: less is rounding."""
+Watch = Callable[[int, int, Tensor], None]
+"""(layer, first of the context's tokens that the rows repeat, their rotated queries
+[rows, heads, head_dim])."""
+
+
+def repeat(
+    model: Model,
+    tokens: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    repeated: Sequence[Received],
+    watch: Watch | None = None,
+) -> None:
+    """Repeat a context behind itself, part by part.
+
+    Args:
+        tokens: int64 [n]. keys, values: fp32 [layers, n, kv_heads, head_dim], of the context.
+        repeated: of each layer; gets the queries of rows that repeat. watch: gets them, too.
+    """
+    n = len(tokens)
+    by_head = keys.transpose(1, 2).contiguous()
+    for lead, begin, end in repeats(n):
+        again = torch.cat([tokens, tokens[lead:end]])
+        longer = model.empty(len(again))
+        longer.keys[:, :n], longer.values[:, :n] = keys, values
+
+        def counted(
+            layer: int, rows: Tensor, q: Tensor, begin: int = begin, skip: int = begin - lead
+        ) -> None:
+            repeated[layer].add(q[skip:], by_head[layer])
+            if watch is not None:
+                watch(layer, begin, q[skip:])
+
+        model.compute(again, longer, torch.arange(n, len(again)), watch=counted)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A context, computed exactly.
+
+    Attributes:
+        tokens: int64 [n].
+        keys, values: fp32 [layers, n, kv_heads, head_dim].
+        turned: keys at position 0, [layers, kv_heads, n, head_dim].
+        latest: fp32 [layers, kv_heads, n], attention from its last rows as if they came later.
+    """
+
+    tokens: Tensor
+    keys: Tensor
+    values: Tensor
+    turned: Tensor
+    latest: Tensor
+
+    @classmethod
+    def of(cls, model: Model, rope: Rope, tokens: Tensor) -> Computed:
+        """Compute it."""
+        n, kv = len(tokens), model.empty(len(tokens))
+        last: dict[int, Tensor] = {}
+
+        def watch(layer: int, rows: Tensor, q: Tensor) -> None:
+            before = [last[layer]] if layer in last else []
+            last[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
+
+        for begin in range(0, n, BLOCK_TOKENS):
+            model.compute(
+                tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=watch
+            )
+        at = torch.arange(n)
+        rows = at[-EARLIER_TOKENS:]
+        behind = n + torch.arange(len(rows)) % BEHIND_TOKENS - rows
+        latest = []
+        for layer, keys in enumerate(kv.keys):
+            received = Received(model.kv_heads, n, model.dim**-0.5)
+            received.add(rope.shift(last[layer], behind), keys.transpose(0, 1))
+            latest.append(received.root_mean_square())
+        turned = torch.stack([rope.shift(keys, -at).transpose(0, 1) for keys in kv.keys])
+        return cls(tokens, kv.keys, kv.values, turned, torch.stack(latest))
+
+    def repeated(self, model: Model) -> Tensor:
+        """Attention that keys get from rows that repeat: fp32 [layers, kv_heads, n]."""
+        found = [
+            Received(model.kv_heads, len(self.tokens), model.dim**-0.5) for _ in range(model.layers)
+        ]
+        repeat(model, self.tokens, self.keys, self.values, found)
+        return torch.stack([one.root_mean_square() for one in found])
+
+    def scores(self, gate: Gate) -> Tensor:
+        """As an engine has them: fp32 [layers, kv_heads, n]."""
+        pairs = zip(self.turned, self.values, strict=True)
+        told = [gate.scores(n, keys, v.transpose(0, 1)) for n, (keys, v) in enumerate(pairs)]
+        return torch.hypot(torch.stack(told), self.latest)
+
+
+def divergences(
+    model: Model, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
+) -> dict[float, float]:
+    """Mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`.
+
+    Args:
+        text: whose whole units but the last tokens are the context.
+    """
+    n = (len(text) - TAIL_TOKENS) // unit_tokens * unit_tokens
+    whole = torch.tensor(text[: n + TAIL_TOKENS])
+    context = Computed.of(model, rope, whole[:n])
+    scores, rows = context.scores(gate), torch.arange(n, len(whole))
+
+    def follow(kept: Tensor) -> Tensor:
+        kv = model.empty(len(whole))
+        kv.keys[:, :n], kv.values[:, :n] = context.keys, context.values
+
+        def attend(layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            end = int(rows[-1]) + 1
+            fresh = torch.arange(n, end) <= rows[:, None]
+            parts = (
+                kept[layer][:, None].expand(-1, len(rows), -1),
+                fresh.expand(len(keys[0]), -1, -1),
+            )
+            seen = torch.cat(parts, 2)[:, None]
+            asked = q.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+            k, v = (
+                one[:end].transpose(0, 1)[:, None].expand(-1, asked.shape[1], -1, -1)
+                for one in (keys, values)
+            )
+            mixed = scaled_dot_product_attention(asked, k, v, attn_mask=seen)
+            return mixed.permute(2, 0, 1, 3).flatten(1)
+
+        return model.compute(whole, kv, rows, attend=attend).log_softmax(-1)
+
+    exact = follow(torch.ones(scores.shape, dtype=torch.bool))
+    found = {}
+    for share in SHARES:
+        kept = keep_units(scores, int(share * scores.numel()) // unit_tokens, unit_tokens)
+        kl = (exact.exp() * (exact - follow(kept))).sum(-1).double()
+        found[share] = max(float(kl.mean()), LEAST_KL)
+    return found

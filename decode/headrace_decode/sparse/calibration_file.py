@@ -1,0 +1,205 @@
+"""Files of what was learned of a model: tensors in float32, and what was measured with them.
+
+A safetensors file with JSON in its metadata, under a key of its kind. It is read as any input:
+version, model and the shapes of all tensors are looked at before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+MOST_BYTES, MOST_HEADER_BYTES = 256 * 2**20, 2**16
+MOST_SHARES = 100
+FARTHEST = 1e6
+"""Of a number in a tensor; those of models are below 100."""
+
+_ROPE = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow"),
+)
+
+Shapes = Mapping[str, list[int]]
+T = TypeVar("T")
+
+
+class CalibrationError(ValueError):
+    """The file cannot be used; the text says why, without its name."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What such files are of.
+
+    Attributes:
+        key: of the JSON. version: that is read and written.
+        name, command: of the program that makes one, for messages.
+    """
+
+    key: str
+    version: int
+    name: str
+    command: str
+
+    @property
+    def strange(self) -> CalibrationError:
+        return CalibrationError(f"it is not of `{self.name}`, or is damaged")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides which keys and queries there are, but for its weights.
+
+    Attributes:
+        hidden_size, layers, heads, kv_heads, head_dim: of the model.
+        rope: kind and numbers of its rotary embedding.
+    """
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: str
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Shape:
+        """From a model's `config.json`, or the same from `transformers`.
+
+        Raises:
+            CalibrationError: a field is missing.
+        """
+        try:
+            heads = int(config["num_attention_heads"])
+            rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+            theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+            numbers = {name: float(rope[name]) for name in _ROPE if rope.get(name) is not None}
+            if numbers.get("partial_rotary_factor") == 1.0:
+                del numbers["partial_rotary_factor"]
+            kind = str(rope.get("rope_type", rope.get("type", "default")))
+            return Shape(
+                int(config["hidden_size"]),
+                int(config["num_hidden_layers"]),
+                heads,
+                int(config.get("num_key_value_heads") or heads),
+                int(config.get("head_dim") or config["hidden_size"] // heads),
+                " ".join(
+                    [kind, f"theta={float(theta):g}", *(f"{k}={numbers[k]:g}" for k in numbers)]
+                ),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CalibrationError(f"the model's configuration is not known: {error!r}") from None
+
+    @staticmethod
+    def told(told: Mapping[str, Any]) -> Shape:
+        """As `asdict` said it."""
+        return Shape(**{f.name: told[f.name] for f in fields(Shape)})
+
+    def check(self, model: str, other: Shape) -> None:
+        """Raises CalibrationError if an engine's model has another shape than `model`, ours."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        differences = [
+            f"{name} {mine} instead of {its}" for name, mine, its in pairs if mine != its
+        ]
+        if differences:
+            raise CalibrationError(f"it is of another model, {model}: {', '.join(differences)}")
+
+
+def curve(told: Any) -> dict[float, float]:
+    """Mean KL of a token by share, as JSON has it: pairs."""
+    return {float(share): float(kl) for share, kl in told[:MOST_SHARES]}
+
+
+def write(
+    path: Path, kind: Kind, told: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]]
+) -> None:
+    """Write a file, whole or not at all.
+
+    Args:
+        told: what its JSON says beside the version.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    said = json.dumps({"version": kind.version, **told})
+    try:
+        half.write_bytes(save(dict(tensors), {kind.key: said}))
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def read(
+    path: Path,
+    kind: Kind,
+    parsed: Callable[[Mapping[str, Any]], T],
+    checked: Callable[[T, Shapes], None] | None = None,
+) -> tuple[T, dict[str, NDArray[np.float32]]]:
+    """What a file says, and its tensors where they are wanted.
+
+    Args:
+        parsed: makes something of its JSON; raises KeyError, TypeError or ValueError if it is none.
+        checked: raises CalibrationError if it, or the shapes of tensors, are not those that are
+            wanted. None reads no tensors.
+
+    Raises:
+        CalibrationError: it cannot be read, or is no such file.
+    """
+    try:
+        with path.open("rb") as raw:
+            size, header = path.stat().st_size, int.from_bytes(raw.read(8), "little")
+        if size > MOST_BYTES or not 0 < header <= min(MOST_HEADER_BYTES, size):
+            raise kind.strange
+        with safe_open(path, "np") as file:
+            found = _parsed((file.metadata() or {}).get(kind.key, ""), kind, parsed)
+            if checked is None:
+                return found, {}
+            names = file.keys()
+            parts = {name: file.get_slice(name) for name in names}
+            for name, part in parts.items():
+                if part.get_dtype() != "F32":
+                    raise CalibrationError(f"it is damaged: {name} is {part.get_dtype()}")
+            checked(found, {name: list(part.get_shape()) for name, part in parts.items()})
+            tensors = {name: file.get_tensor(name) for name in parts}
+    except OSError as error:
+        raise CalibrationError(f"it cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise CalibrationError(f"it is damaged: {error}") from None
+    for name, one in tensors.items():
+        if not np.abs(one).max(initial=0.0) <= FARTHEST:  # NaN is none, either
+            raise CalibrationError(f"it is damaged: {name} has numbers that no model has")
+    return found, tensors
+
+
+def check_shapes(found: Shapes, wanted: Shapes) -> None:
+    """Raises CalibrationError if tensors are others than wanted."""
+    if found.keys() != wanted.keys():
+        raise CalibrationError("it is damaged: it has other tensors")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise CalibrationError(f"it is damaged: {name} is {found[name]}")
+
+
+def _parsed(text: str, kind: Kind, parsed: Callable[[Mapping[str, Any]], T]) -> T:
+    try:
+        told = json.loads(text)
+        if told["version"] != kind.version:
+            raise CalibrationError(
+                f"its version is {told['version']!r} instead of {kind.version}; make it again: "
+                f"{kind.command}"
+            )
+        return parsed(told)
+    except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        if isinstance(error, CalibrationError):
+            raise
+        raise kind.strange from None

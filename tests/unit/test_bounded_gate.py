@@ -1,0 +1,136 @@
+"""What tells a token's score from its key and value, and how that is learned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from headrace.config import ConfigError, load_config
+from headrace_decode.bounded.engine import calibration as files
+from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.offline.learning import Samples
+from headrace_decode.sparse.calibration_file import CalibrationError, Shape
+
+LAYERS, HEADS, TOKENS, DIM = 2, 3, 700, 8
+
+
+def context(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values, and scores that follow from them by another rule for each head."""
+    rng = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, LAYERS, HEADS, TOKENS, DIM, generator=rng) * 3 + 1
+    rules = torch.Generator().manual_seed(100)
+    straight, bent = torch.randn(2, LAYERS, HEADS, 1, DIM, generator=rules) / DIM
+    logs = (keys * straight).sum(-1) + (values * bent).sum(-1).abs() - 6
+    return keys, values, logs.exp()
+
+
+def said(gate: Gate, keys: Tensor, values: Tensor) -> Tensor:
+    return torch.stack([gate.scores(n, *kv) for n, kv in enumerate(zip(keys, values, strict=True))])
+
+
+@pytest.fixture(scope="module")
+def gate() -> Gate:
+    samples = Samples()
+    for seed in range(3):
+        samples.add(*context(seed))
+    return samples.learned(width=8, steps=600)
+
+
+def test_scores_of_other_contexts_are_told(gate: Gate) -> None:
+    keys, values, scores = context(7)
+    wanted = (scores + scores.median()).log()
+    wrong = (said(gate, keys, values).log() - wanted).square().mean()
+    assert wrong < 0.1 * wanted.var(-1).mean()
+
+
+def test_a_tokens_score_does_not_depend_on_what_stands_beside_it(gate: Gate) -> None:
+    keys, values, _ = context(8)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
+    mixed = said(gate, keys[:, :, order], values[:, :, order])
+    torch.testing.assert_close(mixed, said(gate, keys, values)[..., order])
+    long = [torch.cat([part] * 4, 2) for part in (keys, values)]
+    torch.testing.assert_close(said(gate, *long)[..., :TOKENS], said(gate, keys, values))
+
+
+def test_the_first_tokens_teach_nothing(gate: Gate) -> None:
+    samples = Samples()
+    for seed in range(3):
+        keys, values, scores = context(seed)
+        scores[..., :4] = 1e6
+        samples.add(keys, values, scores)
+    keys, values, _ = context(9)
+    other = samples.learned(width=8, steps=600)
+    torch.testing.assert_close(said(other, keys, values), said(gate, keys, values))
+
+
+# ---- the file -------------------------------------------------------------------------------
+
+SHAPE = Shape(64, LAYERS, 6, HEADS, DIM, "default theta=10000")
+FOUND = files.Calibration("small", SHAPE, 32, {0.5: 0.001, 0.25: 0.02})
+
+
+@pytest.fixture
+def file(tmp_path: Path, gate: Gate) -> Path:
+    files.write(tmp_path / "gate", FOUND, gate)
+    return tmp_path / "gate"
+
+
+def test_a_file_brings_the_gate_back(file: Path, gate: Gate) -> None:
+    assert files.read(file) == FOUND
+    found = files.read_gate(file, SHAPE, 32)
+    for each in fields(Gate):
+        assert torch.equal(getattr(found, each.name), getattr(gate, each.name))
+
+
+def test_a_gate_of_another_model_or_unit_is_refused(file: Path) -> None:
+    with pytest.raises(CalibrationError, match="of another model, small: kv_heads 3 instead of 2"):
+        files.read_gate(file, replace(SHAPE, kv_heads=2), 32)
+    with pytest.raises(CalibrationError, match="units of 32 tokens instead of 16"):
+        files.read_gate(file, SHAPE, 16)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"into": np.zeros((LAYERS, HEADS, 2 * DIM, 9), np.float32)},
+        {"level": np.zeros((LAYERS, HEADS, 1), np.float32)},
+        {"shift": np.zeros(0, np.float32)},
+        {"out": None},
+        {"straight": np.full((LAYERS, HEADS, 2 * DIM), np.nan, np.float32)},
+    ],
+)
+def test_tensors_that_are_no_gate_are_refused(
+    file: Path, gate: Gate, tensors: dict[str, Any]
+) -> None:
+    whole = {each.name: getattr(gate, each.name).numpy() for each in fields(Gate)} | tensors
+    told = json.dumps(
+        {
+            "version": files.KIND.version,
+            "model": "small",
+            "shape": vars(SHAPE),
+            "unit_tokens": 32,
+            "kl": [[0.5, 0.1]],
+        }
+    )
+    kept = {name: one for name, one in whole.items() if one is not None}
+    save_file(kept, file, {files.KIND.key: told})
+    with pytest.raises(CalibrationError, match="damaged"):
+        files.read_gate(file, SHAPE, 32)
+
+
+def test_a_file_that_cannot_be_used_is_refused_with_the_command_that_makes_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "junk").write_bytes(b"junk" * 30)
+    on = "techniques.bounded.mode=request", f"techniques.bounded.calibration={tmp_path / 'junk'}"
+    with pytest.raises(ConfigError, match="headrace calibrate bounded MODEL") as found:
+        load_config(overrides=[*on])
+    assert "techniques.bounded.calibration: " in str(found.value)
