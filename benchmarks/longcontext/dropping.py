@@ -1,11 +1,12 @@
 """Four long contexts at once in an engine that drops three quarters of their KV.
 
-    python -m benchmarks.longcontext.dropping --json FILE
+    python -m benchmarks.longcontext.dropping --json FILE [--gate FILE]
 
 SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 4,000 tokens
 and an answer of 2,000. One engine has room for all of them. The other has room for one whole
-context, for what reads it again, and for what is kept of the other three (docs/bounded.md). Each
-engine is a process of its own; blocks are the scheduler's.
+context, for what reads it again, and for what is kept of the other three (docs/bounded.md); with a
+file of `headrace calibrate bounded` it does not read them again. Each engine is a process of its
+own; blocks are the scheduler's.
 
     cache_vs_contexts       blocks of the small engine's cache, over those of the four contexts in
                             full with their answers
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.longcontext.pool import apart
@@ -45,11 +47,11 @@ WHOLE = blocks_of(PROMPT + ANSWER)
 SMALL = bounded_blocks(Asked(1, AT_ONCE, PROMPT + ANSWER, ANSWER), SHARE)
 
 
-def served(cache_blocks: int, share: float | None) -> dict[str, Any]:
+def served(cache_blocks: int, share: float | None, gate: str | None = None) -> dict[str, Any]:
     """All prompts at once in an engine with so many blocks: seconds of its steps."""
     engine = Engine(
         SparseSettings("off"),
-        BoundedSettings(),
+        BoundedSettings(calibration=gate),
         num_gpu_blocks_override=cache_blocks + 1,  # vLLM's null block
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=2 * AT_ONCE,
@@ -79,9 +81,10 @@ def served(cache_blocks: int, share: float | None) -> dict[str, Any]:
     return {"steps": pure, "held": held, "seconds": time.perf_counter() - begun_s}
 
 
-def measured() -> Figures:
+def measured(gate: Path | None) -> Figures:
     """The figures."""
-    few, many = apart(served, SMALL, SHARE), apart(served, AT_ONCE * WHOLE, None)
+    few = apart(served, SMALL, SHARE, None if gate is None else str(gate))
+    many = apart(served, AT_ONCE * WHOLE, None)
     runs = {"bounded": few, "exact": many}
     itl = {name: statistics.median(run["steps"]) for name, run in runs.items()}
     return {
@@ -96,4 +99,4 @@ def measured() -> Figures:
 
 
 if __name__ == "__main__":
-    report(__doc__, measured)
+    report(__doc__, measured, "gate")

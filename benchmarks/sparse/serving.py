@@ -27,17 +27,21 @@ ENVIRONMENT = {
 LONGEST = 8192
 
 
-def report(about: str, measured: Callable[[], Mapping[str, float]]) -> None:
+def report(about: str, measured: Callable[..., Mapping[str, float]], *files: str) -> None:
     """The main function of a benchmark of one thread: measure, write and print.
 
     Args:
         about: the program's docstring. measured: makes its figures.
+        files: options that name files; `measured` gets them by name, None where not given.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    for name in files:
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     options = parser.parse_args()
     _begin_in_environment()
-    found = {"figures": {name: round(value, 4) for name, value in measured().items()}}
+    figures = measured(**{name: getattr(options, name) for name in files})
+    found = {"figures": {name: round(value, 4) for name, value in figures.items()}}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

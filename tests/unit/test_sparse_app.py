@@ -82,13 +82,13 @@ def test_only_decode_engines_let_kv_leave_the_cache() -> None:
 def test_only_decode_engines_drop_kv_and_all_have_its_units() -> None:
     prefill: dict[str, Any] = {}
     decode: dict[str, Any] = {}
-    section = TechniquesSection(bounded=BoundedSection(mode="auto", share=0.5))
+    section = TechniquesSection(bounded=BoundedSection(mode="auto", share=0.5, calibration="/gate"))
     add_sparse(section, [prefill, decode], [decode])
     for engine in (prefill, decode):
         assert settings_of(engine["additional_config"]) == SparseSettings("off")
         assert engine["worker_cls"].endswith("engine.worker.SparseTakingUpWorker")
     told = [bounded_settings_of(engine["additional_config"]) for engine in (prefill, decode)]
-    assert told == [None, BoundedSettings("auto", 0.5)]
+    assert told == [None, BoundedSettings("auto", 0.5, "/gate")]
 
 
 @pytest.mark.parametrize("speculates", [True, False])

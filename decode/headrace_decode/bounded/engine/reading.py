@@ -96,18 +96,22 @@ class Reading:
             came, self._came[layer] = self._came[layer], []
             if not came:
                 continue
-            keys, values = self._cells.read(layer, self._units)
-            keys = keys.float()
+            keys = self._cells.layers[layer].read(self._units)
+            keys = keys.transpose(0, 1).flatten(1, 2).float()
             if self._gate is not None and layer not in self._told:
-                at = torch.arange(keys.shape[1])
-                turned = self._rope.shift(keys.transpose(0, 1), -at).transpose(0, 1)
-                self._told[layer] = self._gate.scores(layer, turned, values)
+                self._told[layer] = self._gated(self._gate, layer)
             for queries, turn in came:
                 if turn is not None:
                     self._earlier[layer].add(self._rope.shift(queries.float(), turn), keys)
             repeating = [queries for queries, turn in came if turn is None]
             if repeating:
                 self._repeating[layer].add(torch.cat(repeating).float(), keys)
+
+    def _gated(self, gate: Gate, layer: int) -> Tensor:
+        keys, values = self._cells.read(layer, self._units)
+        back = -torch.arange(keys.shape[1])
+        turned = self._rope.shift(keys.transpose(0, 1).float(), back)
+        return gate.scores(layer, turned.transpose(0, 1), values)
 
     def scores(self) -> Tensor:
         """fp32 [layers, kv_heads, tokens], of all that came.
