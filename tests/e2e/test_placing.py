@@ -33,9 +33,10 @@ START_TOKENS = 4000
 is too small for them (`tiny_args`), so they are where an engine has computed them."""
 BLOCK_TOKENS = 128
 """vLLM's on a CPU."""
-REPORTS_S = 0.3
-"""Until gateways have heard that the request before is over: it would count as a queue, and a short
-queue is worth all that a tiny model computes."""
+REPORTS_S = 0.8
+"""Until gateways have heard that the request before is over, and of its last block: it would count
+as a queue, and a short queue is worth all that a tiny model computes. On busy cores 0.3 s was too
+short: three turns of 24 came to their replica before its newest block was known."""
 HITS = 0.95
 """Of the turns behind the first."""
 HITS_AFTER = 0.85
