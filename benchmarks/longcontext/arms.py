@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.longcontext.context import Context
 from benchmarks.longcontext.held import Held
 from headrace_decode.bounded.budgets import by_entropy, entropies
-from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import Always, keep, keep_units
 from headrace_decode.bounded.refit import RIDGE
 from headrace_decode.bounded.scores import pooled
@@ -85,8 +85,7 @@ def gated(gate: Gate) -> Scores:
         for layer, (keys, values) in enumerate(
             zip(context.kv.keys, context.kv.values, strict=True)
         ):
-            turned = lm.rope.shift(keys, -torch.arange(len(keys)))
-            told = gate.scores(layer, turned.transpose(0, 1), values.transpose(0, 1))
+            told = gate.scores(layer, at_start(lm.rope, keys), values.transpose(0, 1))
             found.append(torch.hypot(told, context.latest[layer].root_mean_square()))
         return torch.stack(found)
 

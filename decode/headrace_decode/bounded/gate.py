@@ -19,7 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace_engine.rope import Rope
+
 ROWS_AT_ONCE = 1024
+
+
+def at_start(rope: Rope, keys: Tensor) -> Tensor:
+    """A context's rotated keys, [tokens, kv_heads, head_dim], as a gate takes them: at position 0,
+    [kv_heads, tokens, head_dim]."""
+    return rope.shift(keys, -torch.arange(len(keys))).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,7 @@ class Gate:
         """Scores of one layer's tokens: what rows that repeat would say, and a floor.
 
         Args:
-            keys, values: [kv_heads, tokens, head_dim], of any float dtype; keys turned back to
-                position 0.
+            keys, values: [kv_heads, tokens, head_dim], of any float dtype; keys as of `at_start`.
 
         Returns:
             fp32 [kv_heads, tokens].

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.scores import Received, pooled
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_engine.rope import Rope
@@ -99,19 +99,16 @@ class Reading:
             keys = self._cells.layers[layer].read(self._units)
             keys = keys.transpose(0, 1).flatten(1, 2).float()
             if self._gate is not None and layer not in self._told:
-                self._told[layer] = self._gated(self._gate, layer)
+                values = self._cells.layers[layer].read_values(self._units)
+                values = values.transpose(0, 1).flatten(1, 2)
+                turned = at_start(self._rope, keys.transpose(0, 1))
+                self._told[layer] = self._gate.scores(layer, turned, values)
             for queries, turn in came:
                 if turn is not None:
                     self._earlier[layer].add(self._rope.shift(queries.float(), turn), keys)
             repeating = [queries for queries, turn in came if turn is None]
             if repeating:
                 self._repeating[layer].add(torch.cat(repeating).float(), keys)
-
-    def _gated(self, gate: Gate, layer: int) -> Tensor:
-        keys, values = self._cells.read(layer, self._units)
-        back = -torch.arange(keys.shape[1])
-        turned = self._rope.shift(keys.transpose(0, 1).float(), back)
-        return gate.scores(layer, turned.transpose(0, 1), values)
 
     def scores(self) -> Tensor:
         """fp32 [layers, kv_heads, tokens], of all that came.

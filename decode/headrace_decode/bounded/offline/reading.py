@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
-from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.bounded.scores import Received, repeats
 from headrace_decode.sparse.offline.calibrate import TAIL_TOKENS, Model
@@ -89,15 +89,14 @@ class Computed:
             model.compute(
                 tokens, kv, torch.arange(begin, min(n, begin + BLOCK_TOKENS)), watch=watch
             )
-        at = torch.arange(n)
-        rows = at[-EARLIER_TOKENS:]
+        rows = torch.arange(n)[-EARLIER_TOKENS:]
         behind = n + torch.arange(len(rows)) % BEHIND_TOKENS - rows
         latest = []
         for layer, keys in enumerate(kv.keys):
             received = Received(model.kv_heads, n, model.dim**-0.5)
             received.add(rope.shift(last[layer], behind), keys.transpose(0, 1))
             latest.append(received.root_mean_square())
-        turned = torch.stack([rope.shift(keys, -at).transpose(0, 1) for keys in kv.keys])
+        turned = torch.stack([at_start(rope, keys) for keys in kv.keys])
         return cls(tokens, kv.keys, kv.values, turned, torch.stack(latest))
 
     def repeated(self, model: Model) -> Tensor:
