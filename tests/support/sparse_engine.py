@@ -17,7 +17,7 @@ from headrace_decode.bounded.engine import calibration as gates
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.replay.llm import BOUNDING_SCHEDULERS, OFFLOADING_SCHEDULERS
-from headrace_decode.sparse.calibration_file import Shape
+from headrace_decode.sparse.calibration_file import Measured, Shape
 from headrace_decode.sparse.engine.calibration import Calibration, write
 from headrace_decode.sparse.engine.settings import SparseSettings
 from headrace_decode.sparse.offline.calibrate import Learning
@@ -108,7 +108,7 @@ def write_gate(model: Path, file: Path) -> None:
     rng = torch.Generator().manual_seed(0)
     gate = Gate(*(0.1 * torch.randn(each, generator=rng) for each in shapes))
     unit = SparseSettings.unit_tokens
-    gates.write(file, gates.Calibration("tiny", shape, unit, {0.25: 0.1}), gate)
+    gates.write(file, Measured("tiny", shape, unit, {0.25: 0.1}), gate)
 
 
 class Engine:

@@ -17,7 +17,7 @@ from headrace.config import ConfigError, load_config
 from headrace_decode.bounded.engine import calibration as files
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.offline.learning import Samples
-from headrace_decode.sparse.calibration_file import CalibrationError, Shape
+from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape
 
 LAYERS, HEADS, TOKENS, DIM = 2, 3, 700, 8
 
@@ -74,7 +74,7 @@ def test_the_first_tokens_teach_nothing(gate: Gate) -> None:
 # ---- the file -------------------------------------------------------------------------------
 
 SHAPE = Shape(64, LAYERS, 6, HEADS, DIM, "default theta=10000")
-FOUND = files.Calibration("small", SHAPE, 32, {0.5: 0.001, 0.25: 0.02})
+FOUND = Measured("small", SHAPE, 32, {0.5: 0.001, 0.25: 0.02})
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_a_way_that_does_not_fit_says_what_it_needs() -> None:
 
 def test_a_models_own_error_of_bounded_contexts_is_taken_where_it_was_measured() -> None:
     own = {0.5: 0.1, 0.25: 0.5}
-    found = plan(FACTS, asked(2, 4), SPARSE_KL, own)
+    found = plan(FACTS, asked(2, 4), SPARSE_KL, bounded_kl=own)
     assert way(found, "bounded").kl == pytest.approx(kl_at(own, way(found, "bounded").share))
 
 

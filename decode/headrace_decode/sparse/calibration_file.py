@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,37 +99,60 @@ class Shape:
         except (KeyError, TypeError, ValueError) as error:
             raise CalibrationError(f"the model's configuration is not known: {error!r}") from None
 
-    @staticmethod
-    def told(told: Mapping[str, Any]) -> Shape:
-        """As `asdict` said it."""
-        return Shape(**{f.name: told[f.name] for f in fields(Shape)})
-
-    def check(self, model: str, other: Shape) -> None:
-        """Raises CalibrationError if an engine's model has another shape than `model`, ours."""
+    def differences(self, other: Shape) -> str:
+        """In words, with our values first; empty if there are none."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        differences = [
+        return ", ".join(
             f"{name} {mine} instead of {its}" for name, mine, its in pairs if mine != its
-        ]
-        if differences:
-            raise CalibrationError(f"it is of another model, {model}: {', '.join(differences)}")
+        )
 
 
-def curve(told: Any) -> dict[float, float]:
-    """Mean KL of a token by share, as JSON has it: pairs."""
-    return {float(share): float(kl) for share, kl in told[:MOST_SHARES]}
+@dataclass(frozen=True)
+class Measured:
+    """What every calibration says.
+
+    Attributes:
+        model: its name, for messages.
+        shape: of the model.
+        unit_tokens: of the units that shares were measured with.
+        kl: mean KL of a token to the exact model, nats, by share.
+    """
+
+    model: str
+    shape: Shape
+    unit_tokens: int
+    kl: Mapping[float, float]
+
+    def check(self, shape: Shape, unit_tokens: int) -> None:
+        """Raises CalibrationError unless it is of such a model and unit."""
+        if other := self.shape.differences(shape):
+            raise CalibrationError(f"it is of another model, {self.model}: {other}")
+        if self.unit_tokens != unit_tokens:
+            raise CalibrationError(
+                f"it is for units of {self.unit_tokens} tokens instead of {unit_tokens}"
+            )
+
+    @staticmethod
+    def told(told: Mapping[str, Any]) -> Measured:
+        """As `write` said it. Raises KeyError, TypeError or ValueError for what is none."""
+        shape, kl = told["shape"], told["kl"][:MOST_SHARES]
+        return Measured(
+            str(told["model"])[:200],
+            Shape(**{f.name: shape[f.name] for f in fields(Shape)}),
+            int(told["unit_tokens"]),
+            {float(share): float(one) for share, one in kl},
+        )
 
 
 def write(
-    path: Path, kind: Kind, told: Mapping[str, Any], tensors: Mapping[str, NDArray[np.float32]]
+    path: Path, kind: Kind, measured: Measured, tensors: Mapping[str, NDArray[np.float32]]
 ) -> None:
     """Write a file, whole or not at all.
-
-    Args:
-        told: what its JSON says beside the version.
 
     Raises:
         OSError: it cannot be written.
     """
+    told = asdict(measured) | {"kl": [[*each] for each in measured.kl.items()]}
     half = path.with_name(f".{path.name}.{os.getpid()}")
     said = json.dumps({"version": kind.version, **told})
     try:

@@ -89,7 +89,7 @@ def _planned(
         except CalibrationError as error:
             raise CliError(f"{calibration} cannot be used: {error}") from None
         measured, unit_tokens = dict(file.kl), file.unit_tokens
-    return kvbudget.told(plan(facts, asked_of(budget, tokens), measured, None, unit_tokens))
+    return kvbudget.told(plan(facts, asked_of(budget, tokens), measured, unit_tokens))
 
 
 def _facts(source: str) -> ModelFacts:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.config.techniques import SparseSection, TechniquesSection
 
 if TYPE_CHECKING:
-    from headrace_decode.bounded.engine import calibration as bounded
-    from headrace_decode.sparse.engine import calibration as sparse
+    from headrace_decode.sparse.calibration_file import Measured
+    from headrace_decode.sparse.engine.calibration import Calibration
 
 FIELD = "techniques.sparse.calibration"
 BOUNDED_FIELD = "techniques.bounded.calibration"
@@ -18,31 +18,26 @@ SHARE = 0.1
 """Of an app without a calibration."""
 
 
-class _OfUnits(Protocol):
-    @property
-    def unit_tokens(self) -> int: ...
+Found = TypeVar("Found", bound="Measured")
 
 
-Found = TypeVar("Found", bound=_OfUnits)
-
-
-def calibrated(section: SparseSection) -> sparse.Calibration | None:
-    """What the file of sparse attention says; None without one, or where that is off.
+def calibrated(section: SparseSection) -> Calibration | None:
+    """What the file of sparse attention says; None without one.
 
     Raises:
         ValueError: it cannot be used; the text says why, and which command makes one.
     """
-    if section.mode == "off" or section.calibration is None:
+    if section.calibration is None:
         return None
     from headrace_decode.sparse.engine.calibration import COMMAND, read
 
     return _usable(section.calibration, section.unit_tokens, read, COMMAND)
 
 
-def bounded_calibrated(techniques: TechniquesSection) -> bounded.Calibration | None:
+def bounded_calibrated(techniques: TechniquesSection) -> Measured | None:
     """As `calibrated`, of bounded contexts."""
     section = techniques.bounded
-    if section.mode == "off" or section.calibration is None:
+    if section.calibration is None:
         return None
     from headrace_decode.bounded.engine.calibration import COMMAND, read
 

@@ -127,11 +127,13 @@ def _gateway(config: HeadraceConfig, files_here: bool) -> Iterator[Problem]:
 
 def _calibrations(techniques: TechniquesSection) -> Iterator[Problem]:
     try:
-        calibrated(techniques.sparse)
+        if techniques.sparse.mode != "off":
+            calibrated(techniques.sparse)
     except ValueError as error:
         yield FIELD, str(error)
     try:
-        bounded_calibrated(techniques)
+        if techniques.bounded.mode != "off":
+            bounded_calibrated(techniques)
     except ValueError as error:
         yield BOUNDED_FIELD, str(error)
 

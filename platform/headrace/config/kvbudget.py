@@ -37,7 +37,8 @@ def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
         own = decode.engine.get("max_model_len") or config.model.max_model_len
         asked = asked_of(budget, int(own or facts.max_model_len))
         units = techniques.sparse.unit_tokens
-        found = plan(facts, asked, *_measured(config), units, _refused(config))
+        sparse_kl, bounded_kl = _measured(config)
+        found = plan(facts, asked, sparse_kl, units, _refused(config), bounded_kl)
         return _with(config, found.chosen), found
     except ModelError as error:
         raise ConfigError([f"{SECTION}: {error}"]) from None
@@ -56,19 +57,12 @@ def asked_of(budget: KVBudgetSection, context_tokens: int) -> Asked:
 
 def _measured(config: HeadraceConfig) -> tuple[Curve | None, Curve | None]:
     """The error of sparse attention, and of bounded contexts, by share."""
-    on = {"mode": "auto"}
-    techniques = config.techniques.model_copy(
-        update={
-            name: getattr(config.techniques, name).model_copy(update=on)
-            for name in ("sparse", "bounded")
-        }
-    )
     try:
-        sparse = calibrated(techniques.sparse)
+        sparse = calibrated(config.techniques.sparse)
     except ValueError as error:
         raise ConfigError([f"{FIELD}: {error}"]) from None
     try:
-        bounded = bounded_calibrated(techniques)
+        bounded = bounded_calibrated(config.techniques)
     except ValueError as error:
         raise ConfigError([f"{BOUNDED_FIELD}: {error}"]) from None
     return sparse.kl if sparse else None, bounded.kl if bounded else None

@@ -160,18 +160,18 @@ def plan(
     facts: ModelFacts,
     asked: Asked,
     sparse_kl: Curve | None = None,
-    bounded_kl: Curve | None = None,
     unit_tokens: int = 32,
     refused: Mapping[str, str] | None = None,
+    bounded_kl: Curve | None = None,
 ) -> Plan:
     """The way to hold the contexts, and the others.
 
     Args:
         facts: of the model; `dtype_bytes` as the engine keeps KV.
         sparse_kl: of the model, from `headrace calibrate sparse`. Without it nothing is offloaded.
-        bounded_kl: likewise; None: `BOUNDED_KL`.
         unit_tokens: that sparse attention chooses by.
         refused: why the engine cannot take a way, by its name.
+        bounded_kl: of the model, from `headrace calibrate bounded`; None: `BOUNDED_KL`.
     """
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
     bounded_kl = bounded_kl or BOUNDED_KL

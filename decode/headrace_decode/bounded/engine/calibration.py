@@ -7,7 +7,7 @@ mean KL of a token by share, over contexts that the gate did not learn from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +15,24 @@ import torch
 
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse import calibration_file as files
-from headrace_decode.sparse.calibration_file import CalibrationError, Shape, Shapes
+from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape, Shapes
 
 COMMAND = "headrace calibrate bounded MODEL --texts FOLDER --out FILE"
 KIND = files.Kind("headrace_bounded_calibration", 1, "headrace calibrate bounded", COMMAND)
 MOST_WIDTH = 1024
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What was learned of a model, and measured.
-
-    Attributes:
-        model: its name, for messages.
-        shape: of the model.
-        unit_tokens: of the units that heads kept.
-        kl: mean KL(exact || bounded) of a token in nats, by share that is kept.
-    """
-
-    model: str
-    shape: Shape
-    unit_tokens: int
-    kl: Mapping[float, float]
-
-    def check(self, shape: Shape, unit_tokens: int) -> None:
-        """Raises CalibrationError unless it is of such a model and unit."""
-        self.shape.check(self.model, shape)
-        if self.unit_tokens != unit_tokens:
-            raise CalibrationError(
-                f"it is for units of {self.unit_tokens} tokens instead of {unit_tokens}"
-            )
-
-
-def write(path: Path, calibration: Calibration, gate: Gate) -> None:
+def write(path: Path, calibration: Measured, gate: Gate) -> None:
     """Write a file, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
-    told = asdict(calibration) | {"kl": [[*each] for each in calibration.kl.items()]}
     tensors = {f.name: getattr(gate, f.name).contiguous().numpy() for f in fields(Gate)}
-    files.write(path, KIND, told, tensors)
+    files.write(path, KIND, calibration, tensors)
 
 
-def read(path: Path) -> Calibration:
+def read(path: Path) -> Measured:
     """What a file says, without its gate.
 
     Raises:
@@ -77,7 +51,7 @@ def read_gate(path: Path, shape: Shape, unit_tokens: int) -> Gate:
         CalibrationError: as `read`; or the file is of another model or unit.
     """
 
-    def check(found: Calibration, shapes: Shapes) -> None:
+    def check(found: Measured, shapes: Shapes) -> None:
         found.check(shape, unit_tokens)
         width, size = [0, *shapes.get("shift", ())][-1], 2 * shape.head_dim
         heads = [shape.layers, shape.kv_heads]
@@ -96,13 +70,8 @@ def read_gate(path: Path, shape: Shape, unit_tokens: int) -> Gate:
     return Gate(**{name: torch.from_numpy(one) for name, one in tensors.items()})
 
 
-def _told(told: Mapping[str, Any]) -> Calibration:
-    found = Calibration(
-        str(told["model"])[:200],
-        Shape.told(told["shape"]),
-        int(told["unit_tokens"]),
-        files.curve(told["kl"]),
-    )
+def _told(told: Mapping[str, Any]) -> Measured:
+    found = Measured.told(told)
     if not found.kl or not all(0 < share <= 1 and kl > 0 for share, kl in found.kl.items()):
         raise CalibrationError(f"it is damaged: its shares are {dict(found.kl)}")
     return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace_decode.sparse import calibration_file as files
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.calibration_file import CalibrationError, Shape, Shapes
+from headrace_decode.sparse.calibration_file import CalibrationError, Measured, Shape, Shapes
 
 COMMAND = "headrace calibrate sparse MODEL --texts FOLDER --out FILE"
 KIND = files.Kind("headrace_sparse_calibration", 2, "headrace calibrate sparse", COMMAND)
@@ -30,32 +30,16 @@ _TENSORS = ("origin", "into", "back")
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Measured):
     """What was learned of a model, and measured.
 
     Attributes:
-        model: its name, for messages.
-        shape: of the model.
-        unit_tokens: that shares were measured at and deviations taken from.
-        kl: mean KL(exact || sparse) of a token in nats, by share.
         target_kl: that was allowed.
         share: the least one that keeps to it.
     """
 
-    model: str
-    shape: Shape
-    unit_tokens: int
-    kl: Mapping[float, float]
     target_kl: float
     share: float
-
-    def check(self, shape: Shape, unit_tokens: int) -> None:
-        """Raises CalibrationError unless it is of such a model and unit."""
-        self.shape.check(self.model, shape)
-        if self.unit_tokens != unit_tokens:
-            raise CalibrationError(
-                f"it is for units of {self.unit_tokens} tokens instead of {unit_tokens}"
-            )
 
 
 def write(path: Path, calibration: Calibration, bases: Sequence[Basis]) -> None:
@@ -67,9 +51,8 @@ def write(path: Path, calibration: Calibration, bases: Sequence[Basis]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    told = asdict(calibration) | {"kl": [[*each] for each in calibration.kl.items()]}
     tensors = {name: np.stack([getattr(one, name) for one in bases]) for name in _TENSORS}
-    files.write(path, KIND, told, tensors)
+    files.write(path, KIND, calibration, tensors)
 
 
 def read(path: Path) -> Calibration:
@@ -110,12 +93,7 @@ def read_bases(path: Path, shape: Shape, unit_tokens: int) -> list[Basis]:
 
 def _told(told: Mapping[str, Any]) -> Calibration:
     found = Calibration(
-        str(told["model"])[:200],
-        Shape.told(told["shape"]),
-        int(told["unit_tokens"]),
-        files.curve(told["kl"]),
-        float(told["target_kl"]),
-        float(told["share"]),
+        **vars(Measured.told(told)), target_kl=float(told["target_kl"]), share=float(told["share"])
     )
     if not 0 < found.share <= 1 or not math.isfinite(found.target_kl):
         raise CalibrationError(f"it is damaged: its share is {found.share}")

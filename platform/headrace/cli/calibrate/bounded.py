@@ -35,10 +35,10 @@ def bounded(
     """
     import torch
 
-    from headrace_decode.bounded.engine.calibration import Calibration, write
+    from headrace_decode.bounded.engine.calibration import write
     from headrace_decode.bounded.offline.learning import Samples
     from headrace_decode.bounded.offline.reading import Computed, divergences
-    from headrace_decode.sparse.calibration_file import Shape
+    from headrace_decode.sparse.calibration_file import Measured, Shape
     from headrace_prefill.reuse.offline.prompts import documents
 
     if output is not None:
@@ -72,7 +72,7 @@ def bounded(
         table.add_row(f"{share:.2f}", f"{mean:.4f}", f"{max(one[share] for one in scores):.4f}")
     stdout().print(table)
     try:
-        write(file, Calibration(Path(name or folder).name, shape, unit_tokens, kl), gate)
+        write(file, Measured(Path(name or folder).name, shape, unit_tokens, kl), gate)
     except OSError as error:
         raise CliError(f"{file} cannot be written: {error.strerror or error}") from None
     stdout().print(f"techniques.bounded.calibration: {file}", markup=False, soft_wrap=True)
