@@ -6,15 +6,10 @@ as an engine has them.
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 
-from rich.table import Table
-
-from headrace.cli.calibrate.model import model
-from headrace.cli.calibrate.texts import check_writable, files_of, long_texts
-from headrace.cli.console import CliError, stderr, stdout
+from headrace.cli.calibrate.file import Asked, means
+from headrace.cli.console import CliError, stdout
 
 
 def sparse(
@@ -34,39 +29,19 @@ def sparse(
         CliError: the model cannot be computed so, the texts are too short, the file cannot be
             written, or no share keeps to the target.
     """
-    from headrace_decode.sparse.calibration_file import Shape
     from headrace_decode.sparse.engine.calibration import Calibration, write
     from headrace_decode.sparse.offline.calibrate import Learning, divergences, least_share
-    from headrace_prefill.reuse.offline.prompts import documents
 
-    if output is not None:
-        check_writable(output)
-    files = documents(False) if texts is None else files_of(texts)
-    folder, lm, _, encode = model(name)
-    shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
-    file = output or Path(f"{Path(name or folder).name}.sparse.safetensors")
-    check_writable(file)
-    begun, count = time.monotonic(), learn + measure
-    # All are cut before the first is computed: too short texts are refused at once.
-    every = list(long_texts(encode, files, count, tokens))
-
-    def done(number: int, what: str) -> None:
-        taken = time.monotonic() - begun
-        stderr().print(f"text {number} of {count} {what}, {taken:.0f} s", markup=False)
-
-    learning, scores = Learning(lm, unit_tokens), []
-    for number, text in enumerate(every[:learn], 1):
+    asked = Asked.of(name, "sparse", texts, learn + measure, tokens, output)
+    learning, scores = Learning(asked.lm, unit_tokens), []
+    for number, text in enumerate(asked.texts[:learn], 1):
         learning.add(text)
-        done(number, "learned")
+        asked.done(number, "learned")
     bases = learning.bases()
-    for number, text in enumerate(every[learn:], learn + 1):
-        scores.append(divergences(lm, text, bases, unit_tokens))
-        done(number, "measured")
-    kl = {share: sum(one[share] for one in scores) / measure for share in scores[0]}
-    table = Table("share", "KL mean", "KL worst text")
-    for share, mean in kl.items():
-        table.add_row(f"{share:.2f}", f"{mean:.4f}", f"{max(one[share] for one in scores):.4f}")
-    stdout().print(table)
+    for number, text in enumerate(asked.texts[learn:], learn + 1):
+        scores.append(divergences(asked.lm, text, bases, unit_tokens))
+        asked.done(number, "measured")
+    kl = means(scores)
     wanted = least_share(kl, target_kl)
     if wanted is None:
         raise CliError(
@@ -74,8 +49,8 @@ def sparse(
             "leave sparse attention off. No file was written"
         )
     found = Calibration(
-        Path(name or folder).name, shape, unit_tokens, kl, target_kl=target_kl, share=wanted
+        asked.model, asked.shape, unit_tokens, kl, target_kl=target_kl, share=wanted
     )
-    write(file, found, bases)
+    write(asked.file, found, bases)
     stdout().print(f"share: {wanted:.2f}", markup=False)
-    stdout().print(f"techniques.sparse.calibration: {file}", markup=False, soft_wrap=True)
+    stdout().print(f"techniques.sparse.calibration: {asked.file}", markup=False, soft_wrap=True)

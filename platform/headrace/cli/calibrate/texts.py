@@ -1,8 +1,7 @@
-"""The user's texts that a calibration computes, and where it may write."""
+"""The user's texts that a calibration computes."""
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,9 +52,3 @@ def long_texts(
                 2,
             )
         yield text[:tokens]
-
-
-def check_writable(file: Path) -> None:
-    """Raises CliError unless a calibration can be written there."""
-    if not os.access(file.parent, os.W_OK) or file.is_dir():
-        raise CliError(f"{file} cannot be written", 2)
