@@ -4,9 +4,10 @@
 
 SmolLM2 in bfloat16 on one thread. Four requests come together, each with a prompt of 4,000 tokens
 and an answer of 2,000. One engine has room for all of them. The other has room for one whole
-context, for what reads it again, and for what is kept of the other three (docs/bounded.md); with a
-file of `headrace calibrate bounded` it does not read them again. Each engine is a process of its
-own; blocks are the scheduler's.
+context, for what reads it again, and for what is kept of the other three (docs/bounded.md). With a
+file of `headrace calibrate bounded` it does not read them again, and a third engine streams them:
+it has room for what is kept of all four, and a segment. Each engine is a process of its own; blocks
+are the scheduler's.
 
     cache_vs_contexts       blocks of the small engine's cache, over those of the four contexts in
                             full with their answers
@@ -16,6 +17,8 @@ own; blocks are the scheduler's.
                             computed, over those of the large engine
     itl.NAME_ms, itl.NAME_steps   of each, and how many steps these are
     serving_vs_exact        from the first request to the last token, over the large engine's
+    streamed.NAME           the same of the third engine; `most_vs_cache`: most blocks that its
+                            requests ever held, over those of its cache
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import Any
 
 from benchmarks.longcontext.pool import apart
 from benchmarks.sparse.serving import Engine, report
-from headrace.model.kvbudget import Asked, bounded_blocks
+from headrace.model.kvbudget import Asked, bounded_blocks, streamed_blocks
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
 
@@ -44,14 +47,17 @@ def blocks_of(tokens: int) -> int:
 
 
 WHOLE = blocks_of(PROMPT + ANSWER)
-SMALL = bounded_blocks(Asked(1, AT_ONCE, PROMPT + ANSWER, ANSWER), SHARE)
+ASKED = Asked(1, AT_ONCE, PROMPT + ANSWER, ANSWER)
+SMALL, STREAMED = bounded_blocks(ASKED, SHARE), streamed_blocks(ASKED, SHARE)
 
 
-def served(cache_blocks: int, share: float | None, gate: str | None = None) -> dict[str, Any]:
+def served(
+    cache_blocks: int, share: float | None, gate: str | None = None, stream: bool = False
+) -> dict[str, Any]:
     """All prompts at once in an engine with so many blocks: seconds of its steps."""
     engine = Engine(
         SparseSettings("off"),
-        BoundedSettings(calibration=gate),
+        BoundedSettings(calibration=gate, stream=stream),
         num_gpu_blocks_override=cache_blocks + 1,  # vLLM's null block
         max_num_batched_tokens=BATCH_TOKENS,
         max_num_seqs=2 * AT_ONCE,
@@ -66,35 +72,50 @@ def served(cache_blocks: int, share: float | None, gate: str | None = None) -> d
     names = [engine.add(prompt, ANSWER, share, technique="bounded") for prompt in prompts]
     lengths = dict.fromkeys(names, 0)
     dropped = 0 if share is None else AT_ONCE
-    begun_s, pure, held = time.perf_counter(), [], []
+    begun_s, pure, held, most = time.perf_counter(), [], [], 0
     for step in engine.steps():
+        taken = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        most = max(most, taken)
         if following.dropped == dropped and all(0 < n < ANSWER for n in lengths.values()):
             pure.append(step.seconds)
-            mine = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-            held.append(mine / sum(blocks_of(PROMPT + n) for n in lengths.values()))
+            held.append(taken / sum(blocks_of(PROMPT + n) for n in lengths.values()))
         for name, each in step.outputs.items():
             lengths[name] += len(each.token_ids)
     if any(length != ANSWER for length in lengths.values()):
         raise RuntimeError(f"not all were answered: {lengths}")
     if len(pure) < LEAST_STEPS:
         raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {LEAST_STEPS} are needed")
-    return {"steps": pure, "held": held, "seconds": time.perf_counter() - begun_s}
+    seconds = time.perf_counter() - begun_s
+    return {"steps": pure, "held": held, "seconds": seconds, "most": most / cache_blocks}
 
 
 def measured(gate: Path | None) -> Figures:
     """The figures."""
-    few = apart(served, SMALL, SHARE, None if gate is None else str(gate))
+    file = None if gate is None else str(gate)
+    few = apart(served, SMALL, SHARE, file)
     many = apart(served, AT_ONCE * WHOLE, None)
     runs = {"bounded": few, "exact": many}
-    itl = {name: statistics.median(run["steps"]) for name, run in runs.items()}
+    found = compared(few, many, SMALL)
+    if file is not None:
+        runs["streamed"] = apart(served, STREAMED, SHARE, file, True)
+        streamed = compared(runs["streamed"], many, STREAMED)
+        streamed["most_vs_cache"] = runs["streamed"]["most"]
+        found |= {f"streamed.{name}": each for name, each in streamed.items()}
     return {
-        "cache_vs_contexts": SMALL / (AT_ONCE * WHOLE),
-        "held_vs_contexts": statistics.median(few["held"]),
-        "itl_vs_exact": itl["bounded"] / itl["exact"],
-        **{f"itl.{name}_ms": 1e3 * each for name, each in itl.items()},
+        **found,
+        **{f"itl.{name}_ms": 1e3 * statistics.median(run["steps"]) for name, run in runs.items()},
         **{f"itl.{name}_steps": float(len(run["steps"])) for name, run in runs.items()},
-        "serving_vs_exact": few["seconds"] / many["seconds"],
         "serving.exact_s": many["seconds"],
+    }
+
+
+def compared(run: dict[str, Any], exact: dict[str, Any], cache_blocks: int) -> Figures:
+    """A small engine to the large one."""
+    return {
+        "cache_vs_contexts": cache_blocks / (AT_ONCE * WHOLE),
+        "held_vs_contexts": statistics.median(run["held"]),
+        "itl_vs_exact": statistics.median(run["steps"]) / statistics.median(exact["steps"]),
+        "serving_vs_exact": run["seconds"] / exact["seconds"],
     }
 
 

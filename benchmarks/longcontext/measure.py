@@ -14,10 +14,11 @@ from benchmarks.longcontext.context import Context, computed
 from benchmarks.longcontext.held import Held
 from benchmarks.longcontext.judge import Row, judge, judged_rows
 from benchmarks.longcontext.peers import pressed
-from benchmarks.longcontext.streaming import Streaming
+from benchmarks.longcontext.streaming import Gated, Streaming
 from benchmarks.longcontext.texts import Case, case
 from benchmarks.plain import model
 from headrace_decode.bounded.engine.calibration import read_gate
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse.calibration_file import Shape
 from headrace_prefill.reuse.offline.lm import LM
 
@@ -25,6 +26,7 @@ STREAMING = {
     "streamed in four blocks": Streaming(4),
     "streamed in four blocks, values as they were": Streaming(4, None),
 }
+STREAMED = "streamed with a gate"
 
 
 def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
@@ -36,7 +38,7 @@ def peers(folder: str, number: int, tokens: int, held_out: bool) -> list[Row]:
 def ours(
     folder: str, number: int, tokens: int, held_out: bool, ablated: bool, gate: Path | None = None
 ) -> list[Row]:
-    """Our arms on context `number`, a row of each; with a gate's file one more."""
+    """Our arms on context `number`, a row of each; with a gate's file two more."""
     lm, encode = model(folder)
     begun = time.monotonic()
     found = computed(lm, case(number, encode, tokens, held_out=held_out))
@@ -54,10 +56,14 @@ def ours(
             continue
         rows.append(streamed(lm, found, name, one, MAIN_SHARE))
         print(f"  {found.case.name}: {name}: KL {rows[-1]['kl']:.4f}", flush=True)
+    for share in SHARES if gate is not None else ():
+        assert gate is not None
+        rows.append(streamed(lm, found, STREAMED, Gated(gate_of(folder, gate)), share))
+        print(f"  {found.case.name}: {STREAMED} at {share}: KL {rows[-1]['kl']:.4f}", flush=True)
     return rows
 
 
-def streamed(lm: LM, context: Context, name: str, one: Streaming, share: float) -> Row:
+def streamed(lm: LM, context: Context, name: str, one: Streaming | Gated, share: float) -> Row:
     """With the most that was ever held, as a share of the context's KV."""
     case = context.case
     pairs = lm.layers * lm.kv_heads * case.first
@@ -66,10 +72,15 @@ def streamed(lm: LM, context: Context, name: str, one: Streaming, share: float) 
     return row | {"most_held": most / pairs}
 
 
+def gate_of(folder: str, file: Path) -> Gate:
+    """Of the model in a folder."""
+    shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
+    return read_gate(file, shape, UNIT_TOKENS)
+
+
 def gated_arm(folder: str, gate: Path) -> Arm:
     """As an engine with this file keeps contexts."""
-    shape = Shape.of(json.loads((Path(folder) / "config.json").read_text("utf-8")))
-    scores = gated(read_gate(gate, shape, UNIT_TOKENS))
+    scores = gated(gate_of(folder, gate))
     return Arm(f"{OURS}, with a gate", scores, None, unit_tokens=UNIT_TOKENS, main=True)
 
 

@@ -8,6 +8,7 @@ vLLM itself. `tests/unit/test_contracts.py` pins what is used here.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ from headrace_decode.techniques import (
     apart_of,
     offered,
     reuse_share,
+    share_in,
 )
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns
@@ -112,6 +114,7 @@ class PlannedLLM(TakingUpLLM):
             for name, told in ((SPARSE, sparse), (BOUNDED, bounded))
             if told is not None
         }
+        self._stream = bounded is not None and bounded.stream
         self._own_tokenizer: Any = None
         # vLLM parses each grammar on the event loop. Here the trial has done that, elsewhere.
         self.input_processor.structured_outputs_config = None
@@ -146,11 +149,11 @@ class PlannedLLM(TakingUpLLM):
         salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
         apart = self._apart_of(sampling_params)
         prompt = with_technique(prompt, sampling_params, self.lossy, apart)
+        sampling_params = with_share(sampling_params, apart)
         self._refuse(prompt, sampling_params)
         if RENDER_ONLY.get():
             raise Rendered(self._prompt(prompt, sampling_params, kwargs))
         share = self._reuse_share(prompt, sampling_params, kwargs) if apart is None else None
-        sampling_params = with_share(sampling_params, apart)
         if sampling_params.structured_outputs is not None:
             sampling_params = await self._with_grammar(sampling_params)
         if self.speculates:
@@ -311,9 +314,20 @@ class PlannedLLM(TakingUpLLM):
             token_ids=token_ids,
             salt=prompt.get("cache_salt") or "",
             max_tokens=params.max_tokens or self.model_config.max_model_len - len(token_ids),
-            local_only=why_local(prompt, token_ids, params, kwargs),
+            local_only=self._why_local(prompt, token_ids, params, kwargs),
             plain=plain,
         )
+
+    def _why_local(
+        self, prompt: Any, token_ids: Any, params: SamplingParams, kwargs: dict[str, Any]
+    ) -> str | None:
+        """As `why_local`, for this engine."""
+        if self._stream and share_in(params, BOUNDED) is not None:
+            return "the engine that decodes drops KV while it computes the prompt"
+        cache: Any = self.vllm_config.cache_config
+        if len(token_ids or ()) > ((cache.num_gpu_blocks or math.inf) - 1) * cache.block_size:
+            return "the prompt is longer than the cache of the engine that decodes"
+        return why_local(prompt, token_ids, params, kwargs)
 
     def _work(
         self,
@@ -365,7 +379,7 @@ class PlannedLLM(TakingUpLLM):
             request_id=request_id,
             token_ids=token_ids or (),
             salt=salt or "",
-            local_only=why_local(prompt, token_ids, params, kwargs),
+            local_only=self._why_local(prompt, token_ids, params, kwargs),
             trace_headers=kwargs.get("trace_headers"),
             plan=PLAN.get(),
             submit=submit,

@@ -71,6 +71,6 @@ def add_sparse(
             told |= replace(settings, offload_gib=section.offload_gib).additional_config()
             if bounded.mode != "off":
                 told |= BoundedSettings(
-                    bounded.mode, bounded.share, bounded.calibration
+                    bounded.mode, bounded.share, bounded.calibration, bounded.stream
                 ).additional_config()
         engine["additional_config"] = told

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -218,7 +219,7 @@ class Engine:
         pool = scheduler._offloads.block_pool
         return {
             "followed": bool(following),
-            "courses": len(scheduler._courses),
+            "courses": len(scheduler._courses) + len(scheduler._streams),
             "read": following.read,
             "dropped": following.dropped,
             "taken": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -277,16 +278,77 @@ class Engine:
             "after": taken[-1],
         }
 
+    def streamed_answer(self, tokens: list[int], share: float, count: int) -> dict[str, Any]:
+        """A greedy answer of a request whose context is streamed.
+
+        Returns:
+            tokens: the answer.
+            right: whether it is what plain torch says, whose rows see what was held each time.
+            chosen: positions up to which a choice was made.
+            most, after: blocks that are taken, at most and at last.
+        """
+        from vllm import SamplingParams
+
+        engine, following = self._llm.llm_engine, self._bound.following
+        params = SamplingParams(
+            max_tokens=count, temperature=0.0, ignore_eos=True, extra_args={"bounded": share}
+        )
+        of_step, choices = following.of_step, list[tuple[int, Any, Any]]()
+
+        def watched(*step: Any) -> Any:
+            found = of_step(*step)
+            for row in found[0]:
+                if not choices or choices[-1][1] is not row.held:
+                    at = row.held.cells.astype("int64")
+                    keys = [following.cells.read_cells(layer)[0] for layer in at]
+                    first = row.kv_tokens - (row.tokens.stop - row.tokens.start)
+                    choices.append((first, row.held, keys))
+            return found
+
+        following.of_step = watched
+        engine.add_request("streamed", {"prompt_token_ids": tokens}, params)
+        answer: list[int] = []
+        taken = [0]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+            taken.append(self.bounded()["taken"] or taken[-1])
+        following.of_step = of_step
+        whole, layers = [*tokens, *answer], self._plain.layers
+        keys = values = torch.zeros(layers, len(whole), KV_HEADS, HEAD_DIM)
+        gone, logits = torch.zeros(layers, KV_HEADS, len(whole), dtype=torch.bool), []
+        begins = [0, *(first for first, _, _ in choices), len(whole)]
+        for number, (begin, end) in enumerate(itertools.pairwise(begins)):
+            if number:
+                _, held, there = choices[number - 1]
+                gone = self._absent(there, held, keys)
+            depths = [0] * begin + [layers] * (end - begin) + [0] * (len(whole) - end)
+            found = self._plain.compute(whole, depths, keys, values, gone=gone)
+            keys, values = found.keys, found.values
+            logits.append(found.logits)
+        behind = torch.cat(logits)[len(tokens) - 1 : -1]
+        return {
+            "tokens": answer,
+            "right": self._agrees(behind, answer),
+            "chosen": [held.tokens for _, held, _ in choices],
+            "most": max(taken),
+            "after": taken[-1],
+        }
+
     def _gone(self, cells: Any, held: Any, keys: Tensor) -> Tensor:
-        """Which of a prompt's keys [layers, n, kv_heads, dim] are in no cell: bool
-        [layers, kv_heads, n]."""
+        """As `_absent`, of what is held now."""
+        there = [cells.read_cells(layer.astype("int64"))[0] for layer in held.cells]
+        return self._absent(there, held, keys)
+
+    def _absent(self, there: list[Tensor], held: Any, keys: Tensor) -> Tensor:
+        """Which of a prompt's keys [layers, n, kv_heads, dim] are in no cell, of which `there` are
+        the keys, [kv_heads, places, dim] of each layer: bool [layers, kv_heads, n]."""
         gone = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
         gone[..., : held.tokens] = True
         for layer, counts in enumerate(held.counts):
             for head, count in enumerate(counts):
-                mine = held.cells[layer, head, :count].astype("int64")
-                there = cells._all.read(mine).flatten(0, 2)
-                distance = torch.cdist(there, keys[layer, : held.tokens, head])
+                mine = there[layer][head, : count * SparseSettings.unit_tokens]
+                distance = torch.cdist(mine, keys[layer, : held.tokens, head])
                 assert distance.amin(1).max() < 1e-2
                 gone[layer, head, distance.argmin(1)] = False
         return gone

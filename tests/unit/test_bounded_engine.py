@@ -21,7 +21,7 @@ from headrace_decode.bounded.engine.course import (
     Course,
 )
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow, DroppedStep
-from headrace_decode.bounded.engine.following import Following, Told
+from headrace_decode.bounded.engine.following import Drop, Following, Told
 from headrace_decode.bounded.engine.pace import LEAST, LONGER, Pace
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS, Again, Reading, counting
 from headrace_decode.bounded.engine.settings import BoundedSettings, settings_of
@@ -198,8 +198,9 @@ def test_rows_attend_to_what_each_head_holds_and_to_all_behind_it(queries: int, 
         scores = torch.rand(LAYERS, KV_HEADS, tokens, generator=rng(number))
         scores[0] *= 5  # the first layer keeps more than a block has room for in one
         units = units_of(blocks)
-        held = Dropped.of(scores, units[: context * PER], cells.of_blocks(slots), cells)
         kept = keep_units(scores, IN_BLOCK, UNIT)
+        whole = (cells.read(layer, units[: context * PER]) for layer in range(LAYERS))
+        held = Dropped.of(tokens, kept, whole, cells.of_blocks(slots), cells)
         assert held.counts.tolist() == (kept.sum(-1) // UNIT).tolist()
         for name in {*blocks[:context]} - {*slots}:  # others write there
             cells.write(cells.of_blocks([name]), *torch.full((2, IN_BLOCK * UNIT, DIM), 1e4))
@@ -243,7 +244,7 @@ def test_a_request_is_followed_from_its_reading_to_its_end() -> None:
     assert not dropped and len(read) == 1 and "x" not in following
     for layer in range(LAYERS):
         following.see(read, layer, torch.randn(41, HEADS, DIM, generator=rng(3)))
-    following.step_begins({"x-again-1"}, (), Told(drops={"x": [7]}))
+    following.step_begins({"x-again-1"}, (), Told(drops={"x": Drop(n, [7])}))
     assert "x" in following and following.dropped == 1
     lengths = np.array([n + 1, 9])
     rows = [BatchRow("x", None, n), BatchRow("other", None, 1)]
@@ -256,7 +257,7 @@ def test_a_request_is_followed_from_its_reading_to_its_end() -> None:
 
 def test_a_request_that_is_preempted_as_it_is_to_drop_does_not() -> None:
     following = Following(cells_of(4), SCALE, ROPE, {}.__getitem__)
-    following.step_begins((), {"x"}, Told(drops={"x": [1]}))
+    following.step_begins((), {"x"}, Told(drops={"x": Drop(BLOCK, [1])}))
     assert "x" not in following and following.dropped == 0
 
 
@@ -299,7 +300,7 @@ def test_a_context_that_is_read_anew_knows_nothing_of_the_first_time() -> None:
 def test_a_request_that_drops_without_having_been_read_ends_the_engine() -> None:
     following = Following(cells_of(4), SCALE, ROPE, {}.__getitem__)
     with pytest.raises(KeyError):
-        following.step_begins((), (), Told(drops={"x": [1]}))
+        following.step_begins((), (), Told(drops={"x": Drop(BLOCK, [1])}))
 
 
 def course(prompt: int, share: float = 0.25, longest: int = LONGEST, gated: bool = False) -> Course:

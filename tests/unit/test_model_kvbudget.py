@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,8 +22,10 @@ from headrace.config.kvbudget import planned
 from headrace.model.facts import facts_from_config
 from headrace.model.kvbudget import BOUNDED_KL, GIB, Asked, Plan, Way, kl_at, plan
 from headrace.model.registry import ModelError
+from headrace_decode.bounded.engine import calibration as gates
+from headrace_decode.bounded.gate import Gate
 from headrace_decode.sparse.basis import Basis
-from headrace_decode.sparse.calibration_file import Shape
+from headrace_decode.sparse.calibration_file import Measured, Shape
 from headrace_decode.sparse.engine.calibration import Calibration, write
 
 SMALL: dict[str, Any] = {
@@ -36,6 +39,7 @@ SMALL: dict[str, Any] = {
 }
 FACTS = facts_from_config(SMALL)
 SPARSE_KL = {0.05: 0.133, 0.1: 0.047, 0.2: 0.010, 0.3: 0.003}
+GATED_KL = {0.12: 0.08, 0.25: 0.025, 0.5: 0.002}
 WHOLE = 8192 * FACTS.kv_bytes_per_token
 """Bytes of one context."""
 
@@ -75,21 +79,33 @@ def test_the_least_error_that_fits_is_taken(
     assert found.chosen.kl == min(possible)
 
 
-@given(st.floats(0.05, 9), st.integers(1, 8), st.integers(0, 8), st.sampled_from([None, SPARSE_KL]))
+@given(
+    st.floats(0.05, 9),
+    st.integers(1, 8),
+    st.integers(0, 8),
+    st.sampled_from([None, SPARSE_KL]),
+    st.sampled_from([None, GATED_KL]),
+)
 def test_what_is_chosen_fits_and_no_larger_share_would(
-    contexts: float, at_once: int, host: int, curve: dict[float, float] | None
+    contexts: float,
+    at_once: int,
+    host: int,
+    curve: dict[float, float] | None,
+    gated: dict[float, float] | None,
 ) -> None:
     wanted = asked(contexts, at_once, host)
     try:
-        chosen = plan(FACTS, wanted, curve).chosen
+        chosen = plan(FACTS, wanted, curve, bounded_kl=gated).chosen
     except ModelError as error:
-        assert all(f"{name}: " in str(error) for name in ("all", "bounded", "offloaded"))
+        names = "all", "bounded", "streamed", "offloaded"
+        assert all(f"{name}: " in str(error) for name in names)
         return
     assert chosen.sizes.cache + chosen.sizes.beside <= wanted.budget_bytes
     assert chosen.sizes.host <= wanted.host_bytes
-    if chosen.name == "bounded" and chosen.share < max(BOUNDED_KL):
+    if chosen.name in ("bounded", "streamed") and chosen.share < max(BOUNDED_KL):
         freed = 60 - math.ceil((chosen.share + 0.01) * 60)
-        larger = chosen.sizes.cache + (at_once - 1) * 128 * FACTS.kv_bytes_per_token
+        grows = at_once - (chosen.name == "bounded")
+        larger = chosen.sizes.cache + chosen.sizes.beside + grows * 128 * FACTS.kv_bytes_per_token
         assert freed == 60 - math.ceil(chosen.share * 60) or larger > wanted.budget_bytes
 
 
@@ -150,6 +166,23 @@ def test_a_bounded_cache_holds_one_whole_context_what_reads_it_and_a_share_of_th
     assert found.sizes.cache == blocks * 128 * FACTS.kv_bytes_per_token
 
 
+@pytest.mark.parametrize(("contexts", "at_once", "host"), [(1.5, 4, 0), (0.8, 2, 1)])
+def test_a_streamed_cache_holds_what_is_kept_and_a_segment_of_one_context(
+    contexts: float, at_once: int, host: int
+) -> None:
+    found = way(plan(FACTS, asked(contexts, at_once, host), bounded_kl=GATED_KL), "streamed")
+    kept = math.ceil(found.share * 60)
+    blocks = 1 + kept + 8 + 4 + (at_once - 1) * (kept + 4)
+    assert found.sizes.cache == blocks * 128 * FACTS.kv_bytes_per_token and not found.why_not
+    # Requests that refuse fit in the cache, or leave for host memory.
+    assert (found.sizes.host, bool(found.sizes.beside)) == (host * WHOLE, bool(host))
+
+
+def test_nothing_is_streamed_without_a_gate() -> None:
+    found = plan(FACTS, asked(1.5, 4), SPARSE_KL)
+    assert "headrace calibrate bounded" in way(found, "streamed").why_not
+
+
 def test_offloaded_bytes_beside_the_cache_are_summaries_and_one_layer() -> None:
     found = way(plan(FACTS, asked(0.5, 1, 1), SPARSE_KL), "offloaded")
     block = 128 * FACTS.kv_bytes_per_token
@@ -173,6 +206,10 @@ def model(tmp_path: Path) -> Path:
         for _ in range(30)
     ]
     write(tmp_path / "sparse", Calibration("s", shape, 32, SPARSE_KL, 0.02, 0.2), bases)
+    draw = np.random.default_rng(0)
+    sizes = (30, 3, 128, 4), (30, 3, 4), (30, 3, 4), (30, 3, 128), (30, 3)
+    gate = Gate(*(torch.from_numpy(draw.random(s, np.float32)) for s in sizes))
+    gates.write(tmp_path / "bounded", Measured("s", shape, 32, GATED_KL), gate)
     return tmp_path
 
 
@@ -198,6 +235,14 @@ def test_a_plan_becomes_the_techniques_of_an_app(model: Path) -> None:
     assert int(sparse.offload_gib * GIB) >= found.chosen.sizes.host
     assert decode.kv_cache_bytes is not None and decode.kv_cache_bytes >= found.chosen.sizes.cache
     assert decode.engine["long_prefill_token_threshold"] == 128
+
+    gate = f"techniques.bounded.calibration={model / 'bounded'}"
+    streamed, found = planned(config(model, *tight, gate))
+    assert found is not None and found.chosen.name == "streamed"
+    bounded_, decode = streamed.techniques.bounded, streamed.decode
+    assert (bounded_.mode, bounded_.share, bounded_.stream) == ("auto", found.chosen.share, True)
+    assert decode.engine["long_prefill_token_threshold"] == 512
+    assert streamed.techniques.sparse.mode == "off"
 
     whole, _ = planned(config(model, "techniques.kv_budget.gib=1"))
     assert whole.techniques.bounded.mode == whole.techniques.sparse.mode == "off"
@@ -234,6 +279,12 @@ def test_check_kv_foresees_the_plan(model: Path, capsys: pytest.CaptureFixture[s
     assert not ended.value.code
     found = json.loads(capsys.readouterr().out)["kv_budget"]
     assert found["chosen"] == "offloaded" and found["ways"][0]["name"] == "all"
+    with pytest.raises(SystemExit):
+        main([*command, "--json", "--gate", str(model / "bounded")])
+    assert json.loads(capsys.readouterr().out)["kv_budget"]["chosen"] == "streamed"
+    with pytest.raises(SystemExit):
+        main([*command, "--gate", str(model / "sparse")])
+    assert f"{model / 'sparse'} cannot be used" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(command)
     assert "chosen" in capsys.readouterr().out

@@ -24,10 +24,10 @@ from headrace_engine.rope import Rope
 ROWS_AT_ONCE = 1024
 
 
-def at_start(rope: Rope, keys: Tensor) -> Tensor:
-    """A context's rotated keys, [tokens, kv_heads, head_dim], as a gate takes them: at position 0,
-    [kv_heads, tokens, head_dim]."""
-    return rope.shift(keys, -torch.arange(len(keys))).transpose(0, 1)
+def at_start(rope: Rope, keys: Tensor, begin: int = 0) -> Tensor:
+    """A context's rotated keys from position `begin` on, [tokens, kv_heads, head_dim], as a gate
+    takes them: at position 0, [kv_heads, tokens, head_dim]."""
+    return rope.shift(keys, -torch.arange(begin, begin + len(keys))).transpose(0, 1)
 
 
 @dataclass(frozen=True)

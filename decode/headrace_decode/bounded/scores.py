@@ -51,16 +51,20 @@ class Received:
         self._scale, self._rows = scale, 0
         self._squares = torch.zeros(heads, tokens)
 
-    def add(self, queries: Tensor, keys: Tensor) -> None:
+    def add(self, queries: Tensor, keys: Tensor, absent: Tensor | None = None) -> None:
         """
         Args:
             queries: behind all keys, fp32 [rows, heads * group, head_dim], rotated.
             keys: fp32 [heads, tokens, head_dim], rotated; the same ones each time.
+            absent: bool [heads, tokens], places without a key, which get nothing.
         """
         by_head = queries.unflatten(1, (len(keys), -1)).transpose(0, 1).flatten(1, 2)
         self._rows += by_head.shape[1]
         for some in (by_head * self._scale).split(ROWS_AT_ONCE, 1):
-            self.see((some @ keys.transpose(1, 2)).softmax(-1))
+            logits = some @ keys.transpose(1, 2)
+            if absent is not None:
+                logits.masked_fill_(absent[:, None], -torch.inf)
+            self.see(logits.softmax(-1))
 
     def see(self, weights: Tensor) -> None:
         """Attention of some rows, fp32 [heads, rows, tokens]; overwritten."""

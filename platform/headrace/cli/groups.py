@@ -99,6 +99,10 @@ def model_check_kv(
         Path | None,
         typer.Option(help="With --kv-budget: the model's file from headrace calibrate sparse."),
     ] = None,
+    gate: Annotated[
+        Path | None,
+        typer.Option(help="With --kv-budget: the model's file from headrace calibrate bounded."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
@@ -120,6 +124,7 @@ def model_check_kv(
         as_json=as_json,
         budget=budget,
         calibration=calibration,
+        gate=gate,
     )
 
 

@@ -29,11 +29,13 @@ def check_kv(
     as_json: bool,
     budget: KVBudgetSection | None = None,
     calibration: Path | None = None,
+    gate: Path | None = None,
 ) -> None:
     """Print the table. CliError if the configuration does not tell, or the weights do not fit.
 
     Args:
-        budget: print how an engine keeps to it, too. calibration: of `headrace calibrate sparse`.
+        budget: print how an engine keeps to it, too.
+        calibration: of `headrace calibrate sparse`. gate: of `headrace calibrate bounded`.
     """
     try:
         facts = _facts(source)
@@ -46,7 +48,9 @@ def check_kv(
             )
         tokens = context or facts.max_model_len
         sizes = kv_sizes(facts, memory, tokens, block_tokens)
-        plan = _planned(facts, tokens, budget, calibration) if budget is not None else None
+        plan = None
+        if budget is not None:
+            plan = _planned(facts, tokens, budget, calibration, gate)
     except models.ModelError as error:
         raise CliError(str(error)) from None
     if as_json:
@@ -74,22 +78,31 @@ def check_kv(
 
 
 def _planned(
-    facts: ModelFacts, tokens: int, budget: KVBudgetSection, calibration: Path | None
+    facts: ModelFacts,
+    tokens: int,
+    budget: KVBudgetSection,
+    calibration: Path | None,
+    gate: Path | None,
 ) -> dict[str, Any]:
     """How an engine on CPUs would keep to the budget."""
     from headrace.config.kvbudget import asked_of
     from headrace.model.kvbudget import plan
+    from headrace_decode.bounded.engine.calibration import read as read_gate
     from headrace_decode.sparse.calibration_file import CalibrationError
     from headrace_decode.sparse.engine.calibration import read
 
-    measured, unit_tokens = None, 32
-    if calibration is not None:
+    found = []
+    for file, one in ((calibration, read), (gate, read_gate)):
         try:
-            file = read(calibration)
+            found.append(None if file is None else one(file))
         except CalibrationError as error:
-            raise CliError(f"{calibration} cannot be used: {error}") from None
-        measured, unit_tokens = dict(file.kl), file.unit_tokens
-    return kvbudget.told(plan(facts, asked_of(budget, tokens), measured, unit_tokens))
+            raise CliError(f"{file} cannot be used: {error}") from None
+    units = {each.unit_tokens for each in found if each is not None} or {32}
+    if len(units) > 1:
+        raise CliError(f"{calibration} and {gate} are for units of unlike sizes: {sorted(units)}")
+    sparse_kl, bounded_kl = (None if each is None else each.kl for each in found)
+    asked = asked_of(budget, tokens)
+    return kvbudget.told(plan(facts, asked, sparse_kl, units.pop(), bounded_kl=bounded_kl))
 
 
 def _facts(source: str) -> ModelFacts:

@@ -12,7 +12,15 @@ from headrace.config.schema import HeadraceConfig
 from headrace.config.section import GIB, Section
 from headrace.config.techniques import KVBudgetSection
 from headrace.model.facts import describe
-from headrace.model.kvbudget import STEP_TOKENS, Asked, Curve, Plan, Way, plan
+from headrace.model.kvbudget import (
+    STEP_TOKENS,
+    STREAM_STEP_TOKENS,
+    Asked,
+    Curve,
+    Plan,
+    Way,
+    plan,
+)
 from headrace.model.registry import ModelError
 
 SECTION = "techniques.kv_budget"
@@ -75,9 +83,10 @@ def _refused(config: HeadraceConfig) -> dict[str, str]:
         why = "engines on CPUs only"
     elif config.store.enabled and (codec := config.store.engine.get("codec", "raw")) != "raw":
         why = f'the codec "{codec}" does not know the order of its keys'
-    refused = {"bounded": why, "offloaded": why}
+    refused = dict.fromkeys(("bounded", "streamed", "offloaded"), why)
     if not why and config.techniques.reuse.mode != "off":
-        refused["offloaded"] = "techniques.reuse corrects KV where it lies in the cache"
+        why = "techniques.reuse corrects KV where it lies in the cache"
+        refused |= {"streamed": why, "offloaded": why}
     return refused
 
 
@@ -86,17 +95,22 @@ def _with(config: HeadraceConfig, way: Way) -> HeadraceConfig:
     techniques, decode = config.techniques, config.decode
     assert techniques.kv_budget is not None
     cache_gib = techniques.kv_budget.gib
+    on: dict[str, object] = {"mode": "auto", "share": way.share}
     changed: dict[str, Section] = {}
     engine = dict(decode.engine)
-    if way.name == "bounded":
-        on = {"mode": "auto", "share": way.share}
+    if way.name in ("bounded", "streamed"):
+        if way.name == "streamed":
+            on["stream"] = True
+            engine.setdefault("long_prefill_token_threshold", STREAM_STEP_TOKENS)
         changed["bounded"] = techniques.bounded.model_copy(update=on)
     if way.name == "offloaded":
+        engine.setdefault("long_prefill_token_threshold", STEP_TOKENS)
+        changed["sparse"] = techniques.sparse.model_copy(update=on)
+    if way.sizes.host:
         # A byte more: GiB are not exact, and the engine counts whole blocks.
         cache_gib, host_gib = ((size + 1) / GIB for size in (way.sizes.cache, way.sizes.host))
-        on = {"mode": "auto", "share": way.share, "offload_gib": host_gib}
-        changed["sparse"] = techniques.sparse.model_copy(update=on)
-        engine.setdefault("long_prefill_token_threshold", STEP_TOKENS)
+        sparse = changed.get("sparse", techniques.sparse)
+        changed["sparse"] = sparse.model_copy(update={"offload_gib": host_gib})
     sized = {"kv_cache_gb": cache_gib, "engine": engine}
     return config.model_copy(
         update={

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config.section import Section
 
@@ -95,6 +95,18 @@ class BoundedSection(Section):
         "read again: what is dropped costs little time, and more error. Each engine's machine must "
         "hold it. A relative path counts from the configuration file's folder.",
     )
+    stream: bool = Field(
+        default=False,
+        description="Have decode engines compute these prompts themselves, and drop KV meanwhile, "
+        "so that no prompt is ever held as a whole. Needs `calibration`. false: only prompts that "
+        "are too long for the cache, where `techniques.sparse.offload_gib` allows such.",
+    )
+
+    @model_validator(mode="after")
+    def _streams_with_a_gate(self) -> Self:
+        if self.stream and self.calibration is None:
+            raise ValueError("stream: needs calibration, a file of `headrace calibrate bounded`")
+        return self
 
 
 class KVBudgetSection(Section):

@@ -6,15 +6,20 @@ An engine is to answer n requests at once, each of p prompt and a answer tokens.
 |-----------|---------------------------------------------------------|--------------|-------------|
 | all       | n * whole                                               |              |             |
 | bounded   | whole + reading + (n - 1) * (kept + tail)               |              |             |
+| streamed  | kept + segment + step + (n - 1) * (kept + tail)         | see below    | see below   |
 | offloaded | n * (slots + window); if that is whole or more:         | see below    | n * whole   |
 |           | whole + (n - 1) * (slots + window)                      |              |             |
 
 `whole` is p + a in blocks. A bounded context is kept in `kept`, a share of its prompt's whole
 blocks, and `tail`, all tokens behind them. One is there as a whole, and `reading`, what reads it
-again (docs/bounded.md). `slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
+again (docs/bounded.md). Where contexts are streamed none is: one is longer by `segment` and `step`
+than what is kept of it. That takes a gate. If the cache then cannot hold `whole`, host memory does,
+for requests that refuse.
+`slots` and `window` are those of `headrace_decode.sparse.offload.sizes`.
 A context that is longer than the cache is computed within the window. One that fits arrives as a
 whole, and leaves when the next one comes.
-Beside the cache lie summaries of all units, and one layer of one context, where its KV is lined up.
+Beside the cache of an engine with host memory lie summaries of all units, and one layer of one
+context, where its KV is lined up.
 
 Each way takes the largest share that fits. The one with the least error (KL) is chosen. A KL was
 measured at some shares, and is read off between them on a line of logarithms. None is promised for
@@ -31,7 +36,12 @@ from typing import NamedTuple
 
 from headrace.model.facts import ModelFacts
 from headrace.model.registry import ModelError
-from headrace_decode.bounded.engine.course import EARLIER_TOKENS, LEAST_FREED, kept_blocks
+from headrace_decode.bounded.engine.course import (
+    EARLIER_TOKENS,
+    LEAST_FREED,
+    SEGMENT_TOKENS,
+    kept_blocks,
+)
 from headrace_decode.bounded.scores import LEAD_TOKENS, PART_TOKENS
 from headrace_decode.sparse.basis import COORDINATES
 from headrace_decode.sparse.engine.counts import LEAST_TOKENS, chosen_units
@@ -46,12 +56,15 @@ BLOCK_TOKENS = 128
 """Of a block of engines on CPUs, which alone drop or offload KV."""
 STEP_TOKENS = 128
 """Most tokens of a prompt that an offloaded context is computed by in one step."""
+STREAM_STEP_TOKENS = 512
+"""Of one that is streamed."""
 STEPS_UNDER_WAY = 2
 NULL_BLOCK = 1
 """vLLM gives it to nobody."""
 SUM_BYTES = 8
 """Of a unit's sum, for each layer."""
 UNCALIBRATED = "needs techniques.sparse.calibration, a file of `headrace calibrate sparse`"
+NO_GATE = "needs techniques.bounded.calibration, a file of `headrace calibrate bounded`"
 GIB = 1 << 30
 
 Curve = Mapping[float, float]
@@ -106,7 +119,7 @@ class Way:
     """One way to hold the contexts, with the largest share that fits.
 
     Attributes:
-        name: "all", "bounded" or "offloaded".
+        name: "all", "bounded", "streamed" or "offloaded".
         share: of the KV that is kept, or attended to; if none fits, the least one.
         kl: expected, mean of a token in nats; None if the way is none.
         why_not: why it cannot be taken; empty if it can.
@@ -171,9 +184,11 @@ def plan(
         sparse_kl: of the model, from `headrace calibrate sparse`. Without it nothing is offloaded.
         unit_tokens: that sparse attention chooses by.
         refused: why the engine cannot take a way, by its name.
-        bounded_kl: of the model, from `headrace calibrate bounded`; None: `BOUNDED_KL`.
+        bounded_kl: of the model, from `headrace calibrate bounded`. Without it nothing is streamed,
+            and contexts are read again (`BOUNDED_KL`).
     """
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
+    gated = bool(bounded_kl)
     bounded_kl = bounded_kl or BOUNDED_KL
 
     def whole(_: float) -> Sizes:
@@ -182,16 +197,22 @@ def plan(
     def bounded(share: float) -> Sizes:
         return Sizes((NULL_BLOCK + bounded_blocks(asked, share)) * block_bytes)
 
+    def streamed(share: float) -> Sizes:
+        return _streamed(facts, asked, share, unit_tokens)
+
     def offloaded(share: float) -> Sizes | None:
         return _offloaded(facts, asked, share, unit_tokens)
 
     of_ways: dict[str, tuple[Curve, Callable[[float], Sizes | None]]] = {
         "all": ({1.0: 0.0}, whole),
         "bounded": (bounded_kl, bounded),
+        "streamed": (bounded_kl, streamed),
         "offloaded": (sparse_kl or {}, offloaded),
     }
+    too_short = _too_short(asked, min(bounded_kl))
     none = {
-        "bounded": _too_short(asked, min(bounded_kl)),
+        "bounded": too_short,
+        "streamed": too_short if gated else NO_GATE,
         "offloaded": "" if sparse_kl else UNCALIBRATED,
     }
     none |= {name: why for name, why in (refused or {}).items() if why}
@@ -209,12 +230,22 @@ def plan(
 def bounded_blocks(asked: Asked, share: float) -> int:
     """Blocks of a cache in which all contexts are served at once: they are dropped in turn, so one
     at most is whole (`python -m benchmarks.longcontext.dropping`)."""
-    context = asked.context_tokens - asked.answer_tokens
-    kept = kept_blocks(context // BLOCK_TOKENS, share)
-    tail = _blocks(context % BLOCK_TOKENS + asked.answer_tokens)
     reading = _blocks(EARLIER_TOKENS + LEAD_TOKENS + PART_TOKENS + 1)
-    whole = _blocks(asked.context_tokens)
-    return whole + reading + (asked.contexts - 1) * (kept + tail)
+    return _blocks(asked.context_tokens) + reading + (asked.contexts - 1) * sum(_kept(asked, share))
+
+
+def streamed_blocks(asked: Asked, share: float) -> int:
+    """Likewise, where they are streamed in turn."""
+    kept, tail = _kept(asked, share)
+    longer = _blocks(SEGMENT_TOKENS) + _blocks(STREAM_STEP_TOKENS)
+    return kept + max(tail, longer) + (asked.contexts - 1) * (kept + tail)
+
+
+def _kept(asked: Asked, share: float) -> tuple[int, int]:
+    """Blocks that a context is kept in: a share of its prompt's, and all behind these."""
+    context = asked.context_tokens - asked.answer_tokens
+    tail = _blocks(context % BLOCK_TOKENS + asked.answer_tokens)
+    return kept_blocks(context // BLOCK_TOKENS, share), tail
 
 
 def _too_short(asked: Asked, least_share: float) -> str:
@@ -235,12 +266,24 @@ def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) 
     cache, host = asked.contexts * one.blocks, asked.contexts * one.host
     if cache >= one.host:
         cache += one.host - one.blocks
-    cache += NULL_BLOCK
+    return _with_host(facts, cache + NULL_BLOCK, host, one.host, unit_tokens)
+
+
+def _streamed(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes:
+    whole, cache = _blocks(asked.context_tokens), streamed_blocks(asked, share)
+    if cache >= whole:
+        return Sizes((cache + NULL_BLOCK) * BLOCK_TOKENS * facts.kv_bytes_per_token)
+    return _with_host(facts, cache + NULL_BLOCK, whole, whole, unit_tokens)
+
+
+def _with_host(facts: ModelFacts, cache: int, host: int, whole: int, unit_tokens: int) -> Sizes:
+    """Of an engine with so many blocks, and so many in host memory; the longest request has
+    `whole`."""
     layout = Layout(unit_tokens, facts.head_dim, RANK_BESIDE, COORDINATES)
     units = (cache + host) * BLOCK_TOKENS // unit_tokens
     summaries = units * facts.kv_layers * (facts.kv_heads * layout.nbytes + SUM_BYTES)
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
-    buffer = one.host * block_bytes // facts.kv_layers
+    buffer = whole * block_bytes // facts.kv_layers
     return Sizes(cache * block_bytes, summaries + buffer, host * block_bytes)
 
 

@@ -61,6 +61,14 @@ class Cells:
         keys, values = (one.transpose(0, 1).flatten(1, 2) for one in both)
         return keys, values
 
+    def read_cells(self, cells: Ids) -> tuple[Tensor, Tensor]:
+        """K and V of cells, int64 [kv_heads, n], copied: each
+        [kv_heads, n * unit_tokens, head_dim]."""
+        flat = cells.reshape(-1)
+        both = self._all.read(flat), self._all.read_values(flat)
+        keys, values = (one.reshape(len(cells), -1, one.shape[-1]) for one in both)
+        return keys, values
+
     def write(self, cells: Ids, keys: Tensor, values: Tensor) -> None:
         """Fill cells.
 

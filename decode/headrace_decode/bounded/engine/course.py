@@ -1,4 +1,5 @@
-"""Decides when a bounded request reads its context again, in which parts, and when it may drop.
+"""Decides when a bounded request reads its context again, in which parts, and when it may drop; and
+of one whose context is streamed, when it chooses what it holds.
 
     prompt computed -> part by part, each a request of its own -> the rest is scored -> as soon as
     there is room: drop
@@ -7,6 +8,9 @@ Queries of a part are scored while the next part is read, one layer after the ot
 has much of it.
 
 What is dropped are whole blocks of the prompt. The rest of it, and the answer, stay as they are.
+
+A context is streamed (`Stream`) with a gate, which reads nothing again: what is held is chosen anew
+whenever the prompt is a segment longer, and when it is all there.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ LEAST_PART = 64
 """Positions behind a prompt that the model must have left."""
 LEAST_FREED = 4
 """Blocks that dropping has to free to be worth reading a context again."""
+SEGMENT_TOKENS = 1024
+"""Of a streamed context, between two choices. One takes a tenth of the time that computing these
+takes, and what is held is larger by them meanwhile."""
 
 
 def kept_blocks(blocks: int, share: float) -> int:
@@ -127,3 +134,52 @@ class Course:
     def start_over(self) -> None:
         """Its KV is gone."""
         self._at, self._unscored, self.dropped = 0, self._layers, False
+
+
+class Stream:
+    """One bounded request whose context is streamed.
+
+    Args:
+        prompt_tokens: of it. share: of the context's KV that it keeps.
+        block_tokens: of the scheduler.
+
+    Attributes:
+        blocks: of the context. kept: that it is kept in.
+        dropped: of the context's first blocks that were chosen from.
+    """
+
+    def __init__(self, prompt_tokens: int, share: float, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self.blocks = prompt_tokens // block_tokens
+        self.kept = kept_blocks(self.blocks, share)
+        self.dropped = 0
+        self._preemptions = 0
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether it frees enough."""
+        return self.blocks - self.kept >= LEAST_FREED
+
+    def window(self, step_tokens: int) -> int:
+        """Most blocks that it holds before its prompt is computed, if a step has no more tokens of
+        it than these."""
+        segment = math.ceil(SEGMENT_TOKENS / self._block_tokens)
+        return self.kept + segment + math.ceil(step_tokens / self._block_tokens)
+
+    def due(self, computed_tokens: int, preemptions: int) -> int | None:
+        """First blocks of the context to choose from now; None to go on.
+
+        Args:
+            computed_tokens: of the request. preemptions: how often it was preempted.
+        """
+        if preemptions != self._preemptions:  # its KV was gone, and is computed anew
+            self._preemptions, self.dropped = preemptions, 0
+        there = min(computed_tokens // self._block_tokens, self.blocks)
+        new = there - self.dropped
+        least = math.ceil(SEGMENT_TOKENS / self._block_tokens)
+        if not self.dropped:
+            least += self.kept
+        if new < (1 if there == self.blocks else least):
+            return None
+        self.dropped = there
+        return there

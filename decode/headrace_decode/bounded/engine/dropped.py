@@ -10,7 +10,7 @@ nothing. Lengths differ from layer to layer and from head to head:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.sparse.engine.attention import Kernel
 from headrace_decode.sparse.engine.keys import Ids
+
+KV = tuple[Tensor, Tensor]
+"""K and V, each [kv_heads, places, head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,25 @@ class Dropped:
     counts: Ids
 
     @classmethod
-    def of(cls, scores: Tensor, units: Ids, room: Ids, cells: Cells) -> Dropped:
-        """Keep the best of a context, and copy it.
+    def of(
+        cls, tokens: int, kept: Tensor, layers: Iterable[KV], room: Ids, cells: Cells
+    ) -> Dropped:
+        """Copy what stays of a context to cells.
 
         The cells to copy to may be of the context's own: all that stays is read before any is
         written, which takes its bytes once more meanwhile.
 
         Args:
-            scores: fp32 [layers, kv_heads, tokens].
-            units: int64 [n], of the context. room: cells to copy to.
+            tokens: of the context, whole blocks.
+            kept: bool [layers, kv_heads, places], whole units of each head.
+            layers: K and V at these places, by layer.
+            room: cells to copy to, as many as units stay, or more.
         """
-        kept = keep_units(scores, len(room), cells.unit_tokens)
         counts = kept.sum(-1).numpy() // cells.unit_tokens
         table, at = np.zeros((*counts.shape, int(counts.max())), np.int32), 0
         copies: list[tuple[Ids, Tensor, Tensor]] = []
-        for layer, heads in enumerate(kept):
-            keys, values = cells.read(layer, units)
-            for head, stays in enumerate(heads):
+        for layer, (keys, values) in enumerate(layers):
+            for head, stays in enumerate(kept[layer]):
                 count = int(counts[layer, head])
                 mine = room[at : at + count]
                 copies.append((mine, keys[head, stays], values[head, stays]))
@@ -64,7 +68,7 @@ class Dropped:
                 at += count
         for copy in copies:
             cells.write(*copy)
-        return cls(scores.shape[-1], table, counts)
+        return cls(tokens, table, counts)
 
 
 @dataclass(frozen=True)

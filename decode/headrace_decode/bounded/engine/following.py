@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from headrace_decode.bounded.engine.cells import Cells
 from headrace_decode.bounded.engine.dropped import Dropped, DroppedRow
 from headrace_decode.bounded.engine.reading import Again, Reading, ReadRow, counting
+from headrace_decode.bounded.engine.streaming import StreamedRow, Streaming
 from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.keeping import keep_units
 from headrace_decode.sparse.engine.keys import Ids
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
@@ -29,19 +32,33 @@ TOLD = "headrace_bounded"
 """Attribute of a step's `SchedulerOutput`: `Told`."""
 
 
+class Drop(NamedTuple):
+    """What a request keeps of its context from now on.
+
+    Attributes:
+        tokens: of the context: all of it, or of one that is streamed, so far.
+        blocks: of the scheduler, to keep it in.
+    """
+
+    tokens: int
+    blocks: list[int]
+
+
 @dataclass
 class Told:
     """What the scheduler says with a step.
 
     Attributes:
         again: new requests that read a context again.
+        streams: new requests whose context is streamed.
         layers: of the context that is read, to be scored with the queries that came so far.
-        drops: blocks of the scheduler that a request keeps its context in from now on.
+        drops: by request.
     """
 
     again: dict[str, Again] = field(default_factory=dict)
+    streams: set[str] = field(default_factory=set)
     layers: int = 0
-    drops: dict[str, list[int]] = field(default_factory=dict)
+    drops: dict[str, Drop] = field(default_factory=dict)
 
 
 class Following:
@@ -49,7 +66,7 @@ class Following:
     Args:
         cells: of the cache. scale: of the logits. rope: of the model.
         blocks: tells a request's blocks of the scheduler.
-        gate: as of `Reading`.
+        gate: as of `Reading`. Requests stream with one only.
     """
 
     def __init__(
@@ -66,6 +83,7 @@ class Following:
         self._seen: dict[str, int] = {}
         """By request that reads again: first position that has not counted."""
         self._readings: dict[str, Reading] = {}
+        self._streams: dict[str, Streaming] = {}
         self._dropped: dict[str, Dropped] = {}
         self.read = self.dropped = 0
         """Rows that counted, and contexts that were dropped, so far."""
@@ -75,7 +93,7 @@ class Following:
         return request_id in self._dropped
 
     def __bool__(self) -> bool:
-        return bool(self._again or self._dropped)
+        return bool(self._again or self._streams or self._dropped)
 
     @torch.inference_mode()
     def step_begins(self, ended: Collection[str], preempted: Collection[str], told: Told) -> None:
@@ -91,29 +109,44 @@ class Following:
             each.score(told.layers)
         gone = {*ended, *preempted}
         for name in told.drops.keys() - gone:
-            scores = self._readings.pop(name).scores()
-            units = self._units(self._blocks(name), scores.shape[-1])
-            room = self.cells.of_blocks(told.drops[name])
-            self._dropped[name] = Dropped.of(scores, units, room, self.cells)
-            self.dropped += 1
-            tokens, blocks = scores.shape[-1], len(told.drops[name])
-            logger.info("%s: KV of %d tokens is kept in %d blocks", name, tokens, blocks)
+            self._drop(name, told.drops[name])
         for name in gone:
             self._readings.pop(name, None)
             self._dropped.pop(name, None)
         for name in ended:
             self._again.pop(name, None)
             self._seen.pop(name, None)
+            self._streams.pop(name, None)
         for again in told.again.values():
             if again.begins:
                 self._readings.pop(again.request_id, None)
         self._again.update(told.again)
+        for name in told.streams | (self._streams.keys() & gone):
+            assert self._gate is not None
+            self._streams[name] = Streaming(self.cells, self._scale, self._rope, self._gate)
 
-    def _units(self, blocks: Sequence[int], tokens: int) -> Ids:
-        """The first units of blocks of the scheduler."""
+    def _drop(self, name: str, drop: Drop) -> None:
+        room, units = self.cells.of_blocks(drop.blocks), self._units(self._blocks(name))
+        end = drop.tokens // self.cells.unit_tokens
+        if (stream := self._streams.get(name)) is not None:
+            before = 0 if stream.held is None else stream.held.tokens
+            stream.drop(drop.tokens, units[before // self.cells.unit_tokens : end], room)
+            assert stream.held is not None
+            held = stream.held
+        else:
+            scores = self._readings.pop(name).scores()
+            kept = keep_units(scores, len(room), self.cells.unit_tokens)
+            layers = range(len(self.cells.layers))
+            whole = (self.cells.read(layer, units[:end]) for layer in layers)
+            held = Dropped.of(drop.tokens, kept, whole, room, self.cells)
+        self.dropped += name not in self._dropped
+        self._dropped[name] = held
+        logger.info("%s: KV of %d tokens is kept in %d blocks", name, drop.tokens, len(drop.blocks))
+
+    def _units(self, blocks: Sequence[int]) -> Ids:
+        """The units of blocks of the scheduler."""
         per = self.cells.block_units
-        units = (np.asarray(blocks, np.int64)[:, None] * per + np.arange(per)).reshape(-1)
-        return units[: tokens // self.cells.unit_tokens]
+        return (np.asarray(blocks, np.int64)[:, None] * per + np.arange(per)).reshape(-1)
 
     def of_step(
         self,
@@ -121,8 +154,8 @@ class Following:
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
         tables: NDArray[np.integer],
-    ) -> tuple[list[DroppedRow], list[ReadRow]]:
-        """A step's rows of dropped requests, and those that read again.
+    ) -> tuple[list[DroppedRow], list[ReadRow | StreamedRow]]:
+        """A step's rows of dropped requests, and those whose queries count.
 
         Args:
             rows: the batch.
@@ -130,7 +163,8 @@ class Following:
             kv_tokens: int [rows], KV of each when it has.
             tables: int [rows, most units], blocks of the kernel.
         """
-        dropped, read = [], []
+        dropped: list[DroppedRow] = []
+        read: list[ReadRow | StreamedRow] = []
         for number, row in enumerate(rows):
             first, end, length = (int(x) for x in (*starts[number : number + 2], kv_tokens[number]))
             if (again := self._again.get(row.request_id)) is not None:
@@ -138,24 +172,31 @@ class Following:
                 seen = self._seen.get(row.request_id, 0)
                 one = counting(again, reading, first, length - (end - first), end - first, seen)
                 self._seen[row.request_id] = max(seen, length)
-                read += [] if one is None else [one]
-            elif (held := self._dropped.get(row.request_id)) is not None:
+                if one is not None:
+                    read.append(one)
+                    self.read += one.repeating.stop - one.repeating.start
+                continue
+            if (stream := self._streams.get(row.request_id)) is not None:
+                at = length - (end - first)
+                mine = stream.rows(first, at, min(length, row.prompt_tokens) - at)
+                read += [] if mine is None else [mine]
+            if (held := self._dropped.get(row.request_id)) is not None:
                 own = slice(
                     held.tokens // self.cells.unit_tokens, -(-length // self.cells.unit_tokens)
                 )
                 units = tables[number, own].astype(np.int64)
                 dropped.append(DroppedRow(number, slice(first, end), length, held, units))
-        self.read += sum(one.repeating.stop - one.repeating.start for one in read)
         return dropped, read
 
-    def see(self, read: Sequence[ReadRow], layer: int, queries: Tensor) -> None:
+    def see(self, read: Sequence[ReadRow | StreamedRow], layer: int, queries: Tensor) -> None:
         """Have rows of a step count in one layer; queries as of `ReadRow.see`."""
         for row in read:
             row.see(layer, queries)
 
     def _reading(self, again: Again) -> Reading:
         if again.request_id not in self._readings:
-            units = self._units(self._blocks(again.request_id), again.tokens)
+            units = self._units(self._blocks(again.request_id))
+            units = units[: again.tokens // self.cells.unit_tokens]
             made = Reading(again, units, self.cells, self._scale, self._rope, self._gate)
             self._readings[again.request_id] = made
         return self._readings[again.request_id]

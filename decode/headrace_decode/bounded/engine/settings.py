@@ -22,11 +22,14 @@ class BoundedSettings:
         mode: of `techniques.MODES`.
         share: of a context's KV that is kept, where a request names none.
         calibration: file of the model's gate; None: contexts are read again.
+        stream: whether all bounded contexts are streamed (`course.Stream`), not only those longer
+            than the cache. Takes a gate.
     """
 
     mode: str = "request"
     share: float = 0.25
     calibration: str | None = None
+    stream: bool = False
 
     def additional_config(self) -> dict[str, Any]:
         """What goes into the engine's `additional_config`."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headrace_decode.bounded.engine.dropped import DroppedStep
 from headrace_decode.bounded.engine.reading import ReadRow
+from headrace_decode.bounded.engine.streaming import StreamedRow
 from headrace_decode.sparse.engine._vllm_compat import (
     CommonAttentionMetadata,
     CPUAttentionBackend,
@@ -48,7 +49,7 @@ class SparseMetadata(CPUAttentionMetadata):
     sparse: SparseStep | None = None
     staged: StagedStep | None = None
     dropped: DroppedStep | None = None
-    read: Sequence[ReadRow] = ()
+    read: Sequence[ReadRow | StreamedRow] = ()
     vllms: bool = True
 
 

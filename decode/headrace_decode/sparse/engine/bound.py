@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace_decode.bounded.engine.dropped import DroppedRow
 from headrace_decode.bounded.engine.following import Following
 from headrace_decode.bounded.engine.reading import ReadRow
+from headrace_decode.bounded.engine.streaming import StreamedRow
 from headrace_decode.sparse.engine.book import Book
 from headrace_decode.sparse.engine.offload.rows import OffloadedRow, Offloading, StagedRow
 from headrace_decode.sparse.engine.rows import BatchRow, BringUp, RowPlan, SparseRows
@@ -129,8 +130,8 @@ class Bound:
         starts: NDArray[np.integer],
         kv_tokens: NDArray[np.integer],
         tables: NDArray[np.integer],
-    ) -> tuple[list[DroppedRow], list[ReadRow]]:
-        """Rows of dropped requests, and those that read again; arguments and errors as
+    ) -> tuple[list[DroppedRow], list[ReadRow | StreamedRow]]:
+        """Rows of dropped requests, and those whose queries count; arguments and errors as
         `offloaded_rows`."""
         if not self.following or self._batch is None or not self.under_way:
             return [], []

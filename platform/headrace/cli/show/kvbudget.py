@@ -25,7 +25,8 @@ def summary(plan: dict[str, Any]) -> str:
     way = next(way for way in plan["ways"] if way["name"] == plan["chosen"])
     if way["name"] == "all":
         return "all KV is kept; answers are exact"
-    what = "is kept of long prompts" if way["name"] == "bounded" else "is attended to; all is kept"
+    offloaded = way["name"] == "offloaded"
+    what = "is attended to; all is kept" if offloaded else "is kept of long prompts"
     return f"{way['name']}: {way['share']:.0%} {what}; expected KL {_kl(way)} a token"
 
 

@@ -30,11 +30,14 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
 
     Attributes:
         ledger: of offloaded requests; the scheduler keeps it.
+        windows: by request that drops blocks while its prompt is computed: most blocks that it
+            holds until then; the scheduler keeps it.
     """
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.ledger = Ledger()
+        self.windows: dict[str, int] = {}
         self._slots: dict[str, list[Any]] = {}
 
     def slots(self, request_id: str) -> list[int]:
@@ -65,7 +68,10 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         )
         planned = self.ledger.planned(request_id)
         if planned is None:
-            return needed
+            window = self.windows.get(request_id)
+            if window is None or not apply_admission_cap:
+                return needed
+            return min(needed, max(0, window - self.held(request_id)))
         if apply_admission_cap:
             needed = min(needed, planned.window)
         if self.ledger.is_admitted(request_id):
@@ -116,13 +122,14 @@ class OffloadManager(FullAttentionManager):  # type: ignore[misc]
         self.drop(request_id, planned.slots, last)
 
     def drop(self, request_id: str, kept: int, last: int) -> list[int]:
-        """Give the first blocks of a request back; those that stand in for them, which may be some
-        of the same.
+        """Give the first blocks of a request back, and those that stood in for some of them; those
+        that do now, which may be some of the same.
 
         Args:
             kept: blocks that stand in. last: behind the blocks that go.
         """
         self._remove_blocks_in_range(request_id, 0, last)
+        self.block_pool.free_blocks(self._slots.pop(request_id, []))
         self._slots[request_id] = self.block_pool.get_new_blocks(kept)
         return self.slots(request_id)
 

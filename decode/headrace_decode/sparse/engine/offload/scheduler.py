@@ -69,15 +69,23 @@ class _Offloads:
     def add_request(self, request: Any) -> None:
         """As vLLM's. A request that is too long for the cache is planned to be offloaded."""
         manager = self._offloads
-        if manager is not None:
+        if manager is not None and self._too_long(request) and not self._stays(request):
             needed = self._smallest(request)
-            usable = manager.block_pool.num_gpu_blocks - 1
-            if self._most_tokens(request) > usable * manager.block_size:
-                if needed.blocks > usable:
-                    needed = self._footprint(self._most_tokens(request), None)
-                manager.ledger.plan(request.request_id, needed)
-                _keep_to_itself(request)
+            if needed.blocks > manager.block_pool.num_gpu_blocks - 1:
+                needed = self._footprint(self._most_tokens(request), None)
+            manager.ledger.plan(request.request_id, needed)
+            keep_to_itself(request)
         super().add_request(request)  # type: ignore[misc]
+
+    def _too_long(self, request: Any) -> bool:
+        """Whether the cache cannot hold a request as a whole."""
+        assert self._offloads is not None
+        usable = self._offloads.block_pool.num_gpu_blocks - 1
+        return self._most_tokens(request) > usable * self._offloads.block_size
+
+    def _stays(self, request: Any) -> bool:
+        """Whether one that is too long is served without being offloaded."""
+        return False
 
     def _most_tokens(self, request: Any) -> int:
         longest: int = self.max_model_len  # type: ignore[attr-defined]
@@ -182,17 +190,22 @@ class _Offloads:
     def _footprint(self, most_tokens: int, share: float | None) -> Footprint:
         assert self._offloads is not None
         config: Any = self.vllm_config  # type: ignore[attr-defined]
-        limit = config.scheduler_config.long_prefill_token_threshold
-        batch = config.scheduler_config.max_num_batched_tokens
-        steps = config.max_in_flight_tokens // batch
+        steps = config.max_in_flight_tokens // config.scheduler_config.max_num_batched_tokens
         unit_tokens = self._settings.unit_tokens
         return footprint(
             most_tokens,
             None if share is None else chosen_units(most_tokens, unit_tokens, share),
             unit_tokens,
             self._offloads.block_size,
-            steps * (min(limit, batch) if limit > 0 else batch),
+            steps * self._step_tokens,
         )
+
+    @property
+    def _step_tokens(self) -> int:
+        """Most tokens of one prompt in a step."""
+        config: Any = self.vllm_config.scheduler_config  # type: ignore[attr-defined]
+        limit, batch = config.long_prefill_token_threshold, config.max_num_batched_tokens
+        return int(min(limit, batch) if limit > 0 else batch)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's."""
@@ -229,7 +242,7 @@ class _Offloads:
         return found
 
 
-def _keep_to_itself(request: Any) -> None:
+def keep_to_itself(request: Any) -> None:
     """Have no connector load or save a request's KV.
 
     A connector loads a prompt as a whole, which the cache does not hold, and saves blocks a step

@@ -1,0 +1,132 @@
+"""Keeps a context within a budget while its prompt is computed, with a gate.
+
+The engine computes the prompt as ever. Whenever it is a segment longer, what is held of it so far
+is chosen anew: from what was held before, and all of the segment. So never is more held than the
+budget, a segment, and the tokens of a step. Rows of later segments attend to what is held.
+
+A token's score has two parts (`headrace_decode.bounded.scores`). What rows that repeat would say
+comes from the gate, once, when its segment is there. What the context's own rows ask for comes from
+the newest of them each time, turned to positions behind all that is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS
+from headrace_decode.bounded.engine.dropped import KV, Dropped
+from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
+from headrace_decode.bounded.gate import Gate, at_start
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.scores import Received
+from headrace_decode.sparse.engine.keys import Ids
+from headrace_engine.rope import Rope
+
+NOWHERE = -1.0
+"""Score of a place without a token: below all others."""
+
+
+class Streaming:
+    """One request.
+
+    Args:
+        cells: of the cache. scale: of the logits. rope, gate: of the model.
+
+    Attributes:
+        held: of the segments that were chosen from; None before the first.
+    """
+
+    def __init__(self, cells: Cells, scale: float, rope: Rope, gate: Gate) -> None:
+        self._cells, self._scale, self._rope, self._gate = cells, scale, rope, gate
+        self.held: Dropped | None = None
+        layers = len(cells.layers)
+        self._told = torch.empty(layers, cells.kv_heads, 0)
+        """What the gate said of what is held, in the order of a head's cells."""
+        self._came: list[Tensor] = [torch.empty(0)] * layers
+        self._end = 0
+        """Position behind the newest of these queries."""
+
+    def rows(self, first_token: int, first: int, count: int) -> StreamedRow | None:
+        """Which rows of a step are among the newest of the prompt; None if none is.
+
+        Args:
+            first_token: of the request's rows, in the step's.
+            first: its position. count: rows of the prompt.
+        """
+        if count <= 0:
+            return None
+        self._end = first + count
+        few = min(count, EARLIER_TOKENS)
+        return StreamedRow(self, slice(first_token + count - few, first_token + count))
+
+    def came(self, layer: int, queries: Tensor) -> None:
+        """Queries of rows that follow those before: [rows, heads, head_dim], rotated."""
+        before = self._came[layer]
+        both = torch.cat([before, queries]) if len(before) else queries
+        self._came[layer] = both[-EARLIER_TOKENS:].clone()
+
+    def drop(self, tokens: int, units: Ids, room: Ids) -> None:
+        """Choose what is held from now on.
+
+        Args:
+            tokens: of the context so far, whole blocks.
+            units: int64 [n], those that are new since the last time.
+            room: cells to keep it in; those that held it before may be among them.
+        """
+        before = 0 if self.held is None else self.held.tokens
+        layers = range(len(self._came))
+        told = torch.stack([self._of_gate(layer, units, before) for layer in layers])
+        told = torch.cat([self._told, told], -1)
+        scores = torch.stack([self._scores(layer, units, told[layer]) for layer in layers])
+        kept = keep_units(scores, len(room), self._cells.unit_tokens)
+        both = (self._both(layer, units) for layer in layers)
+        self.held = Dropped.of(tokens, kept, both, room, self._cells)
+        counts = torch.from_numpy(self.held.counts)[..., None] * self._cells.unit_tokens
+        filled = torch.arange(int(counts.max())) < counts
+        self._told = torch.full(filled.shape, NOWHERE)
+        self._told[filled] = told[kept]
+
+    def _of_gate(self, layer: int, units: Ids, begin: int) -> Tensor:
+        keys, values = self._cells.read(layer, units)
+        turned = at_start(self._rope, keys.transpose(0, 1).float(), begin)
+        return self._gate.scores(layer, turned, values)
+
+    def _scores(self, layer: int, units: Ids, told: Tensor) -> Tensor:
+        """fp32 [kv_heads, places] of one layer."""
+        keys, absent = self._both(layer, units)[0].float(), told < 0
+        queries = self._came[layer].float()
+        rows = torch.arange(len(queries))
+        turn = self._end + rows % BEHIND_TOKENS - (self._end - len(queries) + rows)
+        own = Received(len(told), told.shape[1], self._scale)
+        own.add(self._rope.shift(queries, turn), keys, absent)
+        return torch.hypot(told, own.root_mean_square()).masked_fill_(absent, NOWHERE)
+
+    def _both(self, layer: int, units: Ids) -> KV:
+        """What is held, a place for each unit of the head that has most, and what is new."""
+        fresh = self._cells.read(layer, units)
+        if self.held is None:
+            return fresh
+        old = self._cells.read_cells(self.held.cells[layer].astype(np.int64))
+        keys, values = (torch.cat(pair, 1) for pair in zip(old, fresh, strict=True))
+        return keys, values
+
+
+@dataclass(frozen=True)
+class StreamedRow:
+    """Rows of a step whose queries count.
+
+    Attributes:
+        tokens: of the step's.
+    """
+
+    stream: Streaming
+    tokens: slice
+
+    def see(self, layer: int, queries: Tensor) -> None:
+        """As `ReadRow.see`."""
+        self.stream.came(layer, queries[self.tokens])

@@ -1,0 +1,97 @@
+"""A real vLLM engine drops KV of contexts while it computes them, and serves contexts longer than
+its cache so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.prompts import noise
+from tests.support.sparse_engine import SparseEngine
+from tests.support.tiny import tiny_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+BLOCKS = 22
+LONG = noise(3000, 70)
+PROMPTS = [noise(2900 + 40 * n, 80 + n) for n in range(3)]
+SHORT = noise(300, 90)
+KEPT, SEGMENT, STEP = 6, 8, 2
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SparseEngine]:
+    """The only one of this file. Its cache holds 21 blocks, and a long context has 24. Exact
+    requests leave for host memory."""
+    engine = SparseEngine(
+        tiny_llama(),
+        blocks=BLOCKS,
+        longest=4096,
+        batch=256,
+        bounded=True,
+        gated=True,
+        offload_gib=1,
+    )
+    try:
+        yield engine
+    finally:
+        engine.end()
+
+
+def asking(prompt: list[int], bounded: float | None = None, tokens: int = 40) -> dict[str, Any]:
+    return {"tokens": prompt, "max_tokens": tokens, "bounded": bounded}
+
+
+def nothing_is_left(engine: SparseEngine) -> bool:
+    engine.do("answers", requests=[asking(SHORT[:64], tokens=2)])
+    found = engine.do("bounded")
+    return not (found["followed"] or found["courses"] or found["taken"])
+
+
+def test_a_context_longer_than_the_cache_is_computed_over_what_is_held_of_it(
+    engine: SparseEngine,
+) -> None:
+    found = engine.do("streamed_answer", tokens=LONG, share=0.25, count=200)
+    assert len(found["tokens"]) == 200 and found["right"]
+    assert found["chosen"] == [14 * 128, 22 * 128, 23 * 128]
+    assert found["most"] <= KEPT + SEGMENT + STEP
+    assert found["after"] == KEPT + 1 + 1
+    assert nothing_is_left(engine)
+
+
+def test_several_are_served_and_exact_ones_among_them_are_as_ever(engine: SparseEngine) -> None:
+    alone = [engine.do("answers", requests=[asking(p)])["tokens"][0] for p in (LONG, SHORT)]
+    requests = [asking(prompt, 0.25) for prompt in PROMPTS] + [asking(LONG), asking(SHORT)]
+    found = engine.do("answers", requests=requests)
+    assert [len(answer) for answer in found["tokens"]] == [40] * 5
+    assert found["tokens"][3:] == alone
+    assert nothing_is_left(engine)
+
+
+def test_a_streamed_answer_is_the_same_whoever_is_beside_it(engine: SparseEngine) -> None:
+    alone = engine.do("answers", requests=[asking(PROMPTS[0], 0.25)])["tokens"]
+    again = engine.do("answers", requests=[asking(PROMPTS[0], 0.25), asking(PROMPTS[1], 0.25)])
+    assert again["tokens"][:1] == alone
+
+
+def test_preempted_ones_are_computed_from_their_beginning(engine: SparseEngine) -> None:
+    requests = [asking(SHORT, tokens=700), *(asking(prompt, 0.1, 1000) for prompt in PROMPTS)]
+    found = engine.do("answers", requests=requests)
+    assert found["preemptions"] > 0
+    assert [len(answer) for answer in found["tokens"]] == [700, 1000, 1000, 1000]
+    assert nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("after", [3, 8, 14])
+def test_aborted_requests_leave_nothing_behind(engine: SparseEngine, after: int) -> None:
+    requests = [asking(LONG, 0.25), asking(PROMPTS[0], 0.25)]
+    found = engine.do("aborted", requests=requests, after=after)
+    assert found["before"]["courses"] == 2
+    assert not (found["followed"] or found["courses"] or found["taken"])
+
+
+def test_one_that_would_not_fit_even_so_leaves_for_host_memory(engine: SparseEngine) -> None:
+    alone = engine.do("answers", requests=[asking(LONG)])["tokens"]
+    assert engine.do("answers", requests=[asking(LONG, 0.9)])["tokens"] == alone

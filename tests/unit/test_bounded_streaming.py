@@ -1,0 +1,212 @@
+"""A context that is streamed keeps within its budget while its prompt is computed, without an
+engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace_decode.bounded.engine.cells import Cells
+from headrace_decode.bounded.engine.course import (
+    EARLIER_TOKENS,
+    LEAST_FREED,
+    SEGMENT_TOKENS,
+    Stream,
+    kept_blocks,
+)
+from headrace_decode.bounded.engine.following import Drop, Following, Told
+from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
+from headrace_decode.bounded.engine.streaming import Streaming
+from headrace_decode.bounded.gate import Gate
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.sparse.engine.keys import LayerKeys
+from headrace_decode.sparse.engine.rows import BatchRow
+from headrace_engine.rope import Rope
+
+LAYERS, HEADS, KV_HEADS, DIM, UNIT, PER = 2, 4, 2, 64, 32, 4
+BLOCK, SCALE = UNIT * PER, DIM**-0.5
+SEGMENT = SEGMENT_TOKENS // BLOCK
+ROPE = Rope.of({"rope_theta": 10000.0, "num_attention_heads": 1, "head_dim": DIM})
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gate_of(seed: int = 0) -> Gate:
+    into = 0.1 * torch.randn(LAYERS, KV_HEADS, 2 * DIM, 4, generator=rng(seed))
+    flat = 0.1 * torch.randn(4, LAYERS, KV_HEADS, 2 * DIM, generator=rng(seed + 1))
+    return Gate(into, flat[0, ..., :4], flat[1, ..., :4], flat[2], flat[3, ..., 0])
+
+
+def units_of(blocks: list[int]) -> np.ndarray:
+    return (np.array(blocks)[:, None] * PER + np.arange(PER)).reshape(-1)
+
+
+class Context:
+    """KV of a context and the queries of its rows, in a cache."""
+
+    def __init__(self, blocks: int, seed: int) -> None:
+        shape = LAYERS, 2 * blocks + 2, PER, KV_HEADS, UNIT, 2 * DIM
+        array = torch.full(shape, torch.nan).flatten(1, 2)  # nobody may look at what is not there
+        self.cells = Cells([LayerKeys(layer) for layer in array], PER)
+        self.tokens, self.blocks = blocks * BLOCK, list(range(1, blocks + 1))
+        self.keys, self.values = torch.randn(
+            2, LAYERS, KV_HEADS, self.tokens, DIM, generator=rng(seed)
+        )
+        self.queries = torch.randn(LAYERS, self.tokens, HEADS, DIM, generator=rng(seed + 1))
+        for layer in range(LAYERS):
+            for head, at in enumerate(self.cells.number(layer, units_of(self.blocks))):
+                self.cells.write(at, self.keys[layer, head], self.values[layer, head])
+
+    def held(self, stream: Streaming) -> Tensor:
+        """Which tokens are in a cell of their head: bool [layers, kv_heads, tokens]."""
+        assert stream.held is not None
+        found = torch.zeros(LAYERS, KV_HEADS, self.tokens, dtype=torch.bool)
+        for layer, counts in enumerate(stream.held.counts):
+            for head, count in enumerate(counts):
+                at = stream.held.cells[layer, head, :count].astype(np.int64)
+                keys, values = (one[0] for one in self.cells.read_cells(at[None]))
+                positions = torch.cdist(keys, self.keys[layer, head]).argmin(1)
+                assert torch.equal(keys, self.keys[layer, head, positions])
+                assert torch.equal(values, self.values[layer, head, positions])
+                found[layer, head, positions] = True
+                assert int(found[layer, head].sum()) == UNIT * count
+        return found
+
+    def chosen(self, gate: Gate, before: Tensor, end: int, units: int) -> Tensor:
+        """What a naive program chooses of what was held `before` and all behind it: as `held`.
+
+        Args:
+            before: as `held`, with the tokens that are new.
+            end: of the context so far.
+        """
+        scores = torch.zeros(LAYERS, KV_HEADS, end)
+        rows = torch.arange(max(0, end - EARLIER_TOKENS), end)
+        later = end + torch.arange(len(rows)) % BEHIND_TOKENS
+        for layer in range(LAYERS):
+            keys = self.keys[layer, :, :end].transpose(0, 1)
+            turned = ROPE.shift(keys, -torch.arange(end)).transpose(0, 1)
+            told = gate.scores(layer, turned, self.values[layer, :, :end])
+            asked = ROPE.shift(self.queries[layer, rows], later - rows)
+            for head in range(KV_HEADS):
+                there = before[layer, head, :end]
+                of_group = asked[:, 2 * head : 2 * head + 2].flatten(0, 1) * SCALE
+                weights = (of_group @ self.keys[layer, head, :end][there].T).softmax(-1)
+                own = weights.square().mean(0).sqrt()
+                scores[layer, head, there] = torch.hypot(told[head, there], own)
+        # Without what is gone, a head's tokens keep their order: what is there is lined up.
+        most = int(before[..., :end].sum(-1).max())
+        lined = torch.full((LAYERS, KV_HEADS, most), -1.0)
+        places = torch.full((LAYERS, KV_HEADS, most), -1)
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                at = before[layer, head, :end].nonzero()[:, 0]
+                fresh = int((at >= self._last).sum())
+                old = len(at) - fresh
+                lined[layer, head, :old] = scores[layer, head, at[:old]]
+                places[layer, head, :old] = at[:old]
+                lined[layer, head, most - fresh :] = scores[layer, head, at[old:]]
+                places[layer, head, most - fresh :] = at[old:]
+        kept = keep_units(lined, units, UNIT)
+        found = torch.zeros_like(before)
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                found[layer, head, places[layer, head, kept[layer, head]]] = True
+        self._last = end
+        return found
+
+    _last = 0
+
+
+@pytest.mark.parametrize("segments", [[6], [4, 6], [4, 5, 7, 8]])
+def test_what_is_held_is_what_a_naive_program_chooses(segments: list[int]) -> None:
+    context, gate, kept = Context(segments[-1], 3), gate_of(), 2
+    stream = Streaming(context.cells, SCALE, ROPE, gate)
+    naive = torch.zeros(LAYERS, KV_HEADS, context.tokens, dtype=torch.bool)
+    before, room = 0, [segments[-1] + 1, 1]
+    for end in segments:
+        for begin in range(before * BLOCK, end * BLOCK, 100):  # a chunk of a step
+            count = min(100, end * BLOCK - begin)
+            row = stream.rows(0, begin, count)
+            assert row is not None
+            for layer in range(LAYERS):
+                row.see(layer, context.queries[layer, begin : begin + count])
+        units = units_of(context.blocks[before:end])
+        naive[..., before * BLOCK : end * BLOCK] = True
+        cells = context.cells.of_blocks(room)
+        naive = context.chosen(gate, naive, end * BLOCK, len(cells))
+        stream.drop(end * BLOCK, units, cells)
+        room = [1, 2]  # the next one writes over what holds this one
+        assert torch.equal(context.held(stream), naive)
+        assert int(naive.sum()) == kept * BLOCK * LAYERS * KV_HEADS
+        assert naive[..., :4].all() and naive[..., end * BLOCK - 16 : end * BLOCK].all()
+        before = end
+
+
+def test_rows_behind_the_prompt_do_not_count() -> None:
+    stream = Streaming(Context(1, 0).cells, SCALE, ROPE, gate_of())
+    assert stream.rows(5, 400, 0) is None and stream.rows(5, 400, -1) is None
+    row = stream.rows(5, 0, 300)
+    assert row is not None and row.tokens == slice(5 + 300 - EARLIER_TOKENS, 305)
+
+
+def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
+    context = Context(4, 5)
+    following = Following(context.cells, SCALE, ROPE, {"x": context.blocks}.__getitem__, gate_of())
+    tables = units_of(context.blocks)[None]
+    following.step_begins((), (), Told(streams={"x"}))
+    step = [BatchRow("x", None, 500)], np.array([0, 512]), np.array([512]), tables
+    dropped, read = following.of_step(*step)
+    assert not dropped and [each.tokens for each in read] == [slice(244, 500)]
+    for layer in range(LAYERS):
+        following.see(read, layer, context.queries[layer])
+    following.step_begins((), (), Told(drops={"x": Drop(3 * BLOCK, [6])}))
+    dropped, read = following.of_step(
+        [BatchRow("x", None, 500)],
+        np.array([0, 1]),
+        np.array([513]),
+        units_of([1, 2, 3, 4, 5])[None],
+    )
+    assert [(each.row, each.held.tokens, len(each.units)) for each in dropped] == [(0, 384, 5)]
+    assert not read and following.dropped == 1
+    following.step_begins((), {"x"}, Told())  # preempted: it is computed from its beginning
+    dropped, read = following.of_step(*step)
+    assert not dropped and len(read) == 1
+    following.step_begins({"x"}, (), Told())
+    assert not following
+
+
+@given(
+    prompt=st.integers(1, 40_000),
+    share=st.floats(0.01, 0.99),
+    chunk=st.integers(1, 2048),
+    preempted=st.integers(0, 60),
+)
+def test_a_stream_never_holds_more_than_its_window_and_ends_with_what_it_keeps(
+    prompt: int, share: float, chunk: int, preempted: int
+) -> None:
+    stream = Stream(prompt, share, BLOCK)
+    if not stream.worthwhile:
+        assert stream.blocks - kept_blocks(stream.blocks, share) < LEAST_FREED
+        return
+    computed = steps = preemptions = dropped = 0
+    slots, freed = 0, 0
+    while True:
+        due = stream.due(computed, preemptions)
+        if due is not None:
+            assert dropped < due <= stream.blocks and due * BLOCK <= computed
+            dropped, slots, freed = due, stream.kept, due
+        if computed == prompt:
+            break
+        if steps == preempted:
+            computed, preemptions, dropped, slots, freed = 0, 1, 0, 0, 0
+            assert stream.due(0, 1) is None
+        steps += 1
+        computed = min(prompt, computed + chunk)
+        assert slots + -(-computed // BLOCK) - freed <= stream.window(chunk) + 1
+    assert dropped == stream.blocks and slots == stream.kept
