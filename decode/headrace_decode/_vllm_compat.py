@@ -55,7 +55,6 @@ from headrace_decode.techniques import (
     apart_of,
     offered,
     reuse_share,
-    share_in,
 )
 from headrace_decode.tenants import ALL_ALIKE, Tenants
 from headrace_decode.turns import PROMPTS, Turns
@@ -321,13 +320,9 @@ class PlannedLLM(TakingUpLLM):
     def _why_local(
         self, prompt: Any, token_ids: Any, params: SamplingParams, kwargs: dict[str, Any]
     ) -> str | None:
-        """As `why_local`, for this engine."""
-        if self._stream and share_in(params, BOUNDED) is not None:
-            return "the engine that decodes drops KV while it computes the prompt"
         cache: Any = self.vllm_config.cache_config
-        if len(token_ids or ()) > ((cache.num_gpu_blocks or math.inf) - 1) * cache.block_size:
-            return "the prompt is longer than the cache of the engine that decodes"
-        return why_local(prompt, token_ids, params, kwargs)
+        tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else math.inf
+        return why_local(prompt, token_ids, params, kwargs, tokens, self._stream)
 
     def _work(
         self,

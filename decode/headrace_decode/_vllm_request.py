@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from vllm import RequestOutput, SamplingParams
@@ -12,7 +13,14 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from headrace_decode.replay.scheduler import SAID
 from headrace_decode.speculation.request import request_arguments
-from headrace_decode.techniques import BOUNDED, SPARSE, Apart, TechniqueError, salt_for
+from headrace_decode.techniques import (
+    BOUNDED,
+    SPARSE,
+    Apart,
+    TechniqueError,
+    salt_for,
+    share_in,
+)
 from headrace_decode.tenants import TenantPolicy
 from headrace_engine.handoff import PARAMS_KEY
 from headrace_kvstore.connector.identity import lossy_codec
@@ -87,9 +95,19 @@ def lossy_of(vllm_config: VllmConfig) -> str:
 
 
 def why_local(
-    prompt: Any, token_ids: list[int] | None, params: SamplingParams, kwargs: dict[str, Any]
+    prompt: Any,
+    token_ids: list[int] | None,
+    params: SamplingParams,
+    kwargs: dict[str, Any],
+    cache_tokens: float = math.inf,
+    streams: bool = False,
 ) -> str | None:
-    """Why a request cannot be prefilled elsewhere, or None if it can."""
+    """Why a request cannot be prefilled elsewhere, or None if it can.
+
+    Args:
+        cache_tokens: of the engine that decodes.
+        streams: whether that engine drops KV of bounded prompts while it computes them.
+    """
     if not token_ids:
         return "the prompt is not plain token ids"
     if prompt.get("type", "token") != "token" or prompt.get("multi_modal_data"):
@@ -100,6 +118,10 @@ def why_local(
         return "prompt log-probabilities come from the engine that prefills"
     if kwargs.get("lora_request") is not None:
         return "the request uses a LoRA adapter"
+    if len(token_ids) > cache_tokens:
+        return "the prompt is longer than the cache of the engine that decodes"
+    if streams and share_in(params, BOUNDED) is not None:
+        return "the engine that decodes drops KV while it computes the prompt"
     return None
 
 

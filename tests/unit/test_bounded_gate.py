@@ -134,3 +134,8 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_command_that_makes_one(
     with pytest.raises(ConfigError, match="headrace calibrate bounded MODEL") as found:
         load_config(overrides=[*on])
     assert "techniques.bounded.calibration: " in str(found.value)
+
+
+def test_an_app_cannot_stream_without_a_gate() -> None:
+    with pytest.raises(ConfigError, match=r"techniques\.bounded.*needs calibration"):
+        load_config(overrides=["techniques.bounded.mode=request", "techniques.bounded.stream=true"])

@@ -179,6 +179,8 @@ def test_a_stream_is_followed_from_its_first_step_to_its_end() -> None:
     assert not dropped and len(read) == 1
     following.step_begins({"x"}, (), Told())
     assert not following
+    following.step_begins({"y"}, (), Told(streams={"y"}))  # it was aborted before it began
+    assert not following
 
 
 @given(

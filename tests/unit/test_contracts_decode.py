@@ -123,6 +123,9 @@ def test_transfer_parameters_are_taken_out_and_put_in() -> None:
         ({"prompt_token_ids": [1]}, {"prompt_logprobs": 0}, {}, "log-probabilities"),
         ({"prompt_token_ids": [1]}, {}, {"lora_request": object()}, "LoRA"),
         ({"prompt_token_ids": [1], "cache_salt": "x"}, {}, {"lora_request": None}, None),
+        ({"prompt_token_ids": [1] * 9}, {}, {}, "longer than the cache"),
+        ({"prompt_token_ids": [1] * 8}, {}, {}, None),
+        ({"prompt_token_ids": [1]}, {"extra_args": {"bounded": 0.3}}, {}, "drops KV while"),
     ],
 )
 def test_which_requests_must_stay(
@@ -133,5 +136,5 @@ def test_which_requests_must_stay(
     from headrace_decode._vllm_request import why_local
 
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    why = why_local(prompt, token_ids, SamplingParams(**params), kwargs)
+    why = why_local(prompt, token_ids, SamplingParams(**params), kwargs, 8, streams=True)
     assert (why is None) if says is None else (why is not None and says in why)

@@ -121,7 +121,7 @@ class Following:
             if again.begins:
                 self._readings.pop(again.request_id, None)
         self._again.update(told.again)
-        for name in told.streams | (self._streams.keys() & gone):
+        for name in (told.streams | (self._streams.keys() & gone)) - {*ended}:
             assert self._gate is not None
             self._streams[name] = Streaming(self.cells, self._scale, self._rope, self._gate)
 
