@@ -15,6 +15,8 @@ are the scheduler's.
                             over those of the same contexts in full with the same answers; median
     itl_vs_exact            median seconds of a step in which all four answer and nothing else is
                             computed, over those of the large engine
+    read_vs_exact           what such a step reads, the weights and the blocks that are held, over
+                            the large engine's: what the plan for a target takes `itl_vs_exact` for
     itl.NAME_ms, itl.NAME_steps   of each, and how many steps these are
     serving_vs_exact        from the first request to the last token, over the large engine's
     streamed.NAME           the same of the third engine; `most_vs_cache`: most blocks that its
@@ -31,6 +33,8 @@ from typing import Any
 
 from benchmarks.longcontext.pool import apart
 from benchmarks.sparse.serving import Engine, report
+from headrace.model import resolve
+from headrace.model.facts import describe
 from headrace.model.kvbudget import Asked, bounded_blocks, streamed_blocks
 from headrace_decode.bounded.engine.settings import BoundedSettings
 from headrace_decode.sparse.engine.settings import SparseSettings
@@ -72,12 +76,14 @@ def served(
     names = [engine.add(prompt, ANSWER, share, technique="bounded") for prompt in prompts]
     lengths = dict.fromkeys(names, 0)
     dropped = 0 if share is None else AT_ONCE
-    begun_s, pure, held, most = time.perf_counter(), [], [], 0
+    begun_s, pure, held, most = time.perf_counter(), list[float](), list[float](), 0
+    read = list[int]()
     for step in engine.steps():
         taken = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         most = max(most, taken)
         if following.dropped == dropped and all(0 < n < ANSWER for n in lengths.values()):
             pure.append(step.seconds)
+            read.append(taken)
             held.append(taken / sum(blocks_of(PROMPT + n) for n in lengths.values()))
         for name, each in step.outputs.items():
             lengths[name] += len(each.token_ids)
@@ -86,7 +92,20 @@ def served(
     if len(pure) < LEAST_STEPS:
         raise RuntimeError(f"all {AT_ONCE} answered in {len(pure)} steps, {LEAST_STEPS} are needed")
     seconds = time.perf_counter() - begun_s
-    return {"steps": pure, "held": held, "seconds": seconds, "most": most / cache_blocks}
+    return {
+        "steps": pure,
+        "held": held,
+        "read": read_bytes(statistics.median(read)),
+        "seconds": seconds,
+        "most": most / cache_blocks,
+    }
+
+
+def read_bytes(blocks: float) -> float:
+    """What a step reads that attends to all of so many blocks."""
+    facts = describe(resolve(None))
+    assert facts.params is not None
+    return facts.params * facts.dtype_bytes + blocks * BLOCK_TOKENS * facts.kv_bytes_per_token
 
 
 def measured(gate: Path | None) -> Figures:
@@ -115,6 +134,7 @@ def compared(run: dict[str, Any], exact: dict[str, Any], cache_blocks: int) -> F
         "cache_vs_contexts": cache_blocks / (AT_ONCE * WHOLE),
         "held_vs_contexts": statistics.median(run["held"]),
         "itl_vs_exact": statistics.median(run["steps"]) / statistics.median(exact["steps"]),
+        "read_vs_exact": run["read"] / exact["read"],
         "serving_vs_exact": run["seconds"] / exact["seconds"],
     }
 

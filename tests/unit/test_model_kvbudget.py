@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from headrace.cli import state
 from headrace.cli.main import main
 from headrace.cli.show import explain, kvbudget
 from headrace.config import ConfigError, HeadraceConfig, load_config
-from headrace.config.kvbudget import planned
+from headrace.config.kvbudget import asked_of, planned
+from headrace.config.techniques import KVBudgetSection
 from headrace.model.facts import facts_from_config
 from headrace.model.kvbudget import BOUNDED_KL, GIB, Asked, Plan, Way, kl_at, plan
+from headrace.model.memory import measured_gbps
 from headrace.model.registry import ModelError
 from headrace_decode.bounded.engine import calibration as gates
 from headrace_decode.bounded.gate import Gate
@@ -44,9 +47,10 @@ WHOLE = 8192 * FACTS.kv_bytes_per_token
 """Bytes of one context."""
 
 
-def asked(contexts: float, at_once: int, host: int = 0) -> Asked:
-    """A budget of so many whole contexts, and host memory for as many."""
-    return Asked(int(contexts * WHOLE), at_once, 8192, 512, host * WHOLE)
+def asked(contexts: float, at_once: int, host: int = 0, read: float | None = None) -> Asked:
+    """A budget of so many whole contexts, host memory for as many, and what a step may read."""
+    read_bytes = None if read is None else int(read * WHOLE)
+    return Asked(int(contexts * WHOLE), at_once, 8192, 512, host * WHOLE, read_bytes)
 
 
 def way(found: Plan, name: str) -> Way:
@@ -85,6 +89,7 @@ def test_the_least_error_that_fits_is_taken(
     st.integers(0, 8),
     st.sampled_from([None, SPARSE_KL]),
     st.sampled_from([None, GATED_KL]),
+    st.one_of(st.none(), st.floats(0.01, 9)),
 )
 def test_what_is_chosen_fits_and_no_larger_share_would(
     contexts: float,
@@ -92,8 +97,9 @@ def test_what_is_chosen_fits_and_no_larger_share_would(
     host: int,
     curve: dict[float, float] | None,
     gated: dict[float, float] | None,
+    read: float | None,
 ) -> None:
-    wanted = asked(contexts, at_once, host)
+    wanted = asked(contexts, at_once, host, read)
     try:
         chosen = plan(FACTS, wanted, curve, bounded_kl=gated).chosen
     except ModelError as error:
@@ -102,6 +108,9 @@ def test_what_is_chosen_fits_and_no_larger_share_would(
         return
     assert chosen.sizes.cache + chosen.sizes.beside <= wanted.budget_bytes
     assert chosen.sizes.host <= wanted.host_bytes
+    if wanted.read_bytes is not None:
+        assert chosen.sizes.read <= wanted.read_bytes
+        return
     if chosen.name in ("bounded", "streamed") and chosen.share < max(BOUNDED_KL):
         freed = 60 - math.ceil((chosen.share + 0.01) * 60)
         grows = at_once - (chosen.name == "bounded")
@@ -115,6 +124,30 @@ def test_a_way_that_does_not_fit_says_what_it_needs() -> None:
     assert way(found, "all").why_not == "needs 0.179 GiB"
     with pytest.raises(ModelError, match=r"nothing keeps to 0\.0879 GiB: all: needs 0\.179 GiB; "):
         _ = found.chosen
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "least"),
+    [(4.0, "all", 1.0), (3.9, "bounded", 0.5), (1.5, "offloaded", 0.3), (0.5, "offloaded", 0.05)],
+)
+def test_a_step_that_may_read_little_keeps_or_attends_to_less_than_memory_allows(
+    read: float, name: str, least: float
+) -> None:
+    found = plan(FACTS, asked(9, 4, 4, read), SPARSE_KL)
+    assert found.chosen.name == name and found.chosen.share >= least
+    assert found.chosen.sizes.read <= read * WHOLE
+    if read < 4:
+        assert way(found, "all").why_not.startswith("reads 0.703 GiB a step, over ")
+
+
+def test_what_a_step_reads_is_all_that_its_contexts_attend_to() -> None:
+    found, block = plan(FACTS, asked(9, 4, 4), SPARSE_KL), 128 * FACTS.kv_bytes_per_token
+    assert way(found, "all").sizes.read == 4 * WHOLE
+    assert way(found, "bounded").sizes.read == 4 * (30 + 4) * block
+    summaries = 0.0507 + 8 / (32 * 768)  # of keys and values, and of each layer
+    share = way(found, "offloaded").share
+    read = way(found, "offloaded").sizes.read / (4 * WHOLE)
+    assert read == pytest.approx(share + summaries, abs=0.003)
 
 
 def test_a_models_own_error_of_bounded_contexts_is_taken_where_it_was_measured() -> None:
@@ -247,6 +280,25 @@ def test_a_plan_becomes_the_techniques_of_an_app(model: Path) -> None:
     whole, _ = planned(config(model, "techniques.kv_budget.gib=1"))
     assert whole.techniques.bounded.mode == whole.techniques.sparse.mode == "off"
     assert planned(whole) == (whole, None)
+
+
+def test_a_target_for_latency_is_what_a_step_may_read_beside_the_weights(model: Path) -> None:
+    facts = replace(FACTS, params=100_000_000)
+    section = KVBudgetSection(gib=1, itl_ms=50, memory_gbps=10)
+    assert asked_of(section, 8192, facts).read_bytes == 500_000_000 - 200_000_000
+    assert asked_of(KVBudgetSection(gib=1), 8192, facts).read_bytes is None
+    with pytest.raises(ModelError, match="reading the weights alone takes 20 ms at 10 GB/s"):
+        asked_of(section.model_copy(update={"itl_ms": 20}), 8192, facts)
+    slow = "techniques.kv_budget.itl_ms=40", "techniques.kv_budget.memory_gbps=10"
+    _, found = planned(config(model, "techniques.kv_budget.gib=1", *slow))
+    assert found is not None and found.chosen.name == "bounded"
+    assert found.chosen.sizes.read <= 400_000_000
+
+
+def test_memory_is_measured_where_nobody_says_how_fast_it_is() -> None:
+    assert 0.1 < measured_gbps(1) < 1000
+    section = KVBudgetSection(gib=1, itl_ms=1e6)
+    assert (asked_of(section, 8192, FACTS).read_bytes or 0) > 1e11
 
 
 def test_engines_keep_all_of_what_they_cannot_drop(model: Path) -> None:

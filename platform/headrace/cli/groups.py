@@ -103,6 +103,14 @@ def model_check_kv(
         Path | None,
         typer.Option(help="With --kv-budget: the model's file from headrace calibrate bounded."),
     ] = None,
+    itl_ms: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="With --kv-budget: as techniques.kv_budget.itl_ms."),
+    ] = None,
+    memory_gbps: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="With --itl-ms: as techniques.kv_budget.memory_gbps."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a model's KV takes, and would take as MHA, GQA, MQA, MLA, CLA, YOCO, FusedKV, fp8
@@ -113,7 +121,12 @@ def model_check_kv(
     budget = None
     if kv_budget is not None:
         budget = KVBudgetSection(
-            gib=kv_budget, contexts=contexts, answer_tokens=answer_tokens, host_gib=host_memory
+            gib=kv_budget,
+            contexts=contexts,
+            answer_tokens=answer_tokens,
+            host_gib=host_memory,
+            itl_ms=itl_ms,
+            memory_gbps=memory_gbps,
         )
     kvsize.check_kv(
         source,

@@ -101,7 +101,7 @@ def _planned(
     if len(units) > 1:
         raise CliError(f"{calibration} and {gate} are for units of unlike sizes: {sorted(units)}")
     sparse_kl, bounded_kl = (None if each is None else each.kl for each in found)
-    asked = asked_of(budget, tokens)
+    asked = asked_of(budget, tokens, facts)
     return kvbudget.told(plan(facts, asked, sparse_kl, units.pop(), bounded_kl=bounded_kl))
 
 

@@ -11,7 +11,7 @@ from headrace.config.load import ConfigError
 from headrace.config.schema import HeadraceConfig
 from headrace.config.section import GIB, Section
 from headrace.config.techniques import KVBudgetSection
-from headrace.model.facts import describe
+from headrace.model.facts import ModelFacts, describe
 from headrace.model.kvbudget import (
     STEP_TOKENS,
     STREAM_STEP_TOKENS,
@@ -21,6 +21,7 @@ from headrace.model.kvbudget import (
     Way,
     plan,
 )
+from headrace.model.memory import measured_gbps
 from headrace.model.registry import ModelError
 
 SECTION = "techniques.kv_budget"
@@ -43,7 +44,7 @@ def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
         facts = describe(Path(config.model.source or config.model.id).expanduser())
         facts = replace(facts, dtype_bytes=facts.dtype_bytes * kv_widening(decode))
         own = decode.engine.get("max_model_len") or config.model.max_model_len
-        asked = asked_of(budget, int(own or facts.max_model_len))
+        asked = asked_of(budget, int(own or facts.max_model_len), facts, decode.threads)
         units = techniques.sparse.unit_tokens
         sparse_kl, bounded_kl = _measured(config)
         found = plan(facts, asked, sparse_kl, units, _refused(config), bounded_kl)
@@ -52,14 +53,34 @@ def planned(config: HeadraceConfig) -> tuple[HeadraceConfig, Plan | None]:
         raise ConfigError([f"{SECTION}: {error}"]) from None
 
 
-def asked_of(budget: KVBudgetSection, context_tokens: int) -> Asked:
-    """What an engine must hold. Raises ModelError if answers leave no room for prompts."""
+def asked_of(
+    budget: KVBudgetSection, context_tokens: int, facts: ModelFacts, threads: int = 1
+) -> Asked:
+    """What an engine must hold.
+
+    Args:
+        facts: of its model. threads: of its computation.
+
+    Raises:
+        ModelError: answers leave no room for prompts, or weights alone take longer than the target.
+    """
+    read_bytes = None
+    if budget.itl_ms is not None:
+        per_s = (budget.memory_gbps or measured_gbps(threads)) * 1e9
+        weights = (facts.params or 0) * facts.dtype_bytes
+        read_bytes = int(budget.itl_ms / 1e3 * per_s) - weights
+        if read_bytes <= 0:
+            raise ModelError(
+                f"itl_ms is {budget.itl_ms:g}: reading the weights alone takes "
+                f"{1e3 * weights / per_s:.3g} ms at {per_s / 1e9:.3g} GB/s"
+            )
     return Asked(
         budget_bytes=int(budget.gib * GIB),
         contexts=budget.contexts,
         context_tokens=context_tokens,
         answer_tokens=budget.answer_tokens,
         host_bytes=int(budget.host_gib * GIB),
+        read_bytes=read_bytes,
     )
 
 

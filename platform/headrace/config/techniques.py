@@ -130,6 +130,18 @@ class KVBudgetSection(Section):
         description="GiB of host memory for KV that leaves the cache. More than 0 needs "
         "`techniques.sparse.calibration` to be of use.",
     )
+    itl_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="Target for the time between tokens, in milliseconds, with all `contexts` "
+        "answering. Less KV is then kept, or attended to, than memory allows. null: none.",
+    )
+    memory_gbps: float | None = Field(
+        default=None,
+        gt=0,
+        description="With `itl_ms`: GB that an engine reads from memory in a second, for weights "
+        "and KV. null: measured on the machine that plans, which takes a second.",
+    )
 
 
 class TechniquesSection(Section):

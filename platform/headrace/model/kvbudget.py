@@ -21,6 +21,10 @@ whole, and leaves when the next one comes.
 Beside the cache of an engine with host memory lie summaries of all units, and one layer of one
 context, where its KV is lined up.
 
+A step in which all answer reads the model's weights, and of KV what it attends to: all that is held
+in the cache, or of an offloaded context the chosen units and the summaries of all. On CPUs that is
+what a step takes (docs/bounded.md), so a target for the time between tokens is one for `read`.
+
 Each way takes the largest share that fits. The one with the least error (KL) is chosen. A KL was
 measured at some shares, and is read off between them on a line of logarithms. None is promised for
 a share below the least that was measured.
@@ -78,6 +82,7 @@ class Asked:
     Attributes:
         budget_bytes: for KV and what is kept beside it for choosing. host_bytes: for offloaded KV.
         contexts: at once. context_tokens: of each, its `answer_tokens` included.
+        read_bytes: of KV, that a step may read in which all answer; None: any.
     """
 
     budget_bytes: int
@@ -85,6 +90,7 @@ class Asked:
     context_tokens: int
     answer_tokens: int
     host_bytes: int = 0
+    read_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("budget_bytes", "contexts", "context_tokens", "answer_tokens"):
@@ -98,9 +104,11 @@ class Asked:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a way: in the engine's KV cache; beside it, for choosing; in host memory."""
+    """Bytes of a way: in the engine's KV cache; beside it, for choosing; in host memory; and what a
+    step reads of them in which all contexts answer, as long as they get."""
 
     cache: int
+    read: int
     beside: int = 0
     host: int = 0
 
@@ -111,7 +119,11 @@ class Sizes(NamedTuple):
             found.append(f"{(self.cache + self.beside) / GIB:.3g} GiB")
         if self.host > asked.host_bytes:
             found.append(f"{self.host / GIB:.3g} GiB of host memory")
-        return f"needs {' and '.join(found)}" if found else ""
+        needs = f"needs {' and '.join(found)}" if found else ""
+        if asked.read_bytes is None or self.read <= asked.read_bytes:
+            return needs
+        reads = f"reads {self.read / GIB:.3g} GiB a step, over {asked.read_bytes / GIB:.3g}"
+        return "; ".join(filter(None, (needs, reads)))
 
 
 @dataclass(frozen=True)
@@ -192,10 +204,12 @@ def plan(
     bounded_kl = bounded_kl or BOUNDED_KL
 
     def whole(_: float) -> Sizes:
-        return Sizes((NULL_BLOCK + asked.contexts * _blocks(asked.context_tokens)) * block_bytes)
+        blocks = asked.contexts * _blocks(asked.context_tokens)
+        return Sizes((NULL_BLOCK + blocks) * block_bytes, blocks * block_bytes)
 
     def bounded(share: float) -> Sizes:
-        return Sizes((NULL_BLOCK + bounded_blocks(asked, share)) * block_bytes)
+        held = asked.contexts * sum(_kept(asked, share))
+        return Sizes((NULL_BLOCK + bounded_blocks(asked, share)) * block_bytes, held * block_bytes)
 
     def streamed(share: float) -> Sizes:
         return _streamed(facts, asked, share, unit_tokens)
@@ -219,7 +233,7 @@ def plan(
     return Plan(
         asked,
         [
-            Way(name, 0.0, None, Sizes(0), none[name])
+            Way(name, 0.0, None, Sizes(0, 0), none[name])
             if none.get(name)
             else _fitting(name, curve, asked, sizes)
             for name, (curve, sizes) in of_ways.items()
@@ -266,25 +280,36 @@ def _offloaded(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) 
     cache, host = asked.contexts * one.blocks, asked.contexts * one.host
     if cache >= one.host:
         cache += one.host - one.blocks
-    return _with_host(facts, cache + NULL_BLOCK, host, one.host, unit_tokens)
+    chosen_bytes = chosen * unit_tokens * facts.kv_bytes_per_token
+    units = _blocks(asked.context_tokens) * BLOCK_TOKENS // unit_tokens
+    read = asked.contexts * (chosen_bytes + _summaries(facts, units, unit_tokens))
+    return _with_host(facts, cache + NULL_BLOCK, host, one.host, unit_tokens, read)
 
 
 def _streamed(facts: ModelFacts, asked: Asked, share: float, unit_tokens: int) -> Sizes:
     whole, cache = _blocks(asked.context_tokens), streamed_blocks(asked, share)
+    block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
+    read = asked.contexts * sum(_kept(asked, share)) * block_bytes
     if cache >= whole:
-        return Sizes((cache + NULL_BLOCK) * BLOCK_TOKENS * facts.kv_bytes_per_token)
-    return _with_host(facts, cache + NULL_BLOCK, whole, whole, unit_tokens)
+        return Sizes((cache + NULL_BLOCK) * block_bytes, read)
+    return _with_host(facts, cache + NULL_BLOCK, whole, whole, unit_tokens, read)
 
 
-def _with_host(facts: ModelFacts, cache: int, host: int, whole: int, unit_tokens: int) -> Sizes:
+def _with_host(
+    facts: ModelFacts, cache: int, host: int, whole: int, unit_tokens: int, read: int
+) -> Sizes:
     """Of an engine with so many blocks, and so many in host memory; the longest request has
     `whole`."""
-    layout = Layout(unit_tokens, facts.head_dim, RANK_BESIDE, COORDINATES)
-    units = (cache + host) * BLOCK_TOKENS // unit_tokens
-    summaries = units * facts.kv_layers * (facts.kv_heads * layout.nbytes + SUM_BYTES)
+    beside = _summaries(facts, (cache + host) * BLOCK_TOKENS // unit_tokens, unit_tokens)
     block_bytes = BLOCK_TOKENS * facts.kv_bytes_per_token
-    buffer = whole * block_bytes // facts.kv_layers
-    return Sizes(cache * block_bytes, summaries + buffer, host * block_bytes)
+    beside += whole * block_bytes // facts.kv_layers
+    return Sizes(cache * block_bytes, read, beside, host * block_bytes)
+
+
+def _summaries(facts: ModelFacts, units: int, unit_tokens: int) -> int:
+    """Bytes of these units' summaries."""
+    layout = Layout(unit_tokens, facts.head_dim, RANK_BESIDE, COORDINATES)
+    return units * facts.kv_layers * (facts.kv_heads * layout.nbytes + SUM_BYTES)
 
 
 def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Sizes | None]) -> Way:
@@ -295,7 +320,7 @@ def _fitting(name: str, curve: Curve, asked: Asked, sizes: Callable[[float], Siz
     """
     least, most = (round(100 * share) for share in (min(curve), max(curve)))
     short = f"only contexts of more than {LEAST_TOKENS} tokens are offloaded"
-    last = Way(name, 0.0, None, Sizes(0), short)
+    last = Way(name, 0.0, None, Sizes(0, 0), short)
     for share in (hundredths / 100 for hundredths in range(most, least - 1, -1)):
         needed = sizes(share)
         if needed is None:

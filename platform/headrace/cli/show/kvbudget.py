@@ -36,13 +36,13 @@ def render(plan: dict[str, Any], out: Console) -> None:
     out.print(
         f"{human_bytes(asked['budget_bytes'])} for KV, and {human_bytes(asked['host_bytes'])} of "
         f"host memory, for {asked['contexts']} contexts of {asked['context_tokens']} tokens, "
-        f"{asked['answer_tokens']} of them the answer",
+        f"{asked['answer_tokens']} of them the answer{_reading(asked['read_bytes'])}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False)
-    for column in ("way", "share", "KL", "cache", "beside it", "host", ""):
+    for column in ("way", "share", "KL", "cache", "a step reads", "beside it", "host", ""):
         table.add_column(
             column, justify="left" if column in ("way", "") else "right", overflow="fold"
         )
@@ -53,6 +53,10 @@ def render(plan: dict[str, Any], out: Console) -> None:
         share = f"{way['share']:.0%}" if known else ""
         table.add_row(way["name"], share, _kl(way), *sizes, way["why_not"] or chosen)
     out.print(table)
+
+
+def _reading(read_bytes: int | None) -> str:
+    return "" if read_bytes is None else f"; a step may read {human_bytes(read_bytes)} of KV"
 
 
 def _kl(way: dict[str, Any]) -> str:
