@@ -128,14 +128,14 @@ class Gated:
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
         """As `Streaming.held`."""
         n, pairs = len(tokens), lm.layers * lm.kv_heads
-        # What is behind the context's last block counts as held.
-        kept = (total // pairs - n % BLOCK_TOKENS) // BLOCK_TOKENS
-        course = Stream(n, (kept - 0.5) / (n // BLOCK_TOKENS), BLOCK_TOKENS)
+        course = Stream(n, total / (pairs * n), BLOCK_TOKENS)
         per = BLOCK_TOKENS // UNIT_TOKENS
         blocks = course.blocks + course.kept
         shape = lm.layers, blocks * per, lm.kv_heads, UNIT_TOKENS, 2 * lm.dim
         cells = Cells([LayerKeys(layer) for layer in torch.zeros(shape)], per)
+        # What is behind the context's last block counts as held.
         room = cells.of_blocks(range(course.blocks, blocks))
+        room = room[: (total - pairs * (n % BLOCK_TOKENS)) // UNIT_TOKENS]
         chosen = Chosen(cells, lm.dim**-0.5, lm.rope, self.gate)
         kv, most, from_ = lm.empty(n), 0, 0
         held = Held.whole(kv, 0, 0)

@@ -66,7 +66,8 @@ def asked_of(
     """
     read_bytes = None
     if budget.itl_ms is not None:
-        per_s = (budget.memory_gbps or measured_gbps(threads)) * 1e9
+        gbps = budget.memory_gbps
+        per_s = 1e9 * (gbps or measured_gbps(threads, budget.contexts, facts.dtype_bytes))
         weights = (facts.params or 0) * facts.dtype_bytes
         read_bytes = int(budget.itl_ms / 1e3 * per_s) - weights
         if read_bytes <= 0:
