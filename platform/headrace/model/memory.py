@@ -7,7 +7,7 @@ import time
 MATRIX_BYTES = 1 << 27
 """More than caches hold."""
 COLUMNS = 1024
-ROUNDS = 5
+ROUNDS = 20
 
 
 def measured_gbps(threads: int, rows: int, dtype_bytes: int) -> float:

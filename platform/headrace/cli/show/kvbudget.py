@@ -42,17 +42,18 @@ def render(plan: dict[str, Any], out: Console) -> None:
         soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False)
-    for column in ("way", "share", "KL", "cache", "a step reads", "beside it", "host", ""):
-        table.add_column(
-            column, justify="left" if column in ("way", "") else "right", overflow="fold"
-        )
+    for column in ("way", "share", "KL", "cache", "a step reads", "beside it", "host"):
+        table.add_column(column, justify="left" if column == "way" else "right")
     for way in plan["ways"]:
-        known = way["kl"] is not None
-        sizes = [human_bytes(size) if known else "" for size in way["sizes"].values()]
-        chosen = "chosen: the least error that fits" if way["name"] == plan["chosen"] else ""
-        share = f"{way['share']:.0%}" if known else ""
-        table.add_row(way["name"], share, _kl(way), *sizes, way["why_not"] or chosen)
+        if way["kl"] is None:
+            continue
+        sizes = [human_bytes(size) for size in way["sizes"].values()]
+        table.add_row(way["name"], f"{way['share']:.0%}", _kl(way), *sizes)
     out.print(table)
+    for way in plan["ways"]:
+        chosen = "chosen, the least error that fits" if way["name"] == plan["chosen"] else ""
+        if why := way["why_not"] or chosen:
+            out.print(f"{way['name']}: {why}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _reading(read_bytes: int | None) -> str:
