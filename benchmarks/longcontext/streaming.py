@@ -5,33 +5,28 @@ that its tokens and the older ones are ranked by the same attention. What does n
 the values that stay are fitted. Never is more held than the budget and one block. Positions stay as
 they are.
 
-`Gated`: as an engine streams with a gate, by its own code.
+`Gated`: as an engine streams with a gate.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.longcontext.context import SAMPLED_ROWS, WINDOW_TOKENS
 from benchmarks.longcontext.held import Held
-from headrace_decode.bounded.engine.cells import Cells
-from headrace_decode.bounded.engine.course import Stream
-from headrace_decode.bounded.engine.streaming import StreamedRow
-from headrace_decode.bounded.engine.streaming import Streaming as Chosen
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import Always, keep
+from headrace_decode.bounded.offline.streaming import Streamed
 from headrace_decode.bounded.refit import RIDGE
 from headrace_decode.bounded.scores import LEAD_TOKENS, Received
-from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_prefill.reuse.offline.lm import LM
 
 ABSENT = -1.0
-BLOCK_TOKENS, UNIT_TOKENS, STEP_TOKENS = 128, 32, 512
-"""Of an engine's cache, of what its heads keep, and of its steps."""
+UNIT_TOKENS = 32
+"""Of what an engine's heads keep."""
 
 
 @dataclass(frozen=True)
@@ -127,50 +122,16 @@ class Gated:
 
     def held(self, lm: LM, tokens: Tensor, total: int) -> tuple[Held, int]:
         """As `Streaming.held`."""
-        n, pairs = len(tokens), lm.layers * lm.kv_heads
-        course = Stream(n, total / (pairs * n), BLOCK_TOKENS)
-        per = BLOCK_TOKENS // UNIT_TOKENS
-        blocks = course.blocks + course.kept
-        shape = lm.layers, blocks * per, lm.kv_heads, UNIT_TOKENS, 2 * lm.dim
-        cells = Cells([LayerKeys(layer) for layer in torch.zeros(shape)], per)
-        # What is behind the context's last block counts as held.
-        room = cells.of_blocks(range(course.blocks, blocks))
-        room = room[: (total - pairs * (n % BLOCK_TOKENS)) // UNIT_TOKENS]
-        chosen = Chosen(cells, lm.dim**-0.5, lm.rope, self.gate)
-        kv, most, from_ = lm.empty(n), 0, 0
-        held = Held.whole(kv, 0, 0)
-        for begin in range(0, n, STEP_TOKENS):
-            end = min(n, begin + STEP_TOKENS)
-            counted = chosen.rows(0, begin, end - begin)
-            assert counted is not None
-
-            def watch(layer: int, rows: Tensor, q: Tensor, counted: StreamedRow = counted) -> None:
-                counted.see(layer, q)
-
-            here = held.joined(Held.whole(kv, from_, begin))
-            lm.compute(tokens, kv, torch.arange(begin, end), attend=here.attend(begin), watch=watch)
-            most = max(most, here.pairs + pairs * (end - begin))
-            if (due := course.due(end, 0)) is None:
-                continue
-            new = np.arange(from_ // UNIT_TOKENS, due * per)
-            for layer in range(lm.layers):
-                both = (one[layer][from_ : due * BLOCK_TOKENS] for one in (kv.keys, kv.values))
-                split = (one.unflatten(0, (-1, UNIT_TOKENS)).transpose(1, 2) for one in both)
-                cells.layers[layer].write(new, *split)
-            chosen.drop(due * BLOCK_TOKENS, new, room)
-            held, from_ = _of_cells(cells, chosen), due * BLOCK_TOKENS
-        return held.joined(Held.whole(kv, from_, n)), most
-
-
-def _of_cells(cells: Cells, chosen: Chosen) -> Held:
-    found = Held([], [])
-    assert chosen.held is not None
-    for table, counts in zip(chosen.held.cells, chosen.held.counts, strict=True):
-        both = cells.read_cells(table.astype(np.int64))
-        for of_layer, lists in zip(both, (found.keys, found.values), strict=True):
-            sizes = (int(count) * UNIT_TOKENS for count in counts)
-            lists.append([head[:size] for head, size in zip(of_layer, sizes, strict=True)])
-    return found
+        share = total / (lm.layers * lm.kv_heads * len(tokens))
+        found = Streamed.of(lm, lm.rope, tokens, self.gate, share, UNIT_TOKENS)
+        assert found is not None
+        held = Held([], [])
+        for lists, one in ((held.keys, found.keys), (held.values, found.values)):
+            lists += [
+                [of_head[at] for of_head, at in zip(layer.unbind(1), kept, strict=True)]
+                for layer, kept in zip(one, found.kept, strict=True)
+            ]
+        return held, found.most
 
 
 def _mean_squares(keys: list[Tensor], queries: Tensor) -> list[Tensor]:

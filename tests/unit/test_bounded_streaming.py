@@ -23,9 +23,13 @@ from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
 from headrace_decode.bounded.engine.streaming import Streaming
 from headrace_decode.bounded.gate import Gate
 from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.offline.streaming import STEP_TOKENS, Masked, Streamed
 from headrace_decode.sparse.engine.keys import LayerKeys
 from headrace_decode.sparse.engine.rows import BatchRow
 from headrace_engine.rope import Rope
+from headrace_prefill.reuse.offline.lm import LM
+from tests.support.prompts import noise
+from tests.support.tiny import tiny_llama
 
 LAYERS, HEADS, KV_HEADS, DIM, UNIT, PER = 2, 4, 2, 64, 32, 4
 BLOCK, SCALE = UNIT * PER, DIM**-0.5
@@ -37,9 +41,10 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def gate_of(seed: int = 0) -> Gate:
-    into = 0.1 * torch.randn(LAYERS, KV_HEADS, 2 * DIM, 4, generator=rng(seed))
-    flat = 0.1 * torch.randn(4, LAYERS, KV_HEADS, 2 * DIM, generator=rng(seed + 1))
+def gate_of(seed: int = 0, shape: tuple[int, int, int] = (LAYERS, KV_HEADS, DIM)) -> Gate:
+    layers, heads, dim = shape
+    into = 0.1 * torch.randn(layers, heads, 2 * dim, 4, generator=rng(seed))
+    flat = 0.1 * torch.randn(4, layers, heads, 2 * dim, generator=rng(seed + 1))
     return Gate(into, flat[0, ..., :4], flat[1, ..., :4], flat[2], flat[3, ..., 0])
 
 
@@ -146,6 +151,64 @@ def test_what_is_held_is_what_a_naive_program_chooses(segments: list[int]) -> No
         assert int(naive.sum()) == kept * BLOCK * LAYERS * KV_HEADS
         assert naive[..., :4].all() and naive[..., end * BLOCK - 16 : end * BLOCK].all()
         before = end
+
+
+def test_plain_torch_foresees_what_an_engine_holds() -> None:
+    lm, share, n = LM(str(tiny_llama())), 0.25, 2300
+    tokens, heads = torch.tensor(noise(n, 5)), lm.layers * lm.kv_heads
+    gate = gate_of(9, (lm.layers, lm.kv_heads, lm.dim))
+    with torch.inference_mode():
+        foreseen = Streamed.of(lm, lm.rope, tokens, gate, share, UNIT)
+        assert foreseen is not None
+        course, kv = Stream(n, share, BLOCK), lm.empty(n)
+        shape = lm.layers, 2 * n // UNIT, lm.kv_heads, UNIT, 2 * lm.dim
+        cells = Cells([LayerKeys(layer) for layer in torch.zeros(shape)], PER)
+        stream = Streaming(cells, lm.dim**-0.5, lm.rope, gate)
+        room = cells.of_blocks(range(n // BLOCK, n // BLOCK + course.kept))
+        room = room[: int(heads * (share * n - n % BLOCK)) // UNIT]
+        kept, chosen = torch.zeros_like(foreseen.kept), 0
+        for begin in range(0, n, STEP_TOKENS):
+            end = min(n, begin + STEP_TOKENS)
+            row = stream.rows(0, begin, end - begin)
+            assert row is not None
+            kept[..., begin:end] = True
+            lm.compute(
+                *(tokens, kv, torch.arange(begin, end)),
+                attend=Masked(kept).attend,
+                watch=lambda layer, rows, q, row=row: row.see(layer, q),  # type: ignore[misc]
+            )
+            if (due := course.due(end, 0)) is None:
+                continue
+            units = np.arange(chosen // UNIT, due * PER)
+            for layer in range(lm.layers):
+                both = (one[layer][chosen : due * BLOCK] for one in (kv.keys, kv.values))
+                split = [one.unflatten(0, (-1, UNIT)).transpose(1, 2) for one in both]
+                cells.layers[layer].write(units, *split)
+            chosen = due * BLOCK
+            stream.drop(chosen, units, room)
+            kept[..., :chosen] = held_of(stream, cells, kv.keys[:, :chosen])
+    assert torch.equal(kept, foreseen.kept)
+    assert torch.equal(kv.keys, foreseen.keys) and torch.equal(kv.values, foreseen.values)
+    assert int(kept.sum()) <= share * n * heads
+    assert foreseen.most <= heads * BLOCK * course.window(STEP_TOKENS)
+
+
+def held_of(stream: Streaming, cells: Cells, keys: Tensor) -> Tensor:
+    """Which of these keys, [layers, n, kv_heads, dim], are in a cell: [layers, kv_heads, n]."""
+    assert stream.held is not None
+    found = torch.zeros(keys.shape[0], keys.shape[2], keys.shape[1], dtype=torch.bool)
+    for layer, counts in enumerate(stream.held.counts):
+        for head, count in enumerate(counts):
+            at = stream.held.cells[layer, head, :count].astype(np.int64)
+            there = cells.read_cells(at[None])[0][0]
+            found[layer, head, torch.cdist(there, keys[layer, :, head]).argmin(1)] = True
+    return found
+
+
+def test_a_share_that_leaves_no_room_for_each_head_streams_nothing() -> None:
+    lm = LM(str(tiny_llama()))
+    tokens, gate = torch.tensor(noise(200, 5)), gate_of(9, (lm.layers, lm.kv_heads, lm.dim))
+    assert Streamed.of(lm, lm.rope, tokens, gate, 0.25, UNIT) is None
 
 
 def test_rows_behind_the_prompt_do_not_count() -> None:

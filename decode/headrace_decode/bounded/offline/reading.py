@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_decode.bounded.engine.course import EARLIER_TOKENS
 from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
 from headrace_decode.bounded.gate import Gate, at_start
 from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.offline.streaming import Masked, Streamed
 from headrace_decode.bounded.scores import Received, repeats
 from headrace_decode.sparse.offline.calibrate import TAIL_TOKENS, Model
 from headrace_engine.rope import Rope
@@ -117,7 +117,8 @@ class Computed:
 def divergences(
     model: Model, rope: Rope, text: Sequence[int], gate: Gate, unit_tokens: int
 ) -> dict[float, float]:
-    """Mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`.
+    """Mean KL(exact || bounded) over a text's last tokens, nats, by share of `SHARES`: the larger
+    of a context that is chosen from once and of one that is streamed.
 
     Args:
         text: whose whole units but the last tokens are the context.
@@ -126,33 +127,23 @@ def divergences(
     whole = torch.tensor(text[: n + TAIL_TOKENS])
     context = Computed.of(model, rope, whole[:n])
     scores, rows = context.scores(gate), torch.arange(n, len(whole))
+    tail = torch.ones(*scores.shape[:2], TAIL_TOKENS, dtype=torch.bool)
 
-    def follow(kept: Tensor) -> Tensor:
+    def follow(keys: Tensor, values: Tensor, kept: Tensor) -> Tensor:
         kv = model.empty(len(whole))
-        kv.keys[:, :n], kv.values[:, :n] = context.keys, context.values
-
-        def attend(layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            end = int(rows[-1]) + 1
-            fresh = torch.arange(n, end) <= rows[:, None]
-            parts = (
-                kept[layer][:, None].expand(-1, len(rows), -1),
-                fresh.expand(len(keys[0]), -1, -1),
-            )
-            seen = torch.cat(parts, 2)[:, None]
-            asked = q.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
-            k, v = (
-                one[:end].transpose(0, 1)[:, None].expand(-1, asked.shape[1], -1, -1)
-                for one in (keys, values)
-            )
-            mixed = scaled_dot_product_attention(asked, k, v, attn_mask=seen)
-            return mixed.permute(2, 0, 1, 3).flatten(1)
-
+        kv.keys[:, :n], kv.values[:, :n] = keys, values
+        attend = Masked(torch.cat([kept, tail], -1)).attend
         return model.compute(whole, kv, rows, attend=attend).log_softmax(-1)
 
-    exact = follow(torch.ones(scores.shape, dtype=torch.bool))
+    all_of = context.keys, context.values
+    exact = follow(*all_of, torch.ones(scores.shape, dtype=torch.bool))
     found = {}
     for share in SHARES:
         kept = keep_units(scores, int(share * scores.numel()) // unit_tokens, unit_tokens)
-        kl = (exact.exp() * (exact - follow(kept))).sum(-1).double()
-        found[share] = max(float(kl.mean()), LEAST_KL)
+        said = [follow(*all_of, kept)]
+        streamed = Streamed.of(model, rope, whole[:n], gate, share, unit_tokens)
+        if streamed is not None:
+            said.append(follow(streamed.keys, streamed.values, streamed.kept))
+        kl = [float((exact.exp() * (exact - one)).sum(-1).double().mean()) for one in said]
+        found[share] = max(*kl, LEAST_KL)
     return found

@@ -1,0 +1,114 @@
+"""Streams contexts in plain torch, outside of an engine, as `bounded.engine.streaming` does in one.
+
+What has left stays in the arrays and is masked, so nothing here saves memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace_decode.bounded.engine.course import EARLIER_TOKENS, Stream
+from headrace_decode.bounded.engine.reading import BEHIND_TOKENS
+from headrace_decode.bounded.engine.streaming import NOWHERE
+from headrace_decode.bounded.gate import Gate, at_start
+from headrace_decode.bounded.keeping import keep_units
+from headrace_decode.bounded.scores import Received
+from headrace_decode.sparse.offline.calibrate import Model
+from headrace_engine.rope import Rope
+
+BLOCK_TOKENS, STEP_TOKENS = 128, 512
+"""Of an engine's blocks, and of a prompt in one step."""
+
+
+class Masked:
+    """Attention of a model's rows to what heads keep.
+
+    Args:
+        kept: bool [layers, kv_heads, positions]; may change meanwhile.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
+        self._kept = kept
+
+    def attend(self, layer: int, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `Model.compute` takes it."""
+        end = int(rows[-1]) + 1
+        causal = torch.arange(end) <= rows[:, None]
+        seen = (self._kept[layer, :, None, :end] & causal)[:, None]
+        asked = q.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+        k, v = (
+            one[:end].transpose(0, 1)[:, None].expand(-1, asked.shape[1], -1, -1)
+            for one in (keys, values)
+        )
+        mixed = scaled_dot_product_attention(asked, k, v, attn_mask=seen)
+        return mixed.permute(2, 0, 1, 3).flatten(1)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A context that was streamed.
+
+    Attributes:
+        keys, values: fp32 [layers, n, kv_heads, head_dim], as they were computed.
+        kept: bool [layers, kv_heads, n], what is held in the end.
+        most: (layer, head, token) that were held at once, at most.
+    """
+
+    keys: Tensor
+    values: Tensor
+    kept: Tensor
+    most: int
+
+    @classmethod
+    def of(
+        cls, model: Model, rope: Rope, tokens: Tensor, gate: Gate, share: float, unit_tokens: int
+    ) -> Streamed | None:
+        """Stream it; None where the share leaves no unit for each head beside what stands behind
+        the last whole block.
+
+        Args:
+            tokens: int64 [n]. share: of all pairs, that is held in the end.
+            unit_tokens: of what heads keep.
+        """
+        n, heads = len(tokens), model.layers * model.kv_heads
+        course = Stream(n, share, BLOCK_TOKENS)
+        units = int(heads * (share * n - n % BLOCK_TOKENS)) // unit_tokens
+        if units < heads:
+            return None
+        kv, most, chosen = model.empty(n), 0, 0
+        kept = torch.zeros(model.layers, model.kv_heads, n, dtype=torch.bool)
+        told = torch.zeros(kept.shape)
+        last: dict[int, Tensor] = {}
+
+        def watch(layer: int, rows: Tensor, q: Tensor) -> None:
+            before = [last[layer]] if layer in last else []
+            last[layer] = torch.cat([*before, q])[-EARLIER_TOKENS:]
+
+        for begin in range(0, n, STEP_TOKENS):
+            rows = torch.arange(begin, min(n, begin + STEP_TOKENS))
+            end = int(rows[-1]) + 1
+            kept[..., rows] = True
+            most = max(most, int(kept.sum()))
+            model.compute(tokens, kv, rows, attend=Masked(kept).attend, watch=watch)
+            due = course.due(end, 0)
+            if due is None:
+                continue
+            new, whole = slice(chosen, due * BLOCK_TOKENS), slice(due * BLOCK_TOKENS)
+            scores = torch.empty(kept[..., whole].shape)
+            for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+                turned = at_start(rope, keys[new], chosen)
+                told[layer, :, new] = gate.scores(layer, turned, values[new].transpose(0, 1))
+                asked = len(last[layer])
+                behind = torch.arange(asked) % BEHIND_TOKENS + asked - torch.arange(asked)
+                own = Received(model.kv_heads, due * BLOCK_TOKENS, model.dim**-0.5)
+                absent = ~kept[layer, :, whole]
+                own.add(rope.shift(last[layer], behind), keys[whole].transpose(0, 1), absent)
+                scores[layer] = torch.hypot(told[layer, :, whole], own.root_mean_square())
+                scores[layer][absent] = NOWHERE
+            kept[..., whole] = keep_units(scores, units, unit_tokens)
+            chosen = due * BLOCK_TOKENS
+        return cls(kv.keys, kv.values, kept, most)
