@@ -95,7 +95,7 @@ async def test_a_prefill_replica_is_told_which_gateways_plan_it_carries_out() ->
     token = PLAN.set(b"as it came")
     try:
         work = PlannedLLM._work(
-            cast(Any, None),
+            cast(Any, SimpleNamespace(_why_local=lambda *asked: None)),
             planning,
             cast(Any, None),
             {"prompt_token_ids": [1, 2, 3], "cache_salt": "s"},
